@@ -16,13 +16,13 @@ def modules(run: Result) -> Iterator[str]:
     powers = [number(grows[way], ".2f") for way in ("full", "cached")]
     if mostly is not None:
         share = f"{mostly['tokens']:,} tokens, {mostly['cached_share']:.1%} of them cached"
-        yield f"{mostly['ttft_x']:.1f} times sooner at {share}."
+        yield f"{mostly['ttft_x']:.1f} times faster at {share}."
     yield (
         f"Seconds grow with tokens to the power of {powers[0]}, of the cached prompt {powers[1]}. "
         f"KV takes {run['mb_per_token']:.4f} MB a token."
     )
     yield ""
-    columns = ("prompt", "tokens", "cached", "sooner", "score, full", "score, cached", "same answer")
+    columns = ("prompt", "tokens", "cached", "faster", "score, full", "score, cached", "same answer")
     uses = [{**row, "same": float(row["same"])} for row in run["cases"] if not row["dataset"]]
     sets = [{**row, "name": f"{row['dataset']}, n = {row['n']}"} for row in run["by_set"]]
     yield from table(columns, [_module_row(row) for row in (*uses, *sets)])

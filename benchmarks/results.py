@@ -193,7 +193,7 @@ def _peers(run: Result) -> Iterator[str]:
     said = f"{run['n']} prompts of {run['tokens']:,.0f} tokens over {run['pool']} recurring chunks, one token each"
     yield f"{said}; by the wall."
     yield ""
-    columns = ("", "first token", "sooner than hf", "CPU", "same first token as hf")
+    columns = ("", "first token", "faster than hf", "CPU", "same first token as hf")
     yield from table(
         columns,
         [
@@ -215,7 +215,7 @@ def _peers(run: Result) -> Iterator[str]:
 def _dropin(run: Result) -> Iterator[str]:
     yield f"Chains of {run['chunks']} chunks, the model swapped; by the wall, {run['timed']}."
     yield ""
-    columns = ("", "theirs", "ours", "sooner", "CPU", "same chunks", "same answers", "right, theirs and ours", "reused")
+    columns = ("", "theirs", "ours", "faster", "CPU", "same chunks", "same answers", "right, theirs and ours", "reused")
     rows = [(name, run[name]) for name in ("langchain", "llama_index")]
     yield from table(
         columns,
@@ -245,7 +245,7 @@ def _dropin(run: Result) -> Iterator[str]:
 def _ttft(run: Result) -> Iterator[str]:
     yield f"`{run['policy']}` at {run['options']['ratio']:.0%}."
     yield ""
-    columns = ("chunks", "tokens", "full", "fused", "sooner", "plain reuse", "prefix caching", "of the ideal")
+    columns = ("chunks", "tokens", "full", "fused", "faster", "plain reuse", "prefix caching", "of the ideal")
     yield from table(
         columns,
         [

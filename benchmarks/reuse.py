@@ -11,7 +11,7 @@ Result = Mapping[str, Any]
 
 
 def unprepared(run: Result) -> Iterator[str]:
-    """Every way to ask, with nothing indexed: what both passes reuse, and how much sooner the first token comes."""
+    """Every way to ask, with nothing indexed: what both passes reuse, and how much faster the first token comes."""
     yield "Twelve passages, six a question; the same questions asked twice, nothing indexed, one line changed."
     yield ""
     columns = ("asked through", "reused in pass one", "where passages recur", "in pass two", "first token in pass two")

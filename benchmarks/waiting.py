@@ -17,8 +17,8 @@ def streams(run: Result) -> Iterator[str]:
     yield (
         f"{run['pieces']} pieces of {run['tokens'][0]:,} tokens over {run['traces']} lines ({kinds} ones), adaptive by "
         f"`{run['adapt']}`. At the equivalent of 3 Gbit/s {run['fixed']} gives the first token "
-        f"{number(run['ttft_x_vs_text'], '.1f')} times sooner than text and "
-        f"{number(run['ttft_x_vs_int8'], '.1f')} times sooner than 8 bits. {run['scale']['derived']}"
+        f"{number(run['ttft_x_vs_text'], '.1f')} times faster than text and "
+        f"{number(run['ttft_x_vs_int8'], '.1f')} times faster than 8 bits. {run['scale']['derived']}"
     )
     yield ""
     yield "".join(_lateness(each["paper_s"], each["violations"]) for each in run["deadlines"])
@@ -51,7 +51,7 @@ def conversation(run: Result) -> Iterator[str]:
     ppl = run["perplexity"]
     same = "the same token for token" if run["token_equal_fp32"] else "not all the same"
     yield (
-        f"First token of later turns {run['ttft_reduction']:.0%} sooner than computed anew, at least "
+        f"First token of later turns {run['ttft_reduction']:.0%} faster than recomputed, at least "
         f"{run['ttft_reduction_min']:.0%}; answers in float32 are {same}; in bfloat16 {run['top1_bf16']:.1%} of next "
         f"tokens. Perplexity after truncation {ppl['kept']:.3f}, recomputed {ppl['recomputed']:.3f}, with KV at its "
         f"old positions {ppl['naive']:.1f}, with kept KV without the first {ppl['n_sinks']} tokens {ppl['bare']:.3f}."
@@ -61,7 +61,7 @@ def conversation(run: Result) -> Iterator[str]:
         [str(turn["turn"]), f"{turn['tokens']:,}", f"{turn['reused']:,}", *(_timed(turn, key) for key in _TIMES)]
         for turn in run["turns"]
     ]
-    yield from table(("turn", "tokens", "reused", "computed anew", "from the store", "sooner"), rows)
+    yield from table(("turn", "tokens", "reused", "recomputed", "from the store", "faster"), rows)
 
 
 _TIMES = {"full_s": ".2f", "history_s": ".3f", "reduction": ".0%"}

@@ -86,7 +86,7 @@ print(f"{len(splits)} chunks; a prompt takes 6 of them")
 # ## The swap
 #
 # One line makes the model. One more, at ingest, computes each chunk's KV once; leave it out and everything still
-# works, only nothing is sooner.
+# works, only nothing is faster.
 
 # %%
 ours = ChatRagFuse(max_tokens=24, settings=settings)
@@ -144,11 +144,11 @@ plt.show()
 trace = answer.response_metadata["ragfuse"]
 print(answer.usage_metadata)
 for segment in trace["segments"]:
-    what = f"from {segment['tier']}, {segment['recomputed']} rows computed again" if segment["hit"] else segment["why"]
+    what = f"from {segment['tier']}, {segment['recomputed']} rows recomputed" if segment["hit"] else segment["why"]
     print(f"{segment['kind']:7} {segment['n_tokens']:4} tokens at {segment['start']:5}  {what}")
 
 # %% [markdown]
-# The prompt as a strip: what was reused as it was, which tokens were computed again, what is new.
+# The prompt as a strip: what was reused as it was, which tokens were recomputed, what is new.
 
 # %%
 rows = set(trace["recomputed_rows"])
@@ -161,7 +161,7 @@ figure, axes = plt.subplots(figsize=(9, 1.3), layout="constrained")
 axes.bar(range(len(color)), 1, 1.0, color=color)
 for segment in trace["segments"]:
     axes.axvline(segment["start"] - 0.5, color="black", linewidth=0.8)
-for name, shade in (("reused", "lightsteelblue"), ("computed again", "tab:orange"), ("new", "tab:red")):
+for name, shade in (("reused", "lightsteelblue"), ("recomputed", "tab:orange"), ("new", "tab:red")):
     axes.bar(0, 0, color=shade, label=name)
 axes.set(yticks=[], xlim=(0, len(color)), xlabel="token of the prompt; lines where chunks begin")
 figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)

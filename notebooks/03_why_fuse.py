@@ -15,8 +15,8 @@
 # # Why fuse
 #
 # A chunk's KV depends on the text before it. Take it from a store as it is, and the chunk has never seen its
-# neighbours: fast, and further from what the model would have said. Compute everything again, and nothing was saved.
-# Between the two lies fusing: a small share of the rows is computed again. This notebook looks at what is lost,
+# neighbours: fast, and further from what the model would have said. Recompute everything, and nothing was saved.
+# Between the two lies fusing: a small share of the rows is recomputed. This notebook looks at what is lost,
 # where, and what the share buys, on a few questions that come along (`pip install 'ragfuse-kv[demo]'`). A few
 # questions show the shape; the [results](../docs/results.md) have the numbers.
 
@@ -124,7 +124,7 @@ for policy, style in (("hkvd", "o-"), ("random", "s--")):
     found = [attention_of(model, lab.prefill(Method(policy, ratio, "alone"), prompt), rows) for ratio in ratios]
     line = [float(attention_deviation(mine, wanted).mean()) for mine in found]
     axes.plot([100 * ratio for ratio in ratios], [value / line[0] for value in line], style, label=policy)
-axes.set(xlabel="rows computed again (%)", ylabel="attention deviation, plain reuse = 1", ylim=(0, None))
+axes.set(xlabel="rows recomputed (%)", ylabel="attention deviation, plain reuse = 1", ylim=(0, None))
 axes.legend()
 plt.show()
 
@@ -132,7 +132,7 @@ plt.show()
 # ## Quality and time against the share
 #
 # The distance of the next-token distributions to full prefill's (KL along its own answer, plain reuse = 1), and how
-# much sooner the first token comes. `hkvd@alone` is the paper's own method. `lexical` is what the embedded model
+# much faster the first token comes. `hkvd@alone` is the paper's own method. `lexical` is what the embedded model
 # comes with: its chunks were encoded behind filler text, and the rows are those that share words with the question.
 
 # %%
@@ -150,9 +150,9 @@ for axes, key in ((left, "kl_over_reuse"), (right, "ttft_x")):
         mine = sorted((row for row in results if row["method"] == name), key=lambda row: row["ratio"])
         axes.plot([100 * row["ratio"] for row in mine], [row[key] for row in mine], "o-", color=color, label=name)
     axes.plot(100, 0 if key == "kl_over_reuse" else 1, "k*", label="full prefill")
-    axes.set(xlabel="rows computed again (%)", ylim=(0, None))
+    axes.set(xlabel="rows recomputed (%)", ylim=(0, None))
 left.set_ylabel("KL to full prefill, plain reuse = 1")
-right.set_ylabel("first token sooner than full prefill (x)")
+right.set_ylabel("first token, times faster than full prefill")
 left.legend(fontsize=8)
 figure.suptitle(f"{settings.model}, n = {N}, {reuse['tokens']:.0f} prompt tokens", fontsize=9)
 plt.show()

@@ -126,7 +126,7 @@ print(f"after an edit of the second question: {reused(chat.invoke(edited))} toke
 # ## Too long
 #
 # A prompt that does not fit the window loses its earliest half window. Rows are left out and the others placed anew,
-# by one rotation of their keys: nothing is computed again, and what stays is what it was.
+# by one rotation of their keys: nothing is recomputed, and what stays is what it was.
 
 # %%
 engine.close()

@@ -98,7 +98,7 @@ plt.show()
 # ## A prompt, with and without its modules' KV
 #
 # The same tokens at the same positions both ways. Modules did not see each other when they were encoded, so answers
-# may differ, as they may with chunks; with `Ask(blend=True)` some rows are computed again.
+# may differ, as they may with chunks; with `Ask(blend=True)` some rows are recomputed.
 
 # %%
 prompt = """<prompt schema="island"><island/><ferry><{season}/></ferry>
@@ -189,7 +189,7 @@ axes.set_ylim(bottom=0)
 axes.legend()
 plt.show()
 longest = times[-1]
-print(f"{longest['tokens']} tokens, {longest['cached_share']:.0%} cached: {longest['ttft_x']:.0f} times sooner.")
+print(f"{longest['tokens']} tokens, {longest['cached_share']:.0%} cached: {longest['ttft_x']:.0f} times faster.")
 
 # %%
 engine.close()

@@ -139,7 +139,8 @@ class Settings(BaseSettings):
     evict: str = Field(
         default="look-ahead",
         description="Eviction policy of memory and disk. look-ahead: evict whole conversations, first those that no "
-        "waiting request continues, least recently used first. lru: evict entry by entry, least recently used first.",
+        "waiting request continues, least recently used first. lru: evict entry by entry, least recently used first. "
+        "Others: ragfuse.plan.ranks.RANKS.",
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[str, ...], NoDecode] = Field(

@@ -40,8 +40,8 @@ class EverySecond(Static):
         return PolicyCost(fixed_share=0.5)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """Rows at even places of their chunks."""
-        return alive if layer else alive[view.offset % 2 == 0]
+        """Rows at even places of their chunks; all of them at ratio 1."""
+        return alive if layer or view.ratio >= 1 else alive[view.offset % 2 == 0]
 '''
 
 TIER = '''"""Entries in the memory of the process, by the URL toy://NAME."""

@@ -109,7 +109,7 @@ def _measured(peers: dict[Offer, Peer], cases: list[Case], lab: Lab, runner: Run
 def show(result: dict[str, Any], console: Console) -> None:
     """One line for each."""
     table = Table(title=f"{result['model']}: {result['n']} prompts of {result['tokens']:,.0f} tokens", box=None)
-    for name in ("", "first token", "CPU", "sooner than hf", "same first token"):
+    for name in ("", "first token", "CPU", "faster than hf", "same first token"):
         table.add_column(name, justify="left" if not name else "right")
     for each in result["results"]:
         table.add_row(

@@ -1,1 +1,1 @@
-"""Measurements: how much sooner, how close. `runner` is what all share; each other file is one benchmark."""
+"""Measurements: how much faster, how close. Each file is one benchmark."""

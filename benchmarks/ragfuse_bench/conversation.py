@@ -1,4 +1,4 @@
-"""A conversation whose turns' KV is kept, beside one whose prompts are computed again (AttentionStore 4.2, 4.3.7).
+"""A conversation whose turns' KV is kept, beside one whose prompts are recomputed (AttentionStore 4.2, 4.3.7).
 
 A real engine talks, turn after turn, over a store in memory and on disk. Full prefill and history take turns within one
 run. Whose words are said is told by `dialogues`; perplexity after truncation is `truncation.py`'s.
@@ -159,7 +159,7 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     ppl = result["perplexity"]
     for line in (
-        f"First token {result['ttft_reduction']:.0%} sooner than by full prefill, the middle of later turns.",
+        f"First token {result['ttft_reduction']:.0%} faster than by full prefill, the median of later turns.",
         f"bfloat16: {result['top1_bf16']:.1%} of next tokens are the same.",
         f"Perplexity after truncation: {ppl['kept']:.3f} by kept KV at new positions, {ppl['recomputed']:.3f} "
         f"recomputed, {ppl['naive']:.1f} with KV at its old positions; {ppl['bare']:.3f} by kept KV without the first "
@@ -172,7 +172,7 @@ def _draw(turns: Sequence[Mapping[str, Any]], path: Path) -> None:
     timed = [turn for turn in turns if "reduction" in turn]
     with saved(path, (7, 4)) as figure:
         axes = figure.add_subplot()
-        for way, label in (("full_s", "every turn computed again"), ("history_s", "history from the store")):
+        for way, label in (("full_s", "every turn recomputed"), ("history_s", "history from the store")):
             axes.plot([turn["tokens"] for turn in timed], [turn[way] for turn in timed], "o-", label=label)
         axes.set_xlabel("tokens of the prompt")
         axes.set_ylabel("seconds to the first logits")

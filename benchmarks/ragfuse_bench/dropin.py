@@ -336,7 +336,7 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
 def _show_swap(result: Mapping[str, Any], console: Console) -> None:
     """Hugging Face's classes and ours, side by side."""
     table = Table(title=f"The model swapped, {TOP} chunks a prompt (median of {result['rounds']} rounds, wall time)")
-    for column in ("framework", "model class", "first token", "sooner", "tokens reused", "right", "same answer"):
+    for column in ("framework", "model class", "first token", "faster", "tokens reused", "right", "same answer"):
         table.add_column(column, justify="left" if column in ("framework", "model class") else "right")
     for name in FRAMEWORKS:
         row = result[name]
@@ -384,7 +384,7 @@ def _draw_swap(result: Mapping[str, Any], figure: Any) -> None:
                 axes.bar(index + shift, spread["median"], 0.38, color=color, label=label)
                 rounds = spread["rounds"]
                 axes.plot([index + shift] * len(rounds), rounds, "k.", markersize=3)
-        axes.set_title(f"{NAMES[name]}: {row['ttft_ratio']:.1f}x sooner")
+        axes.set_title(f"{NAMES[name]}: {row['ttft_ratio']:.1f}x faster")
         axes.set_xticks(range(len(row["questions"])), [f"question {i + 1}" for i in range(len(row["questions"]))])
         axes.tick_params(axis="x", labelsize=8)
         axes.legend(fontsize=8)

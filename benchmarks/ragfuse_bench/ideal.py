@@ -1,4 +1,4 @@
-"""How much sooner a fused prefill could be at best: rows that flow through layers, counted. Arithmetic only.
+"""How much faster a fused prefill could be at best: rows that flow through layers, counted. Arithmetic only.
 
 A layer's time is taken to be proportional to the rows that it computes, and everything else (loading, placing,
 checking, choosing) to be free. N layers, T prompt tokens, ctx of them in chunks, the rest (the suffix) fresh.

@@ -238,7 +238,7 @@ def show_ttft(result: Mapping[str, Any], console: Console) -> None:
     clock = "CPU time" if result["clock"] == "cpu" else "wall time"
     options, head = result["options"], result
     table = Table(title=f"Time to the first token, {head['tokens']} prompt tokens ({clock}, {result['rounds']} rounds)")
-    for name in ("way", "median s", "min-max s", "wall s", "sooner", "chunks reused"):
+    for name in ("way", "median s", "min-max s", "wall s", "faster", "chunks reused"):
         table.add_column(name, justify="left" if name in ("way", "chunks reused") else "right")
     sooner = {"full": 1.0, "prefix": head["prefix_x"], "fused": head["speedup"], "reuse": head["reuse_x"]}
     for case, name, what in CASES:

@@ -106,7 +106,7 @@ def held_out(n_questions: int = PASSAGES, article: str = ARTICLE) -> Material:
 
 @dataclass(frozen=True)
 class Share:
-    """Tokens of passages; of these, what was found, and what of that was not computed again."""
+    """Tokens of passages; of these, those found in the store; of these, those that were not recomputed."""
 
     tokens: int = 0
     found: float = 0.0
@@ -462,7 +462,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         table.add_row("mean", *_cells(result), "", end_section=True)
     console.print(table)
     console.print(
-        "Reused: tokens of the passages that were taken from the store and not computed again; they recur where an "
+        "Reused: tokens of the passages that were taken from the store and not recomputed; they recur where an "
         "earlier prompt held them. First token: of pass two, beside full prefill of the same prompt (median).",
         highlight=False,
     )

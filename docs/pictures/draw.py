@@ -40,7 +40,7 @@ def prompt() -> Picture:
         ("as it is", "an earlier prompt", "began so"),
         ("as it is", "stood right behind", "it before, too"),
         ("reused, turned", "keys are moved to", "where it stands now"),
-        ("reused, turned", "a few rows are", "computed again"),
+        ("reused, turned", "a few rows are", "recomputed"),
         ("computed", "met for the first time:", "kept after the answer"),
         ("computed", "always new", ""),
     ]
@@ -55,7 +55,7 @@ def prompt() -> Picture:
         274,
         ("exact", "equal to full prefill"),
         ("reused", "taken from the store"),
-        ("again", "computed again: rows that matter across chunks"),
+        ("again", "recomputed: rows that matter across chunks"),
         ("fresh", "computed"),
         gap=24,
     )
@@ -113,7 +113,7 @@ def layers() -> Picture:
         bottom + 34,
         ("exact", "read as it is"),
         ("reused", "read"),
-        ("again", "computed again"),
+        ("again", "recomputed"),
         ("fresh", "new"),
         gap=10,
     )
@@ -165,7 +165,7 @@ def overlap() -> Picture:
     p.arrow((600, 82), (618, 82))
     p.words(624, 86, "first token", 12, bold=True)
     p.arrow((496, 154), (514, 154))
-    p.words(520, 158, "first token, sooner", 12, bold=True)
+    p.words(520, 158, "first token, faster", 12, bold=True)
     p.legend(190, 196, ("load", "reading layers, in steps that grow: 1, 2, 4, ..."), ("again", "fusing them"))
     p.line((24, 218), (836, 218), fill="line")
     p.words(24, 248, "What is left idle can be used: the loading controller's ratio", 15, bold=True)

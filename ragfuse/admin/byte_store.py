@@ -1,7 +1,7 @@
-"""Named bytes in one tier, beside the chunks' KV or alone: what belongs to the same documents may live with it.
+"""A store of named byte values in one tier, for data that belongs with the documents, such as embeddings.
 
-Each is an entry in the tier's own form, see `store/named.py`, and goes with `ragfuse store` like any other. Nothing
-here is KV, and no prompt ever finds it.
+Each value is an entry in the tier's own format (`store/named.py`), and `ragfuse store` manages it like any other. The
+values are not KV, so no prompt ever hits them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,20 @@ from ragfuse.types.keys import ChunkKey, digest
 
 
 class ByteStore:
-    """Bytes by name in a folder or at a URL; thread-safe, shared with other processes. StoreError if it cannot be used.
+    """A mapping of names to bytes in a folder or at a URL. Thread-safe, and shared with other processes.
 
-    where: None is the disk tier that the settings describe, with its KV and its capacity; any other place holds
-    `tier_bytes`. What is used longest ago makes room for what is new, and goes after `ttl_s`, unless `pinned`: then it
-    stays until it is deleted. Names in one `namespace` are apart from those in another, and so are tenants (`salt`).
+    Values are evicted least recently used first and expire after `ttl_s`, like KV. Different salts in the settings
+    (tenants) do not see each other's values.
+
+    Args:
+        where: A folder or URL with a capacity of `tier_bytes`; None: the disk tier of the settings, which shares its
+            capacity with the KV there.
+        namespace: Names in different namespaces are independent.
+        pinned: Values are never evicted and never expire.
+        settings: The settings; None: environment, ragfuse.toml, defaults.
+
+    Raises:
+        StoreError: The place cannot be used.
     """
 
     def __init__(
@@ -40,13 +49,13 @@ class ByteStore:
         self._tier = self._store.tiers[0]
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """The value of each name, None where there is none that can be read."""
+        """Return the value of each name; None for a name without a readable value."""
         keys = [self._key(name) for name in names]
         found = {key: value_of(self._tier, key) for key in self._store.lookup(keys)}
         return [found.get(key) for key in keys]
 
     def put(self, pairs: Iterable[tuple[str, bytes]]) -> None:
-        """Keep these values, in place of those that had the same names; StoreError for the first that is not kept."""
+        """Write values, replacing those of the same names; StoreError for the first that cannot be written."""
         for name, value in pairs:
             key = self._key(name)
             if not self._tier.write(key, *as_entry(name, value)):
@@ -58,13 +67,13 @@ class ByteStore:
                 self._tier.pin([key], True)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Forget these; unknown names are no error. StoreError if the tier does not answer."""
+        """Delete values; unknown names are ignored. StoreError if the tier does not answer."""
         left = self._store.drop([self._key(name) for name in names])
         if left:
             raise StoreError(unanswered(list(left), "what was to be deleted may still be there"))
 
     def names(self, prefix: str = "") -> Iterator[str]:
-        """Names that begin so, in no order."""
+        """Yield the names that begin with `prefix`, in no particular order."""
         for key in self._tier.entries():
             data = value_of(self._tier, key, 1) if key.model == self._digest else None
             name = None if data is None else data.decode("utf-8", "surrogatepass")
@@ -72,7 +81,7 @@ class ByteStore:
                 yield name
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self._store.close()
 
     def __enter__(self) -> ByteStore:
@@ -89,7 +98,7 @@ class ByteStore:
         if where is None or ("://" not in str(where) and Path(where).expanduser().resolve() == own):
             if not settings.disk_bytes:
                 raise StoreError("disk_bytes is 0: the settings describe no disk tier. Name a folder or a URL instead.")
-            # So that people are told whose entries these are.
+            # `ragfuse store ls` then shows what these entries are and whose.
             with CatalogFile(settings.store_path, settings.shared_with) as file:
                 said = {"model": f"bytes of '{self._namespace}'", "dtype": "", "tenant": hidden(settings.salt)}
                 file.settle(f"tenant-{self._digest}", said)

@@ -1,6 +1,6 @@
-"""What a tenant may keep of a shared store, what it keeps, and what of it goes first: what is oldest.
+"""Quotas of tenants in a shared store. Over its quota, a tenant's oldest entries, texts and sessions are deleted.
 
-A tier's capacity bounds all tenants together; without quotas one of them could push out what the others keep.
+A tier's capacity bounds all tenants together; without quotas one tenant could evict what the others keep.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ from ragfuse.store.catalog import Catalog, CatalogQueries
 from ragfuse.types.kv import Entry
 
 QUOTA_MARGIN = 0.05
-"""Share of a quota that is freed beyond what is needed, so that not every new text looks for an oldest one."""
+"""Share of a quota that is freed beyond what is needed, so that not every new text causes a search for the oldest."""
 RECOUNT_S = 30.0
-"""Seconds for which a tier's entries are not counted again while nothing can be over its quota."""
+"""Seconds between two counts of a tier's entries while the tenant cannot be over its quota."""
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What one tenant may keep: bytes in each tier that outlives a process, known texts, sessions; None: no bound.
+    """The limits of one tenant; None: no limit.
 
-    parts: of a tier's capacity it may keep one, where bytes are not told and there are several.
+    Args:
+        nbytes: Bytes in each tier that outlives a process.
+        texts: Known texts in the catalog.
+        sessions: Stored sessions.
+        parts: Without `nbytes`, the tenant may keep 1 / `parts` of a tier's capacity; 1: no limit.
     """
 
     nbytes: int | None = None
@@ -37,54 +41,60 @@ class Quota:
     parts: int = 1
 
     def most_in(self, capacity: int) -> int | None:
-        """Bytes that it may keep in a tier of this capacity."""
+        """Return the bytes that the tenant may keep in a tier of this capacity; None: no limit."""
         return self.nbytes if self.nbytes is not None else capacity // self.parts if self.parts > 1 else None
 
 
 @dataclass(frozen=True)
 class TenantUse:
-    """What one tenant keeps: bytes by tier, known texts, sessions that are written down."""
+    """What one tenant keeps: bytes by tier, known texts, stored sessions."""
 
     nbytes: Mapping[str, int] = field(default_factory=dict)
     texts: int = 0
     sessions: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return it in plain JSON types."""
         return {"nbytes": dict(self.nbytes), "texts": self.texts, "sessions": self.sessions}
 
 
 class QuotaOwner(Protocol):
-    """Whoever keeps things for one tenant: an engine."""
+    """The part of an engine that quotas need: one tenant's store, catalog and sessions."""
 
     store: KVStore
     catalog: Catalog
 
     @property
     def sessions(self) -> SessionStore:
-        """The sessions that it keeps."""
+        """The tenant's stored sessions."""
         ...
 
     @property
     def digest(self) -> str:
-        """What stands for model and tenant in every key."""
+        """The digest of model and tenant that is part of every key."""
         ...
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Drop these chunks from everywhere."""
+        """Delete these chunks, in every tier and in the catalog."""
         ...
 
 
 def written_use(catalog: CatalogQueries, digest: str) -> tuple[int, int]:
-    """Texts and sessions of a tenant that are written down; StoreError where the catalog cannot be read."""
+    """Return a tenant's numbers of texts and sessions in the catalog; StoreError where it cannot be read."""
     return catalog.count_texts(digest), catalog.sessions.count(digest)
 
 
 class QuotaKeeper:
-    """Keeps one engine's tenant within its quota. `keep` may take long; `use` and `evicted` are told at once.
+    """Keeps one tenant within its quota. `keep` may take long; reading `use` and `evicted` never waits.
 
-    evicted: by kind (bytes, texts, sessions), how many entries, texts and sessions went. clock: seconds, never
-    backwards.
+    Args:
+        holder: The tenant's engine.
+        quota: Its limits.
+        clock: A monotonic clock, in seconds.
+
+    Attributes:
+        use: What the tenant keeps, as last counted.
+        evicted: Numbers deleted so far: entries under "bytes", "texts", "sessions".
     """
 
     def __init__(self, holder: QuotaOwner, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,9 +103,9 @@ class QuotaKeeper:
         self._counted: dict[str, tuple[int, float, int]] = {}  # by tier: its bytes and the time then, and the tenant's
 
     def keep(self) -> TenantUse:
-        """Count what the tenant has, drop the oldest of what is too much, and return what is left.
+        """Count what the tenant has, delete the oldest over the quota, and return what is left.
 
-        A catalog or tier that does not answer now is looked at the next time.
+        A catalog or tier that does not answer is skipped until the next call.
         """
         with self._lock:
             try:
@@ -106,7 +116,7 @@ class QuotaKeeper:
             return self.use
 
     def limits(self) -> dict[str, int]:
-        """What the tenant may keep, as far as there is a bound; of bytes, in the tier where it is least."""
+        """Return the tenant's limits by kind, without kinds that have none; for bytes, the smallest over all tiers."""
         bounds = [self.quota.most_in(tier.capacity) for tier in self._holder.store.tiers if tier.slow]
         nbytes = min((most for most in bounds if most is not None), default=None)
         told = {"bytes": nbytes, "texts": self.quota.texts, "sessions": self.quota.sessions}
@@ -134,7 +144,7 @@ class QuotaKeeper:
         return left
 
     def _nbytes(self) -> dict[str, int]:
-        """Bytes by tier, after what is oldest has gone."""
+        """Delete the oldest entries over the quota; return the tenant's bytes by tier afterwards."""
         found = {}
         for tier in self._holder.store.tiers:
             if not tier.slow:
@@ -150,13 +160,13 @@ class QuotaKeeper:
         return found
 
     def _may_be_over(self, all_bytes: int, counted: tuple[int, float, int], most: int | None) -> bool:
-        """Whether the tenant may have too much since it was counted, or that was long ago."""
+        """Return whether a recount is due: the tenant may be over its quota, or the last count is old."""
         before, when_s, mine = counted
         grown = most is not None and mine + max(0, all_bytes - before) > most
         return grown or self._clock() - when_s >= RECOUNT_S
 
     def _shrunk(self, tier: str, mine: list[Entry], most: int | None) -> int:
-        """Bytes of a tenant's entries in a tier after the oldest have gone that are too much; pinned ones stay."""
+        """Delete a tenant's oldest unpinned entries over `most` in a tier; return the bytes that are left."""
         nbytes = sum(entry.nbytes for entry in mine)
         if most is None or nbytes <= most:
             return nbytes
@@ -172,5 +182,5 @@ class QuotaKeeper:
 
 
 def _low(most: int) -> int:
-    """What is left of so many when some have to go."""
+    """Return the amount to shrink to once `most` is exceeded."""
     return most - int(QUOTA_MARGIN * most)

@@ -1,7 +1,7 @@
-"""A store looked after without its model: whose entries are in it, from which text, and which of them are meant.
+"""Administration of a store without loading a model: list, select, delete, move, recode and archive entries.
 
-Opens what the settings describe, with the policies that keep it. Nothing here imports a model; what is done with
-many chunks is `store/bulk.py`'s business, and how it is shown the command line's.
+It opens the tiers and catalog that the settings describe. Work on many chunks is in `store/bulk.py`; the output for
+people is in the command line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _READ = 4
 
 @dataclass(frozen=True)
 class EntryRow:
-    """One entry, and what is known of it. `text` is the beginning of the chunk's own text."""
+    """One entry with its tenant, its source, and the beginning of the chunk's text."""
 
     entry: Entry
     tenant: Tenant
@@ -66,11 +66,11 @@ class EntryRow:
 
     @property
     def short(self) -> str:
-        """Enough of the key to name the chunk by; its entries in other company and other tiers share it."""
+        """The first 12 characters of the chunk's key; all entries of a chunk share them."""
         return self.entry.key.tokens[:12]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return it in plain JSON types."""
         entry, who = (
             self.entry,
             {"model": self.tenant.model, "digest": self.tenant.digest, "tenant": self.tenant.tenant},
@@ -85,10 +85,14 @@ class EntryRow:
 
 @dataclass(frozen=True)
 class EntryFilter:
-    """Which entries are meant: those that match all that is given.
+    """Selects the entries that match all given conditions.
 
-    keys: beginnings of chunks' keys, any of them. model: a model's name, or the beginning of a digest. tenant: a salt.
-    source: a part of where the text came from, in any case.
+    Args:
+        keys: Beginnings of chunk keys; an entry matches if its key begins with any of them.
+        tier: Name of a tier.
+        model: A model's name, or the beginning of a tenant's digest (at least 4 characters).
+        tenant: A tenant's salt.
+        source: Part of the source of the text, in any case.
     """
 
     keys: Sequence[str] = ()
@@ -99,21 +103,26 @@ class EntryFilter:
 
     @property
     def is_anything(self) -> bool:
-        """Whether nothing is given."""
+        """Whether no condition is given, so that it selects all entries."""
         return self == EntryFilter()
 
     @property
     def is_of_tenants(self) -> bool:
-        """Whether it means all that some tenants have, or all tenants."""
+        """Whether it selects whole tenants: all entries of some tenants, or of all."""
         return not self.keys and self.tier is None and self.source is None
 
 
 @dataclass(frozen=True)
 class Cleared:
-    """What clearing came to: entries that are gone, those that stayed, how many texts are gone.
+    """The result of `StoreAdmin.clear`.
 
-    silent: tiers that were meant and could not be cleared, or do not answer; unknown: others that do not answer. What
-    else either hold is not known, so all texts stay.
+    Args:
+        dropped: Entries that were deleted.
+        stayed: Entries that could not be deleted.
+        texts: Number of texts deleted from the catalog.
+        silent: Selected tiers that could not be cleared, or do not answer.
+        unknown: Other tiers that do not answer. While any tier is silent or unknown, no text is deleted, as its
+            entries are not known.
     """
 
     dropped: Sequence[EntryRow]
@@ -125,10 +134,18 @@ class Cleared:
 
 @dataclass(frozen=True)
 class TierStatus:
-    """A tier as it is found: what it is called, where it is, whether it answers, and what it holds then.
+    """The state of one tier.
 
-    wrong: why it cannot be used at all, "" where it can. corrupt: how many of the `read` entries, a few that were used
-    last, could not be read and are gone.
+    Args:
+        name: Its name.
+        where: Its folder or URL, without secrets.
+        answers: Whether it answers.
+        entries: Number of its entries.
+        nbytes: Bytes of its entries.
+        capacity: Bytes that it may hold.
+        wrong: Why it cannot be used at all; "" where it can.
+        read: Number of entries that were read as a test: a few of those used last.
+        corrupt: How many of these could not be read, and were deleted.
     """
 
     name: str
@@ -143,7 +160,7 @@ class TierStatus:
 
 
 def look(settings: Settings) -> Iterator[TierStatus]:
-    """Each tier of the settings that outlives a process, looked at by itself; no folder is made."""
+    """Yield the state of each tier in the settings that outlives a process. No folder is created."""
     settings = settings.placed()
     places = [(str(settings.store_path), settings.disk_bytes)] if settings.disk_bytes else []
     places += [(url, settings.tier_bytes) for url in settings.tiers]
@@ -177,8 +194,12 @@ def _looked(url: str, where: str, settings: Settings, taken: list[str]) -> TierS
 
 
 class StoreAdmin:
-    """The store and the catalog of some settings, without memory: what lies there belongs to the process that fills
-    it."""
+    """The store and the catalog of some settings, without the memory tiers, which belong to the process that fills
+    them.
+
+    Raises:
+        SettingsError: The settings describe no tier that outlives a process.
+    """
 
     def __init__(self, settings: Settings) -> None:
         if not settings.disk_bytes and not settings.tiers:
@@ -195,11 +216,15 @@ class StoreAdmin:
         coding.tiers = self.store.tiers
 
     def mine(self, wish: EntryFilter) -> EntryFilter:
-        """The same of the tenant alone whose salt is set, unless a tenant is named; without a salt, of all."""
+        """Restrict a filter to the tenant of the settings' salt, if a salt is set and the filter names no tenant."""
         return replace(wish, tenant=self._salt) if self._salt and wish.tenant is None else wish
 
     def lines(self, wish: EntryFilter = EntryFilter()) -> list[EntryRow]:
-        """Entries that are meant, used last first. InputError for a key that means none, or several chunks."""
+        """Return the selected entries, most recently used first.
+
+        Raises:
+            InputError: The beginning of a key matches no chunk or several, or there is no such tier.
+        """
         if wish.tier is not None:
             self._check_tier(wish.tier)
         tenants = self._tenants()
@@ -212,8 +237,7 @@ class StoreAdmin:
         return sorted(lines, key=lambda line: -line.entry.last_used)
 
     def uses(self, lines: Sequence[EntryRow], wish: EntryFilter) -> list[tuple[Tenant, TenantUse]]:
-        """What each tenant that is meant keeps in all: bytes of these entries by tier, and all its texts and sessions;
-        the largest first."""
+        """Return what each selected tenant keeps, largest first: bytes of `lines` by tier, all texts and sessions."""
         tenants, nbytes = self._tenants(), dict[str, Counter[str]]()
         for line in lines:
             nbytes.setdefault(line.entry.key.model, Counter())[line.entry.tier] += line.entry.nbytes
@@ -232,11 +256,11 @@ class StoreAdmin:
         return sorted(found, key=lambda pair: (-sum(pair[1].nbytes.values()), pair[0].digest))
 
     def silent(self, wish: EntryFilter = EntryFilter()) -> list[str]:
-        """Tiers that are meant and do not answer now: a listing made before lacks what they hold."""
+        """Return the selected tiers that do not answer; an earlier listing lacks their entries."""
         return [name for name in self.store.silent() if wish.tier in (None, name)]
 
     def clear(self, lines: Sequence[EntryRow], wish: EntryFilter) -> Cleared:
-        """Forget these entries, those that `wish` means, and the texts of chunks that are kept nowhere afterwards."""
+        """Delete the entries `lines`, which `wish` selected, and the texts of chunks without any entry afterwards."""
         left = self.store.drop([line.entry.key for line in lines], wish.tier)
         kept = {chunk_of(entry.key) for entry in self.store.entries()}
         done = dropped(self.store, left, wish.tier)
@@ -247,35 +271,35 @@ class StoreAdmin:
         return Cleared(gone, stayed, texts, done.silent, done.unknown)
 
     def text_models(self, wish: EntryFilter) -> list[str]:
-        """Digests of the tenants all of whose texts are meant."""
+        """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
         tenants = self._tenants()
         known = self.catalog.strict.models() if wish.is_of_tenants else []
         return [digest for digest in known if _is_of(tenants.get(digest, Tenant(digest)), wish)]
 
     def _forget_texts(self, gone: set[Chunk], wish: EntryFilter) -> int:
-        """Delete the texts of chunks that are gone, and all that the tenants have who are meant; how many."""
+        """Delete the texts of deleted chunks, and all texts of tenants selected as a whole; return how many."""
         return sum(self.catalog.strict.delete_texts(model) for model in self.text_models(wish)) + forget_texts(
             self.catalog.strict, gone
         )
 
     def move(self, lines: Sequence[EntryRow], tier: str, progress: Progress | None = None) -> Outcome:
-        """Keep these in another tier and nowhere else. StoreError if that does not answer."""
+        """Move entries to one tier, deleting them from all others. StoreError if that tier does not answer."""
         self._check_tier(tier)
         if tier in self.store.silent():
             raise StoreError(unanswered([tier], "nothing was moved"))
         return bulk.move(self.store, [line.entry.key for line in lines], tier, progress)
 
     def recode(self, lines: Sequence[EntryRow], levels: Sequence[str], progress: Progress | None = None) -> Outcome:
-        """Keep these at other codec levels, each in its tier."""
+        """Convert entries to other codec levels, each in its tier."""
         return recode(self.store, [(line.entry.tier, line.entry.key) for line in lines], levels, progress)
 
     def export(self, lines: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
-        """Write these, with their texts if wanted, into one file; it replaces none if it would lack one of them."""
+        """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""
         keys = list(dict.fromkeys(line.entry.key for line in lines))
         return bulk.export(self.store, path, keys, self._texts(keys) if texts else (), progress)
 
     def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
-        """Keep what an archive holds, its texts too."""
+        """Import the entries and texts of an archive."""
         if tier is not None:
             self._check_tier(tier)
         return bulk.import_(
@@ -283,12 +307,12 @@ class StoreAdmin:
         )
 
     def gc(self) -> dict[str, Freed]:
-        """Free what is too old and what no entry needs; what was given back, by tier."""
+        """Delete expired entries and files that no entry needs; return what was freed, by tier."""
         return bulk.gc(self.store)
 
     @property
     def schemas(self) -> SchemaRegistry:
-        """Schemas of the salt's tenant, as they are written down."""
+        """The stored schemas of the tenant whose salt is set."""
         return SchemaRegistry(self.store, self.catalog, self._salt)
 
     @property
@@ -301,7 +325,7 @@ class StoreAdmin:
         return [digest for digest, tenant in self._tenants().items() if _is_of(tenant, mine)] if self._salt else None
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self.store.close()
         self.catalog.close()
 
@@ -369,7 +393,7 @@ def _begins(digest: str, beginning: str) -> bool:
 
 
 def _chunk_of(lines: Sequence[EntryRow], beginning: str) -> set[tuple[str, str]]:
-    """The one chunk whose key begins so."""
+    """Return the one chunk whose key begins so, as a set; InputError for none or several."""
     found = {
         chunk_of(line.entry.key): line
         for line in lines

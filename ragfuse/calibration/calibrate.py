@@ -1,8 +1,8 @@
-"""`ragfuse calibrate`: is blending safe with this model on these documents, and which policy and ratio is its best.
+"""`ragfuse calibrate`: decide whether blending is safe with a model on some documents, and with which policy and ratio.
 
-Questions are made from the documents themselves, and the model's own full prefill is the judge: how far does the
-next-token distribution along its answer move when the same prompt is fused. Nothing needs to be known about the right
-answers, so any model and any documents will do.
+Questions are made from the documents. The reference is the model's own full prefill: the measure is how far the
+next-token distribution along its answer moves when the same prompt is fused. Right answers need not be known, so any
+model and any documents will do.
 """
 
 from __future__ import annotations
@@ -38,23 +38,34 @@ LADDER = (
     *(Method("hkvd", ratio) for ratio in (0.05, 0.15, 0.30)),
     *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20)),
 )
-"""What is tried, over chunks encoded as the engine encodes them."""
+"""The policies and ratios that are tried, over chunks encoded after filler text as the engine does."""
 
 CLOSE = 0.25
-"""KL to full prefill over plain reuse's that a choice may have at most, by the upper end of its 95% interval."""
+"""Largest KL to full prefill of a safe choice, relative to plain reuse's KL (upper end of the 95% interval)."""
 AGREE = 0.9
-"""Share of the answer's tokens on which a choice and full prefill must agree."""
+"""Smallest share of the answer's tokens on which a safe choice and full prefill agree."""
 READABLE_SHARE = 0.75
-"""Nats per token that a model may need for the documents at most, as a share of a blind guess over its vocabulary: one
-that does no better has learned nothing of them, and how close its answers stay says nothing."""
+"""Largest cross-entropy of the documents, as a share of a uniform guess over the vocabulary. A model above it cannot
+read the documents, so how close its answers stay means nothing."""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
-"""Characters of a chunk that is asked about."""
+"""Fewest characters of a chunk to make a question from."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One policy and ratio: KL over plain reuse's with its interval, KL in nats, top-1 agreement, speed."""
+    """The measurements of one policy and ratio.
+
+    Args:
+        policy: The selection policy.
+        ratio: The recompute ratio.
+        kl_over_reuse: KL to full prefill, relative to plain reuse's.
+        low: Lower end of its 95% interval.
+        high: Upper end of its 95% interval.
+        kl: KL to full prefill, in nats per token.
+        top1: Share of tokens for which the most likely token is full prefill's.
+        ttft_x: How many times faster the first token comes than by full prefill.
+    """
 
     policy: str
     ratio: float
@@ -72,10 +83,17 @@ class Tried:
 
 
 def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0) -> list[Case]:
-    """`wanted` prompts over six chunks of the documents, (name, chunks) each: what is said about a name or a rare word.
+    """Make questions from documents: each asks about a name or a rare word of one of its six chunks.
 
-    The chunk that is asked about stands anywhere; half of the others are from its document. InputError where there are
-    too few chunks.
+    That chunk stands at a random place; about half of the others are from its document.
+
+    Args:
+        documents: (name, chunks) of each document.
+        wanted: Number of questions.
+        seed: Seed of all random choices.
+
+    Raises:
+        InputError: The documents have too few chunks.
     """
     chunks = [(name, text) for name, texts in documents for text in texts if len(text) >= MIN_PASSAGE_CHARS]
     if len(chunks) <= PROMPT_PASSAGES:
@@ -104,7 +122,7 @@ def _words(text: str) -> list[str]:
 
 
 def _topic(text: str, seen: Mapping[str, int]) -> str:
-    """What a chunk alone speaks of: its rarest name, else its rarest long word."""
+    """Return a chunk's topic: its rarest name, else its rarest long word."""
     names = re.findall(r"(?<=[a-z,] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*", text)
     found = names or [word for word in _words(text) if len(word) > 6] or text.split()[:3]
     return min(found, key=lambda each: (seen.get(each.split()[0], 0), -len(each)))
@@ -113,10 +131,22 @@ def _topic(text: str, seen: Mapping[str, int]) -> str:
 def calibrate(
     model: HFModel, cases: Sequence[Case], console: Console, name: str, verified: bool = True
 ) -> dict[str, Any]:
-    """Measure the curve and choose: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice, ...}.
+    """Measure all policies and ratios of `LADDER`, and choose one.
 
-    verified: what `verify` says of the model. One that fails it, or predicts the documents no better than by chance, is
-    never safe.
+    Args:
+        model: The model.
+        cases: The questions.
+        console: Where progress is shown.
+        name: Name of the model, for messages.
+        verified: Whether the model passed `verify`. A model that did not, or that predicts the documents hardly better
+            than by chance, is never safe.
+
+    Returns:
+        A report in plain JSON types: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice, ...}.
+
+    Raises:
+        ModelError: The model cannot be fused.
+        SettingsError: `filler_tokens` is 0.
     """
     began, lab, runner = time.perf_counter(), Lab(model), Runner(1, model.device, console)
     if model.profile.refusal:
@@ -159,7 +189,7 @@ def calibrate(
 
 
 def curve(rows: Sequence[Row]) -> list[Tried]:
-    """Every rung of the ladder against plain reuse on the same questions."""
+    """Return the measurements of each choice in `LADDER`, relative to plain reuse on the same questions."""
     reuse = {row.case: row.kl or 0.0 for row in rows if row.method == REUSE.name}
     found = []
     for method in LADDER:
@@ -177,9 +207,9 @@ def _agreement(rows: Sequence[Row]) -> float:
 
 
 def choose(tried: Sequence[Tried]) -> Tried | None:
-    """The fastest of the safe ones that comes within a quarter of the closest one's KL; None where none is safe.
+    """Return the fastest safe choice whose KL is within a quarter of the closest one's; None where none is safe.
 
-    So a little time is paid for a clear gain, and none for noise.
+    So a slower choice is taken only for a clear gain in KL, not for noise.
     """
     safe = [each for each in tried if each.is_safe]
     if not safe:
@@ -189,7 +219,13 @@ def choose(tried: Sequence[Tried]) -> Tried | None:
 
 
 def flaw_of(verified: bool, nats: float, chance: float) -> str:
-    """Why nothing could make blending safe, "" where something may; nats: what the model needs for a token of text."""
+    """Return why no choice can be safe, "" where one may be.
+
+    Args:
+        verified: Whether the model passed `verify`.
+        nats: The model's cross-entropy of the documents, in nats per token.
+        chance: That of a uniform guess over the vocabulary.
+    """
     if not verified:
         return "verify found that fusing is not exact with it where it must be"
     if nats > READABLE_SHARE * chance:
@@ -201,7 +237,7 @@ def flaw_of(verified: bool, nats: float, chance: float) -> str:
 
 
 def nats_per_token(model: HFModel, cases: Sequence[Case], most: int = 4) -> float:
-    """Mean cross-entropy in nats of the model over some of the cases' chunks, each read alone."""
+    """Return the model's mean cross-entropy, in nats per token, over the first chunks of `most` cases, each alone."""
     found = []
     for case in cases[:most]:
         ids = [*model.bos, *model.tokens(case.chunks[0])]
@@ -211,7 +247,7 @@ def nats_per_token(model: HFModel, cases: Sequence[Case], most: int = 4) -> floa
 
 
 def advice(name: str, best: Tried | None, tried: Sequence[Tried], flaw: str = "") -> str:
-    """One sentence."""
+    """Return the result of a calibration as one sentence."""
     if flaw:
         return f"Do not blend with {name}: {flaw}."
     if best is None:
@@ -223,13 +259,13 @@ def advice(name: str, best: Tried | None, tried: Sequence[Tried], flaw: str = ""
             "prompts are answered by full prefill."
         )
     return (
-        f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes {best.ttft_x:.1f}x sooner, and "
+        f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes {best.ttft_x:.1f}x faster, and "
         f"{best.kl_over_reuse:.2f} of plain reuse's distance to full prefill is left."
     )
 
 
 def show_calibration(result: Mapping[str, Any], console: Console) -> None:
-    """The curve as a table, and the advice."""
+    """Print the measurements as a table, and the advice."""
     tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
     table = Table(title=f"{result['model']}: {tokens}", box=None)
     for name in ("policy", "ratio", "first token", "KL of reuse's", "95%", "top-1", ""):
@@ -268,7 +304,7 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
         axes.axhline(CLOSE, color="black", linewidth=0.8, linestyle="--")
         axes.annotate("safe below", (axes.get_xlim()[0], CLOSE), (4, 4), textcoords="offset points", fontsize=8)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("first token sooner than full prefill")
+        axes.set_xlabel("first token, times faster than full prefill")
         axes.set_ylabel("KL to full prefill, plain reuse = 1")
         axes.set_title(f"{result['model']}, {result['questions']} questions")
         axes.grid(True, alpha=0.3)

@@ -10,9 +10,15 @@ Task = Literal["answer", "summary"]
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt to be answered.
+    """One question.
 
-    chunks: texts in the prompt's order, which a store would hold before the question comes.
+    Args:
+        dataset: Name of its data set.
+        id: Its id there.
+        question: The question.
+        answers: Known answers; any of them is right.
+        chunks: Texts of the prompt's chunks in order, which are in the store before the question comes.
+        task: Whether an answer or a summary is wanted.
     """
 
     dataset: str

@@ -23,10 +23,27 @@ FULL = Method("full", 1.0)
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one case. Times of the prefill, of full prefill's beside it in the same round; kl in nats a token.
+    """The result of one method on one case.
 
-    score: F1 of an answer, ROUGE-L of a summary; None with `em` and `identical` where no answer was written.
-    kl, top1: None for methods that are no way to prefill one prompt. clock: which of the times counts.
+    Args:
+        dataset: Name of the data set.
+        case: Id of the case.
+        method: Name of the method.
+        ratio: Its recompute ratio; None where it has none.
+        tokens: Tokens of the prompt.
+        cpu_s: Seconds of CPU time of the prefill.
+        wall_s: Seconds of wall time of the prefill.
+        full_cpu_s: Seconds of CPU time of full prefill in the same round.
+        full_wall_s: Seconds of wall time of full prefill in the same round.
+        kl: KL to full prefill in nats per token; None for chains, which ask with several prompts.
+        top1: Share of tokens for which the most likely token is full prefill's; None like `kl`.
+        score: F1 of an answer, ROUGE-L of a summary; None where no answer was generated.
+        em: Exact match; None like `score`.
+        identical: Whether the answer is full prefill's, token for token; None like `score`.
+        mean_ratio: Share of recomputed rows, on average over the layers.
+        task: The case's task.
+        text: The answer.
+        clock: Which of the times counts.
     """
 
     dataset: str
@@ -50,13 +67,13 @@ class Row:
 
     @property
     def by(self) -> tuple[str, str, float | None]:
-        """What it measures: data set, method, ratio."""
+        """The key to group rows by: data set, method, ratio."""
         return self.dataset, self.method, self.ratio
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a chain answered, and how long that took in seconds."""
+    """A chain's answer, and its time in seconds."""
 
     text: str
     cpu_s: float
@@ -64,7 +81,7 @@ class Written:
 
 
 RunChain = Callable[[str, Engine, Case, int], Written]
-"""Answers a case by the chain of that name, in so many tokens at most."""
+"""(name of the chain, engine, case, most tokens) -> its answer."""
 
 
 def ask(
@@ -140,7 +157,7 @@ def ask(
 
 
 def _by_chain(lab: Lab, case: Case, method: Method, told: Written, said: Sequence[int], n_tokens: int) -> Row:
-    """What a chain says."""
+    """Return the row of a chain's answer."""
     return Row(
         dataset=case.dataset,
         case=case.id,
@@ -179,15 +196,15 @@ def _score(case: Case, text: str) -> float:
 
 
 def seconds_saved(rows: Sequence[Row]) -> float:
-    """How many times sooner the first token comes: full prefill's time over the method's, summed over questions.
+    """Return how many times faster the first token comes: full prefill's seconds over the method's, all rows summed.
 
-    CPU time on a CPU, the wall on an accelerator.
+    CPU time on a CPU, wall time on an accelerator.
     """
     full = sum(row.full_cpu_s if row.clock == "cpu" else row.full_wall_s for row in rows)
     return full / max(1e-9, sum(row.cpu_s if row.clock == "cpu" else row.wall_s for row in rows))
 
 
 def mean_of(rows: Sequence[Row], name: str) -> float | None:
-    """Mean of a column; None where it was not measured."""
+    """Return the mean of a column; None where a row lacks it."""
     values = [getattr(row, name) for row in rows]
     return None if any(value is None for value in values) else float(mean(values))

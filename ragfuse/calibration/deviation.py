@@ -20,7 +20,7 @@ from ragfuse.types.kv import ChunkKV
 
 
 def kv_deviation(found: ChunkKV, wanted: ChunkKV) -> Tensor:
-    """float32 [layers, T] of two prompts' KV over the same T tokens."""
+    """Return the L2 distance of two prompts' KV over the same T tokens: float32 [layers, T]."""
     rows = []
     for mine, theirs in zip(found.layers, wanted.layers, strict=True):
         keys, values = (mine.keys - theirs.keys).float(), (mine.values - theirs.values).float()
@@ -29,9 +29,9 @@ def kv_deviation(found: ChunkKV, wanted: ChunkKV) -> Tensor:
 
 
 def attention_of(model: HFModel, prefill: Prefill, n_rows: int) -> list[Tensor]:
-    """Attention that the last n rows of a prefilled prompt pay, layer by layer: float32 [heads, n, T].
+    """Return the attention weights of a prefilled prompt's last n rows, for each layer: float32 [heads, n, T].
 
-    These rows are computed again over the cached rest; the prefill is used up.
+    These rows are recomputed over the cached rest. The prefill cannot be used afterwards.
     """
     ids = torch.tensor([list(prefill.token_ids[-n_rows:])], device=model.device)
     if prefill.cache is None:
@@ -43,12 +43,12 @@ def attention_of(model: HFModel, prefill: Prefill, n_rows: int) -> list[Tensor]:
 
 
 def attention_deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    """float32 [layers]: L2 norm of the difference of two attention matrices, [heads, n, T] each, by layer."""
+    """Return the L2 norm of the difference of two attention matrices [heads, n, T], for each layer: float32 [layers]."""
     return torch.stack([torch.linalg.vector_norm(a - b) for a, b in zip(found, wanted, strict=True)])
 
 
 def neighbours(deviation: Tensor) -> list[float]:
-    """Spearman's rank correlation of the tokens' KV deviation between layers i and i + 1: [layers - 1]."""
+    """Return Spearman's rank correlation of the tokens' KV deviation between layers i and i + 1: [layers - 1]."""
     from scipy.stats import spearmanr
 
     pairs = pairwise(deviation)
@@ -57,7 +57,7 @@ def neighbours(deviation: Tensor) -> list[float]:
 
 @contextmanager
 def _eager(model: HFModel) -> Iterator[None]:
-    """The model's plain attention, which is the one that gives its weights."""
+    """Use the model's eager attention, the only implementation that returns attention weights."""
     before = model.model.config._attn_implementation
     model.model.set_attn_implementation("eager")
     try:

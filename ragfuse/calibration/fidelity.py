@@ -15,14 +15,14 @@ from ragfuse.types.prompt import Prompt
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Mean KL to full prefill in nats per token of its answer: of the engine's way, and of plain reuse."""
+    """Mean KL to full prefill, in nats per token of its answer: of the engine's fused prompt, and of plain reuse."""
 
     fused: float
     reuse: float
 
 
 def fidelity(engine: Engine, prompt: Prompt, answer: Sequence[int], ask: Ask | None = None) -> Fidelity:
-    """Teacher-forced along the ids of `answer`, which is full prefill's."""
+    """Measure a prompt's distance to full prefill, teacher-forced along `answer`, the token ids of its answer."""
     model = engine.model
     full = model.score_continuation(model.full_prefill(prompt.token_ids), answer)
     fused = model.score_continuation(engine.prepare(prompt, ask).prefill, answer)
@@ -31,7 +31,7 @@ def fidelity(engine: Engine, prompt: Prompt, answer: Sequence[int], ask: Ask | N
 
 
 def plain_reuse(model: HFModel, prompt: Prompt) -> Prefill:
-    """Full KV reuse: every module and chunk encoded alone, placed, and nothing recomputed (ratio 0)."""
+    """Prefill by full KV reuse: each module and chunk encoded alone, moved to its position, nothing recomputed."""
     cached = [index for index, segment in enumerate(prompt.segments) if segment.kind != "fresh"]
     source = _Encoded({index: model.encode(prompt.segments[index].tokens) for index in cached})
     runs = [CachedRun(index, *prompt.spans[index], prompt.segments[index].start, blend=True) for index in cached]
@@ -40,7 +40,7 @@ def plain_reuse(model: HFModel, prompt: Prompt) -> Prefill:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """KV at hand, by segment."""
+    """A KV source in memory, by segment index."""
 
     chunks: Mapping[int, ChunkKV]
 

@@ -1,4 +1,4 @@
-"""How good an answer is: normalised words against the known answers, and ROUGE-L for summaries.
+"""Scores of answers: exact match and F1 of normalised words, and ROUGE-L for summaries.
 
 Pure text. The normalisation is the one of SQuAD's evaluation (Rajpurkar et al., 2016): lower case, no punctuation, no
 articles, single spaces.
@@ -16,23 +16,23 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalise(text: str) -> str:
-    """`text` in lower case, without punctuation and articles, words one space apart."""
+    """Return `text` in lower case, without punctuation and articles, with single spaces between words."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def is_right(answer: str, golds: Sequence[str]) -> bool:
-    """Whether a known answer stands in `answer` as whole words; one that normalises to nothing never does."""
+    """Return whether `answer` contains a known answer as whole words; a known answer that normalises to "" never counts."""
     said = f" {normalise(answer)} "
     return any(f" {gold} " in said for gold in map(normalise, golds) if gold)
 
 
 def exact(answer: str, golds: Sequence[str]) -> float:
-    """1.0 where `answer` is a known answer but for case, punctuation and articles, else 0.0 (SQuAD's EM)."""
+    """Return SQuAD's EM: 1.0 where `answer` equals a known answer except for case, punctuation and articles, else 0.0."""
     return float(any(normalise(answer) == normalise(gold) for gold in golds))
 
 
 def rouge_l(text: str, golds: Sequence[str]) -> float:
-    """The best ROUGE-L F-measure, 0..1, of `text` against a known summary, words stemmed (Lin, 2004)."""
+    """Return the best ROUGE-L F-measure, 0..1, of `text` against a known summary, with stemming (Lin, 2004)."""
     from rouge_score.rouge_scorer import RougeScorer
 
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
@@ -40,7 +40,7 @@ def rouge_l(text: str, golds: Sequence[str]) -> float:
 
 
 def f1(answer: str, golds: Sequence[str]) -> float:
-    """The best word-level F1, 0..1, of `answer` against a known answer; 0 when there is none."""
+    """Return the best word-level F1, 0..1, of `answer` against a known answer; 0 when there is none."""
     return max((_overlap(normalise(answer).split(), normalise(gold).split()) for gold in golds), default=0.0)
 
 

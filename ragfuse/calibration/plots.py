@@ -14,14 +14,14 @@ NO_FRONTIER = "--plot draws KL over plain reuse's: let `none` be one of the meth
 
 
 def require_plotting() -> None:
-    """SettingsError when pictures cannot be drawn here."""
+    """Raise SettingsError where matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise SettingsError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 @contextmanager
 def saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """A figure of so many inches to draw on; whole at `path` afterwards, or not at all."""
+    """Yield a figure of `size` inches to draw on, and save it at `path` atomically afterwards."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
 
 
 def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
-    """Speedup against prompt tokens, with the ideal, plain reuse and prefix caching, as a picture at `path`."""
+    """Draw the speedup by prompt tokens, with the ideal, plain reuse and prefix caching, as a picture at `path`."""
     from matplotlib.ticker import ScalarFormatter
 
     rows = sorted(result["by_chunks"], key=lambda row: int(row["tokens"]))
@@ -61,7 +61,7 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
         axes.set_ylim(min(0.9, 0.9 * min(factors)), max(10.0, 1.2 * max(factors)))
         axes.set_xticks(tokens)
         axes.set_xlabel("prompt tokens (chunks and question)")
-        axes.set_ylabel("first token sooner than full prefill")
+        axes.set_ylabel("first token, times faster than full prefill")
         clock = "CPU time" if result["clock"] == "cpu" else "wall time"
         asked = result["options"]
         axes.set_title(f"{asked['model']}, {asked['dtype']}, threads: {result['threads']}, {clock}")
@@ -70,9 +70,12 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_frontier(result: Mapping[str, Any], path: Path) -> None:
-    """Distance to full prefill against speed, a panel for each data set and a line for each policy, as a picture.
+    """Draw distance to full prefill against speed as a picture: one panel per data set, one line per policy.
 
-    Full prefill and prefix caching are not drawn: they are exact. SettingsError where nothing is left.
+    Full prefill and prefix caching are not drawn, as they are exact.
+
+    Raises:
+        SettingsError: Nothing is left to draw.
     """
     drawn = [row for row in result["results"] if row.get("kl_over_reuse") and row["method"] not in ("full", "prefix")]
     if not drawn:
@@ -103,6 +106,6 @@ def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]], looks: Mapping[str, 
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(max(0.005, 0.8 * min(found)), max(1.3, 1.2 * max(found)))
-    axes.set_xlabel("first token sooner than full prefill")
+    axes.set_xlabel("first token, times faster than full prefill")
     axes.set_ylabel(f"{rows[0]['dataset']} (n = {rows[0]['n']}): KL to full prefill, plain reuse = 1")
     axes.grid(True, alpha=0.3)

@@ -1,4 +1,4 @@
-"""How the benchmarks' prompts are worded: the same for every method, and what the reader was trained on most."""
+"""Wording of the prompts in calibration and benchmarks: the same for all methods, and what the reader was trained on."""
 
 from types import MappingProxyType
 
@@ -14,6 +14,6 @@ ASKED = MappingProxyType(
         ),
     }
 )
-"""What stands before the chunks and behind them, by task."""
+"""By task: the text before the chunks, and the text after them."""
 NEW_TOKENS = MappingProxyType({"answer": 24, "summary": 128})
 """Most tokens of an answer, by task."""

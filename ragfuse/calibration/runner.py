@@ -81,7 +81,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """How many times sooner: the median over rounds of one case's seconds over another's in the same round."""
+    """Return how many times faster `fast` is: the median over rounds of slow / fast seconds in the same round."""
     return median(a / b for a, b in zip(slow, fast, strict=True))
 
 

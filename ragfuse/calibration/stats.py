@@ -12,17 +12,17 @@ LEVEL = 0.95
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """95% percentile bootstrap interval of the mean; the mean itself where there is but one value or no spread."""
+    """Return the 95% percentile bootstrap interval of the mean; (mean, mean) for a single value or no spread."""
     return _interval((np.asarray(values, float),), lambda x, axis: x.mean(axis))
 
 
 def difference_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """The same of the mean of ours - theirs, question by question."""
+    """Return the mean of ours - theirs, taken question by question, with its confidence interval."""
     return mean_interval(np.subtract(ours, theirs).tolist())
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """The same of mean(ours) / mean(theirs), questions drawn in pairs."""
+    """Return mean(ours) / mean(theirs) with its confidence interval, the questions drawn in pairs."""
     pair = np.asarray(ours, float), np.asarray(theirs, float)
     return _interval(pair, lambda a, b, axis: a.mean(axis) / b.mean(axis))
 

@@ -148,7 +148,7 @@ def _answers(engine: Engine, prompt: Any, asked: QuestionOptions) -> tuple[Answe
 
         show_trace(console, answer.trace)
     if full is not None:
-        _tell_which_was_sooner(console, full, answer)
+        _print_which_was_faster(console, full, answer)
     return answer, full
 
 
@@ -194,14 +194,14 @@ def _after(answer: Answer) -> str:
     return f" (first token after {answer.trace.ttft_s:.2f} s)"
 
 
-def _tell_which_was_sooner(console: Console, full: Answer, answer: Answer) -> None:
+def _print_which_was_faster(console: Console, full: Answer, answer: Answer) -> None:
     times = full.trace.ttft_s / answer.trace.ttft_s
     if answer.trace.fallback_reason:
         console.print("Nothing was reused, so both did the same work.")
     elif times >= 1:
-        console.print(f"First token [bold]{times:.1f} times sooner[/] than full prefill.", highlight=False)
+        console.print(f"First token [bold]{times:.1f} times faster[/] than full prefill.", highlight=False)
     else:
-        console.print(f"First token {1 / times:.1f} times later than full prefill: too little was reused.")
+        console.print(f"First token {1 / times:.1f} times slower than full prefill: too little was reused.")
 
 
 def _result(question: str, answer: Answer, full: Answer | None) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def demo(
     draw(report, out.with_suffix(".png"))
     n = len(report["questions"])
     for line in (
-        f"First token [bold]{report['mean_speedup']:.1f}x[/] sooner on {n} questions, "
+        f"First token [bold]{report['mean_speedup']:.1f}x[/] faster on {n} questions, "
         f"[bold]{report['long_speedup']:.1f}x[/] on the long prompt.",
         f"Right answers: full prefill {report['right_full']}, ragfuse {report['right_fused']} of {n}.",
         "Distance to full prefill (KL of the next token), where reusing chunks as they are has 1: "

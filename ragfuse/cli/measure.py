@@ -36,7 +36,7 @@ from ragfuse.plan.words import as_dict, in_words
 
 READS_IN_WORDS = MappingProxyType(
     {
-        "cold": "from the medium. What this machine's memory still holds comes sooner",
+        "cold": "from the medium. What this machine's memory still holds is read faster",
         "warm": "from this machine's memory, which could not be made to forget. A first read may take longer",
         "unknown": "nothing says whether from the medium or from some machine's memory",
     }

@@ -50,8 +50,11 @@ ELSEWHERE = "name an embedded model (ragfuse models ls), a local folder or a Hug
 
 @dataclass(frozen=True)
 class PairedAnswers:
-    """One question as it is answered by full prefill and by default; then `TRIAL_ANSWER_TOKENS` tokens, whatever they
-    say, by full prefill and with all rows computed again (None where a model cannot be fused)."""
+    """The answers to one question, by full prefill and by default settings.
+
+    `long` holds two answers of exactly `TRIAL_ANSWER_TOKENS` tokens, whatever they say: by full prefill, and with all
+    rows recomputed. It is None for a model that cannot be fused.
+    """
 
     full: Answer
     default: Answer
@@ -201,12 +204,12 @@ def _asked(engine: Engine, chunks: Sequence[tuple[str, str]]) -> PairedAnswers:
 
 
 def _exact(engine: Engine, full: Answer, whole: Answer) -> CheckResult:
-    """Whether all rows computed again give full prefill's tokens; else whether rounding explains that."""
+    """Check that recomputing all rows gives full prefill's tokens, or else that rounding explains the difference."""
     if whole.token_ids == full.token_ids:
-        return CheckResult("exact", "ok", f"all rows computed again give full prefill's {len(full.token_ids)} tokens")
+        return CheckResult("exact", "ok", f"all rows recomputed give full prefill's {len(full.token_ids)} tokens")
     pairs = zip(whole.token_ids, full.token_ids, strict=False)
     at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), len(full.token_ids))
-    found = f"with all rows computed again, token {at + 1} is not full prefill's"
+    found = f"with all rows recomputed, token {at + 1} is not full prefill's"
     if engine.settings.dtype != "float32" and engine.verify().passed:
         return CheckResult("exact", "ok", f"{found}, by no more than rounding explains")
     return CheckResult("exact", "bad", found, f"ragfuse verify {engine.settings.model} says which promise is broken")

@@ -35,7 +35,7 @@ def _bars(axes: Any, asked: Sequence[Mapping[str, Any]], labels: Sequence[str], 
     axes.set_ylabel("seconds to the first token")
     axes.set_xlabel("question")
     axes.set_title(
-        f"First token {report['mean_speedup']:.1f}x sooner on {len(asked) - 1} questions, "
+        f"First token {report['mean_speedup']:.1f}x faster on {len(asked) - 1} questions, "
         f"{report['long_speedup']:.1f}x on the long prompt; right: {report['right_fused']}, "
         f"by full prefill {report['right_full']}"
     )

@@ -238,7 +238,7 @@ def _show(console: Console, asked: DemoAnswer) -> None:
         console.print(f"  {name:12} {seconds:5.2f} s  {mark[right]}  {text[:110]}", highlight=False)
     fresh = asked.tokens - asked.tokens_reused - asked.tokens_recomputed
     console.print(
-        f"  {asked.speedup:.1f}x sooner; {asked.tokens_reused} tokens reused from {asked.tiers}, "
+        f"  {asked.speedup:.1f}x faster; {asked.tokens_reused} tokens reused from {asked.tiers}, "
         f"{asked.tokens_recomputed} of chunks recomputed, {fresh} new\n",
         highlight=False,
     )

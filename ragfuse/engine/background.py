@@ -1,6 +1,6 @@
-"""Chunks that a question met and the store lacked, or had too far away: seen to after the answer, in the background.
+"""Background encoding: chunks that a question missed, or that load too slowly, are encoded after the answer.
 
-What to encode is told here; how, by the engine; what is promoted, by `planner.py`.
+This file decides which jobs there are and runs them one by one; the engine defines what a job does.
 """
 
 from __future__ import annotations
@@ -22,23 +22,29 @@ from ragfuse.types.prompt import Prompt
 log = logging.getLogger("ragfuse.engine")
 
 LEARNT = "seen again"
-"""Source of passages that several prompts held."""
+"""The source of known chunks that were learnt because several prompts contained them."""
 
 MAX_WAITING_JOBS = 256
-"""Runs that may wait to be encoded; more are left for their next question."""
+"""Most jobs that may wait; further ones are dropped, and submitted again by the next question that needs them."""
 IDLE_WAIT_S = 2.0
-"""Seconds that a run waits for a moment in which no answer is written: encoding one takes as long as many tokens."""
+"""Seconds that a job waits for a moment in which no answer is generated, as encoding delays many tokens of one."""
 
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """A chunk to encode, the text it was made from ("": only its ids are known), and its source.
+    """One job of the background encoder; most jobs encode a chunk.
 
-    far: the run is in the store under this key and was computed all the same, as it loads too slowly from where it is.
-    used: nothing is to be encoded; these chunks were used, and may have come to deserve a faster tier.
-    run: of a schema, to be encoded as a whole at its positions. prompt: nothing is to be encoded; it may hold passages
-    that recur. bare: nothing of that prompt was reused. begins: tokens that a prompt begins with, in the prefix cache;
-    the run goes on with its first chunk, which is to be encoded into the prefix cache, too.
+    Args:
+        tokens: The token ids to encode.
+        text: The chunk's text; "" where only its ids are known.
+        source: Where its text came from, for people.
+        far: Key of a stored entry that loads too slowly from its tier and was therefore recomputed.
+        used: Keys of chunks that were used and may deserve a faster tier; nothing is encoded.
+        run: A run of a schema, to be encoded as a whole at its positions.
+        prompt: A prompt to search for recurring passages; nothing is encoded.
+        bare: Whether nothing of that prompt was reused.
+        begins: How many of `tokens` are a prefix in the prefix cache; the rest is the prompt's first chunk, which is
+            encoded into the prefix cache too. 0 for other jobs.
     """
 
     tokens: tuple[int, ...]
@@ -53,7 +59,7 @@ class EncodeJob:
 
 
 def jobs_after(plan: LoadPlan) -> Iterator[EncodeJob]:
-    """What a prompt lacked, each once, and what was too far away."""
+    """Yield a job for each chunk that a plan missed, and for each entry that loads too slowly."""
     segments = plan.prompt.segments
     for fetch in plan.unread:
         yield EncodeJob(segments[fetch.segment].tokens, far=fetch.key)
@@ -63,16 +69,22 @@ def jobs_after(plan: LoadPlan) -> Iterator[EncodeJob]:
         lacking = {segments[at].keys[0] for at, _ in plan.misses} - hits
         yield from (EncodeJob(run.tokens, run=run) for key, run in taken.runs.items() if key in lacking)
         return
-    for segment in segments:  # beginnings are kept by `prefix_cache.py`, what is said by `history.py`
+    for segment in segments:  # `prefix_cache.py` saves prefixes, `history.py` turns
         if segment.kind == "chunk" and segment.keys[0] not in hits:
             hits.add(segment.keys[0])
             yield EncodeJob(segment.stored or segment.tokens, segment.text, segment.source)
 
 
 class BackgroundEncoder:
-    """Encodes and saves one run at a time in a thread, so that a question waits for one run at most.
+    """Runs one job at a time in a thread, so that a question waits for at most one. Thread-safe.
 
-    The thread lives while something waits: a saver that nobody uses holds nothing.
+    The thread lives only while jobs wait.
+
+    Args:
+        save: Carries out one job.
+
+    Attributes:
+        dropped: Number of jobs that were dropped.
     """
 
     def __init__(self, save: Callable[[EncodeJob], None]) -> None:
@@ -85,12 +97,12 @@ class BackgroundEncoder:
         close_at_exit(self)
 
     def renew(self) -> None:
-        """Nothing waits: what was met in a process that was forked is encoded by it."""
+        """Start with an empty queue; in a forked process too, as the parent runs its own jobs."""
         self._waiting: deque[EncodeJob] = deque()
         self._at_hand: EncodeJob | None = None
 
     def submit(self, work: EncodeJob) -> None:
-        """Encode it some time; the same run waits only once, and what does not fit is dropped and counted."""
+        """Queue a job. Equal jobs wait only once; where the queue is full the job is dropped and counted."""
         with self._worker.changed:
             if work in self._waiting or work == self._at_hand:
                 return
@@ -103,7 +115,7 @@ class BackgroundEncoder:
                 self._waiting.clear()
 
     def forget(self, runs: Collection[tuple[int, ...]]) -> None:
-        """Encode none of these runs, nor learn from a prompt that holds one; wait for what is at hand."""
+        """Remove jobs with tokens or a prompt that contains one of these runs, and wait for the current job to end."""
 
         def is_left(work: EncodeJob) -> bool:
             ids = work.tokens if work.prompt is None else work.prompt.token_ids
@@ -115,23 +127,23 @@ class BackgroundEncoder:
             self._worker.changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
 
     def is_waiting(self, tokens: tuple[int, ...]) -> bool:
-        """Whether this run waits to be encoded, or is being encoded."""
+        """Return whether this run waits to be encoded or is being encoded."""
         with self._worker.changed:
             works = [*self._waiting, *([self._at_hand] if self._at_hand is not None else [])]
         return any(work.tokens == tokens and work.prompt is None and not work.begins for work in works)
 
     @property
     def waiting(self) -> int:
-        """Runs that wait to be encoded, the one at hand too."""
+        """Number of jobs that wait, including the current one."""
         with self._worker.changed:
             return len(self._waiting) + (self._at_hand is not None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing waits; False if that took longer than `timeout_s`."""
+        """Wait until all jobs are done; return False if that takes longer than `timeout_s` seconds."""
         return self._worker.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Take no more, and finish what waits, or as much of it as `timeout_s` allows; the rest is dropped."""
+        """Accept no more jobs and finish the waiting ones; drop those left after `timeout_s` seconds."""
         with self._worker.changed:
             self._closed = True
         if not self.flush(timeout_s):

@@ -1,4 +1,4 @@
-"""A model's codec tables, measured on sample texts that come with the package (CacheGen 5.2)."""
+"""A model's codec tables, profiled on the sample texts of the package (CacheGen 5.2)."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 log = logging.getLogger("ragfuse.engine")
 
 SAMPLE_TOKENS = 240
-"""Tokens of one sample text that tables are made from; some models take no more than twice as many."""
+"""Most tokens of one sample text that tables are made from; two of them fit the context of any model."""
 
 
 COST_LEVEL = "cg3"
-"""The level at which it is measured what errors cost in each layer."""
+"""The codec level at which the cost of rounding errors in each layer is measured."""
 
 
 CONTEXT_TOKENS = 768
-"""Tokens of sample text whose KV is encoded with errors."""
+"""Most tokens of sample text whose KV is rounded for that."""
 
 
 CONTINUATION_TOKENS = 256
-"""Tokens of the text that follows, whose loss says what those errors cost."""
+"""Most tokens of the text that follows, whose predictions show the cost of those errors."""
 
 
 def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings: Settings) -> None:
-    """Give a model's KV its tables where a tier needs any: those that are known, or ones that are measured now.
+    """Set a model's codec tables if a tier needs them: the known ones, or ones that are made now.
 
     Args:
         registry: Where tables are kept.
         digest: The digest of model and tenant in keys.
-        model: The loaded model, whose profile takes the tables.
-        settings: Which levels the tiers are written at.
+        model: The loaded model; its profile receives the tables.
+        settings: The levels at which the tiers are written.
     """
     if model.profile.refusal or not wants_tables(settings):
         return
@@ -55,10 +55,13 @@ def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings
 
 
 def made_tables(model: HFModel, *, rope: bool = True, queries: bool = True, costs: bool = True) -> CodecTables:
-    """A model's tables, from text that comes along.
+    """Return a model's codec tables, profiled on the sample texts of the package.
 
-    rope: keys are turned back to position 0. queries: bins follow how large the queries are that meet a key's channel.
-    costs: they follow what errors cost in each layer, which is measured with tables that do not know it yet.
+    Args:
+        model: The loaded model.
+        rope: Whether keys are rotated back to position 0 first.
+        queries: Whether the bins of a key's channel depend on how large its queries are.
+        costs: Whether bins depend on what errors cost in each layer; this is measured with first tables made without.
     """
     began, chunks = time.perf_counter(), [*_chunks(model)]
     known = model.profile.rope if rope else (), _queries(model) if queries else ()
@@ -72,7 +75,7 @@ def made_tables(model: HFModel, *, rope: bool = True, queries: bool = True, cost
 
 
 def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
-    """Gives KV as it comes back from a codec."""
+    """Return a function that encodes and decodes KV with a codec."""
 
     def back(layer: LayerKV, at: int) -> LayerKV:
         blob = codec.encode(layer, at)
@@ -82,7 +85,7 @@ def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
 
 
 def _parted(model: HFModel) -> tuple[list[int], list[int]]:
-    """Two thirds of the texts as one run, and of the rest what follows: so much as a model takes."""
+    """Return two thirds of the texts as one run, and the rest as the run after it, cut to fit the model's context."""
     runs = _runs(model)
     before, follow = ([token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3]))
     most = model.max_context or 2 * SAMPLE_TOKENS
@@ -91,7 +94,7 @@ def _parted(model: HFModel) -> tuple[list[int], list[int]]:
 
 
 def _chunks(model: HFModel) -> Iterator[ChunkKV]:
-    """KV of every text, as it is kept: behind another text."""
+    """Yield the KV of every text, encoded after the text before it as filler, like stored chunks."""
     before: Sequence[int] = ()
     for ids in _runs(model):
         yield model.encode_with_filler(ids, before)
@@ -99,12 +102,15 @@ def _chunks(model: HFModel) -> Iterator[ChunkKV]:
 
 
 def _runs(model: HFModel) -> list[list[int]]:
-    """Texts that come along, each short enough to stand behind another in any model's window."""
+    """Return the token ids of the sample texts, each cut so that two fit the context of any model."""
     return [model.tokens(text)[:SAMPLE_TOKENS] for text in sample()]
 
 
 def _queries(model: HFModel) -> tuple[Tensor, ...]:
-    """How large the queries are that meet each key's channel; nothing where keys are kept in another form."""
+    """Return, layer by layer, how large the queries of each key channel are: `[kv_heads, head_dim]`.
+
+    Empty for a model whose cached keys have another shape.
+    """
     runs = _runs(model)
     sizes, kept = query_sizes(model, runs), model.encode(runs[0][:2]).layers
     shapes = [tuple(size.shape) for size in sizes]

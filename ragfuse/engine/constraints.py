@@ -1,4 +1,4 @@
-"""Tools and grammars of a question: checked before anything is computed, then what the answer must follow."""
+"""Output constraints: tools, grammars, stop strings and penalties, checked first and then enforced on the answer."""
 
 from __future__ import annotations
 
@@ -25,44 +25,53 @@ from ragfuse.types.answer import Answer, Ended, Thought, Trace
 from ragfuse.types.grammar import Grammar, json_text
 
 Tool = Mapping[str, Any]
-"""A tool as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+"""A tool in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 TOOLS_AUTO, TOOLS_NONE, TOOLS_REQUIRED = "auto", "none", "required"
 PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 RAGFUSE_OPTIONS = (*PENALTIES, "stop_token_ids")
-"""Options beside those of transformers' `generate`."""
+"""Options that transformers' `generate` does not have."""
 TAIL, LONG_TAIL = 32, 4096
-"""How many of a prompt's last tokens are searched for a tag that opens a thought: usually, and where the answer
+"""How many of a prompt's last tokens are searched for a tag that opens reasoning: usually, and where the answer
 continues a message."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of one question, all of them usable. choice: "auto", "none", "required" or a tool's name."""
+    """The checked tools of one question.
+
+    Args:
+        given: The tools.
+        choice: "auto", "none", "required" or a tool's name.
+    """
 
     given: tuple[Tool, ...] = ()
     choice: str = TOOLS_AUTO
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """Those that the prompt tells of."""
+        """The tools that the prompt describes."""
         return () if self.choice == TOOLS_NONE else self.given
 
     @property
     def schemas(self) -> dict[str, str]:
-        """Of the arguments of all that may be called, as JSON text by name."""
+        """The JSON schemas (as text) of the arguments of each tool that may be called, by the tool's name."""
         named = {tool["function"]["name"]: _schema(tool) for tool in self.offered_tools}
         return {self.choice: named[self.choice]} if self.choice in named else named
 
     @property
     def must(self) -> bool:
-        """Whether the answer is a call."""
+        """Whether the answer must be a tool call."""
         return bool(self.offered_tools) and self.choice != TOOLS_AUTO
 
 
 def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tools:
-    """The tools of a question; InputError for what cannot be used, naming it."""
+    """Check the tools and the grammar of a question, and return the tools.
+
+    Raises:
+        InputError: A tool, the choice or the grammar cannot be used; the message names it.
+    """
     names = [_name(tool) for tool in tools]
     twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
     if twice is not None:
@@ -84,7 +93,7 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
 
 
 def _named(grammar: Grammar) -> str:
-    """What a grammar is called where it cannot be used."""
+    """Return a grammar's name for an error message."""
     if grammar.kind != "json":
         return "The grammar"
     title = json.loads(grammar.source).get("title")
@@ -92,7 +101,7 @@ def _named(grammar: Grammar) -> str:
 
 
 def offered_tools(ask: Ask) -> tuple[Tool, ...]:
-    """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
+    """Return the tools that the prompt describes; raise InputError for unusable ones, before anything is loaded."""
     return checked(ask.tools, ask.tool_choice, ask.grammar).offered_tools
 
 
@@ -108,7 +117,7 @@ def _name(tool: Tool) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    """Of a tool's arguments, which are an object."""
+    """Return the JSON schema (as text) of a tool's arguments; raise InputError unless it describes an object."""
     function = tool["function"]
     what = f"parameters of the tool '{function['name']}'"
     given = function.get("parameters") or {}
@@ -119,7 +128,7 @@ def _schema(tool: Tool) -> str:
 
 
 class ConstraintCompiler:
-    """What the answers of one engine follow, compiled once for its model. Thread-safe."""
+    """Compiles the constraints of one engine's answers; compilers are kept for its model. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = ForkLock()
@@ -127,8 +136,17 @@ class ConstraintCompiler:
         self._templates: list[ChatTemplate] = []
 
     def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> OutputConstraints:
-        """How the answers to a question are held and read; InputError if its grammar cannot be compiled, or its chat
-        template does not read what it is told."""
+        """Return the constraints of the answers to a question.
+
+        Args:
+            ask: The question's options.
+            model: The model.
+            calls: The format of the model's tool calls.
+
+        Raises:
+            InputError: The tools or the grammar cannot be used, or the chat template has no variable of a name in
+                `chat_template_kwargs`.
+        """
         tools = checked(ask.tools, ask.tool_choice, ask.grammar)
         if ask.chat_template_kwargs and (name := self.template(model).unread(ask.chat_template_kwargs)):
             raise InputError(
@@ -143,12 +161,12 @@ class ConstraintCompiler:
         tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
         grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls, tags)
         grammars.matcher(grammar)
-        if ask.grammar is not None:  # which calls nothing and thinks nothing, whatever its texts look like
+        if ask.grammar is not None:  # its texts are never read as tool calls or reasoning
             return OutputConstraints(ask, model, None, grammars, grammar)
         return OutputConstraints(ask, model, calls, grammars, grammar, tools.must, tools.schemas, thoughts)
 
     def template(self, model: HFModel) -> ChatTemplate:
-        """What is known of the model's chat template."""
+        """Return the properties of the model's chat template, read once."""
         with self._lock:
             if not self._templates:
                 tokenizer = model.tokenizer if model.has_tokenizer else None
@@ -160,7 +178,7 @@ class ConstraintCompiler:
     def _over(self, model: HFModel, ends: tuple[int, ...]) -> GrammarCompiler:
         with self._lock:
             if ends not in self._grammars:
-                self._grammars.clear()  # whoever names other end tokens goes on with them
+                self._grammars.clear()  # keep one: a caller with its own end tokens usually stays with them
                 self._grammars[ends] = GrammarCompiler(model.tokenizer, _columns(model), ends)
             return self._grammars[ends]
 
@@ -172,17 +190,26 @@ def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, parallel:
 
 
 def _laid_out(schema: str) -> str:
-    """A schema that tells llguidance how its JSON is to be written."""
+    """Return the schema with llguidance's options for the layout of the JSON."""
     return json.dumps({**json.loads(schema), "x-guidance": dict(LAYOUT)})
 
 
 @dataclass(frozen=True)
 class OutputConstraints:
-    """How the answers to one question are held to what was asked, and read.
+    """The constraints of the answers to one question: they steer generation, and read its tokens as an `Answer`.
 
-    calls: None where there are no tools. must: the answer is calls and nothing else. schemas: of the tools' arguments.
-    thoughts: None where a model has none, or writes none now. is_thinking: the prompt opened a thought. Stop strings
-    end text; what a grammar or a call is made of ends by itself.
+    Stop strings end plain text only; tool calls, and text that follows a grammar, end by themselves.
+
+    Args:
+        ask: The question's options.
+        model: The model.
+        calls: The format of tool calls; None without tools.
+        grammars: The grammar compiler; None without a grammar.
+        grammar: The grammar that the answer or its tool calls follow.
+        must: Whether the answer must consist of tool calls only.
+        schemas: JSON schemas of the tools' arguments, by tool name.
+        thoughts: The tags around reasoning; None where the model writes none.
+        is_thinking: Whether the prompt ends inside reasoning that it opened.
     """
 
     ask: Ask
@@ -196,7 +223,12 @@ class OutputConstraints:
     is_thinking: bool = False
 
     def behind(self, token_ids: Sequence[int], is_chat: bool) -> OutputConstraints:
-        """The same behind a prompt; is_chat: its chat template wrote it. What follows any other is text alone."""
+        """Return the constraints of answers to this prompt.
+
+        Args:
+            token_ids: The prompt's ids; its end shows whether it opened reasoning.
+            is_chat: Whether the chat template wrote it. Answers to any other prompt have no reasoning.
+        """
         if self.thoughts is None or not is_chat:
             return replace(self, thoughts=None)
         within = self.ask.continue_final_message
@@ -205,7 +237,11 @@ class OutputConstraints:
         return replace(self, is_thinking=self.thoughts.is_open(prompt, within))
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of `generate` with what holds its answers; InputError for what a grammar cannot hold."""
+        """Return options for transformers' `generate`, with logits processors that enforce the constraints.
+
+        Raises:
+            InputError: A grammar is combined with beam search, or an option names ids that are not tokens.
+        """
         processors = [*(options.get("logits_processor") or ())]
         if penalties := _penalties(options, self.model):
             processors.append(penalties)
@@ -224,13 +260,16 @@ class OutputConstraints:
         return {**full, "stop_strings": (), **({"logits_processor": processors} if processors else {})}
 
     def stops(self, options: Mapping[str, Any]) -> tuple[str, ...]:
-        """Stop strings, where they count: those asked for, and the model's own."""
+        """Return the stop strings that apply: the requested ones and the model's own.
+
+        None apply to an answer that follows a grammar or must be tool calls.
+        """
         if self.must or self.ask.grammar is not None:
             return ()
         return tuple(dict.fromkeys((*self.ask.stop, *stop_strings_of(options, self.model))))
 
     def draft(self, options: Mapping[str, Any]) -> Draft:
-        """A new answer, of which nothing is written yet. options: as they were asked for."""
+        """Return an empty draft of an answer; `options` are the requested ones."""
         stops, tags = self.stops(options), self.thoughts
         shown = (*stops, *(self.calls.texts if self.calls is not None else ()))
         return Draft(
@@ -246,17 +285,20 @@ class OutputConstraints:
         )
 
     def stopping(self, options: Mapping[str, Any]) -> list[StopWhere]:
-        """What ends the answers besides `generate`'s own."""
+        """Return the stopping criteria beside `generate`'s own: for stop strings and tool calls."""
         if self.calls is None and not self.stops(options):
             return []
         return [StopWhere(lambda: self.draft(options), not is_single(options, self.model))]
 
     def sink(self, say: Callable[[str | Thought], None] | None, options: Mapping[str, Any]) -> FirstToken | TextSink:
-        """Where the answer's tokens go while they come."""
+        """Return the streamer that receives tokens as they are generated; it calls `say` with text and reasoning."""
         return FirstToken() if say is None else TextSink(self.draft(options), say)
 
     def read(self, ids: Sequence[int], options: Mapping[str, Any], trace: Trace) -> Answer:
-        """The answer that new ids are. Padding behind its end is none of it; a pad token that a model writes is."""
+        """Return the answer that generated ids stand for.
+
+        Padding after its end is dropped; a pad token that the model generates is kept.
+        """
         draft = self.draft(options)
         draft.add(ids)
         draft.end()
@@ -271,7 +313,7 @@ class OutputConstraints:
 
 
 def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
-    """What OpenAI's penalties and biases do, None where none is asked for; InputError for ids that are no tokens."""
+    """Return the processor of OpenAI's penalties and biases, or None; raise InputError for ids that are not tokens."""
     presence, frequency, bias = (options.get(name) for name in PENALTIES)
     if not (presence or frequency or bias):
         return None
@@ -281,7 +323,7 @@ def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
 
 
 def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
-    """InputError for an option that names what is no token's id."""
+    """Raise InputError if the option `name` has an id that is not a token's."""
     most = _columns(model)
     wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= most), None)
     if wrong is not None:
@@ -291,6 +333,6 @@ def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
 
 
 def _columns(model: HFModel) -> int:
-    """How many tokens a model's logits are of."""
+    """Return the size of the model's logits: how many tokens it can generate."""
     head = model.model.get_output_embeddings()
     return int(head.weight.shape[0]) if head is not None else len(model.tokenizer)

@@ -1,8 +1,8 @@
-"""Whether a text can fit a model at all, asked before anything of it is searched or tokenised.
+"""Cheap early checks that refuse a text which can never fit a model's context, before it is searched or tokenised.
 
-A token stands for a few characters at most, so a text that has many more can never fit. One that has more than texts
-usually have is tokenised in pieces, only until these are too many. What passes is tokenised whole and counted exactly
-where it is needed: nothing that fits is ever refused here.
+A token stands for a few characters at most, so a text with many more characters can never fit. An unusually long text
+is tokenised in pieces, only until there are too many tokens. Text that fits is never refused here; text that passes is
+counted exactly later.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from ragfuse.text.chat_messages import ChatMessage, LaterMessages
 from ragfuse.text.chunks import Marker, Piece
 
 USUAL_CHARS = 8
-"""Characters for each token of the window up to which a text is simply tokenised."""
+"""Characters per token of context up to which a text is tokenised whole, without this file's early checks."""
 PIECE_CHARS = 1 << 14
 """Characters of a longer text that are tokenised at a time."""
 CUT_TOKENS = 256
-"""Tokens that two pieces of a text may have more than the same text in one piece: parts of a word that was cut."""
+"""Most tokens that cutting a text in two can add, as it may split a word."""
 BODY_NBYTES = 1 << 18
-"""Bytes of a request beside the text of its prompt: names, tools, settings."""
+"""Bytes that a request may have beside the text of its prompt: names, tools, settings."""
 ESCAPED_NBYTES = 2
-"""Bytes of JSON for each character that a prompt may have: a line break is two."""
+"""Bytes of JSON allowed per character of a prompt: an escaped line break has two."""
 UNKNOWN_CHARS = 32
-"""Characters that a token is taken for, in the largest request, where a tokenizer sets no limit."""
+"""Characters per token in the largest request, where the tokenizer sets no limit."""
 UNKNOWN_TOKENS = 1 << 17
-"""Tokens that a prompt is taken to have, in the largest request, where a model sets no limit."""
+"""Tokens of the prompt in the largest request, where the model sets no limit."""
 MOST_NBYTES = 1 << 24
-"""Of a request, however much a model takes."""
+"""Most bytes of a request, for any model."""
 _THOUGHT = re.compile(r"(?i)think|reason|analysis")
 
 
 class WindowedModel(Protocol):
-    """The model that a text is for, as far as its length goes."""
+    """A model, as far as these checks need it."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The model's name."""
         ...
 
     @property
     def max_context(self) -> int | None:
-        """Tokens of prompt and answer that it takes together; None without a limit."""
+        """Most tokens of prompt and answer together; None without a limit."""
         ...
 
     @property
     def token_length(self) -> TokenLength | None:
-        """How much text one token stands for at most; None where that is not known."""
+        """The longest text that one token can stand for; None where that is unknown."""
         ...
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text, none added."""
+        """Return the token ids of a text, without added special tokens."""
         ...
 
 
@@ -68,17 +68,20 @@ def check_turns(
     marker: Marker | None = None,
     is_text: bool = False,
 ) -> None:
-    """Refuse messages that can never fit what a model takes: OverlongError.
+    """Refuse messages that can never fit the model's context.
 
     Args:
-        turns: The messages, each of which has a token at least if it says something.
-        model: Whose window and tokenizer count.
-        tools: What is told of tools, as JSON values.
-        may_shorten: Earlier turns may be left out, so that the last ones alone count, and what the system says first.
-        what: The subject of the refusal.
-        marker: Whose marks around chunks are no text. A chunk has a token at least, so that a text in which more marks
-            begin than the model takes tokens is refused, signed or not.
-        is_text: The only turn is a text that no template writes, so that white space at its ends counts.
+        turns: The messages; each non-empty one counts as at least one token.
+        model: The model.
+        tools: The tools that the prompt describes, as JSON values.
+        may_shorten: Whether earlier turns may be left out; then only the last turn and leading system messages count.
+        what: How an error message names the prompt.
+        marker: Recognises marks around chunks, which are not text. Each mark counts as at least one token, signed or
+            not.
+        is_text: Whether the only turn is a text without chat template, so that white space at its ends counts.
+
+    Raises:
+        OverlongError: They can never fit.
     """
     if model.max_context is None:
         return
@@ -94,7 +97,7 @@ def check_turns(
 
 
 def check_request(request: PMLPrompt, model: WindowedModel) -> None:
-    """Refuse a prompt in PML whose own texts and arguments can never fit what a model takes: OverlongError."""
+    """Raise OverlongError for a prompt in PML whose own texts and arguments can never fit the model's context."""
     check_texts(_asked(request), model, so="Make its texts and arguments shorter.")
 
 
@@ -105,14 +108,17 @@ def check_texts(
     so: str = "Take fewer or shorter chunks.",
     n_least: int = 0,
 ) -> None:
-    """Refuse texts that together can never fit what a model takes: OverlongError.
+    """Refuse texts that together can never fit the model's context.
 
     Args:
-        texts: What will be tokenised, each once.
-        model: Whose window and tokenizer count.
-        what: The subject of the refusal.
-        so: What to do about it.
-        n_least: Tokens that there are at least, whatever the texts say.
+        texts: The texts that will be tokenised.
+        model: The model.
+        what: How an error message names the texts.
+        so: What an error message advises.
+        n_least: A lower bound of the tokens that is known without looking at the texts.
+
+    Raises:
+        OverlongError: They can never fit.
     """
     if model.max_context is None:
         return
@@ -126,14 +132,18 @@ def check_texts(
 
 
 def may_fit(text: str, model: WindowedModel) -> bool:
-    """Tell whether a text may have as few tokens as a model takes. Whether it has is known when it is tokenised."""
+    """Return False for a text that can never fit the model's context; True means that it may fit."""
     return model.max_context is None or least_tokens(text, model, model.max_context) <= model.max_context
 
 
 def least_tokens(text: str, model: WindowedModel, most: int, usual: int | None = None) -> int:
-    """Return a number of tokens that a text has at least, found without reading on once it is above `most`.
+    """Return a lower bound of a text's tokens; counting stops once it is above `most`.
 
-    usual: Characters up to which nothing is tokenised for that; `USUAL_CHARS` for each of `most` by default.
+    Args:
+        text: The text.
+        model: The model.
+        most: The number of tokens from which on the count does not matter.
+        usual: Characters up to which nothing is tokenised; None: `USUAL_CHARS * most`.
     """
     least = model.token_length.least(text) if model.token_length is not None else 0
     if least > most or len(text) <= (USUAL_CHARS * most if usual is None else usual):
@@ -147,36 +157,36 @@ def least_tokens(text: str, model: WindowedModel, most: int, usual: int | None =
 
 
 def largest_body(model: WindowedModel) -> int:
-    """Return the bytes that a request to a server may have: as many as JSON of the longest prompt that can fit."""
+    """Return the most bytes of a request to a server: the JSON of the longest prompt that can fit the model."""
     tokens, length = model.max_context or UNKNOWN_TOKENS, model.token_length
     chars = UNKNOWN_CHARS if length is None else length.chars
     return min(MOST_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * chars * tokens)
 
 
 def check_schema(schema: Schema, model: WindowedModel) -> None:
-    """Refuse a schema whose modules can never stand in what a model takes: OverlongError.
+    """Raise OverlongError for a schema whose modules can never fit the model's context.
 
-    The modules of a union stand in the same place, so that the longest of them counts.
+    The modules of a union share their positions, so only the longest of them counts.
     """
     if model.max_context is not None:
         _Extent(model, model.max_context, f"Schema '{schema.name}'").behind(schema.items, _Place())
 
 
 class _Place(NamedTuple):
-    """A position that is reached at least, and the characters of text before it."""
+    """A lower bound of a position, and the characters of text before it."""
 
     position: int = 0
     chars: int = 0
 
 
 class _Extent:
-    """Finds positions that items of a schema take at least, until they are too many."""
+    """Adds up a lower bound of the positions of a schema's items, and raises once there are too many."""
 
     def __init__(self, model: WindowedModel, most: int, what: str) -> None:
         self._model, self._most, self._what = model, most, what
 
     def behind(self, items: Iterable[Item], at: _Place) -> _Place:
-        """The first place behind items that begin at `at`."""
+        """Return the first place after items that begin at `at`; raise OverlongError where it is too far."""
         for item in items:
             at = self._behind(item, at)
             if at.position > self._most:
@@ -199,14 +209,14 @@ class _Extent:
                 return _Place(*map(max, zip(at, *ends, strict=True)))
 
     def _text(self, text: str, at: _Place) -> _Place:
-        if not text.strip():  # beside messages it is no text
+        if not text.strip():  # white space between messages is dropped
             return at
         left, usual = self._most - at.position, max(0, USUAL_CHARS * self._most - at.chars)
         return _Place(at.position + least_tokens(text, self._model, left, usual), at.chars + len(text))
 
 
 def _cut(text: str, lo: int) -> int:
-    """Where a piece from `lo` on ends: at a space, if there is one in its second half."""
+    """Return where the piece from `lo` on ends: at a space, if there is one in its second half."""
     hi = lo + PIECE_CHARS
     if hi >= len(text):
         return len(text)
@@ -220,7 +230,7 @@ def _text_of(turn: ChatMessage) -> str:
 
 
 def _said(turn: ChatMessage) -> str:
-    """What a turn says in a prompt at least: templates take off white space, and what was thought before an answer."""
+    """Return the text that a message has in any prompt: templates may strip white space and an answer's reasoning."""
     said = _text_of(turn).strip()
     if turn.role == "assistant" and (thoughts := list(_THOUGHT.finditer(said))):
         return said[thoughts[-1].end() :]
@@ -228,13 +238,13 @@ def _said(turn: ChatMessage) -> str:
 
 
 def _called(turn: ChatMessage) -> Iterator[str]:
-    """Texts in the calls of tools that a turn makes."""
+    """Yield the texts in the arguments of a message's tool calls."""
     for call in turn.tool_calls:
         yield from _strings(call.arguments)
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Texts and names in a JSON value."""
+    """Yield all texts and names in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -247,7 +257,7 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _asked(item: PMLPrompt | Import | MessageNode | TextNode) -> Iterator[str]:
-    """Texts of a prompt in PML, and the values of its arguments."""
+    """Yield the texts of a prompt in PML, and the values of its arguments."""
     match item:
         case TextNode(text):
             yield text.strip()

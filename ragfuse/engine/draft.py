@@ -1,6 +1,6 @@
-"""One answer while it is written: what of it is thought, text and calls, and what of that will not change any more.
+"""The parser of an answer while it is generated: it splits the tokens into reasoning, text and tool calls.
 
-Whoever streams, stops or reads an answer reads it here, so that all of them see the same.
+Streaming, stopping and the final answer all use it, so that they agree.
 """
 
 from __future__ import annotations
@@ -18,10 +18,22 @@ Phase = Literal["begin", "thought", "between", "text", "calls"]
 
 
 class Draft:
-    """The ids of one answer, read as they come; none counts once it is `over`.
+    """One answer, parsed as its token ids arrive.
 
-    ids: those before its end token. ends: end tokens. calls: None where there are no tools; most: how many calls, None
-    for any number; must: it is calls and nothing else. tags: around thoughts; is_thinking: it begins inside one.
+    Args:
+        spelling: Decodes the ids.
+        ends: Ids of end tokens.
+        stops: Stop strings; they end text only.
+        calls: The format of tool calls; None without tools.
+        schemas: JSON schemas of the tools' arguments, by tool name.
+        most: Most tool calls; None for any number.
+        must: Whether the answer consists of tool calls only.
+        tags: The tags around reasoning; None for a model without.
+        is_thinking: Whether the answer begins inside reasoning.
+
+    Attributes:
+        ids: The ids before the end token.
+        over: Whether the answer has ended; later ids are ignored.
     """
 
     def __init__(
@@ -43,28 +55,28 @@ class Draft:
         self._reader = CallReader(calls, schemas or {}) if calls is not None else None
         self._phase: Phase = "calls" if must else "begin" if tags is not None else "text"
         self._is_thinking, self._whole = is_thinking, False
-        self._seen = 0  # characters in which nothing was found
-        self._thought = self._text = (0, 0)  # lo:hi, as far as it is certain
+        self._seen = 0  # characters searched without a find
+        self._thought = self._text = (0, 0)  # characters lo:hi that are final
         self._opening = -1
-        self._told = [0, 0]  # characters of thought and text that were taken
+        self._told = [0, 0]  # characters of reasoning and text that `take` has yielded
 
     @property
     def text(self) -> str:
-        """What will not change any more of the answer's text."""
+        """The answer's text as far as it is final: more tokens will not change it."""
         return self._spelling.visible(*self._text)
 
     @property
     def reasoning(self) -> str:
-        """The same of what was thought before."""
+        """The reasoning before the text, as far as it is final."""
         return self._spelling.visible(*self._thought)
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """All whole calls, each once; none in an answer that ended at a stop string."""
+        """All complete tool calls, each once; none in an answer that ended at a stop string."""
         return () if self._reader is None else tuple(self._reader.calls[: self._most])
 
     def add(self, ids: Iterable[int]) -> None:
-        """The next ids."""
+        """Parse the next generated ids."""
         for id in ids:
             if self.over:
                 return
@@ -76,13 +88,13 @@ class Draft:
             self._read()
 
     def end(self) -> None:
-        """No more will come."""
+        """Finish the answer: no more ids come, so all of it becomes final."""
         self._spelling.end()
         self._whole = True
         self._read()
 
     def take(self) -> Iterator[str | Thought]:
-        """What is certain since the last time."""
+        """Yield the reasoning and text that became final since the last call."""
         (a, b), (lo, hi) = self._thought, self._text
         if piece := self._spelling.visible(max(a, self._told[0]), b):
             self._told[0] = b
@@ -92,7 +104,7 @@ class Draft:
             yield piece
 
     def copy(self) -> Draft:
-        """The same, to go on in another way."""
+        """Return an independent copy, as for another beam of the same answer."""
         new = copy.copy(self)
         new.ids, new._told, new._spelling = list(self.ids), list(self._told), self._spelling.copy()
         new._stops, new._reader = copy.copy(self._stops), None if self._reader is None else self._reader.copy()
@@ -114,7 +126,7 @@ class Draft:
             self._call(text)
 
     def _begin(self, text: str) -> None:
-        """Find out whether it begins with a thought."""
+        """Find out whether the answer begins with reasoning."""
         assert self._tags is not None
         rest, open = text.lstrip(), self._tags.open
         start = len(text) - len(rest)
@@ -125,7 +137,7 @@ class Draft:
             self._phase = "text"
 
     def _think(self, text: str) -> None:
-        """Look for the end of the thought: its tag, or the call that a model makes without closing it."""
+        """Look for the end of the reasoning: its closing tag, or a tool call made without closing it."""
         assert self._tags is not None
         lo, close = self._thought[0], self._tags.close
         if lo == self._thought[1]:
@@ -156,7 +168,7 @@ class Draft:
             self._phase = "text"
 
     def _write(self, text: str) -> None:
-        """Look for the end of the text: a stop string, or a call."""
+        """Look for the end of the text: a stop string or a tool call."""
         lo, format = self._text[0], self._format
         opening = format.opens(text, lo, self._seen) if format is not None else -1
         hi = len(text) if opening < 0 else opening
@@ -173,7 +185,7 @@ class Draft:
             self._text = lo, max(self._text[1], hi - max(undecided, self._stops.begun(text, lo)))
 
     def _call(self, text: str) -> None:
-        """Read calls, as many as are wanted."""
+        """Read tool calls, at most `most` of them; repeated calls end the answer."""
         if self._reader is None or self._format is None:
             return
         if self._opening < 0:

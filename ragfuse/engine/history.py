@@ -1,7 +1,7 @@
-"""How an engine goes on with a conversation: what of a prompt is its history, and what an answer leaves for the next.
+"""Conversation history: reuse the KV of earlier turns in a prompt, and save the KV of each new turn (AttentionStore).
 
-A prompt is recognised by its messages, and its history by its tokens: only what has the very ids is reused. What is
-shortened is decided in `sessions/session.py`; sessions are kept by `sessions/session_store.py`.
+A conversation is recognised by its messages, but KV is reused only for identical token ids. Truncation is in
+`sessions/session.py`; sessions are stored by `sessions/session_store.py`.
 """
 
 from __future__ import annotations
@@ -57,13 +57,23 @@ from ragfuse.types.prompt import Prompt, Segment
 log = logging.getLogger("ragfuse.engine")
 
 TURN_SAVE_WAIT_S = 5.0
-"""Seconds that a turn waits, at most, for what the one before it left to be saved."""
+"""Longest time in seconds that a turn waits until the KV of the turn before it is saved."""
 MISSPELT = 64
-"""Ids at an answer's end among which is looked for where its text was cut."""
+"""How many of an answer's last token ids are searched for the place where a stop string cut its text."""
 
 
 class ConversationHistory:
-    """The conversations of one engine. Threads may share it."""
+    """The conversations of one engine. Thread-safe.
+
+    Args:
+        settings: Which conversations are kept, and how histories are truncated.
+        catalog: Where sessions are written.
+        prompts: Splits messages into chunks and fresh text.
+        runtime: The model and its encoder.
+        store: Where KV is kept.
+        index: Which conversation each KV entry belongs to; used for eviction and prefetching.
+        prefixes: The prefix cache, which shares exact KV of conversations with other prompts.
+    """
 
     def __init__(
         self,
@@ -91,13 +101,13 @@ class ConversationHistory:
         at_fork(self)
 
     def renew(self) -> None:
-        """No turn is being saved."""
+        """Reset the record of pending saves; also called in a forked process, which has none."""
         self._changed, self._waiting_bytes = threading.Condition(), 0
-        self._waiting = Counter[str]()  # saves by the session's name
-        self._begun = set[int]()  # prompts whose turns are not remembered yet
+        self._waiting = Counter[str]()  # number of pending saves by session name
+        self._begun = set[int]()  # ids of prompts whose KV is saved but whose turn is not recorded yet
 
     def _tenants(self) -> list[str]:
-        """The digests whose sessions are meant: the engine's own."""
+        """Return the digests of the tenants whose sessions are listed: the engine's own."""
         return [self._runtime.digest]
 
     # before the answer
@@ -105,8 +115,16 @@ class ConversationHistory:
     def fitted(
         self, question: ChatInput | Ids, ask: Ask, make: Callable[[ChatInput | Ids, int], Prompt], limit: int | None
     ) -> Prompt:
-        """The prompt of a question, with what is known of its conversation as history; `make` and `limit` as for
-        `fitting.fitted`, which leaves chunks out where a shorter history is not enough."""
+        """Return the prompt of a question, with the stored turns of its conversation as history segments.
+
+        The history is truncated first; chunks are left out only where that is not enough.
+
+        Args:
+            question: The new messages, or all messages of the conversation.
+            ask: Its options; `session` names the conversation.
+            make: Makes the prompt of messages without their last n chunks.
+            limit: Most tokens of the prompt, as for `overflow.fitted`; None: no chunk is left out.
+        """
         talk = self._talk(question, ask)
         if talk is None:
             return fitted(lambda n: make(question, n), limit)
@@ -114,7 +132,7 @@ class ConversationHistory:
         return fitted(lambda n: self._shortened(lambda said: make(said, n), messages, talk, ask), limit)
 
     def may_shorten(self, question: ChatInput | Ids, ask: Ask) -> bool:
-        """Tell whether earlier turns of a question may be left out where it is too long."""
+        """Return whether earlier turns may be left out of a question that is too long."""
         if ask.session is not None:
             return True
         if self._settings.history == "asked" or is_ids(question):
@@ -122,7 +140,7 @@ class ConversationHistory:
         return len(LaterMessages(turns_of(question))) > 0
 
     def name_of(self, question: ChatInput | Ids, ask: Ask) -> str | None:
-        """The session that a question goes on with; None where none is known."""
+        """Return the name of the session that a question continues; None where it continues none."""
         digest = self._runtime.encoder.digest
         if ask.session is not None:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
@@ -133,11 +151,11 @@ class ConversationHistory:
         return known[1].id if known is not None else None
 
     def keys_of(self, name: Name) -> Sequence[ChunkKey]:
-        """Of a conversation's KV, as far as is known; it is looked for where nothing is."""
+        """Return the keys of a conversation's KV; a conversation that is not in the index is read from the catalog."""
         return self._index.keys(name) or (self.sessions.get(*name) and self._index.keys(name)) or ()
 
     def _talk(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
-        """The conversation that a question goes on with, or begins; None where nobody keeps it."""
+        """Return the conversation that a question continues or begins; None where conversations are not kept."""
         settings = self._settings
         if ask.session is None and not self._is_had(question):
             return None
@@ -152,24 +170,27 @@ class ConversationHistory:
         version, session = known
         self._wait_for(session)
         kept = agreed(session, given)
-        if len(kept.turns) < len(session.turns):  # another way from here on: a conversation of its own
+        if len(kept.turns) < len(session.turns):  # it differs in a later turn: a new conversation branches off here
             version, kept = 0, replace(kept, id=secrets.token_hex(8))
         previous_keys = kept.keys if version else ()
         return PendingTurn(kept, tuple(given[len(kept.messages) :]), version, persistent, previous_keys=previous_keys)
 
     def _is_had(self, question: ChatInput | Ids) -> bool:
-        """Whether a question without a session's name may go on with a conversation."""
+        """Return whether a question without a session name may continue a conversation."""
         return not (isinstance(question, str) or is_ids(question) or self._settings.history == "asked")
 
     def _named(self, name: str, given: list[HistoryMessage], digest: str) -> PendingTurn:
-        """The session of that name with new messages, or as much of it as all of its messages agree with."""
+        """Return the session of this name with the new messages.
+
+        Messages that include one of the assistant are the whole conversation: only the turns that agree with them stay.
+        """
         version, session = self.sessions.get(digest, name) or (0, Session(name))
         self._wait_for(session)
         keep_chunks = self._settings.history_chunks
         if any(message.role == "assistant" for message in given):
             if session.turns:
                 kept = agreed(session, given, is_again)
-            else:  # a way of its own from what another one said, perhaps; its chunks come along if they are sent again
+            else:  # perhaps a branch of another session; chunks count only where they are sent again
                 known = self.sessions.ending(digest, prefix_digests(given), persistent=True)
                 self._wait_for(known[1] if known is not None else session)
                 kept = agreed(replace(known[1], id=name), given) if known is not None else session
@@ -179,7 +200,7 @@ class ConversationHistory:
         return PendingTurn(session, tuple(new), version, True, keep_chunks, session.keys)
 
     def _wait_for(self, session: Session) -> None:
-        """Wait until what its last turn left is saved, `TURN_SAVE_WAIT_S` at most; other conversations do not count."""
+        """Wait until the KV of this session's last turn is saved, at most `TURN_SAVE_WAIT_S` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting[session.id], TURN_SAVE_WAIT_S)
 
@@ -192,8 +213,11 @@ class ConversationHistory:
     def _shortened(
         self, make: Callable[[ChatInput | Ids], Prompt], messages: Sequence[ChatMessage], talk: PendingTurn, ask: Ask
     ) -> Prompt:
-        """The prompt with its history in place; where leaving out rows of that is not enough, without as few of the
-        earliest turns as it takes. Then all of it is computed."""
+        """Return the prompt with its history, shortened to fit the context window.
+
+        First KV rows of the history are truncated. Where that is not enough, the fewest earliest turns that have to go
+        are left out; such a prompt is computed without history.
+        """
         whole = make(messages)
         placed = self._placed(whole, talk, ask)
         shorter = () if self._fits(placed, ask) else LaterMessages(messages)
@@ -204,7 +228,7 @@ class ConversationHistory:
         return left if len(left) < len(placed) else placed
 
     def _placed(self, prompt: Prompt, talk: PendingTurn, ask: Ask) -> Prompt:
-        """The prompt with its history in place of the tokens that it begins with, as much as there is room for."""
+        """Return the prompt with its first tokens replaced by history segments, truncated to the context window."""
         history = _outside_chunks(matched(talk.session.stretches, prompt.token_ids), prompt)
         n_past = sum(len(stretch.tokens) for stretch in history)
         window, settings = self._window(ask), self._settings
@@ -226,7 +250,7 @@ class ConversationHistory:
         return replace(prompt, segments=tuple(segments), truncated=-shift, talk=talk, said=said, first_chunk=first)
 
     def _window(self, ask: Ask) -> tuple[int, int] | None:
-        """Tokens that prompt and answer may take, and how many of them the prompt; None without a limit."""
+        """Return the most tokens of prompt and answer together, and of the prompt alone; None without a limit."""
         limits = [each for each in (self._settings.window_tokens, self._runtime.encoder.model.max_context) if each]
         if not limits:
             return None
@@ -241,7 +265,7 @@ class ConversationHistory:
     # after it
 
     def begin(self, ready: Sequence[PreparedPrompt], ask: Ask) -> None:
-        """Save what prompts added to their conversations while answers are written (AttentionStore 3.2.2)."""
+        """Start saving the KV of these prompts' new tokens while the answers are generated (AttentionStore 3.2.2)."""
         for each in ready:
             talk = _talk_of(each)
             if talk is not None and self._is_kept(talk, ask):
@@ -251,14 +275,21 @@ class ConversationHistory:
     def after(
         self, ready: Sequence[PreparedPrompt], rows: Sequence[Sequence[int]], answers: Sequence[Answer], ask: Ask
     ) -> None:
-        """Remember turns whose answers were generated as the ids of `rows`, and save the answers' KV later."""
+        """Record the turns that were answered, and save the answers' KV in the background.
+
+        Args:
+            ready: The prefilled prompts.
+            rows: The generated token ids of each answer.
+            answers: The answers.
+            ask: Their options.
+        """
         for each, ids, answer in zip(ready, rows, answers, strict=True):
             talk = _talk_of(each)
             if talk is not None and self._is_kept(talk, ask):
                 self._remember(each, talk, ids, answer, ask.continue_final_message)
 
     def end(self, ready: Sequence[PreparedPrompt]) -> None:
-        """Nothing more comes of these: what was saved of turns that nobody remembers is dropped again."""
+        """Finish these prompts: drop the KV that was saved for a turn that was never recorded, as after an error."""
         for each in ready:
             talk = _talk_of(each)
             if talk is not None and id(each) in self._begun:
@@ -268,7 +299,7 @@ class ConversationHistory:
     def _remember(
         self, ready: PreparedPrompt, talk: PendingTurn, ids: Sequence[int], answer: Answer, goes_on: bool
     ) -> None:
-        """goes_on: the answer goes on with the last message."""
+        """Record one turn and save its answer's KV; `goes_on`: the answer continues the last message."""
         encoder, n_prompt = self._runtime.encoder, len(ready.plan.prompt)
         left, said = left_by(ready.plan, talk, encoder.key), self._spelled(answer)
         made, n_rows = [*left.asked], min(_n_alike(said, ids), ready.n_held(len(ids)) - n_prompt)
@@ -294,20 +325,20 @@ class ConversationHistory:
             self._release_later(lambda: loose)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all turns are handed to the store; False if that took too long."""
+        """Wait until all turns are saved; return False if that takes longer than `timeout_s` seconds."""
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Save what waits, or as much of it as `timeout_s` allows, and take no more."""
+        """Accept no more turns, and save the pending ones, as many as `timeout_s` seconds allow."""
         self._writer.close(timeout_s)
 
     def _is_kept(self, talk: PendingTurn, ask: Ask) -> bool:
-        """Whether the turn is remembered: what nobody asked to keep is, unless it was given chunks."""
+        """Return whether the turn is kept; one that nobody asked to keep only where its messages have no chunks."""
         chunks = any(message.has_chunks for message in talk.messages)
         return ask.reuse and (talk.persistent or not chunks)
 
     def _spelled(self, answer: Answer) -> tuple[int, ...]:
-        """The ids that say an answer's text: its own, but where a stop string cut it."""
+        """Return the ids of an answer's text: the generated ones, with the end tokenised anew where a stop cut it."""
         model, ids = self._runtime.encoder.model, answer.token_ids
         for count in range(len(ids), max(-1, len(ids) - MISSPELT), -1):
             text = model.text(ids[:count])
@@ -317,16 +348,19 @@ class ConversationHistory:
         return tuple(model.tokens(answer.text))
 
     def _within(self, answer: Answer, ids: Sequence[int]) -> str:
-        """An answer's text as it reads behind what it goes on with: some tokenizers leave out a space before a text."""
+        """Return an answer's text as it reads after the message it continues.
+
+        Some tokenizers leave out the space before a text.
+        """
         text = self._runtime.encoder.model.encoder.said(ids)
         return text if text.strip() == answer.text.strip() else answer.text
 
     def _save_later(
         self, ready: PreparedPrompt, saves: Saves, talk: PendingTurn, written: tuple[int, ...] = ()
     ) -> None:
-        """Save rows of a prompt, and of what was written behind it, in the background, unless too much waits already.
+        """Save KV rows of a prompt and its answer (`written`) in the background, unless too many bytes wait already.
 
-        What is exact of it is what other prompts may begin with, too: those that come meanwhile wait for it.
+        Exact rows go to the prefix cache too: a prompt that begins with them waits until they are saved.
         """
         if ready.prefill.cache is None:
             return
@@ -354,23 +388,23 @@ class ConversationHistory:
             self._prefixes.saved(key for _, key in exact)
 
     def _release_later(self, keys: Callable[[], Iterable[ChunkKey]]) -> None:
-        """Drop KV that no session has, in the background, behind what waits to be saved, however much that is."""
+        """Drop KV that no session uses, in the background, after all pending saves."""
         self._later(lambda: self.sessions.release(keys()))
 
     def _later(self, job: Callable[[], object]) -> None:
-        """Behind what waits to be saved, however much that is."""
+        """Run a job in the background after all pending saves; the queue's limit does not apply."""
         self._writer.submit("history", job, counts=False, is_awaited=True)
 
     def _done(self, talk: PendingTurn, nbytes: int, dropped: int = 0) -> None:
         with self._changed:
             self._waiting_bytes -= nbytes
             self._waiting[talk.id] -= 1
-            self._waiting += Counter()  # without those of which nothing waits
+            self._waiting += Counter()  # removes sessions with a count of 0
             self.dropped += dropped
             self._changed.notify_all()
 
     def _save(self, kv: ChunkKV, stretch: KVSpan, spans: Spans, persistent: bool) -> None:
-        """Cut the rows out and keep them: in all tiers, or, as nobody asked for it, in memory alone."""
+        """Cut the rows out of a prompt's KV and store them: in memory alone unless the session is persistent."""
         encoder = self._runtime.encoder
         store, fast = encoder.store, [tier.name for tier in encoder.store.tiers if not tier.slow]
         if not (persistent or fast):
@@ -394,7 +428,7 @@ def _saved(plan: LoadPlan, talk: PendingTurn, key_of: Callable[[Sequence[int], s
 
 
 def turn_of(message: HistoryMessage) -> ChatMessage:
-    """A message as prompts take it."""
+    """Return a stored message as a chat message for a prompt."""
     pieces = tuple(
         Piece(text, "fresh" if kind == "fresh" else "chunk", source, found=kind == "found")
         for text, kind, source in message.parts
@@ -403,7 +437,7 @@ def turn_of(message: HistoryMessage) -> ChatMessage:
 
 
 def _said(session: Session) -> Iterator[ChatMessage]:
-    """A session's messages, its answers by the ids that they were generated as."""
+    """Yield a session's messages; answers carry their generated ids, so that they are not tokenised again."""
     for turn in session.turns:
         yield from map(turn_of, turn.messages[:-1])
         reply = turn.messages[-1]
@@ -412,7 +446,7 @@ def _said(session: Session) -> Iterator[ChatMessage]:
 
 
 def _lacking(whole: Prompt, short: Prompt, talk: PendingTurn) -> Prompt:
-    """A prompt without earlier turns; the conversation's next one knows by their tokens what is left out."""
+    """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's next turn."""
     row, n_gone = _n_alike(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
     gone = whole.token_ids[row : row + n_gone]
     leaves = not talk.keep_chunks and any(segment.kind == "chunk" for segment in whole.segments)
@@ -431,7 +465,7 @@ def _talk_of(ready: PreparedPrompt) -> PendingTurn | None:
 
 
 def _outside_chunks(history: Sequence[KVSpan], prompt: Prompt) -> tuple[KVSpan, ...]:
-    """As much of a history as does not end inside a chunk of the prompt, whose rest would be of no use."""
+    """Return the longest part of a history that does not end inside a chunk: the chunk's rest would match no entry."""
     inside = [
         (lo, hi) for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True) if segment.kind == "chunk"
     ]
@@ -442,7 +476,7 @@ def _outside_chunks(history: Sequence[KVSpan], prompt: Prompt) -> tuple[KVSpan, 
 
 
 def _behind(prompt: Prompt, row: int) -> Iterator[Segment]:
-    """Segments from a row on; what is left of one that begins before is fresh."""
+    """Yield the segments from a row on; the rest of a segment that begins earlier becomes fresh text."""
     for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
         if lo >= row:
             yield segment
@@ -451,5 +485,5 @@ def _behind(prompt: Prompt, row: int) -> Iterator[Segment]:
 
 
 def _n_alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids two beginnings share."""
+    """Return the length of the longest common prefix of two id sequences."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

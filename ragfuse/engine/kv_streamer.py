@@ -1,6 +1,6 @@
-"""What lies behind a line is streamed before the model is needed, where a question has a deadline (CacheGen 5.3).
+"""KV streaming: for a question with a deadline, KV in remote tiers is read before the prefill (CacheGen 5.3).
 
-`plan` and `load.stream` decide what is streamed and how; this file makes a prompt's plan of what came.
+`plan` and `load.stream` decide what is streamed and at which level; this file makes a prompt's plan from what arrived.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ NOTHING_CAME = "nothing of it came in time over the line"
 
 @dataclass
 class StreamedPlan:
-    """A prompt's plan, and what came over a line for it, if anything was to. A context manager: it ends in `close`.
+    """A prompt's plan, with the KV that was streamed for it. A context manager, closed at its end.
 
-    began_s: `time.perf_counter()` when its deadline began to run.
+    Args:
+        began_s: `time.perf_counter()` when the deadline began to run.
+        plan: The plan; it reads only what arrived.
+        deadline_s: Seconds from `began_s` to the first token.
+        stream: The stream; None where nothing was to be streamed.
+        terms: The stream's terms.
+        lost: Segments whose KV could not be used.
     """
 
     began_s: float
@@ -50,32 +56,32 @@ class StreamedPlan:
 
     @property
     def due_s(self) -> float:
-        """`time.perf_counter()` when the first token is wanted."""
+        """`time.perf_counter()` at the deadline of the first token."""
         return self.began_s + self.deadline_s
 
     @property
     def streamed(self) -> frozenset[int]:
-        """Segments that came and are to be used."""
+        """Indices of segments whose KV arrived and is used."""
         return frozenset(self.stream.came if self.stream is not None else ()) - self.lost
 
     def lose(self, segment: int) -> None:
-        """It came, or was there, and cannot be used: it is computed."""
+        """Take a segment out of the plan, as its KV cannot be used; it is computed instead."""
         self.lost.add(segment)
         self.plan = _without(self.plan, {segment: BYTES_UNREADABLE})
 
     def over(self, reader: LayerReader) -> StreamedSource:
-        """All layers: what came, and what is read beside it."""
+        """Return a source of all layers: those that arrived, and those that `reader` reads from other tiers."""
         return StreamedSource(reader, self.stream, self.streamed)
 
     def trace(self) -> StreamTrace | None:
-        """What happened on the line; `held` is not known yet."""
+        """Return how the KV was streamed; its `held` is set once the first token is there. None without a stream."""
         if self.stream is None or self.terms is None:
             return None
         terms = self.terms
         return StreamTrace(terms.level or terms.adapt, self.deadline_s, False, tuple(self.stream.pieces), terms.prior)
 
     def close(self) -> None:
-        """Nothing more of what came is needed: the prompt is prefilled, or never will be."""
+        """Close the stream, once the prompt is prefilled or given up."""
         if self.stream is not None:
             self.stream.close()
 
@@ -88,14 +94,20 @@ class StreamedPlan:
 
 @dataclass(frozen=True)
 class StreamedSource:
-    """Layers by segment, from a reader and from what came over a line."""
+    """A source of layers by segment, from a reader and from a stream.
+
+    Args:
+        reader: Reads the segments that were not streamed.
+        stream: The stream; None where nothing was streamed.
+        streamed: Indices of the segments that are taken from the stream.
+    """
 
     reader: LayerReader
     stream: Stream | None
     streamed: frozenset[int]
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Those of both."""
+        """Return the KV of one layer by segment index; None for a segment that cannot be read."""
         found = dict(self.reader.read(layer))
         if self.stream is not None:
             found |= {at: kv for at, kv in self.stream.read(layer).items() if at in self.streamed}
@@ -104,9 +116,14 @@ class StreamedSource:
 
 @dataclass(frozen=True)
 class KVStreamer:
-    """Brings what prompts need over the lines of a store.
+    """Streams the KV that prompts need from the remote tiers of a store.
 
-    prefetcher: leaves alone what a prompt reads for itself.
+    Args:
+        settings: How levels are chosen, and the tokens of a piece.
+        store: The store.
+        timings: Timings of this machine.
+        links: The links to remote tiers, with their throughput.
+        prefetcher: Told which entries a prompt reads by itself, so that it skips them.
     """
 
     settings: Settings
@@ -116,9 +133,13 @@ class KVStreamer:
     prefetcher: Prefetcher
 
     def stream(self, plan: RevisablePlan) -> StreamedPlan | None:
-        """Return the plan of a prompt with all that came in time.
+        """Stream the KV of a prompt, and return its plan with everything that arrived in time.
 
-        None where no deadline is set, or no tier is behind a line.
+        Returns:
+            The plan; None where there is no deadline or no remote tier.
+
+        Raises:
+            OverlongError: The prompt does not fit the model's context.
         """
         request, began = plan.request, time.perf_counter()
         ask, lines = request.ask, self._lines(request.ask)
@@ -134,7 +155,7 @@ class KVStreamer:
         return streamed
 
     def _lines(self, ask: Ask) -> set[str]:
-        """Tiers behind lines, where a question hurries that may use them."""
+        """Return the names of remote tiers; none for a question without a deadline or without reuse."""
         hurries = ask.deadline_s is not None and ask.reuse
         return {tier.name for tier in self.store.tiers if hurries and isinstance(tier, Breaks)}
 
@@ -161,9 +182,9 @@ class KVStreamer:
 
 
 def _revived(plan: LoadPlan, deadline_s: float, lines: set[str]) -> LoadPlan:
-    """With what was left unread only because it is far: at another level it may come in time.
+    """Return the plan with entries of remote tiers that it left unread: at another level they may arrive in time.
 
-    A prompt that is prefilled in full within its deadline stays so.
+    A full prefill that meets the deadline stays a full prefill.
     """
     back = [fetch for fetch in plan.unread if fetch.tier in lines]
     late = plan.forecast is None or plan.forecast.full_s > deadline_s
@@ -177,7 +198,7 @@ def _revived(plan: LoadPlan, deadline_s: float, lines: set[str]) -> LoadPlan:
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
-    """The plan with what came at the levels at which it came, and without what did not."""
+    """Return the plan with the levels at which segments arrived, and without those that did not arrive."""
     fetches = tuple(
         replace(fetch, level=stream.came[fetch.segment][0], nbytes=stream.came[fetch.segment][1])
         if fetch.segment in stream.came
@@ -188,7 +209,10 @@ def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
 
 
 def _without(plan: LoadPlan, why: Mapping[int, str]) -> LoadPlan:
-    """The plan with these segments computed, and why; they are there all the same, but for what cannot be read."""
+    """Return the plan with these segments computed, each for its reason.
+
+    They count as stored but unread, except those whose bytes are unreadable.
+    """
     kept = tuple(fetch for fetch in plan.fetches if fetch.segment not in why)
     gone = [f for f in plan.fetches if why.get(f.segment, BYTES_UNREADABLE) != BYTES_UNREADABLE]
     unread = tuple(sorted((*plan.unread, *gone), key=lambda fetch: fetch.segment))

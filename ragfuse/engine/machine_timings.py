@@ -1,6 +1,6 @@
-"""This machine's timings with a model: as the store's catalog keeps them, and corrected by what answers took.
+"""This machine's timings with each model: kept in the store's catalog, and corrected by the times of real answers.
 
-Nothing here measures or plans; how readings correct what was measured is told in `plan/observed.py`.
+`ragfuse.measure` takes the timings; `plan/observed.py` computes the corrections.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ from ragfuse.types.profiles import MACHINE_VERSION, MachineProfile
 log = logging.getLogger("ragfuse.engine")
 
 ROWS = "rows-"
-"""Begins the name, in a catalog, of what computing a row takes."""
+"""Prefix of the catalog name under which the seconds per computed row are kept."""
 TIMINGS_RECHECK_S = 60.0
-"""Seconds after which the catalog is asked again for timings: another process may have measured meanwhile."""
+"""Seconds after which the catalog is asked for timings again, as another process may have measured meanwhile."""
 
 
 @dataclass
 class _Known:
-    """Timings under one name, None if there are none, when the catalog was last asked for them, what was seen since.
+    """The timings under one name.
 
-    rows: seconds of a computed row in the last prefills, oldest first, also where nothing was measured.
+    Args:
+        machine: The measured timings; None where nothing was measured.
+        asked_s: When the catalog was last asked for them.
+        seen: Readings of loading times since then.
+        rows: Seconds per computed row in the last prefills, oldest first; also without measured timings.
     """
 
     machine: MachineProfile | None
@@ -52,9 +56,12 @@ class _Known:
 
 
 class MachineTimings:
-    """Timings by model, device and threads. `catalog` is the store's, `clock` gives seconds.
+    """Timings by model, device and number of threads. Thread-safe.
 
-    tiers: the URLs of further tiers, which timings belong to. Threads may share it.
+    Args:
+        tiers: URLs of tiers beside memory and disk; timings are valid for these only.
+        catalog: The store's catalog, where timings are kept.
+        clock: Returns seconds.
     """
 
     def __init__(self, tiers: Sequence[str], catalog: Catalog, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,26 +70,30 @@ class MachineTimings:
         self._around = version("torch"), version("transformers"), *tiers
 
     def machine(self, model: HFModel) -> MachineProfile | None:
-        """As measured, on as many threads as torch has now; None where nothing was.
+        """Return the measured timings for torch's current number of threads; None where nothing was measured.
 
-        The catalog is asked once a minute at most, so that what another process measures counts here too.
+        The catalog is asked again after a minute, so that timings measured by another process count here too.
         """
         with self._lock:
             return self._of(model).machine
 
     def now(self, model: HFModel) -> tuple[MachineProfile | None, dict[str, float]]:
-        """As measured, and how many times as long tiers take by what answers took."""
+        """Return the measured timings, and for tiers that differ in real answers how many times as long they take."""
         with self._lock:
             known = self._of(model)
             return known.machine, factors(known.seen)
 
     def corrected(self, model: HFModel) -> MachineProfile | None:
-        """Both in one."""
+        """Return the measured timings, corrected by the times of real answers; None where nothing was measured."""
         machine, times = self.now(model)
         return corrected(machine, times) if machine is not None else None
 
     def learn(self, machine: MachineProfile) -> None:
-        """Go by these from now on, here and in later processes on this store; StoreError where it cannot be written."""
+        """Use these timings from now on, here and in other processes on this store.
+
+        Raises:
+            StoreError: They cannot be written to the catalog.
+        """
         name = self.name(machine.model, machine.device, machine.threads)
         with self._lock:
             self._known[name] = _Known(machine, self._clock(), rows=self._rows(name))
@@ -91,7 +102,18 @@ class MachineTimings:
     def measure(
         self, model: HFModel, store: KVStore, settings: Settings, urls: Sequence[str], progress: Progress
     ) -> MachineProfile:
-        """Time a model, the tiers of a store and those at `urls` on this machine, and go by that from now on."""
+        """Time a model, the tiers of a store and those at `urls` on this machine, and use the timings from now on.
+
+        Args:
+            model: The loaded model.
+            store: The store whose tiers are timed.
+            settings: Settings of the tiers at `urls`.
+            urls: URLs of tiers beside those of the store.
+            progress: Called with what is being timed, and the share that is done (0 to 1).
+
+        Raises:
+            StoreError: The timings cannot be written to the catalog.
+        """
         with ExitStack() as held:
             tiers: list[Tier] = list(store.tiers)
             for url in urls:
@@ -103,7 +125,7 @@ class MachineTimings:
         return machine
 
     def saw(self, model: HFModel, plan: LoadPlan, load_s: float) -> None:
-        """Go on from what reading took, in seconds, for a plan that was carried out."""
+        """Add a reading: loading the entries of this plan took `load_s` seconds."""
         if plan.forecast is None:
             return
         with self._lock:
@@ -113,12 +135,13 @@ class MachineTimings:
                 known.seen = forgotten_after(known.seen, [f.tier for f in plan.unread if f.tier not in read])
 
     def row_s(self, model: HFModel) -> float | None:
-        """Seconds of a computed row, by what prefills took, for where nothing was measured; None: none was seen."""
+        """Return the seconds per computed row in the last prefills, for an unmeasured machine; None before the
+        first."""
         with self._lock:
             return row_s(self._of(model).rows)
 
     def computed(self, model: HFModel, plan: LoadPlan, seconds: float) -> None:
-        """Go on from what computing took for a plan that was carried out; the first time, later processes do too."""
+        """Add a reading: computing this plan took `seconds`. The first one is written to the catalog as well."""
         rows = sum(blend_of(plan).rows(model.n_layers)) / model.n_layers if plan.fetches else len(plan.prompt)
         with self._lock:
             known = self._of(model)
@@ -127,13 +150,16 @@ class MachineTimings:
                 self._keep(self._name_of(model), known.rows[0])
 
     def name(self, fingerprint: str, device: str, threads: int) -> str:
-        """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
+        """Return the catalog name of timings.
+
+        It covers the machine, the library versions and the tiers, so that timings are not used after a change of these.
+        """
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
         around = digest(platform.node(), gpu, *self._around)
         return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"
 
     def _of(self, model: HFModel) -> _Known:
-        """What is known of a model on this machine; the lock is held."""
+        """Return the timings of a model on this machine. The lock is held."""
         name = self._name_of(model)
         known, now = self._known.get(name), self._clock()
         if known is None or now - known.asked_s >= TIMINGS_RECHECK_S:
@@ -147,11 +173,11 @@ class MachineTimings:
         return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
 
     def _keep(self, name: str, row_s: float) -> None:
-        """For later processes."""
+        """Write the seconds per row to the catalog, for later processes."""
         self._catalog.put(ROWS + name, {"row_s": row_s})
 
     def _rows(self, name: str) -> tuple[float, ...]:
-        """What a process before this one saw."""
+        """Return the readings per row that an earlier process wrote to the catalog: one or none."""
         try:
             found = self._catalog.get(ROWS + name) or {}
             return rows_after((), LEAST_ROWS, LEAST_ROWS * float(found.get("row_s", 0.0)))
@@ -160,7 +186,7 @@ class MachineTimings:
             return ()
 
     def _asked(self, name: str) -> MachineProfile | None:
-        """What the catalog says, None where it says nothing."""
+        """Return the timings in the catalog; None where there are none, or they cannot be read."""
         try:
             return MachineProfile.from_dict(self._catalog.get(name))
         except ValueError as error:

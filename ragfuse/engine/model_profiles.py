@@ -1,8 +1,8 @@
-"""The quality gate: whether blending may be used with a model unless told otherwise, and what is said of it.
+"""The quality gate: model profiles, and whether chunks may be blended with a model by default.
 
-`verify` finds out whether fusing is exact where it must be, `ragfuse calibrate` whether answers stay close to full
-prefill's; both verdicts are kept in the model's profile. A model of which nothing is known runs at the conservative
-default, and that is said once.
+`verify` checks that fusing is exact where it must be, `ragfuse calibrate` that answers stay close to a full prefill's;
+the model's profile keeps both verdicts. A model without verdicts runs at a conservative default, and a log line says so
+once.
 """
 
 from __future__ import annotations
@@ -24,70 +24,77 @@ log = logging.getLogger("ragfuse")
 
 
 def refusal_of(profile: ModelProfile, policy: str) -> str:
-    """Why a prompt is answered by full prefill; "" where it may be blended: always by a policy that was asked for."""
+    """Return why a model's prompts need a full prefill; "" where they may be blended.
+
+    The verdicts of `verify` and calibration count for the policy "auto" only, not for one that was asked for.
+    """
     if profile.refusal or policy != AUTO:
         return profile.refusal
     return NOT_EXACT if profile.verified is False else NOT_SAFE if profile.safe is False else ""
 
 
 def as_shipped(profile: ModelProfile, name: str) -> ModelProfile:
-    """The profile of the model `name` with the choice that an embedded one comes with."""
+    """Return the profile of the model `name`; for an embedded model, with the policy and ratio it was calibrated to."""
     ours = embedded(name)
     return profile.calibrated(True, *ours.choice) if ours is not None and ours.choice else profile
 
 
 class ProfileStore:
-    """Model profiles as one store's catalog keeps them."""
+    """The model profiles in one store's catalog, by fingerprint of the model."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
     def get(self, fingerprint: str) -> ModelProfile | None:
-        """What was kept of a model; None where nothing was."""
+        """Return a model's stored profile; None where there is none."""
         found = self._catalog.get(_name(fingerprint))
         return ModelProfile.from_dict(found) if found else None
 
     def probed(self, fingerprint: str) -> ModelProfile | None:
-        """The same without what was learned of it on this store: for a model that others share."""
+        """Return a model's stored profile without the verdicts of this store, for a model that engines share."""
         found = self.get(fingerprint)
         return found.probed if found else None
 
     def joined(self, own: ModelProfile) -> ModelProfile:
-        """What came with a model, and over it what was learned on this store."""
+        """Return the model's own profile, overridden by the verdicts of this store."""
         kept = self.get(own.model)
         if kept is None:
             return own
         return kept if kept.safe is not None else replace(own, verified=kept.verified)
 
     def judge(self, own: ModelProfile, verified: bool) -> None:
-        """Keep what verify says of a model, and nothing else of what came with it."""
+        """Store the verdict of `verify` on a model, without other verdicts that its own profile has.
+
+        Raises:
+            StoreError: The catalog cannot be read or written.
+        """
         found = self._catalog.strict.get(_name(own.model))
         kept = ModelProfile.from_dict(found) if found else None
         self.put(replace(kept or own.probed, verified=verified))
 
     def remember(self, profile: ModelProfile) -> None:
-        """Keep what the probe found, unless something is kept."""
+        """Store what the probe found out about a model, unless a profile is stored already."""
         found = profile.probed.as_dict()
         self._catalog.settle(_name(profile.model), found)
 
     def put(self, profile: ModelProfile) -> None:
-        """Keep a profile in place of an earlier one; StoreError where the catalog cannot be written."""
+        """Store a profile in place of an earlier one; raise StoreError where the catalog cannot be written."""
         self._catalog.strict.put(_name(profile.model), profile.as_dict())
 
 
 def _name(fingerprint: str) -> str:
-    """A profile is only as good as the libraries it was measured with."""
+    """Return a profile's name in the catalog; it has the library versions, since a profile is valid for these only."""
     return f"model-{fingerprint}-{PROFILE_VERSION}-torch-{version('torch')}-transformers-{version('transformers')}"
 
 
 class CalibrationHint:
-    """Says once, in the log, that a model is not calibrated, and what to do."""
+    """Logs once that a model is not calibrated, and what to do about it."""
 
     def __init__(self) -> None:
         self._lock, self._said = ForkLock(), False
 
     def give(self, profile: ModelProfile, policy: str, model: str) -> None:
-        """Say it if it is so and was not said."""
+        """Log the hint for an uncalibrated model with the policy "auto", unless it was logged before."""
         with self._lock:
             if self._said or policy != AUTO or profile.choice is not None:
                 return

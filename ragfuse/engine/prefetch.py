@@ -1,7 +1,7 @@
-"""What a retriever has found is brought to memory while the prompt is still being made, in a thread.
+"""Prefetching: read KV from slow tiers into memory in a background thread, before a question needs it.
 
-What conversations read that wait for their turn comes in the order of the queue. Nothing is encoded here, and what is
-not there is no loss: a question reads it for itself, or computes it.
+Texts are prefetched once a retriever has found them; conversations in the order of the requests that wait. Nothing is
+encoded here. A question reads or computes by itself whatever was not prefetched.
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ from ragfuse.types.kv import Entry
 log = logging.getLogger("ragfuse.engine")
 
 MAX_WAITING_REQUESTS = 8
-"""Wishes that may wait; of more, the oldest is dropped."""
+"""Most requests that may wait; beyond that the oldest is dropped."""
 KeysOf = Callable[[Name], Sequence[ChunkKey]]
 MAX_TIER_SHARE = 0.5
-"""Share of a fast tier, without what is pinned there, that one wish may fill."""
+"""Share of a fast tier's bytes, without pinned entries, that one request may fill."""
 
 
 class _Wish:
-    """What to bring, in words and step by step. left: keys that a question reads for itself by now."""
+    """One prefetch request.
+
+    Attributes:
+        what: What it reads, in words for the log.
+        left: Keys to skip, as a question reads them by itself.
+        steps: Reads one entry per step.
+    """
 
     def __init__(self, what: str, bring: Callable[[_Wish], Iterator[None]]) -> None:
         self.what, self.left = what, set[ChunkKey]()
@@ -40,11 +46,16 @@ class _Wish:
 
 
 class Prefetcher:
-    """Reads what slow tiers hold of texts, so that it enters the fast ones; one entry at a time, newest wish first.
+    """Reads entries from slow tiers so that they enter the fast ones: one at a time, the newest request first.
 
-    Conversations come when no text is wished for. keys_of: a conversation's KV. free_share: of each fast tier, which
-    they leave free.
-    The thread lives while something waits. No lock is held while a tier is asked or read.
+    Conversations are prefetched while no texts wait. The thread lives while something waits. No lock is held while a
+    tier is queried or read.
+
+    Args:
+        store: The store whose tiers are read.
+        runtime: The model and its encoder.
+        keys_of: Returns the keys of a conversation's KV.
+        free_share: Share of each fast tier that conversations leave free.
     """
 
     def __init__(self, store: KVStore, runtime: Runtime, keys_of: KeysOf, free_share: float) -> None:
@@ -57,18 +68,18 @@ class Prefetcher:
         close_at_exit(self)
 
     def renew(self) -> None:
-        """Nothing is wished for."""
+        """Start with no requests; also in a forked process."""
         self._ahead: _Wish | None = None
         self._wishes: deque[_Wish] = deque(maxlen=MAX_WAITING_REQUESTS)
 
     def submit(self, texts: Iterable[str]) -> None:
-        """Bring these some time soon, before all that waits."""
+        """Prefetch the KV of these texts, before all earlier requests. Returns at once."""
         texts = (texts,) if isinstance(texts, str) else tuple(texts)
         if texts:
             self._wish(f"{len(texts)} texts", lambda: self._wanted(texts))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
-        """The same for entries under these keys, likeliest first."""
+        """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""
         if wanted := [(key,) for key in keys]:
             self._wish(f"{len(wanted)} entries", lambda: wanted)
 
@@ -81,7 +92,7 @@ class Prefetcher:
             self._start()
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
-        """Bring the KV of these conversations in their order, in place of those that were told before."""
+        """Prefetch the KV of these conversations in their order; they replace those of an earlier call."""
         wish = _Wish("conversations that wait", lambda wish: self._bring_talks(wish, waiting))
         with self._worker.changed:
             self._ahead = wish if waiting and not self._closed else None
@@ -89,17 +100,17 @@ class Prefetcher:
                 self._start()
 
     def leave(self, keys: Iterable[ChunkKey]) -> None:
-        """A question reads these for itself now: nobody is helped by a second read."""
+        """Skip these keys in waiting requests, as a question now reads them by itself."""
         with self._worker.changed:
             for wish in (*self._wishes, *([self._ahead] if self._ahead is not None else ())):
                 wish.left.update(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing waits; False if that took too long."""
+        """Wait until all requests are done; return False if that takes longer than `timeout_s` seconds."""
         return self._worker.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Take no more, drop what waits, and wait for the read at hand, for `timeout_s` at most."""
+        """Accept no more requests, drop waiting ones, and wait at most `timeout_s` seconds for the current read."""
         with self._worker.changed:
             self._closed, self._ahead = True, None
             self._wishes.clear()
@@ -113,11 +124,11 @@ class Prefetcher:
             self._ahead = None
 
     def _take(self) -> _Wish | None:
-        """The newest wish, which stays in the queue until its last step is done."""
+        """Return the newest request, which stays in the queue until its last step is done."""
         return self._wishes[-1] if self._wishes else self._ahead
 
     def _run(self, wish: _Wish) -> None:
-        """One step of a wish."""
+        """Run one step of a request."""
         try:
             for _ in wish.steps:
                 break
@@ -136,14 +147,14 @@ class Prefetcher:
                 self._ahead = None
 
     def _bring_talks(self, wish: _Wish, waiting: Sequence[Name]) -> Iterator[None]:
-        """Read what waits in slow tiers for the first of these conversations, one entry a step."""
+        """Read entries of the first of these conversations from slow tiers, one entry per step."""
         for entry in to_bring(self._store, self._keys_of, waiting, self._free_share):
             if entry.key not in wish.left:
                 self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
                 yield
 
     def _bring(self, wish: _Wish, wanted: Iterable[tuple[ChunkKey, ...]]) -> Iterator[None]:
-        """Read the entries under these keys, the first that is there of each, one a step."""
+        """Read, for each tuple of alternative keys, the first entry that is stored, one entry per step."""
         entries = self._affordable(self._found(list(wanted)))
         for tier in {entry.tier for entry in entries}:
             there = [entry for entry in entries if entry.tier == tier]
@@ -155,19 +166,19 @@ class Prefetcher:
                 yield
 
     def _found(self, wanted: Sequence[tuple[ChunkKey, ...]]) -> list[Entry]:
-        """What the store has under the keys that the next prompt will look for, likeliest first."""
+        """Return the stored entry of each tuple of alternative keys, in the given order."""
         found = self._store.lookup((key for keys in wanted for key in keys), counts=False)
         best = (next((found[key] for key in keys if key in found), None) for keys in wanted)
         return list({entry.key: entry for entry in best if entry is not None}.values())
 
     def _wanted(self, texts: Sequence[str]) -> Iterator[tuple[ChunkKey, ...]]:
-        """For each run that a prompt may hold, its key."""
+        """Yield the key of each text that fits the model and is long enough to be stored."""
         encoder = self._runtime.encoder
         runs = (encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model))
         yield from ((encoder.key(ids, encoder.context),) for ids in runs if len(ids) >= encoder.shortest)
 
     def _affordable(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Those that lie in slow tiers, as many as fit beside those that are in fast ones and stay there."""
+        """Return the entries in slow tiers that fit into the fast ones beside the entries that are there already."""
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         there = [entry for entry in entries if entry.tier in fast]
         for tier in fast.values():
@@ -183,8 +194,15 @@ class Prefetcher:
 
 
 def to_bring(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name], free_share: float) -> Iterator[Entry]:
-    """Entries of slow tiers that the first of these conversations will read, as many as the fast ones have room for
-    beside what of the same lies there; in the conversations' order, each looked for when it is asked for."""
+    """Yield the entries in slow tiers to prefetch for the first waiting conversations (AttentionStore 3.3).
+
+    Args:
+        store: The store.
+        keys_of: Returns the keys of a conversation's KV.
+        waiting: Conversations with waiting requests, in the order of the queue; each is looked up only when reached.
+        free_share: Share of each fast tier that stays free. As many conversations are taken as fit in the rest,
+            counting their entries that are in fast tiers already.
+    """
     fast = {tier.name: tier for tier in store.tiers if not tier.slow}
     found: dict[Hashable, list[Entry]] = {}
 
@@ -198,5 +216,5 @@ def to_bring(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name], free_shar
 
 
 def _free(tier: Tier) -> int:
-    """What a tier could hold beside what is pinned."""
+    """Return a tier's capacity in bytes without its pinned entries."""
     return tier.capacity - sum(entry.nbytes for entry in tier.entries().values() if entry.pinned)

@@ -1,9 +1,9 @@
-"""Prefix caching: the longest beginning that a prompt shares with an earlier one is read, not computed.
+"""The prefix cache: the KV of the longest prefix that a prompt shares with an earlier one is read, not computed.
 
-Unlike fused chunks, these are exact: an entry is made only of rows that full prefill would give, too, and is used at
-the positions that it was computed at. Entries are kept in memory alone and evicted with everything else there.
-Conversations keep rows of their own, blended ones too (`history.py`); an entry that both need is kept once.
-Models with a state that is no KV per token have their whole caches kept instead (`hf.states`).
+Unlike fused chunks, prefixes are exact: an entry has only rows that a full prefill would give too, and is used at the
+positions at which it was computed. Entries are kept in memory only and evicted like everything else there.
+Conversations keep KV of their own, blended rows included (`history.py`); an entry that both need is stored once.
+Models whose state is not KV per token (such as recurrent ones) have their whole state kept instead (`hf.states`).
 """
 
 from __future__ import annotations
@@ -35,35 +35,41 @@ from ragfuse.types.prompt import Prompt, Segment
 log = logging.getLogger("ragfuse.engine")
 
 PREFIX_SAVE_WAIT_S = 5.0
-"""Seconds that a prompt waits, at most, for a beginning that it shares and that is being saved, while it waits for the
+"""Longest time in seconds that a prompt waits for a shared prefix that is being saved, while another prompt uses the
 model anyway."""
 HELD_S = 0.25
-"""The same of a prompt that may hold the model meanwhile, so that others wait for it."""
+"""Longest such wait in seconds for a prompt that may hold the model, so that other prompts wait behind it."""
 MAX_BEFORE = 4096
-"""Tokens before a first chunk, at most, for it to be encoded behind them: they are computed again for that."""
+"""Most tokens before a first chunk for it to be encoded after them: they are recomputed for that."""
 SWEEP_NODES = 256
-"""Nodes of a tree after which entries that are gone are looked for, and again whenever it has doubled."""
+"""Tree nodes at which evicted entries are first removed from the tree; again each time it has doubled in size."""
 
 
 RowsOf = Callable[[int, int], ChunkKV]
-"""KV of a prompt's tokens lo:hi."""
+"""Returns the KV of a prompt's tokens lo:hi."""
 
 
 @dataclass
 class _Tenant:
-    """What is known of one tenant's prompts."""
+    """The known prefixes of one tenant's prompts."""
 
     tree: RadixTree = field(default_factory=RadixTree)
     sweep_at: int = SWEEP_NODES
 
     def n_known(self, token_ids: Sequence[int]) -> int:
-        """Tokens that the ids begin with and whose entries follow each other without a gap."""
+        """Return how many of the first ids are covered by entries without a gap."""
         chain = _chained(self.tree.match(token_ids))
         return chain[-1].hi if chain else 0
 
 
 class PrefixCache:
-    """The beginnings of one engine's prompts. Thread-safe."""
+    """The prefix cache of one engine: a radix tree of token ids per tenant, with entries in the store. Thread-safe.
+
+    Args:
+        settings: Whether it is on, the shortest run worth an entry, and sizes.
+        runtime: The model and its encoder.
+        store: Where entries are kept, in its last fast tier.
+    """
 
     def __init__(self, settings: Settings, runtime: Runtime, store: KVStore) -> None:
         self._settings, self._runtime, self._store = settings, runtime, store
@@ -76,7 +82,7 @@ class PrefixCache:
         at_fork(self)
 
     def renew(self) -> None:
-        """Nothing is being saved; what was known is known, unless it was being changed."""
+        """Start over in a forked process: no pending saves; trees stay unless the fork caught one being changed."""
         if is_torn(self._changed):
             self._tenants = defaultdict[str, _Tenant](_Tenant)
         self._changed = threading.Condition()
@@ -84,18 +90,18 @@ class PrefixCache:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is memory to keep anything in, and it is wanted."""
+        """Whether prefix caching is enabled and there is a memory tier for it."""
         return self._settings.prefix_cache and bool(self._fast)
 
     @property
     def _is_lossless(self) -> bool:
-        """Whether memory keeps what others put there at full precision."""
+        """Whether the memory tier stores all KV losslessly, that of conversations too."""
         return LEVEL_NAMES[0] in self._store.levels.of(self._fast[-1])
 
     def placed(self, prompt: Prompt) -> Prompt:
-        """The prompt with all that it shares with an earlier one as segments of kind "prefix".
+        """Return the prompt with the prefix it shares with earlier prompts as segments of kind "prefix".
 
-        What is known of its conversation stays as it is, and so does the last token: it is always computed.
+        History segments stay, and so does the last token, which is always computed.
         """
         if not self.is_on or not _is_plain(prompt):
             return prompt
@@ -110,28 +116,28 @@ class PrefixCache:
         if gone := keys - set(there):
             with self._changed:
                 tree.discard(gone - self._waiting)
-        # A conversation's entries may be kept in fewer bits elsewhere: what was read so would not be exact.
+        # Entries of conversations may exist at lossy levels only, and would not be exact.
         found = [each for each in found if each.key in there and LEVEL_NAMES[0] in there[each.key].sizes]
         return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
 
     def kept(self) -> TenantStates | None:
-        """What is kept of prompts of a model with a state that is no KV per token; None where nothing is to be."""
+        """Return the kept states of a model whose cache is not KV per token; None where prefix caching is off."""
         if not self.is_on:
             return None
         return TenantStates(self._states, self._runtime.encoder.digest, self._settings.min_chunk_tokens)
 
     def settle(self, prompt: Prompt) -> None:
-        """Wait for what is being saved of the prompt's beginning, `PREFIX_SAVE_WAIT_S` at most."""
+        """Wait until pending saves of the prompt's prefix are done, at most `PREFIX_SAVE_WAIT_S` seconds."""
         if self.is_on and _is_plain(prompt):
             with self._changed:
                 keys = {each.key for each in self._tenants[self._runtime.encoder.digest].tree.match(prompt.token_ids)}
                 self._changed.wait_for(lambda: not keys & self._waiting, PREFIX_SAVE_WAIT_S)
 
     def begin(self, ready: PreparedPrompt) -> None:
-        """Save what is exact of a prompt that is prefilled and not known yet, while its answer is written.
+        """Start saving the exact rows of a prefilled prompt that are not cached yet, while its answer is generated.
 
-        What its conversation saves of it is known by then (`expect`) and not saved twice. A failure is logged, and
-        costs nothing but the reuse.
+        Rows that its conversation saves are known already (`expect`) and not saved twice. A failure is logged and costs
+        only the reuse.
         """
         with _logged():
             if not self._can_save(ready):
@@ -141,8 +147,8 @@ class PrefixCache:
             parts = list(_parts(ready, n_exact))
             n_known = self._n_known(ids[:n_exact])
             runs = ((max(lo, n_known), hi) for lo, hi in _computed(parts, n_exact))
-            # A short end waits for what follows it, unless that is the first chunk: `missing_beginning` wants all
-            # before it.
+            # A short last run is not saved, as a later prompt may extend it. Before the first chunk it is saved all the
+            # same, since `missing_beginning` needs every row before that chunk.
             ends = {n_exact} - {prompt.first_chunk}
             runs = ((lo, hi) for lo, hi in runs if hi - lo >= (least if hi in ends else 1))
             made = [self._entry(ids, lo, hi) for lo, hi in runs]
@@ -151,9 +157,9 @@ class PrefixCache:
                 self._save(ids, [*parts, *made], made, lambda lo, hi: _rows(kv, lo, hi), kv.nbytes if made else 0)
 
     def after(self, ready: PreparedPrompt, written: Sequence[int]) -> None:
-        """Save the KV of an answer, too, written as these ids behind a prompt that is exact.
+        """Save the KV of an answer, generated as the ids `written`, where its whole prompt is exact.
 
-        A failure is logged, and costs nothing but the reuse.
+        A failure is logged and costs only the reuse.
         """
         with _logged():
             n_prompt, n_rows = len(ready.plan.prompt), ready.n_held(len(written))
@@ -167,11 +173,14 @@ class PrefixCache:
                 self._save(ids, [made], [made], lambda lo, hi: kv, kv.nbytes)
 
     def missing_beginning(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
-        """What an answered prompt begins with, to the end of its first chunk, where that was blended: its ids, and how
-        many of them are exact. No ids where nothing is lacking.
+        """Return the prefix to encode in the background so that the prompt's first chunk is exact the next time.
 
-        The first chunk stands where nothing but the beginning stands before it, so it can be exact the next time: what
-        it costs to blend it is most of what blending costs.
+        Only the prefix stands before the first chunk, so its exact KV serves every prompt with both. Blending the first
+        chunk is most of the cost of blending.
+
+        Returns:
+            The prompt's ids up to the end of its first chunk, and how many of them are exact already. No ids where the
+            first chunk was not blended.
         """
         n_exact, prompt = exact_rows(ready), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
@@ -181,13 +190,16 @@ class PrefixCache:
         return (), 0
 
     def extend(self, token_ids: Sequence[int], n_exact: int) -> None:
-        """Encode what follows a beginning that is known, and know it too."""
+        """Encode the ids after a cached prefix of `n_exact` tokens, and add them to the cache.
+
+        Does nothing where the prefix is no longer cached.
+        """
         encoder, tier = self._runtime.encoder, self._fast[-1]
         before, run = token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
             known = self._tenants[encoder.digest].tree.match(before)
         if not known or _chained(known)[-1:] != known[-1:] or known[-1].hi < n_exact:
-            return  # nothing would lead to it
+            return  # no match would reach the new entry
         key = encoder.key(run, token_digest(before))
         if not self._store.lookup([key], counts=False):
             kv = encoder.model.encode(run, before)
@@ -195,16 +207,16 @@ class PrefixCache:
         self.note(token_ids, n_exact, key)
 
     def note(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
-        """Know that tokens from `lo` on are kept under `key`, at positions from 0 on."""
+        """Add an entry to the tree: the tokens from `lo` on are stored under `key`, at positions from 0 on."""
         if self.is_on:
             with self._changed:
                 self._insert(token_ids, [Rows(lo, len(token_ids), key, 0, lo)])
             self._sweep_later()
 
     def expect(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
-        """The same of what a conversation is about to keep: a prompt that shares it waits until it is `saved`.
+        """Add an entry that a conversation is about to store; prompts that share it wait until `saved` is called.
 
-        Where memory keeps it in fewer bits, it is not exact and not known here.
+        Does nothing where memory stores KV at a lossy level, as the entry would not be exact.
         """
         if self.is_on and self._is_lossless:
             with self._changed:
@@ -212,13 +224,13 @@ class PrefixCache:
             self.note(token_ids, lo, key)
 
     def saved(self, keys: Iterable[ChunkKey]) -> None:
-        """What was expected is kept now, or will not be."""
+        """Let prompts wait no longer for these expected keys: they are stored, or never will be."""
         with self._changed:
             self._waiting.difference_update(keys)
             self._changed.notify_all()
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop all beginnings that hold one of these runs of tokens, from there on."""
+        """Drop every entry that holds one of these runs of tokens, and the entries that follow it."""
         self._states.forget(self._runtime.encoder.digest, runs)
         with self._changed:
             tree = self._tenants[self._runtime.encoder.digest].tree
@@ -228,11 +240,11 @@ class PrefixCache:
         self._store.forget(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until what was computed is saved; False if that took too long."""
+        """Wait until all pending entries are saved; return False if that takes longer than `timeout_s` seconds."""
         return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Save what waits, or as much of it as `timeout_s` allows, and take no more."""
+        """Accept no more entries, and save the pending ones, as many as `timeout_s` seconds allow."""
         self._states.clear()
         self._writer.close(timeout_s)
 
@@ -242,9 +254,10 @@ class PrefixCache:
         return self.is_on and movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
 
     def _entry(self, token_ids: Sequence[int], lo: int, hi: int) -> Rows:
-        """Tokens lo:hi as an entry of their own, whose keys stay at the positions that they were computed at.
+        """Return tokens lo:hi as a new entry; its KV stays at the positions at which it was computed.
 
-        A beginning has the key of a conversation's, unless those lose bits in memory.
+        An entry from token 0 on has the same key as a conversation's, so that it is stored once, unless conversations
+        are stored at a lossy level in memory.
         """
         context = token_digest(token_ids[:lo]) if lo else ""
         layout = "" if not lo and self._is_lossless else f"at{lo}"
@@ -256,16 +269,16 @@ class PrefixCache:
             return self._tenants[self._runtime.encoder.digest].n_known(token_ids)
 
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Take the parts into the tree, under the lock; the keys that a node has from now on.
+        """Insert the parts into the tree and return the keys that became nodes. The lock is held.
 
-        Parts that do not follow what is known are left out: their beginning is not kept.
+        Parts that do not directly follow known entries are left out, as no match would reach them.
         """
         tree = self._tenants[self._runtime.encoder.digest].tree
         known = [each for each in tree.match(token_ids) if each.hi <= min(part.lo for part in parts)]
         return tree.insert(token_ids, _chained([*known, *parts]))
 
     def _sweep_later(self) -> None:
-        """Look in the background for entries that were evicted, where the tree has doubled since the last time."""
+        """Remove evicted entries from the tree in the background if it has doubled in size since the last sweep."""
         with self._changed:
             tenant = self._tenants[self._runtime.encoder.digest]
             if tenant.tree.n_nodes < tenant.sweep_at:
@@ -282,9 +295,16 @@ class PrefixCache:
             tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
 
     def _save(self, ids: Sequence[int], parts: Sequence[Rows], made: Sequence[Rows], rows: RowsOf, held: int) -> None:
-        """Know all parts from now on, and save those of `made` that were not known in the background.
+        """Insert all parts into the tree, and save those of `made` that are new in the background.
 
-        rows: gives KV of the tokens lo:hi. held: bytes that stay in memory until they are saved.
+        Does nothing where too many bytes wait already.
+
+        Args:
+            ids: The token ids from the prompt's start.
+            parts: All entries that cover them.
+            made: Those of the parts that are not stored yet.
+            rows: Returns the KV of tokens lo:hi.
+            held: Bytes that stay in memory until these entries are saved.
         """
         with self._changed:
             if self._waiting_bytes and self._waiting_bytes + held > self._settings.history_buffer_bytes:
@@ -314,7 +334,7 @@ class PrefixCache:
 
 
 def exact_rows(ready: PreparedPrompt) -> int:
-    """How many rows a prompt begins with that are full prefill's own: up to the first that is blended or lossy."""
+    """Return how many of a prompt's first rows equal a full prefill's: those before the first blended or lossy one."""
     plan = ready.plan
     lossy = (f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f))
     first = min(lossy, default=None)
@@ -322,7 +342,7 @@ def exact_rows(ready: PreparedPrompt) -> int:
 
 
 def _parts(ready: PreparedPrompt, n_exact: int) -> Iterator[Rows]:
-    """What a prompt read of its exact beginning."""
+    """Yield the entries that were read for a prompt's first `n_exact` rows."""
     prompt = ready.plan.prompt
     for fetch in sorted(ready.plan.fetches, key=lambda fetch: fetch.segment):
         segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
@@ -331,7 +351,7 @@ def _parts(ready: PreparedPrompt, n_exact: int) -> Iterator[Rows]:
 
 
 def _computed(parts: Sequence[Rows], n_exact: int) -> Iterator[tuple[int, int]]:
-    """Rows of an exact beginning that were not read, as lo:hi."""
+    """Yield the runs lo:hi of the first `n_exact` rows that were computed, not read."""
     at = 0
     for part in parts:
         if at < part.lo:
@@ -342,7 +362,7 @@ def _computed(parts: Sequence[Rows], n_exact: int) -> Iterator[tuple[int, int]]:
 
 
 def _chained(parts: Sequence[Rows]) -> list[Rows]:
-    """Parts as far as each follows the one before, from 0 on."""
+    """Return the first parts, from row 0 on, up to the first gap."""
     chain: list[Rows] = []
     for part in parts:
         if part.lo != (chain[-1].hi if chain else 0):
@@ -352,13 +372,13 @@ def _chained(parts: Sequence[Rows]) -> list[Rows]:
 
 
 def _rows(kv: ChunkKV, lo: int, hi: int) -> ChunkKV:
-    """A copy of rows that shares nothing with the prompt's."""
+    """Return a copy of rows lo:hi that shares no memory with the prompt's KV."""
     return ChunkKV(tuple(LayerKV(each.keys[:, lo:hi].clone(), each.values[:, lo:hi].clone()) for each in kv.layers))
 
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Let no failure to save through to the answer."""
+    """Log a failure to save instead of raising it, so that the answer is not affected."""
     try:
         yield
     except Exception as error:
@@ -367,18 +387,18 @@ def _logged() -> Iterator[None]:
 
 
 def _is_plain(prompt: Prompt) -> bool:
-    """Whether its tokens stand at 0, 1, 2 ... as in any other prompt."""
+    """Return whether the prompt's positions are 0, 1, 2, ..., unlike those of a prompt over a schema."""
     return prompt.taken is None and prompt.segments[-1].stop == len(prompt)
 
 
 def _n_history(prompt: Prompt) -> int:
-    """Rows of what it goes on with."""
+    """Return how many of a prompt's first rows are conversation history."""
     placed = zip(prompt.segments, prompt.spans, strict=True)
     return max((hi for segment, (_, hi) in placed if segment.kind == "history"), default=0)
 
 
 def _with(prompt: Prompt, found: Sequence[Rows]) -> Iterator[Segment]:
-    """A prompt's segments with others in place of the tokens that were found."""
+    """Yield a prompt's segments, with prefix segments in place of the tokens that were found."""
     ends = list(accumulate(len(segment.tokens) for segment in prompt.segments))
     at = 0
     for rows in (*found, None):
@@ -397,7 +417,7 @@ def _with(prompt: Prompt, found: Sequence[Rows]) -> Iterator[Segment]:
 
 
 def _cut(segment: Segment, lo: int, hi: int) -> Segment:
-    """Tokens lo:hi of a segment."""
+    """Return a segment of tokens lo:hi of a segment."""
     if (lo, hi) == (0, len(segment.tokens)):
         return segment
     first = (segment.rows or (0, 0))[0]

@@ -1,7 +1,7 @@
-"""One engine's prompts: which texts are known as chunks, and messages or a text as tokens with chunks and positions.
+"""Prompt building: turn messages or a text into a prompt of tokens with chunks and positions.
 
-What is a chunk is told in `text.chunks`, where it is placed in `text.assemble`; this brings them the model's tokenizer
-and template, the tenant's keys, and the texts that the store's catalog keeps.
+`text.chunks` finds chunks and `text.assemble` places them; the builder gives them the model's tokenizer and chat
+template, the tenant's keys, and the known texts from the store's catalog.
 """
 
 from __future__ import annotations
@@ -46,13 +46,22 @@ __all__ = ["PromptBuilder"]
 log = logging.getLogger("ragfuse.engine")
 
 MOST_HEARD = 256
-"""Documents of one question that are looked for in it; the best come first."""
+"""Most documents of one question that are searched for in it; retrievers give the best first."""
 PARTS_PROBE = "probed-words"
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
 
 
 class PromptBuilder:
-    """Makes prompts for one model and tenant. Thread-safe; `model` may load it when it is first called."""
+    """Builds the prompts of one engine. Thread-safe.
+
+    Args:
+        settings: The shortest chunk, and whether chunks are encoded after filler text.
+        catalog: Where the texts of known chunks are kept.
+        runtime: The model and tenant; the model may be loaded at first use.
+
+    Attributes:
+        marker: Signs and recognises the marks around chunks.
+    """
 
     def __init__(self, settings: Settings, catalog: Catalog, runtime: Runtime) -> None:
         self._settings, self._catalog, self._runtime = settings, catalog, runtime
@@ -70,15 +79,14 @@ class PromptBuilder:
         at_fork(self)
 
     def renew(self) -> None:
-        """Read the catalog's texts again, where a thread that is not here was still at it, or what is known was
-        torn."""
+        """Read the catalog's texts again in a forked process, if the parent had not finished reading them."""
         torn = self._known is not None and not len(self._known)
         if torn or self._reading is not None or not len(self._spans):
             self._is_read, self._reading = False, None
             self._read_texts.clear()
 
     def known(self, digest: str) -> KnownChunks:
-        """The texts of a tenant's chunks that a prompt is searched for; read from the catalog once."""
+        """Return the known chunks of a tenant, for which prompts are searched; they are read from the catalog once."""
         with self._lock:
             self._known = known = self._known or KnownChunks()
             if not self._is_read:
@@ -92,10 +100,19 @@ class PromptBuilder:
             return known
 
     def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
-        """From now on this is a known chunk, here and, unless it has no text, in later processes.
+        """Add a known chunk, in this process and, if it has text, in the catalog for other processes.
 
-        The catalog takes it first, so that nothing is known here that it refuses for what it is. Where it cannot be
-        written, this process alone knows the chunk; that is a StoreError if it `must` be.
+        The catalog is written first, so that a chunk it rejects as invalid is not known here either.
+
+        Args:
+            digest: The tenant's digest.
+            text: The chunk's text; "" where only its ids are known.
+            source: Where the text came from.
+            tokens: Its token ids.
+            must: Whether a catalog that cannot be written is an error; otherwise only this process knows the chunk.
+
+        Raises:
+            StoreError: The catalog cannot be written, and `must` is True.
         """
         if text:
             catalog = self._catalog.strict if must else self._catalog
@@ -107,17 +124,24 @@ class PromptBuilder:
         self._remember(digest, text, source, tokens)
 
     def _remember(self, digest: str, text: str, source: str, tokens: Sequence[int]) -> None:
-        """Find this chunk from now on, in this process."""
+        """Add a known chunk in this process only."""
         self._spans.add(tokens, text, source)
         self._retrieved.discard(tokens)
         if text and text not in (known := self.known(digest)):
             known.add([text], source)
 
     def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: ChatInput | Ids) -> None:
-        """Look for these (text, source) in prompts from now on, in this process. Whoever encodes one notes it.
+        """Search prompts for these retrieved documents from now on, in this process.
 
-        One that does not stand in the question as it is is looked for by its ids alone. Each takes as long as reading
-        the question, so that the first `MOST_HEARD` count.
+        Whoever encodes one adds it with `note`, for other processes too.
+
+        A document that is not in the question verbatim is searched for by its token ids only. Searching for one takes
+        as long as reading the question, so only the first `MOST_HEARD` are used.
+
+        Args:
+            digest: The tenant's digest.
+            texts: (text, source) of the documents.
+            question: The question they were retrieved for.
         """
         known, contents = self.known(digest), _contents(question)
         for text, source in islice(texts, MOST_HEARD):
@@ -129,7 +153,7 @@ class PromptBuilder:
                 self._note_read(text)
 
     def forget(self, digest: str, texts: Iterable[str]) -> set[tuple[int, ...]]:
-        """Know these texts no more, nor passages that were learnt from them, in this process; the passages' ids."""
+        """Forget these texts and the passages learnt from them, in this process; return the passages' token ids."""
         self._read([each for each in self._catalog.texts(digest) if each.source == LEARNT])
         passages = dict[tuple[int, ...], str]()
         for text in texts:
@@ -148,13 +172,16 @@ class PromptBuilder:
             self._read_texts.pop(text, None)
 
     def known_from(self, digest: str, source: str) -> list[str]:
-        """Known texts of this source, also those that another process has noted since; StoreError where the catalog
-        cannot be read."""
+        """Return the known texts of a source, including those that other processes have added.
+
+        Raises:
+            StoreError: The catalog cannot be read.
+        """
         return [each.text for each in self._catalog.strict.texts(digest) if each.source == source]
 
     @property
     def calls(self) -> CallFormat:
-        """How the model writes calls of tools, found once."""
+        """The format in which the model writes tool calls, probed once from its chat template."""
         if self._calls is None:
             model, words = self._runtime.model, self._runtime.model.tokenizer
             own = [str(token) for token in words.added_tokens_decoder.values()]
@@ -170,10 +197,21 @@ class PromptBuilder:
         ask: Ask | None = None,
         check: bool = False,
     ) -> Prompt:
-        """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text.
+        """Build a prompt. Its chunks are the marked texts, and every known chunk found in a text.
 
-        The last `leave_out` chunks are left out, see `text.fit`. What is asked without reuse is the model's own prompt,
-        which no mark changes. check: OverlongError, before it is tokenised, for one that can never fit.
+        Without reuse (`ask.reuse`) it is the model's own prompt, which marks do not change.
+
+        Args:
+            question: A text, messages or token ids.
+            digest: The tenant's digest.
+            tools: Tools that the prompt describes.
+            leave_out: How many of the last chunks are left out (`text.fit`).
+            ask: The question's options.
+            check: Whether a text that can never fit is refused before it is tokenised.
+
+        Raises:
+            InputError: The question is not valid.
+            OverlongError: `check` is True, and the prompt can never fit.
         """
         ask, model, settings = ask or Ask(), self._runtime.model, self._settings
         shortest, context = settings.min_chunk_tokens, filler_context("") if settings.filler_tokens else ""
@@ -213,8 +251,10 @@ class PromptBuilder:
         return replace(replace(own, calls=self.calls).chat(turns, tools), dropped=left.sources)
 
     def _check_text(self, text: str) -> None:
-        """Refuse a prompt's text as its template wrote it, which can never fit by itself: OverlongError. Some templates
-        keep white space that others take off."""
+        """Raise OverlongError for a rendered prompt that can never fit.
+
+        Checked again after rendering, as some templates keep white space that others strip.
+        """
         check_texts([text], self._runtime.model)
 
     def _check(
@@ -229,7 +269,7 @@ class PromptBuilder:
         check_turns(turns, self._runtime.model, tools, what=what, is_text=is_text)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
-        """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
+        """Return a message's content cut into chunks and fresh text; pieces in a list stay as they are."""
         if isinstance(content, str):
             found = pieces(content, self.marker, self.known(digest))
             for piece in found:
@@ -240,11 +280,11 @@ class PromptBuilder:
         return [piece for part in parts for piece in part]
 
     def altered(self, question: ChatInput | Ids, documents: Sequence[tuple[str, str]]) -> str:
-        """How a question holds documents that were retrieved for it, where none of them is found in it; "": not so."""
+        """Return how a question alters its retrieved documents so that none is found in it; "" where it does not."""
         return altered(_contents(question), [text for text, _ in documents])
 
     def _find(self, ids: Sequence[int]) -> list[Match]:
-        """Where known chunks and retrieved documents stand in ids."""
+        """Return where known chunks and retrieved documents occur in token ids."""
         return self._retrieved.find(ids, self._spans.find(ids))
 
     def _read_all(self, texts: Iterable[KnownText]) -> None:
@@ -252,13 +292,13 @@ class PromptBuilder:
         self._reading = None
 
     def _read(self, texts: Iterable[KnownText]) -> None:
-        """Look for the ids of these texts, too: they are found where a prompt holds them altered, or in part."""
+        """Search prompts for the token ids of these texts too, which finds them altered or in part."""
         for text in texts:
             if not self._note_read(text.text):
                 self._spans.add(self._runtime.model.tokens(text.text), text.text, text.source)
 
     def _note_read(self, text: str) -> bool:
-        """Whether the text was read already; it is from now on."""
+        """Mark a text as tokenised, and return whether it was before."""
         with self._lock:
             was_read = bool(self._read_texts.get(text))
             self._read_texts[text] = True
@@ -272,8 +312,15 @@ class PromptBuilder:
         more: Mapping[str, Any] = NO_MORE,
         goes_on: bool = False,
     ) -> str:
-        """Messages as the chat template writes them, with its variables `more`; ask: with what makes the model answer;
-        goes_on: up to the end of the last message's text, which is not ended, instead."""
+        """Return the text of messages as the chat template renders them.
+
+        Args:
+            messages: Messages in OpenAI's form.
+            tools: Tools that the template describes.
+            ask: Whether the generation prompt is added, which makes the model answer.
+            more: Variables of the template.
+            goes_on: Leave the last message open, so that the answer continues it; no generation prompt is added.
+        """
         told = [self._told(message) for message in messages]
         last = {"continue_final_message": True} if goes_on else {"add_generation_prompt": ask}
         return self._written(told, tools, {**more, **last})
@@ -285,7 +332,7 @@ class PromptBuilder:
         return str(words.apply_chat_template(messages, tools=given, tokenize=False, **more))
 
     def _told(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with its content in the form that the template takes: a text, or a list of parts."""
+        """Return a message with its content in the form that the template renders: a text, or a list of parts."""
         content, role = message.get("content"), str(message.get("role"))
         if not isinstance(content, str):
             return dict(message)
@@ -295,7 +342,7 @@ class PromptBuilder:
         return {**message, "content": [{"type": "text", "text": content}] if self._in_parts[role] else content}
 
     def _takes_parts(self, role: str) -> bool:
-        """Whether the template leaves out a text in messages of this role, and writes it as a part of a list."""
+        """Return whether the template renders contents of this role only where they are lists of parts."""
         beside = [] if role == "user" else [self._told({"role": "user", "content": "Why?"})]
         for content, is_list in ((PARTS_PROBE, False), ([{"type": "text", "text": PARTS_PROBE}], True)):
             message = {"role": role, "content": content}
@@ -308,13 +355,13 @@ class PromptBuilder:
         return False
 
     def _secret(self) -> bytes:
-        """What signs marks: the same in every process on one store."""
+        """Return the key that signs marks; all processes on one store share it."""
         new = {"secret": secrets.token_hex(32)}
         return bytes.fromhex(self._catalog.settle("marker", new)["secret"])
 
 
 def _checked(ids: Ids, n_words: int) -> list[int]:
-    """Ids as whole numbers; InputError for those that the tokenizer does not have."""
+    """Return token ids as ints; raise InputError for an id that the tokenizer does not have."""
     strange = next((id for id in ids if not isinstance(id, Integral) or not 0 <= id < n_words), None)
     if strange is not None:
         raise InputError(
@@ -325,7 +372,7 @@ def _checked(ids: Ids, n_words: int) -> list[int]:
 
 
 def _contents(question: ChatInput | Ids) -> str:
-    """All that a question says, as one text; of ids nothing."""
+    """Return all text of a question; "" for token ids."""
     if is_ids(question):
         return ""
     return "\n".join(text for turn in turns_of(question) for text in _texts(turn.content))

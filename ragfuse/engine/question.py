@@ -1,4 +1,4 @@
-"""Questions as they are asked: checked, and made whole, before a prompt is built of them."""
+"""Questions: the forms in which they are asked, and the checks and repairs before a prompt is built from them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from ragfuse.types.keys import whole_text
 log = logging.getLogger("ragfuse.engine")
 
 ChatInput = str | Sequence[tuple[str, Content] | ChatMessage]
-"""What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
+"""One text, or messages for the chat template, each a (role, content) pair or a `ChatMessage`."""
 
 
 Ids = Sequence[int]
-"""A prompt as token ids, which the model reads as they are."""
+"""A prompt as token ids, which the model reads unchanged."""
 
 
 Question = ChatInput | Ids | PMLPrompt
-"""What an engine answers: a question, token ids, or a prompt in PML, which it binds to the modules of its schema."""
+"""A question that an engine answers: text or messages, token ids, or a prompt in PML over a registered schema."""
 
 
 def is_ids(question: object) -> TypeGuard[Ids]:
-    """Whether a prompt is token ids."""
+    """Return whether a prompt is token ids."""
     if isinstance(question, str | PMLPrompt) or not isinstance(question, Sequence) or not question:
         return False
     return isinstance(question[0], Integral) and not isinstance(question[0], bool)
 
 
 def mended(text: str, what: str) -> str:
-    """A text without halves of characters; that there were some is told, with `what` names the text."""
+    """Return a text without lone surrogates (U+FFFD replaces them); log a warning that names the text by `what`."""
     whole = whole_text(text)
     if whole is not text:
         log.warning("%s holds halves of characters (lone surrogates); U+FFFD stands for each.", whole_text(what))
@@ -47,14 +47,14 @@ def mended(text: str, what: str) -> str:
 
 
 def mended_content(content: Content) -> Content:
-    """The same of a message's content, and of where its chunks came from."""
+    """Return a message's content, and the sources of its chunks, without lone surrogates."""
     if isinstance(content, str):
         return mended(content, "The prompt")
     return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
 
 
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(text, source) of documents without halves of characters; InputError for what is no document."""
+    """Yield (text, source) of documents without lone surrogates; raise InputError for anything else than such pairs."""
     if isinstance(texts, str):
         raise InputError(f"Wanted a list of (text, source), found the text {texts!r:.80}. Write [(text, source)].")
     for each in texts:
@@ -66,7 +66,7 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
 
 
 def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
-    """The same of a whole question; ids stay as they are."""
+    """Return a question without lone surrogates; token ids are returned unchanged."""
     if is_ids(question):
         return question
     question = cast(ChatInput, question)
@@ -84,12 +84,16 @@ def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
 
 
 def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a question is a text that the model is given as it is, without its chat template."""
+    """Return whether a question is a plain text that is given to the model without its chat template."""
     return isinstance(question, str) and not tools and not ask.continue_final_message
 
 
 def turns_of(question: ChatInput | Ids) -> list[ChatMessage]:
-    """The messages; InputError if there are none."""
+    """Return a question's messages; a text is one message of the user.
+
+    Raises:
+        InputError: It is token ids, or no messages, or an empty list.
+    """
     if is_ids(question):
         raise InputError("A prompt of token ids has no messages: leave out tools and session, or ask by messages.")
     question = cast(ChatInput, question)
@@ -102,7 +106,7 @@ def turns_of(question: ChatInput | Ids) -> list[ChatMessage]:
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
-    """What is asked: a prompt as it is, or the one that `pml` says. InputError for both, or neither."""
+    """Return `prompt`, or the prompt that `pml` holds or names; raise InputError unless exactly one is given."""
     if prompt is not None and pml is None:
         return prompt
     if pml is not None and prompt is None:
@@ -111,7 +115,11 @@ def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
 
 
 def read_prompt(pml: Path | str) -> PMLPrompt:
-    """The prompt that is PML, where a text begins with `<`, or that a file of that name holds; PMLError for none."""
+    """Read a prompt in PML: a text that begins with `<` is PML itself, any other names a file.
+
+    Raises:
+        PMLError: It is no valid PML, or a schema instead of a prompt.
+    """
     if isinstance(pml, str) and pml.lstrip().startswith("<"):
         return parse_prompt(pml)
     found = read(Path(pml).expanduser())
@@ -129,7 +137,7 @@ def _mended_part(part: str | Piece) -> str | Piece:
 
 
 def _turn(message: object) -> ChatMessage:
-    """A message; InputError for what is none."""
+    """Return a (role, content) pair or `ChatMessage` as a `ChatMessage`; raise InputError for anything else."""
     is_pair = isinstance(message, Sequence) and not isinstance(message, str) and len(message) == 2
     turn = message if isinstance(message, ChatMessage) else ChatMessage(*message) if is_pair else None  # type: ignore[misc]
     if turn is None or not isinstance(turn.role, str) or not _is_content(turn.content):

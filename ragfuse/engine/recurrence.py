@@ -1,7 +1,7 @@
-"""Passages that several prompts hold, told by fingerprints alone: which of them are worth keeping as chunks.
+"""Recurring passages: unmarked text that several prompts contain, and that is therefore worth keeping as a chunk.
 
-Nothing that was said is remembered: a passage is known again by a digest of its ids, for a while. One that another
-prompt holds too is encoded, from that prompt's own ids, and is a known chunk from then on.
+No text is remembered: a passage is recognised by a digest of its token ids, for a limited time. A passage that a second
+prompt contains is encoded from that prompt's ids, and is a known chunk from then on.
 """
 
 from __future__ import annotations
@@ -21,13 +21,19 @@ from ragfuse.types.prompt import Prompt
 log = logging.getLogger("ragfuse")
 
 MAX_FINGERPRINTS = 65_536
-"""Fingerprints that are remembered, about 20 MB of them; the one met longest ago goes first."""
+"""Most fingerprints that are remembered, about 20 MB; the one seen longest ago is dropped first."""
 TTL_S = 24 * 3600.0
-"""Seconds that one is remembered."""
+"""Seconds that a fingerprint is remembered."""
 
 
 class RecurringPassages:
-    """The passages of one tenant's prompts. Thread-safe."""
+    """Finds passages that recur in one tenant's prompts. Thread-safe.
+
+    Args:
+        most: Most fingerprints that are remembered.
+        ttl_s: Seconds that each is remembered.
+        clock: Returns seconds.
+    """
 
     def __init__(
         self, most: int = MAX_FINGERPRINTS, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic
@@ -43,9 +49,9 @@ class RecurringPassages:
         return len(self._met)
 
     def met_again(self, prompt: Prompt, border_of: BorderOf) -> list[tuple[int, ...]]:
-        """Passages of this prompt that another one held, too, each once; its others are remembered.
+        """Return the token ids of passages that an earlier, different prompt contained too; remember the others.
 
-        What was found in the store, or is the question, is no passage.
+        Text found in the store, and the question itself, are not passages.
         """
         whose, found = token_digest(prompt.token_ids), list[tuple[int, ...]]()
         for run in _runs(prompt, border_of):
@@ -61,13 +67,19 @@ class RecurringPassages:
 
 
 class RecurrenceHint:
-    """Says once, in the log, that long passages recur and nothing is reused, and what to do."""
+    """Logs once that long passages recur while nothing is reused, and what to do about it."""
 
     def __init__(self) -> None:
         self._lock, self._said = ForkLock(), False
 
     def tell(self, n_passages: int, settings: Settings, why: str) -> None:
-        """Say it if it was not said. why: the reason that this model is not blended, "" where it may be."""
+        """Log the hint unless it was logged before.
+
+        Args:
+            n_passages: How many passages recurred.
+            settings: The engine's settings.
+            why: Why this model is not blended; "" where it may be.
+        """
         with self._lock:
             if self._said:
                 return
@@ -79,7 +91,7 @@ class RecurrenceHint:
 
 
 def _runs(prompt: Prompt, border_of: BorderOf) -> Iterator[tuple[int, ...]]:
-    """Passages in what of a prompt is new, as ids."""
+    """Yield the token ids of the passages in a prompt's fresh segments, without the question."""
     asked = _question(prompt, border_of)
     for segment, (lo, _) in zip(prompt.segments, prompt.spans, strict=True):
         if segment.kind != "fresh":
@@ -90,6 +102,6 @@ def _runs(prompt: Prompt, border_of: BorderOf) -> Iterator[tuple[int, ...]]:
 
 
 def _question(prompt: Prompt, border_of: BorderOf) -> tuple[int, int]:
-    """Rows of the question: the last paragraph of what was said last."""
+    """Return the rows lo, hi of the question: the last paragraph of the last message."""
     lo, hi = prompt.said
     return lo + last_paragraph(prompt.token_ids[lo:hi], border_of), hi

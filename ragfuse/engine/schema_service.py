@@ -1,7 +1,7 @@
-"""Schemas that an engine answers prompts over: registered, written down in the store's catalog, laid out for its model.
+"""The schemas of an engine (Prompt Cache): registered in the store's catalog, laid out and encoded for its model.
 
-`schemas.pml` reads a schema, `schemas.layout` places its tokens, `schemas.bind` takes a prompt from it. A
-schema belongs to a tenant; what is encoded of it, to a model. Schemas without a model: `schemas/registry.py`.
+`schemas.pml` reads a schema, `schemas.layout` gives its tokens positions, `schemas.bind` makes a prompt over it. A
+schema belongs to a tenant, its KV to a model as well. `schemas/registry.py` manages schemas without a model.
 """
 
 from __future__ import annotations
@@ -43,19 +43,31 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RegisteredSchema:
-    """A schema as it is laid out for the model, and what encoding it did: its runs are the chunks of `done`."""
+    """A registered schema.
+
+    Args:
+        layout: Its layout for the engine's model.
+        done: The counts of its encoding; each run of the schema counts as one chunk.
+    """
 
     layout: SchemaLayout
     done: Ingested
 
     @property
     def name(self) -> str:
-        """What prompts call it by."""
+        """The name by which prompts refer to it."""
         return self.layout.schema.name
 
 
 class SchemaService:
-    """The schemas of one engine's tenant. Threads may share it, and processes what it writes down."""
+    """Registers the schemas of one engine's tenant, and builds prompts over them. Thread-safe.
+
+    Args:
+        settings: The shortest run that is encoded.
+        registry: The registered schemas, which processes on one store share.
+        prompts: Renders the chat template.
+        runtime: The model and its encoder.
+    """
 
     def __init__(self, settings: Settings, registry: SchemaRegistry, prompts: PromptBuilder, runtime: Runtime) -> None:
         self._settings, self._registry, self._prompts, self._runtime = settings, registry, prompts, runtime
@@ -67,11 +79,18 @@ class SchemaService:
     def register(
         self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None
     ) -> RegisteredSchema:
-        """Lay a schema out, encode what is not kept yet of its runs, and know it from now on, also in later processes.
+        """Lay out a schema, encode those of its runs that are not stored yet, and register it for later processes too.
 
-        A text that begins with `<` is PML, any other one names a file. A schema of that name makes way; of what both
-        have nothing is encoded again. PMLError for what cannot be laid out, InputError for what the model cannot take,
-        StoreError where it cannot be written down.
+        It replaces a registered schema of the same name; runs that both have are not encoded again.
+
+        Args:
+            schema: The schema; a text that begins with `<` is PML, any other names a file.
+            progress: Called after each run with the counts so far.
+
+        Raises:
+            PMLError: The schema cannot be read or laid out.
+            InputError: It does not fit the model's context.
+            StoreError: It cannot be written to the catalog.
         """
         return self._register(schema, progress, must=True)
 
@@ -93,25 +112,32 @@ class SchemaService:
         return RegisteredSchema(layout, done)
 
     def has(self, schema: Schema) -> bool:
-        """Whether this very schema is registered, and was encoded for the model."""
+        """Return whether an equal schema is registered and encoded for the engine's model."""
         kept = self._registry.get(schema.name)
         if kept is None or not kept.is_encoded(self._runtime.encoder.digest):
             return False
         return self._as_kept(kept, schema) is not None
 
     def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> RegisteredSchema | None:
-        """`register`, unless that was done; then None, and another thread that does it is waited for."""
+        """Register a schema unless it is registered already; a registration in another thread is waited for.
+
+        A catalog that cannot be written is not an error here, unlike in `register`.
+
+        Returns:
+            The registered schema; None where it was registered before.
+        """
         with self._ensuring:
             return None if self.has(schema) else self._register(schema, progress, must=False)
 
     def ls(self) -> list[SchemaInfo]:
-        """All that are registered, by name."""
+        """Return all registered schemas, sorted by name."""
         return self._registry.ls()
 
     def show(self, name: str | Path) -> SchemaLayout:
-        """How a schema is laid out for this engine's model: a registered one, or one in a file, which is not read on.
+        """Return the layout, for the engine's model, of a registered schema or of one in a file (without registering).
 
-        InputError where there is neither.
+        Raises:
+            InputError: There is no such schema and no such file.
         """
         kept = self._registry.get(str(name))
         if kept is None and Path(name).is_file():
@@ -121,11 +147,11 @@ class SchemaService:
         return self.laid_out(kept)
 
     def get(self, name: str) -> StoredSchema | None:
-        """A registered schema as it is written down, None where there is none."""
+        """Return a registered schema as it is stored; None where there is none of this name."""
         return self._registry.get(name)
 
     def laid_out(self, kept: StoredSchema) -> SchemaLayout:
-        """How a schema that is written down so is laid out for the model; made once, and anew where it changed."""
+        """Return the layout of a stored schema for the engine's model; it is cached until the schema changes."""
         with self._lock:
             pml, layout = self._laid.get(kept.name, ("", None))
         if layout is None or pml != kept.pml:
@@ -135,22 +161,28 @@ class SchemaService:
         return layout
 
     def names(self) -> list[str]:
-        """Which there are, sorted."""
+        """Return the names of all registered schemas, sorted."""
         return self._registry.names()
 
     def names_told(self) -> str:
-        """Which there are, for an error."""
+        """Return the names of all registered schemas in words, for an error message."""
         return self._registry.names_told()
 
     def remove(self, name: str) -> int:
-        """Forget a schema, and the KV that no other registered one has, in every tier; bytes freed."""
+        """Delete a schema and, in every tier, the KV that no other registered schema uses; return the bytes freed."""
         with self._lock:
             self._laid.pop(name, None)
             self._keys.pop(name, None)
         return self._registry.remove(name)
 
     def prompt(self, request: PMLPrompt, ask: Ask) -> Prompt:
-        """The prompt of a request: modules at the schema's positions, and new text; see `text.bind`."""
+        """Build the prompt of a request in PML: modules at the schema's positions, and new text (`schemas.bind`).
+
+        Raises:
+            InputError: The request has a session or tools, which PML prompts cannot have.
+            PMLError: Its schema is not registered, or it does not fit the schema.
+            OverlongError: It can never fit the model's context.
+        """
         if ask.session is not None:
             raise InputError("A prompt in PML goes on with no session: leave out `session`, or ask by messages.")
         if ask.tools:
@@ -169,11 +201,11 @@ class SchemaService:
     # inside
 
     def _meant(self, kept: StoredSchema, schema: Schema | None) -> SchemaLayout:
-        """The layout of this very schema, though another one of its name be written down; None: of that one."""
+        """Return the layout of `schema`, even if the stored one of its name differs; None means the stored one."""
         return self.laid_out(kept) if schema is None else self._as_kept(kept, schema) or self._lay_out(_kept(schema))
 
     def _note(self, kept: StoredSchema, layout: SchemaLayout, encoder: Encoder) -> None:
-        """Have it written down what answers over a layout may leave in the store, so that it goes with the schema."""
+        """Record the keys that answers over a layout may store, so that they are deleted together with the schema."""
         with self._lock:
             noted = self._keys.get(kept.name)
         if noted is None or noted[0] is not layout:
@@ -184,10 +216,10 @@ class SchemaService:
             self._registry.note(kept.name, encoder.digest, noted[1])
 
     def _as_kept(self, kept: StoredSchema, schema: Schema) -> SchemaLayout | None:
-        """The layout of what is written down, if that is this very schema."""
+        """Return the layout of the stored schema if it equals `schema`, else None."""
         try:
             layout = self.laid_out(kept)
-        except PMLError:  # of another one of that name
+        except PMLError:  # the stored schema is a different one
             return None
         return layout if layout.schema == schema else None
 
@@ -205,7 +237,7 @@ class SchemaService:
         return lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
 
     def _wrapping(self) -> tuple[str, Wrapping]:
-        """What the model's template writes, found once."""
+        """Return the beginning of prompts and the texts around messages that the chat template writes; probed once."""
         if self._template is None:
             words = self._runtime.encoder.model.tokenizer
             has_template = getattr(words, "chat_template", None)
@@ -215,9 +247,10 @@ class SchemaService:
 
 
 def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
-    """Everything with a place, in order, as plain JSON types: what it is, where, and what is kept of it.
+    """Yield one row in plain JSON types for each part of a layout, in order.
 
-    tokens: its own text and room for arguments; nbytes: of the KV of its run.
+    A row has depth, what (its kind), and positions start to stop. A module also has name, path, tokens (own text and
+    room for arguments) and nbytes (bytes of its run's KV); a parameter has name and tokens.
     """
     for depth, what, part in layout.outline():
         row: dict[str, Any] = {"depth": depth, "what": what, "start": part.start, "stop": part.stop}
@@ -238,7 +271,7 @@ def _has_messages(items: tuple[Item, ...]) -> bool:
 
 
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
-    """What a prompt over a schema begins with."""
+    """Return the first text of a prompt over a schema, which decides how its first token is made."""
     for item in inner(items):
         if isinstance(item, TextNode) and (item.text.strip() or not _has_messages(items)):
             return item.text
@@ -250,7 +283,7 @@ def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
 
 
 def _kept(schema: Schema | Path | str) -> StoredSchema:
-    """A schema as it is written down; it can be read back."""
+    """Return a schema, PML text or file as a `StoredSchema`."""
     if isinstance(schema, Schema):
         return StoredSchema(schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else "")
     if isinstance(schema, str) and schema.lstrip().startswith("<"):

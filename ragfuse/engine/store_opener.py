@@ -1,4 +1,4 @@
-"""The store that settings describe, with the policies that decide what it drops."""
+"""Opens the store and the catalog that settings describe, with their eviction policies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from ragfuse.store.levels import TABLELESS, Codecs
 
 
 def open_catalog(settings: Settings, store: KVStore | None) -> Catalog:
-    """Return the catalog beside the store that settings describe; beside one that is open already, nothing is kept."""
+    """Return the catalog of the store that settings describe.
+
+    The catalog keeps nothing where `store` is given (open already), or where settings leave no bytes for the disk.
+    """
     if store is not None or not settings.disk_bytes:
         return Catalog()
     return Catalog(CatalogFile(settings.store_path, settings.shared_with))
 
 
 def opened(settings: Settings, store: KVStore | None, codecs: Codecs, evict: Evict) -> KVStore:
-    """Return an open store, or the one that settings describe; SettingsError for what is no store."""
+    """Return `store` if it is given, else open the one that settings describe.
+
+    Raises:
+        SettingsError: `store` is not a KVStore.
+    """
     if not isinstance(store, KVStore | None):
         raise SettingsError(f"Wanted an open KVStore, found {store!r:.60}. Name a folder by Settings(store=...).")
     return store if store is not None else open_kept(settings, codecs=codecs, evict=evict)
@@ -31,8 +38,15 @@ def opened(settings: Settings, store: KVStore | None, codecs: Codecs, evict: Evi
 def open_kept(
     settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = TABLELESS, evict: Evict = lru
 ) -> KVStore:
-    """The store that the settings describe, with `ttl_s`. evict: the policy of memory and disk; in tiers behind them,
-    which other machines may share, what was used longest ago goes first."""
+    """Open the store that settings describe, with expiry after `ttl_s` seconds where that is set.
+
+    Args:
+        settings: The settings.
+        clock: Returns the time in seconds.
+        codecs: The codecs of its levels.
+        evict: The eviction policy of memory and disk. Remote tiers, which other machines may share, evict the least
+            recently used entry.
+    """
     if settings.ttl_s is None:
         return open_store(settings, evict, codecs, lru)
     own, shared = (expired_first(policy, settings.ttl_s, clock) for policy in (evict, lru))

@@ -1,6 +1,6 @@
-"""What an answer says of itself: the trace, made from the plan, the prefill and the clock readings.
+"""Builds the trace of an answer from its plan, its prefill and its timing.
 
-`PreparedPrompt` is what it is made of, before there is an answer.
+`PreparedPrompt` holds these from the prefill until there is an answer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from ragfuse.types.prompt import Segment
 
 @dataclass(frozen=True)
 class Timing:
-    """began_s: `time.perf_counter()` when the question came. load_s, wait_s, compute_s: seconds.
+    """The times of one prompt, up to its first logits.
 
-    due_s: `time.perf_counter()` when the first token is wanted at the latest; None: nothing was said, or heeded.
+    Args:
+        began_s: `time.perf_counter()` when the question came.
+        load_s: Seconds spent loading.
+        wait_s: Seconds that computing waited for loading.
+        compute_s: Seconds spent computing.
+        due_s: `time.perf_counter()` at the deadline of the first token; None without a deadline that counts.
     """
 
     began_s: float
@@ -33,9 +38,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit.
+    """A prefilled prompt whose answer can be generated.
 
-    stream: what came over a line for it.
+    Args:
+        plan: The plan that was carried out.
+        prefill: The result of the prefill.
+        timing: Its times.
+        room: How many new tokens fit after it; None without a limit.
+        stream: How KV was streamed for it; None where nothing was.
     """
 
     plan: LoadPlan
@@ -45,9 +55,10 @@ class PreparedPrompt:
     stream: StreamTrace | None = None
 
     def n_held(self, n_ids: int) -> int:
-        """Rows of a prompt and its answer of `n_ids` tokens, all but the last, that lie in the prompt's own cache.
+        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's KV cache.
 
-        An answer that was decoded with others, or as one of several, left the prompt's rows alone there.
+        The answer's last token never has a row. An answer that was decoded in a batch or as one of several sequences
+        has none there: the cache then holds the prompt's rows only.
         """
         cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
         if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
@@ -56,13 +67,21 @@ class PreparedPrompt:
 
 
 def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s: float, model: str) -> Trace:
-    """The trace of one answer; first_s, now_s: `time.perf_counter()` at its first token and at its end."""
+    """Return the trace of one answer.
+
+    Args:
+        ready: The prefilled prompt.
+        timing: Its times.
+        first_s: `time.perf_counter()` at the answer's first token; None where it has none.
+        now_s: `time.perf_counter()` at its end.
+        model: The model's name.
+    """
     plan, prefill = ready.plan, ready.prefill
     rows = tuple(prefill.chosen.tolist())
     segments = tuple(
         _segment(plan, index, segment, rows) for index, segment in enumerate(plan.prompt.segments) if segment.keys
     )
-    segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a new beginning is new text
+    segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a missed prefix is new text
     if prefill.n_before:
         known = SegmentTrace(
             "", "prefix", prefill.n_before, 0, True, "memory", LEVEL_NAMES[0], exact=True, encoded="alone"
@@ -105,13 +124,13 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
 
 
 def _modules(plan: LoadPlan) -> tuple[str, ...]:
-    """Paths of a schema's modules whose text was reused."""
+    """Return the paths of a schema's modules whose KV was reused."""
     taken, keys = plan.prompt.taken, {fetch.key for fetch in plan.fetches}
     return tuple(path for path, key in taken.modules if key in keys) if isinstance(taken, SchemaUse) else ()
 
 
 def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> StreamTrace | None:
-    """With whether the first token came within the deadline."""
+    """Return the stream's trace, with whether the first token came within the deadline."""
     return replace(stream, held=timing.due_s is not None and first_s <= timing.due_s) if stream is not None else None
 
 
@@ -137,7 +156,7 @@ def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]
 
 
 def _goes_on(segments: Sequence[Segment], index: int) -> bool:
-    """Whether a segment is one more piece of the chunk that the one with an entry before it is a piece of."""
+    """Return whether a segment is a later piece of the same chunk as the last segment with an entry before it."""
     mine, before = segments[index], next((each for each in reversed(segments[:index]) if each.keys), None)
     if before is None or not mine.rows or not before.rows or mine.keys != before.keys:
         return False

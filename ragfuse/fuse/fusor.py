@@ -30,7 +30,8 @@ class CachedRun:
         segment: Index of its segment in the prompt.
         lo: Its first row in the prompt.
         hi: The row after its last.
-        start: Position of its first token, by which its keys are rotated.
+        start: Positions by which the keys read for it are rotated: where position 0 of the stored run stands in this
+            prompt (`Segment.shift`).
         blend: Whether a policy may recompute rows of it (not for an exact prefix).
     """
 
@@ -47,7 +48,7 @@ class LayerSource(Protocol):
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
         """Return one layer of every cached run, by segment; None for a run that can no longer be read.
 
-        Keys stand at the run's own positions 0..n-1.
+        Keys stand at the positions that the run was stored with, of which 0 is its first token.
         """
         ...
 

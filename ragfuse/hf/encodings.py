@@ -25,7 +25,7 @@ def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Decode ids, special tokens included. Many ids are decoded as a batch of one, because only that releases the GIL."""
+    """Decode ids, special tokens included. Many ids are decoded as a batch of one, which releases the GIL."""
     if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])

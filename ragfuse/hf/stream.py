@@ -146,7 +146,10 @@ class StopFinder:
 
 
 def longest_start(text: str, words: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` could be the beginning of one of these words."""
+    """Return how many characters at the end of `text` could be the beginning of one of several words (stop strings).
+
+    `text.tool_calls.longest_start` does the same for a single word.
+    """
     sizes = range(min(len(text), max(map(len, words), default=0) - 1), 0, -1)
     return next((size for size in sizes if any(word.startswith(text[-size:]) for word in words)), 0)
 

@@ -356,6 +356,6 @@ def _in_full(found: LoadPlan, fused_s: float) -> LoadPlan:
     """Return a full prefill in place of a plan that takes at least `fused_s`, with both times as the reason."""
     full_s = found.forecast.full_s if found.forecast is not None else 0.0
     unread = tuple(sorted((*found.fetches, *found.unread), key=lambda fetch: fetch.segment))
-    misses = dict(found.misses) | {fetch.segment: "full prefill is sooner" for fetch in unread}
+    misses = dict(found.misses) | {fetch.segment: "full prefill is faster" for fetch in unread}
     why = f"full prefill {full_s:.3f} s is predicted, fusing {fused_s:.3f} s"
     return replace(found.with_full_prefill(why), misses=tuple(sorted(misses.items())), unread=unread)

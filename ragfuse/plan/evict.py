@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
-from typing import Literal
 
 from ragfuse.errors import SettingsError
 from ragfuse.plan.eviction_item import EvictionItem, Rank
@@ -25,8 +24,6 @@ Evict = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
 
 ConversationOf = Callable[[ChunkKey], Hashable]
 """A function from a key to the name of its conversation; None for a key that belongs to none."""
-
-PolicyName = Literal["lru", "fifo", "look-ahead"]
 
 
 def _itself(key: ChunkKey) -> Hashable:
@@ -129,7 +126,7 @@ class Evictor:
 
 
 def evictor(
-    name: PolicyName | str,
+    name: str,
     conversation_of: ConversationOf | None = None,
     places: Callable[[], Mapping[Hashable, float]] | None = None,
     arrived: Callable[[ChunkKey], float] | None = None,

@@ -1,7 +1,6 @@
-"""Prompts in PML with variables, for programs that fill one template for every question.
+"""Prompts in PML (Prompt Cache) with variables, for programs that fill one template for every question.
 
-Schema and prompt are read before anything is filled in, so that what a variable holds is text, whatever it looks like:
-it is never read as PML.
+Schema and prompt are parsed before values are filled in, so a value is always text and never parsed as PML.
 """
 
 from __future__ import annotations
@@ -21,13 +20,16 @@ from ragfuse.schemas.pml_writer import NO_TEXT
 from ragfuse.types.keys import digest
 
 Change = Callable[[str, SourcePosition], str]
-"""(text, where it stands) -> what stands there instead."""
+"""Replaces a text, given its position in the source."""
 
 
 class FilledTemplate(str):
-    """What a template was filled to: as a text it is PML, for people; `request` is what an engine answers.
+    """A filled template. As a str it is PML for people to read; an engine answers its `request`.
 
-    schema: that it is a prompt over, to be registered. progress: whatever whoever hands it on wants to find here.
+    Attributes:
+        request: The parsed prompt with the values.
+        schema: The schema of the prompt, which must be registered with the engine.
+        progress: An arbitrary value for the code that registers the schema.
     """
 
     request: PMLPrompt
@@ -36,14 +38,14 @@ class FilledTemplate(str):
     _whose: str
 
     def __new__(cls, request: PMLPrompt, schema: Schema, progress: Any = None, whose: str = "") -> FilledTemplate:
-        """Prompts of which anything differs are different texts; whose: a digest that stands for the schema."""
+        """Make a text that is unique to prompt and schema; whose: a digest of the schema, computed if it is ""."""
         shown, whose = _each(request, lambda text, at: NO_TEXT.sub("\ufffd", text)), whose or digest(repr(schema))
         made = super().__new__(cls, f"{to_pml(shown)}<!-- {digest(whose, repr(request))} -->")
         made.request, made.schema, made.progress, made._whose = replace(request, over=schema), schema, progress, whose
         return made
 
     def asking(self, text: str) -> FilledTemplate:
-        """The same with one more message of a user's at its end."""
+        """Return the prompt with a further user message at its end."""
         return FilledTemplate(self.request.asking(text), self.schema, self.progress, self._whose)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -51,12 +53,17 @@ class FilledTemplate(str):
 
 
 class PMLTemplate:
-    """A prompt in PML with variables in its texts, messages and arguments, over a schema; `fill` fills it.
+    """A prompt in PML over a schema, with variables in its texts, messages and arguments, which `fill` replaces.
 
-    schema: its PML, a file, what was read, or a prompt function. prompt: PML, a file, or what was read, with
-    `{variable}` wherever text stands (syntax "mustache" or "jinja2": `{{ variable }}`); None: the prompt function's
-    parameters are the variables, or the schema's own. question: the text of one more message of a user's, with
-    variables too. PMLError with the place for what cannot be read.
+    Args:
+        schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
+        prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in its texts; None:
+            the variables are the parameters of the prompt function or of the schema.
+        question: Text of a further user message, with variables too.
+        syntax: How variables are written; "mustache" or "jinja2" for `{{ variable }}`.
+
+    Raises:
+        PMLError: Schema or prompt cannot be parsed; with the position in the source.
     """
 
     Filled: ClassVar[type[FilledTemplate]] = FilledTemplate
@@ -90,15 +97,23 @@ class PMLTemplate:
         question: str = "",
         syntax: Syntax = "f-string",
     ) -> PMLTemplate:
-        """That of a template of LangChain's or LlamaIndex's, of a text, or of (role, text) pairs.
+        """Return a PML template made from an ordinary template, whose variables become parameters of the schema.
 
-        max_tokens: room for every variable, or for each. PMLError for what no schema can hold.
+        Args:
+            name: Name of the schema.
+            template: A prompt template of LangChain or LlamaIndex, a text, or (role, text) pairs.
+            max_tokens: The most tokens of each variable: one number for all, or one by name.
+            question: Text of a further user message, with variables too.
+            syntax: How variables are written in a text, in pairs and in `question`.
+
+        Raises:
+            PMLError: The template uses something that a schema cannot express, such as logic or loops.
         """
         return cls(from_template(name, template, max_tokens, syntax), None, question, syntax)
 
     @staticmethod
     def alone(others: int) -> InputError:
-        """What is said where so many other messages stand beside a prompt in PML."""
+        """Return the error for a PML prompt that comes with `others` other messages."""
         return InputError(
             f"A prompt in PML came with {others} other messages; wanted it alone. Put what else is said, system "
             "prompts too, into its template: messages of its schema or of its prompt, or `question`."
@@ -106,14 +121,26 @@ class PMLTemplate:
 
     @classmethod
     def only(cls, found: Sequence[FilledTemplate | None]) -> FilledTemplate | None:
-        """The prompt in PML that messages are, None where none is one; InputError where others stand beside it."""
+        """Return the PML prompt among messages (None for an ordinary message); None if there is none.
+
+        Raises:
+            InputError: There are other messages beside it.
+        """
         mine = [each for each in found if each]
         if mine and len(found) > 1:
             raise cls.alone(len(found) - 1)
         return mine[0] if mine else None
 
     def fill(self, values: Mapping[str, object], progress: Any = None) -> FilledTemplate:
-        """The prompt with these values, as their `str`; others are left out. InputError where one is missing."""
+        """Return the prompt with the `str` of these values.
+
+        Args:
+            values: By variable; other names are ignored.
+            progress: Kept as `FilledTemplate.progress`.
+
+        Raises:
+            InputError: The value of a variable that is not optional is missing.
+        """
         wanted = [name for name in self.variables if name not in self.optional]
         for name in wanted:
             if name not in values:
@@ -138,7 +165,7 @@ class PMLTemplate:
         return _each(self._request, lambda text, at: self._text(text, values, at))
 
     def _own_variables(self) -> dict[str, bool]:
-        """Those of the prompt without its question, and whether each has a default."""
+        """Return the variables of the prompt without its question, and whether each has a default value."""
         if self._function is not None:
             given = inspect.signature(self._function).parameters.values()
             return {each.name: each.default is not each.empty for each in given}
@@ -161,7 +188,7 @@ class PMLTemplate:
         return "".join(literal if name is None else f"{literal}{values[name]}" for literal, name in parts)
 
     def _split(self, text: str, at: SourcePosition) -> list[tuple[str, str | None]]:
-        """(text, variable behind it or None), made once."""
+        """Split a text into (literal text, variable after it or None); cached."""
         if text not in self._parts:
             parts = [(literal, name) for literal, name, _ in parsed(at.file or "the prompt", text, self._syntax)]
             for _, name in parts:
@@ -196,7 +223,7 @@ def _prompt(given: Any) -> PMLPrompt:
 
 
 def _each(request: PMLPrompt, change: Change) -> PMLPrompt:
-    """The same with every text changed: of its own, of messages, of arguments."""
+    """Return a prompt with `change` applied to every text: its own, those of messages and of arguments."""
     args, items = _args(request.args, request.at, change), _items(request.items, change)
     return replace(request, args=args, items=items, ending=change(request.ending, request.at))
 

@@ -1,4 +1,4 @@
-"""Who is answered next: so many at a time, tenants in turns, and no more waiting than there is room for."""
+"""Admission control: how many requests run at once, which one is next, and how many may wait."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_queue import Job, JobQueue
 
 Ticket = asyncio.Future[None]
-"""Set when it is somebody's turn."""
+"""A future of one waiting request, resolved when it may run."""
 
 Reads = tuple[str, str]
 """A conversation: its tenant's salt, and its session's name."""
 
 STOPPING = "The server is stopping and takes no more requests; ask another one, or this one later."
 RETRY_S = 5.0
-"""When to look again for a server that is stopping."""
+"""Seconds after which clients of a stopping server should retry."""
 
 
 class AdmissionControl:
-    """Lets requests through in the queue's order. All of it runs on one event loop.
+    """Admits requests in the queue's order. Use it from one event loop only, except where a method says otherwise.
 
-    together: requests that are answered at once; the others wait. most_each: of one tenant that wait.
+    Args:
+        together: Requests that run at once; others wait.
+        waiting: Requests that wait, at most.
+        most_each: Requests of one tenant that wait, at most; None: as many as `waiting`.
     """
 
     def __init__(self, together: int, waiting: int, most_each: int | None = None) -> None:
@@ -36,12 +39,12 @@ class AdmissionControl:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits and nobody is answered."""
+        """Whether no request waits or runs."""
         return not len(self.jobs) and not self.jobs.running
 
     @property
     def reading(self) -> Sequence[Reads]:
-        """The conversations that requests are answered in now, then those that wait, in the order of their turns."""
+        """The conversations of running requests, then those of waiting ones in the order in which they will run."""
         waiting = [job.number for job in self.jobs.ahead()]
         behind = set(waiting)
         told = [reads for number, reads in list(self._reads.items()) if number not in behind]
@@ -49,15 +52,21 @@ class AdmissionControl:
         return tuple(dict.fromkeys(told))
 
     def note(self, job: Job[Ticket], reads: Reads) -> None:
-        """Which conversation's KV a request reads when its turn comes; from any thread."""
+        """Record which conversation's KV a request will read. May be called from any thread."""
         self._reads[job.number] = reads
         if job.number not in self._inside:  # gone meanwhile
             self._reads.pop(job.number, None)
 
     async def enter(self, tenant: str, conversation: str | None, waits: Callable[[Job[Ticket]], object]) -> Job[Ticket]:
-        """Wait for a turn, which ends with `leave`; `waits` is called first if it does not come at once.
+        """Wait until the request may run; its caller ends it with `leave`.
 
-        Refusal with 429 where too many wait already, with 503 where the server stops.
+        Args:
+            tenant: Name of the tenant.
+            conversation: The request's conversation; only one request of a conversation runs at a time.
+            waits: Called with the job before waiting, unless the request may run at once.
+
+        Raises:
+            APIError: Too many requests wait (429), or the server is stopping (503).
         """
         if self.stopping:
             raise APIError(503, STOPPING, "stopping", None, RETRY_S)
@@ -81,13 +90,13 @@ class AdmissionControl:
         return job
 
     def leave(self, job: Job[Ticket]) -> None:
-        """This request is answered, or will not be; the next one's turn comes."""
+        """End a request, answered or not, and admit the next one."""
         self.jobs.done(job)
         self._forget(job)
         self._call_next()
 
     def stop(self) -> None:
-        """Let nobody in any more; those that wait are told so."""
+        """Admit no more requests; those that wait fail with APIError (503)."""
         if self.stopping:
             return
         self.stopping = True
@@ -101,7 +110,7 @@ class AdmissionControl:
 
     def _call_next(self) -> None:
         while self.jobs.running < self._together and (job := self.jobs.take(0)) is not None:
-            if job.what.done():  # gone in this very moment
+            if job.what.done():  # cancelled in this very moment
                 self.jobs.done(job)
             else:
                 job.what.set_result(None)

@@ -1,7 +1,7 @@
-"""Bodies of requests: bytes become text once, strictly, and text becomes values once, on a thread kept for that.
+"""Request bodies: decoding, checks and parsing, on a thread of their own.
 
-What is checked is what is parsed: there is no second look at the bytes that might read them in another encoding. The
-work on one body is bounded by its bytes and by `MOST_MARKS`, so that none holds up the requests behind it.
+Bytes are decoded once, so that the checks and the parser read the same text. The work on one body is bounded by its
+bytes and by `MOST_MARKS`, so that none delays the requests behind it for long.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from ragfuse.serve.guard import unless_gone
 from ragfuse.serve.refusals import APIError
 
 MAX_BODY_DEPTH = 64
-"""Objects and lists within each other that a body may hold."""
+"""Nesting depth of objects and lists that a body may have."""
 MOST_MARKS = 32_768
-"""Texts, objects and lists that a body may hold: each becomes an object of Python's, a hundred times its own size."""
+"""Strings, objects and lists that a body may hold: each becomes a Python object, up to a hundred times its size."""
 MOST_COMMAS = 262_144
-"""Values that a body may hold: token ids of a long prompt are this many at most."""
+"""Commas outside strings, so roughly values, that a body may hold; enough for the token ids of a long prompt."""
 SCAN_NBYTES = 1 << 16
-"""Bytes that are looked at together."""
+"""Bytes that are scanned in one step."""
 _BOM = "\ufeff"
 
 
 def decoded(raw: bytes | bytearray) -> str:
-    """The text of a body in UTF-8; Refusal for bytes that are none, such as UTF-16, or half a character on its own.
+    """Decode a body from UTF-8, without a byte order mark.
 
-    A byte order mark before it, which some programs write, is left out.
+    Raises:
+        APIError: The bytes are not UTF-8, such as UTF-16 or an encoded half of a surrogate pair (400).
     """
     try:
         return raw.decode("utf-8").removeprefix(_BOM)
@@ -50,11 +51,11 @@ def decoded(raw: bytes | bytearray) -> str:
 
 
 def check_shape(raw: bytes) -> None:
-    """Refusal for JSON whose objects and lists lie too deep in each other, or that holds too many values.
+    """Raise APIError (400) for JSON that is nested too deep or holds too many values.
 
-    Reading the first would overflow a stack; the second takes seconds in which nobody else is served. Every byte is
-    looked at a few times, `SCAN_NBYTES` at a time, while other threads run. Behind a backslash that is in no text,
-    where JSON ends, what is counted means nothing.
+    Parsing the first would overflow the stack; parsing the second takes seconds in which nothing else is served. The
+    scan takes `SCAN_NBYTES` at a time, while other threads run. After a backslash outside of strings, which valid
+    JSON never has, the counts mean nothing.
     """
     signs, depth, marks, commas = np.frombuffer(raw, np.uint8), 0, 0, 0
     in_text = is_escaped = False
@@ -83,8 +84,11 @@ def check_shape(raw: bytes) -> None:
 
 
 def _quotes(step: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.bool_], bool]:
-    """Quotes that begin or end a text: those behind an even number of backslashes. is_escaped: the first byte is
-    behind an odd one; so is the one behind the step where the second result says so."""
+    """Return where quotes begin or end a string (those after an even number of backslashes).
+
+    `is_escaped` says whether an odd number of backslashes precedes the first byte; the second result says the same
+    of the first byte after this step.
+    """
     quotes, slashes = step == ord('"'), step == ord("\\")
     if not is_escaped and not slashes.any():
         return quotes, False
@@ -96,7 +100,7 @@ def _quotes(step: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.bool_
 
 
 def parsed(raw: bytes) -> Any:
-    """What a body says; Refusal where it is no JSON, or holds half of a character, which no tokenizer takes."""
+    """Parse a body; APIError (400) where it is no JSON, or holds half of a surrogate pair, which no tokenizer takes."""
     text = decoded(raw)
     check_shape(raw)
     try:
@@ -110,7 +114,7 @@ def parsed(raw: bytes) -> Any:
 
 
 def check_whole(value: Any) -> None:
-    """Refusal for values with texts that hold half of a surrogate pair."""
+    """Raise APIError (400) for values with strings that hold half of a surrogate pair."""
     left = [value]
     while left:
         each = left.pop()
@@ -129,7 +133,12 @@ def check_whole(value: Any) -> None:
 
 
 def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
-    """A body as a request of this kind; Refusal or RequestValidationError where it is none."""
+    """Parse and validate a body as `model`.
+
+    Raises:
+        APIError: It is not JSON, or too large in shape.
+        RequestValidationError: It is empty, or `model` does not accept it.
+    """
     if not raw:
         raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
@@ -139,26 +148,26 @@ def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
 
 
 class ReadRequest(Request):
-    """A request whose body was read before: FastAPI is handed what it says, and takes that as it is."""
+    """A request whose body is already parsed and validated; FastAPI gets the result from `json`."""
 
     def __init__(self, request: Request, said: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
         self._said = said
 
     async def body(self) -> bytes:
-        """That there is one; its bytes are gone."""
+        """Return a placeholder, so that FastAPI asks for `json`; the original bytes are freed."""
         return b"{}"
 
     async def json(self) -> Any:
-        """What it says."""
+        """Return the validated body."""
         return self._said
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is decoded, checked and parsed on the server's intake thread, unless the asker goes away."""
+    """A route whose body is decoded, checked and parsed on the intake thread, unless the client disconnects."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's own handler, behind the reading."""
+        """Return a handler that reads the body first, then calls FastAPI's own handler."""
         handler = super().get_route_handler()
         model = next((each.field_info.annotation for each in self.dependant.body_params), None)
         if model is None:

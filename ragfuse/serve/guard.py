@@ -1,6 +1,6 @@
-"""What is looked at before a request is read: whether it may come, how large and how slow it is.
+"""Checks before a request is parsed: API key, host, size and speed of its body.
 
-Works on ASGI itself, so that nothing is parsed of a request that is refused.
+They work at the ASGI level, so that nothing of a refused request is parsed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DRAINED = 8
-"""Times the largest body that is read of one that is too large, so that its sender hears why."""
+"""A body over the limit is read up to this many times the limit: its sender reads the error only after sending."""
 CROWDED = "There are too many connections that all ask something; wanted fewer. Close some, or come again later."
 PUBLIC = ("/health",)
 """Paths that need no key."""
@@ -33,18 +33,26 @@ PATHS_WHILE_STOPPING = ("/health", "/metrics")
 
 
 class RequestObserver(Protocol):
-    """What is heard of every request: the route's path and the status it was answered with."""
+    """A callback for each response, with the request's path and the HTTP status."""
 
     def __call__(self, path: str, status: int) -> object:
-        """One more."""
+        """Record one response."""
         ...
 
 
 class Guard:
-    """An ASGI app around another. The tenant is put into the request's state.
+    """ASGI middleware that checks each request and puts its tenant into the request's state.
 
-    nbytes, seconds: of a body at most. held: of all bodies together. stopping: whether the server is. only_here: hosts
-    are checked, so that no web page reaches a server without keys by a name of its own.
+    Args:
+        app: The app that answers the requests that pass.
+        keys: The API keys.
+        nbytes: Returns the largest body allowed, in bytes.
+        seconds: Time that a body may take to arrive.
+        stopping: Returns whether the server is stopping.
+        asked: Called with path and status for each response.
+        only_here: Accept only loopback names in the Host header, so that no web page reaches a server without keys
+            by DNS rebinding.
+        held: Limit on the bytes of all bodies together.
     """
 
     def __init__(
@@ -63,7 +71,7 @@ class Guard:
         self._stopping, self._asked, self._only_here = stopping, asked, only_here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or the server's own lifespan."""
+        """Check and pass on one request; lifespan events pass unchecked."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -116,7 +124,7 @@ class Guard:
                 raise self._too_large()
 
     async def _body(self, scope: Scope, receive: Receive, holding: _Holding) -> bytes:
-        """All of a body; Refusal where it is too large or too slow, or with others more than is held at once."""
+        """Read the whole body; APIError where it is too large or too slow, or all held bodies exceed their limit."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return b""
         most, body, tenant = self._nbytes(), bytearray(), scope["state"]["tenant"]
@@ -144,7 +152,7 @@ class Guard:
         )
 
     async def _drain(self, scope: Scope, coming: _Coming) -> None:
-        """Read the rest of a body that nobody wants, unless that takes long: who still sends does not listen yet."""
+        """Read and drop the rest of a refused body, unless that takes long: many clients read only after sending."""
         left = DRAINED * self._nbytes()
         if _length(scope) > left:
             return
@@ -158,7 +166,7 @@ class Guard:
 
 
 class _Coming:
-    """A request as it comes in; is_whole: nothing of it is left to come."""
+    """The messages of an incoming request; `is_whole` becomes true with the last one."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self.is_whole = receive, False
@@ -170,9 +178,12 @@ class _Coming:
 
 
 class HeldBytes:
-    """Bytes of all bodies that are held, by tenant. All of it runs on one event loop.
+    """Counts the bytes of all request bodies in memory, by tenant. Use it from one event loop only.
 
-    most_each: of one tenant. wait_s: when there may be room again.
+    Args:
+        most: Bytes of all tenants together, at most.
+        most_each: Bytes of one tenant, at most.
+        wait_s: Returns the seconds after which a refused client should retry.
     """
 
     def __init__(self, most: int, most_each: int, wait_s: Callable[[], float]) -> None:
@@ -180,7 +191,7 @@ class HeldBytes:
         self.by_tenant: Counter[str] = Counter()
 
     def take(self, tenant: str, n: int) -> None:
-        """Hold so many more; Refusal (429) where there is no room for them."""
+        """Add `n` bytes; APIError (429) where a limit would be exceeded."""
         if self.by_tenant.total() + n > self._most or self.by_tenant[tenant] + n > self._most_each:
             raise APIError(
                 429,
@@ -193,36 +204,36 @@ class HeldBytes:
         self.by_tenant[tenant] += n
 
     def give(self, tenant: str, n: int) -> None:
-        """Hold so many less."""
+        """Release `n` bytes."""
         self.by_tenant[tenant] -= n
         if not self.by_tenant[tenant]:
             del self.by_tenant[tenant]
 
 
 class _Holding:
-    """What one request holds, until it ends."""
+    """The bytes that one request holds in `HeldBytes`, until it ends."""
 
     def __init__(self, held: HeldBytes) -> None:
         self._held, self._tenant, self._n = held, "", 0
 
     def more(self, tenant: str, n: int) -> None:
-        """So many bytes more came."""
+        """Add `n` bytes that arrived."""
         self._held.take(tenant, n)
         self._tenant, self._n = tenant, self._n + n
 
     def end(self) -> None:
-        """It holds nothing any more."""
+        """Release all of its bytes; further calls do nothing."""
         if self._n:
             self._held.give(self._tenant, self._n)
             self._n = 0
 
 
 class _GoneError(Exception):
-    """Whoever asked went away."""
+    """The client disconnected."""
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
-    """What the work comes to; it is cancelled, and a Refusal raised that nobody reads, once the asker goes away."""
+    """Return the result of `work`, or cancel it and raise APIError (499) once the client disconnects."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -243,7 +254,7 @@ async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def say(error: BaseException, send: Send) -> None:
-    """Answer with an error and end the connection: what else comes over it is not known."""
+    """Send an error response and close the connection, as unread bytes of the body may still come over it."""
     refusal = refusal_of(error)
     told = {**refusal.headers(), "content-type": "application/json", "connection": "close"}
     body = refusal.body()
@@ -254,8 +265,8 @@ async def say(error: BaseException, send: Send) -> None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """A body that was read, once more; then whatever comes."""
-    given = [body]  # let go of once it is read: what is parsed of it is kept elsewhere
+    """Return an ASGI `receive` that gives the already read body first, then the messages of the given `receive`."""
+    given = [body]  # popped when read, so that the bytes are freed once they are parsed
 
     async def next_message() -> Message:
         return {"type": "http.request", "body": given.pop(), "more_body": False} if given else await receive()
@@ -269,6 +280,6 @@ def _is_here(host: str) -> bool:
 
 
 def _length(scope: Scope) -> int:
-    """Bytes that a body says it has."""
+    """Return the Content-Length in bytes; 0 without one."""
     told = dict(scope["headers"]).get(b"content-length", b"")
     return int(told) if told.isdigit() else 0

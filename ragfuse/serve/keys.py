@@ -1,4 +1,4 @@
-"""Who may ask, and as which tenant: API keys, and the salt that each stands for."""
+"""API keys, and the tenant and salt that each stands for."""
 
 from __future__ import annotations
 
@@ -12,22 +12,32 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.types.keys import digest
 
 MIN_KEY_CHARS = 16
-"""Characters of a key."""
+"""Shortest API key allowed, in characters."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
 class APITenant:
-    """Who asks. name: for counts and the queue, tells nothing of the key. salt: of the keys of all that is stored."""
+    """The tenant of an API key.
+
+    Args:
+        name: A label for metrics and the queue; it does not reveal the API key.
+        salt: The salt of all store keys of this tenant's entries, which keeps tenants apart.
+    """
 
     name: str
     salt: str
 
 
 class Keys:
-    """API keys, kept as digests. Each is `KEY`, a tenant of its own, or `SALT:KEY`, the tenant of that salt.
+    """The accepted API keys, kept as digests.
 
-    Without any, everybody is the tenant of `salt`.
+    Args:
+        given: Keys as `KEY`, each a tenant of its own, or as `SALT:KEY`, the tenant of that salt.
+        salt: Without keys, everybody is the tenant of this salt.
+
+    Raises:
+        SettingsError: A key is too short, or holds spaces or non-ASCII characters.
     """
 
     def __init__(self, given: Iterable[str] = (), salt: str = "") -> None:
@@ -39,11 +49,11 @@ class Keys:
 
     @property
     def tenants(self) -> Sequence[APITenant]:
-        """All there are, those of several keys once."""
+        """All tenants, each once even if it has several keys."""
         return tuple(dict.fromkeys(tenant for _, tenant in self._held)) or (self._open,)
 
     def tenant(self, authorization: str | None) -> APITenant | None:
-        """Whose key an `Authorization` header holds; None where it is nobody's. Takes as long for any key."""
+        """Return the tenant whose key an `Authorization` header holds; None for an unknown key. Constant time."""
         if not self._held:
             return self._open
         scheme, _, key = (authorization or "").partition(" ")
@@ -56,7 +66,7 @@ class Keys:
 
 
 def check_host(host: str, keys: Keys) -> None:
-    """SettingsError for a host that others reach, where anybody might ask."""
+    """Raise SettingsError for a server without keys on a host that other machines reach."""
     if host not in LOOPBACK and not len(keys):
         raise SettingsError(
             f"Wanted an API key for a server at '{host}', which other machines reach; found none. Give --api-key, "
@@ -65,7 +75,7 @@ def check_host(host: str, keys: Keys) -> None:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Keys of a file, one a line; empty lines and those that begin with # are left out."""
+    """Read API keys from a file, one per line, without empty lines and lines that begin with #."""
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""How likely an answer's tokens were: noted while they are drawn, as a logits processor that changes nothing."""
+"""Log probabilities of generated tokens, recorded by a logits processor that leaves the logits unchanged."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 ZERO_LOGPROB = -9999.0
-"""What stands for a probability of zero, as OpenAI has it."""
+"""The log probability that OpenAI's API gives for a probability of zero."""
 
 Spell = Callable[[int], str]
 
 
 @dataclass(frozen=True)
 class Likely:
-    """One token: its id, the logarithm of its probability before any sampling, and the likeliest beside it.
+    """One token with its log probability, taken before any sampling options.
 
-    logprob: None for a prompt's first token, which nothing predicts.
+    Args:
+        id: The token id.
+        logprob: Its log probability; None for a prompt's first token, which nothing predicts.
+        top: The most likely tokens at this position, as (id, log probability), best first.
     """
 
     id: int
@@ -25,30 +28,34 @@ class Likely:
 
 
 class Noted:
-    """Takes note of one sequence. `generate` calls it before each token; what was drawn it sees at the next call.
+    """A logits processor that records the log probabilities of one sequence.
 
-    Written by the answer's thread; `take` may be called by another.
+    `generate` calls it before each token, so it learns which token was drawn only at the next call. The thread that
+    generates calls it; `take` may be called from another thread.
+
+    Args:
+        n_top: Most likely tokens to record for each position.
     """
 
     def __init__(self, n_top: int) -> None:
         self._n_top, self._row, self._noted, self._taken = n_top, None, list[Likely](), 0
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """The same scores [1, V]."""
+        """Record the scores `[1, vocabulary]`, and return them unchanged."""
         if self._row is not None:
             self._note(int(input_ids[0, -1]))
         self._row = scores[0].detach().float().log_softmax(-1)
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """The whole answer is known: what was drawn last is its last token, what ends it is none of it."""
+        """Record the last token of the finished answer `ids`, and drop end tokens that are not part of it."""
         if self._row is not None and len(self._noted) < len(ids):
             self._note(ids[-1])
         self._row = None
         del self._noted[len(ids) :]
 
     def take(self) -> list[Likely]:
-        """Those that came since it was called last."""
+        """Return the tokens recorded since the last call."""
         new = self._noted[self._taken :]
         self._taken += len(new)
         return new
@@ -62,7 +69,7 @@ class Noted:
 
 
 def of_prompt(scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]]) -> list[Likely]:
-    """How likely a prompt's own tokens are, by an engine's scores."""
+    """Convert the scores of a prompt's own tokens, as `Engine.score` gives them."""
     return [
         Likely(id, None)
         if score is None
@@ -72,7 +79,7 @@ def of_prompt(scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float
 
 
 def as_chat(likely: Sequence[Likely], spell: Spell) -> list[dict[str, Any]]:
-    """As chat completions have it."""
+    """Return `logprobs.content` of a chat completion."""
     return [
         {**_token(each.id, each.logprob, spell), "top_logprobs": [_token(id, p, spell) for id, p in each.top]}
         for each in likely
@@ -80,7 +87,7 @@ def as_chat(likely: Sequence[Likely], spell: Spell) -> list[dict[str, Any]]:
 
 
 def as_text(likely: Sequence[Likely], spell: Spell, offset: int = 0) -> dict[str, Any]:
-    """As completions of a text have it; offset: characters of the answer before these."""
+    """Return `logprobs` of a text completion; `offset` is the number of the answer's characters before these tokens."""
     tokens = [spell(each.id) for each in likely]
     starts = [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))]
     return {

@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them: what was wanted, what was found, what to do. Never where they were raised."""
+"""API errors in OpenAI's format. Messages say what was wanted, what was found, what to do; they hold no traceback."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ ERROR_TYPES: tuple[tuple[int, str], ...] = (
     (404, "not_found_error"),
     (429, "rate_limit_error"),
 )
-"""OpenAI's words for statuses; for others below 500 it is "invalid_request_error"."""
+"""OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
 
 
 class APIError(Exception):
-    """A request that is not answered: the HTTP status and what is said. param: the field that is meant.
+    """An error that becomes the HTTP response to a request.
 
-    retry_s: seconds after which it may be tried again.
+    Args:
+        status: The HTTP status.
+        message: The text for the client.
+        code: A machine-readable code.
+        param: The field of the request that is wrong.
+        retry_s: Seconds after which the client may retry; sent as Retry-After.
     """
 
     def __init__(
@@ -34,27 +39,27 @@ class APIError(Exception):
 
     @property
     def kind(self) -> str:
-        """What OpenAI calls errors of this status."""
+        """OpenAI's error type for this status."""
         if self.status >= 500:
             return "server_error"
         return dict(ERROR_TYPES).get(self.status, "invalid_request_error")
 
     def as_dict(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """Return the error object that OpenAI's clients expect."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def body(self) -> bytes:
-        """The same as JSON."""
+        """Return the error object as JSON."""
         return json.dumps(self.as_dict()).encode()
 
     def headers(self) -> dict[str, str]:
-        """That say when to come again, and how to show a key."""
+        """Return the extra response headers: Retry-After, and WWW-Authenticate for status 401."""
         after = {} if self.retry_s is None else {"retry-after": str(max(1, round(self.retry_s)))}
         return {**after, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
 
 
 def refusal_of(error: BaseException) -> APIError:
-    """What a client is told of an error; what it cannot help is logged here, and not told."""
+    """Convert an exception into an APIError; errors that are not the client's fault are logged and not disclosed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, PMLError):
@@ -73,7 +78,7 @@ def refusal_of(error: BaseException) -> APIError:
 
 
 def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """What is wrong with a request that does not have the form it should have."""
+    """Convert the first of pydantic's validation errors into an APIError."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     name = ".".join(place)
@@ -89,7 +94,7 @@ def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
 
 
 def _without_folder(error: PMLError) -> str:
-    """What it says; of a schema that came from a file of this machine, without where that lies."""
+    """Return the message with the schema's file name only, so that no path of this machine is disclosed."""
     return str(PMLError(error.found, error.wanted, PurePath(error.file).name, error.line, error.column))
 
 

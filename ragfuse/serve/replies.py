@@ -1,4 +1,4 @@
-"""Answers as OpenAI writes them: whole, or chunk by chunk as server-sent events. The trace is the field `ragfuse`."""
+"""Answers in OpenAI's format: whole, or as server-sent events. The field `ragfuse` holds the trace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,18 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class ResponseWriter:
-    """How the answers to one request are written. spell: the text of one token."""
+    """Formats the answers to one request.
+
+    Args:
+        model: Name of the model, as clients see it.
+        is_chat: Whether it answers `/v1/chat/completions`; else `/v1/completions`.
+        fingerprint: OpenAI's `system_fingerprint`.
+        spell: Returns the text of one token id.
+        wants_logprobs: Whether whole answers include log probabilities.
+        with_usage: Whether a stream ends with an event that holds the usage.
+        id: Id of the response.
+        created: Unix time in seconds.
+    """
 
     model: str
     is_chat: bool
@@ -32,7 +43,7 @@ class ResponseWriter:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, written: Sequence[Completed], likely: dict[int, list[Likely]]) -> Json:
-        """All answers at once; likely: of each answer, by index."""
+        """Return the response with all answers; `likely` holds the tokens' log probabilities by answer index."""
         choices = [self._choice(each, likely.get(each.index, [])) for each in written]
         told = [self.trace(each.answer) for each in written]
         kind = "chat.completion" if self.is_chat else "text_completion"
@@ -40,7 +51,7 @@ class ResponseWriter:
         return {**self._head(kind), "choices": choices, "usage": usage, "ragfuse": told[0] if len(told) == 1 else told}
 
     async def events(self, items: AsyncIterator[TextDelta | Completed]) -> AsyncIterator[bytes]:
-        """The same as events, the last one [DONE]; what goes wrong on the way is an event, too, and the last one."""
+        """Yield the answers as server-sent events; the last event is [DONE], or the error that ended the stream."""
         answers: list[Answer] = []
         begun: set[int] = set()
         offsets: dict[int, int] = {}
@@ -61,7 +72,7 @@ class ResponseWriter:
         yield DONE
 
     def trace(self, answer: Answer) -> Json:
-        """What the answer reused and why, without the many rows."""
+        """Return the answer's trace without `recomputed_rows`, which may be thousands of numbers."""
         told = answer.trace.as_dict()
         del told["recomputed_rows"]
         return told
@@ -134,7 +145,7 @@ class ResponseWriter:
 
 
 def usage_of(answers: Sequence[Answer]) -> Json:
-    """Tokens; cached: taken from the store as they were. A prompt that has several answers counts for each."""
+    """Return OpenAI's usage; `cached_tokens` are those reused without recompute. A prompt counts once per answer."""
     prompt, written = sum(a.trace.tokens for a in answers), sum(len(a.token_ids) for a in answers)
     return {
         "prompt_tokens": prompt,
@@ -145,7 +156,7 @@ def usage_of(answers: Sequence[Answer]) -> Json:
 
 
 def _reason(written: Completed) -> str:
-    """Why it ended; an answer whose time was over is one that was cut off."""
+    """Return the finish reason; "length" for an answer that its deadline cut off."""
     reason = written.answer.finish_reason
     return "length" if written.is_late and reason == "stop" else reason
 

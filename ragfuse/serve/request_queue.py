@@ -1,13 +1,12 @@
-"""Requests that wait for their turn: bounded, fair among tenants, and known before they run.
+"""A bounded queue of requests that is fair among tenants and can be inspected.
 
-A queue of values: nothing here computes, reads a file or a clock (which is passed in). Whoever runs jobs takes them,
-from as many threads as it likes, and says when each is done. What waits, and in which order, is what look-ahead
-prefetching and eviction go by (`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
+It only holds values: it runs nothing, and gets its clock as an argument. Any number of threads may take jobs; each
+reports when its job is done. Look-ahead prefetching and eviction use the order of the waiting jobs
+(`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
 
-Tenants take turns: the next job is the first one of the tenant that was served longest ago, so that a new tenant's
-first job waits for at most one job of each other tenant, however many one of them has sent. Among a tenant's own jobs
-the order is that of arrival, but a job waits for the one of its conversation that runs: each turn goes on from what the
-one before it left.
+The next job is the first one of the tenant that was served longest ago, so that a new tenant's first job waits for at
+most one job of each other tenant, however many one of them has sent. A tenant's own jobs run in order of arrival, but a
+job waits while another one of its conversation runs: each turn continues from the history that the turn before it left.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ragfuse.errors import BusyError
 
 T = TypeVar("T")
 _PACE_WEIGHT = 0.2
-"""Of the latest job, in the mean time between two that are done."""
+"""Weight of the latest job in the moving average of the seconds between two finished jobs."""
 _UNKNOWN_PACE_S = 1.0
 
 
@@ -47,11 +46,14 @@ class Job(Generic[T]):
 
 
 class JobQueue(Generic[T]):
-    """Jobs by tenant, taken in turns; every method may be called from any thread, and only `take` waits.
+    """A queue of jobs by tenant. Thread-safe; only `take` blocks.
 
-    most: jobs that wait at once; most_each: of one tenant (all of them unless given). clock: seconds, never backwards.
-    notify: called, in the thread that did it, after a job came or the queue was closed; an asyncio server gives
-    `lambda: loop.call_soon_threadsafe(event.set)` and takes with `take(0)`.
+    Args:
+        most: Jobs that wait at once, at most.
+        clock: A monotonic clock, in seconds.
+        most_each: Waiting jobs of one tenant, at most; None: `most`.
+        notify: Called after a job was added or the queue was closed, in the thread that did it. An asyncio server gives
+            `lambda: loop.call_soon_threadsafe(event.set)` and takes jobs with `take(0)`.
     """
 
     def __init__(
@@ -159,17 +161,17 @@ class JobQueue(Generic[T]):
             return tuple(job.conversation for job in islice(self._in_turns(), window))
 
     def wait_s(self) -> float:
-        """Seconds until what waits now is done, by how often jobs were done lately; 0 where there is room now."""
+        """Return the estimated seconds until all waiting jobs are done, at the recent pace; 0 while there is room."""
         with self._changed:
             return self._done_in_s(self._waiting) if self._waiting >= self._most else 0.0
 
     def backlog_s(self) -> float:
-        """Seconds until what waits now is done, whether there is room or not; a second at least."""
+        """Return the same estimate whether there is room or not; at least one second."""
         with self._changed:
             return self._done_in_s(self._waiting)
 
     def close(self) -> tuple[Job[T], ...]:
-        """Take no more; those that wait leave the queue and are given back. Whoever waits in `take` gets None."""
+        """Close the queue: return the waiting jobs and remove them; calls that block in `take` return None."""
         with self._changed:
             self._closed = True
             left = tuple(self._in_turns())
@@ -193,11 +195,11 @@ class JobQueue(Generic[T]):
         raise BusyError(f"Wanted room for a request, but {found}, of at most {limit}. Retry in {wait_s:.0f} s.", wait_s)
 
     def _done_in_s(self, n: int) -> float:
-        """Seconds that `n` jobs take, at least one: who comes when there is room for one finds others there again."""
+        """Return the estimated seconds for `n` jobs, at least one second, so that clients do not retry all at once."""
         return max(n * (_UNKNOWN_PACE_S if self._pace_s is None else self._pace_s), 1.0)
 
     def _next(self) -> Job[T] | None:
-        """Of the tenant served longest ago that has one: its first job whose conversation has no other job running."""
+        """Return the next job that may run, by tenant served longest ago; a conversation runs one job at a time."""
         for jobs in self._tenants.values():
             for job in jobs.values():
                 if (job.tenant, job.conversation) not in self._talking:

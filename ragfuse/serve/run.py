@@ -20,15 +20,20 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought, Trace
 
 HARD_S = 5.0
-"""Seconds that an answer may take to end after its deadline."""
+"""Seconds after its deadline at which an answer that has not ended fails."""
 
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """One answer that is wanted; noted: where the probabilities of its tokens are, if they are wanted.
+    """A request for one answer.
 
-    echo: the prompt is said first, as this text, or as its tokens read where it is ""; None: it is not said. n_top:
-    with how likely its tokens are, and so many others beside each. writes: False where nothing is wanted behind it.
+    Args:
+        question: The prompt.
+        ask: How to answer it.
+        noted: Records the tokens' log probabilities; None: not wanted.
+        echo: Text of the prompt to repeat before the answer; "": decode it from the token ids; None: no echo.
+        n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not score it.
+        writes: Whether to generate an answer; False for scoring a prompt only.
     """
 
     question: Question
@@ -39,7 +44,7 @@ class AnswerRequest:
     writes: bool = True
 
     def likely(self, answer: Answer | None = None) -> list[Likely]:
-        """The tokens that came since the last time; with an answer, all that are left."""
+        """Return the log probabilities since the last call; given the finished answer, all that are left."""
         if self.noted is not None and answer is not None:
             self.noted.end(answer.token_ids)
         return self.noted.take() if self.noted is not None else []
@@ -47,7 +52,14 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A piece of the text of one answer; likely: of tokens that are known by now; reasoning: a piece of thought."""
+    """A streamed piece of one answer.
+
+    Args:
+        index: The answer's index in the request.
+        text: A piece of its text.
+        likely: Log probabilities of tokens recorded since the last piece.
+        reasoning: A piece of the model's reasoning.
+    """
 
     index: int
     text: str
@@ -57,9 +69,15 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Completed:
-    """A whole answer. rest: of its text, what was not said. is_late: its time was over before it ended by itself.
+    """A finished answer.
 
-    echo: the prompt, where it is said before the answer.
+    Args:
+        index: The answer's index in the request.
+        answer: The whole answer.
+        rest: The part of its text that was not streamed yet.
+        likely: Log probabilities not streamed yet.
+        is_late: Whether its deadline cut it off.
+        echo: The prompt, if it is repeated before the answer.
     """
 
     index: int
@@ -71,9 +89,14 @@ class Completed:
 
 
 class AnswerRun:
-    """Writes the answers to some wishes, beginning at once; `done` is called when the last one is written or given up.
+    """Generates the answers of one request in a background task, started at once.
 
-    due_s: on the event loop's clock. Then what is written so far is the answer; what has not begun is a Refusal (504).
+    Args:
+        wishes: The answers to generate, one after the other.
+        engine: The tenant's engine.
+        due_s: The deadline on the event loop's clock, in seconds. A running answer ends there with the text so far; an
+            answer that has not begun fails with APIError (504).
+        done: Called when the last answer has ended or was given up.
     """
 
     def __init__(
@@ -152,32 +175,38 @@ class AnswerRun:
             await asyncio.to_thread(stream.close)
 
     def _check(self) -> None:
-        """Refusal where nothing more is wanted of it."""
+        """Raise APIError where the run was cancelled or is past its deadline."""
         if self._is_over or self._is_late:
             raise _given_up() if self._is_over else _late()
 
     def _give_up(self) -> None:
-        """Its reader waits no more; the turn ends when the writing does."""
+        """Give the reader an error now and cancel; the request's turn ends when the generation has."""
         self._items.put_nowait(_late())
         self.cancel()
 
 
 @dataclass(frozen=True)
 class Echo:
-    """What is said of a prompt before its answer."""
+    """A prompt repeated before its answer, with its log probabilities."""
 
     text: str
     likely: Sequence[Likely]
     n_tokens: int = 0
 
     def answer(self, engine: Engine) -> Answer:
-        """An answer of no tokens."""
+        """Return an answer of no tokens, for a request that only scores its prompt."""
         trace = Trace(engine.model.name, tokens=self.n_tokens, tokens_fresh=self.n_tokens)
         return Answer("", (), "length", trace)
 
 
 def echoed(engine: Engine, wish: AnswerRequest, check: Callable[[], object]) -> Echo:
-    """A prompt's text, and how likely its tokens are where that is wanted, by a forward of its own."""
+    """Return a prompt's text, with log probabilities from a separate forward pass if wanted.
+
+    Args:
+        engine: The tenant's engine.
+        wish: The request.
+        check: Called now and then while scoring; raises to stop it.
+    """
     question: Any = wish.question
     ids = engine.ids(question)
     if wish.echo is None:

@@ -1,7 +1,7 @@
-"""The routes of schemas: what prompts in PML take modules from, by tenant; registered, listed, shown, removed.
+"""Routes that register, list, show and remove a tenant's schemas (the PML documents that define prompt modules).
 
-Schemas come as text and are kept as text: no name of them is ever taken for a file of this machine, and none of another
-tenant is told.
+Schemas are received and stored as text: a schema's name is never used as a path on this machine, and a tenant sees
+only its own schemas.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
 
 LONGEST_NAME = 256
-"""Characters of a schema's name."""
+"""Most characters of a schema's name."""
 
 
 def schema_routes(service: Service) -> APIRouter:
-    """All of them."""
+    """Return the router of all schema routes."""
     routes = APIRouter(prefix="/v1/ragfuse/schemas", route_class=BodyRoute)
 
     @routes.post("")
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
-        """Register a schema and encode what is not kept yet of its modules, when the request's turn comes."""
+        """Register a schema, and compute the KV of its modules that is not stored yet. Waits in the request queue."""
         most = service.settings.serve_schemas
         work = service.work(_tenant(request), lambda engine, check: _register(engine, _checked(body.pml), most, check))
         found = await unless_gone(request.receive, work)
@@ -39,19 +39,19 @@ def schema_routes(service: Service) -> APIRouter:
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
-        """The schemas of the asker's tenant."""
+        """List the schemas of the client's tenant."""
         found = await unless_gone(request.receive, service.look(_tenant(request), lambda engine: engine.schemas.ls()))
         told = [{"name": i.name, "modules": i.modules, "scaffolds": i.scaffolds, "added": int(i.added)} for i in found]
         return {"object": "list", "data": [{"object": "ragfuse.schema", **each} for each in told]}
 
     @routes.get("/{name:path}")
     async def show(request: Request, name: str) -> dict[str, Any]:
-        """A schema's text, and where everything in it stands for the model."""
+        """Show a schema's text, and the positions of its modules."""
         return await unless_gone(request.receive, service.look(_tenant(request), lambda engine: _shown(engine, name)))
 
     @routes.delete("/{name:path}")
     async def remove(request: Request, name: str) -> dict[str, Any]:
-        """Forget a schema, and the KV that no other one of the tenant has."""
+        """Remove a schema, and its KV unless another schema of the tenant uses it."""
         work = service.look(_tenant(request), lambda engine: _removed(engine, name))
         nbytes = await unless_gone(request.receive, work)
         return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
@@ -60,7 +60,7 @@ def schema_routes(service: Service) -> APIRouter:
 
 
 def _checked(pml: str) -> str:
-    """The text of a schema whose name can stand in a path."""
+    """Return the schema's text; APIError (400) where its name cannot be part of a URL path."""
     text = pml.removeprefix("\ufeff")
     name = parse_schema(text).name
     if len(name) > LONGEST_NAME or not name.isprintable() or not name.strip("./ "):

@@ -1,4 +1,4 @@
-"""What a server counts of its requests, for Prometheus, beside what its engines count; what a tenant's store holds."""
+"""Prometheus metrics of the server's requests and of each tenant's engine, and the summary of a tenant's store."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ PATHS = (
     "/health",
     "/metrics",
 )
-"""Paths that are counted by their name; all others together."""
+"""Paths that are counted by name; all others are counted together as "other"."""
 
 
 class Queued(Protocol):
-    """Who waits and who is answered."""
+    """An object that knows how many requests wait and run."""
 
     @property
     def jobs(self) -> Any:
-        """A queue with a length and `running`."""
+        """A queue: its length is the number of waiting requests, `running` the number of running ones."""
         ...
 
 
 class ServerCounts:
-    """Requests by path and status, how many wait and are answered, and each tenant's engine's own counts, which nobody
-    else is told. Thread-safe."""
+    """The metrics of a server: requests by path and status, waiting and running requests, and each tenant's engine.
+
+    A tenant sees the metrics of its own engine only. Thread-safe.
+    """
 
     def __init__(self, turnstile: Queued) -> None:
         from prometheus_client import CollectorRegistry
@@ -47,13 +49,20 @@ class ServerCounts:
         self._registry.register(self)
 
     def asked(self, path: str, status: int) -> None:
-        """One request more."""
+        """Count one request."""
         with self._lock:
             self._asked[_counted(path), str(status)] += 1
 
     def show(self, engine: Engine, salt: str, name: str, keeper: QuotaKeeper, shares: bool = False) -> None:
-        """Show an engine's counts, and what its tenant keeps, under this name to the tenant of this salt, until it is
-        closed. shares: with other tenants of this server."""
+        """Add the metrics of a tenant's engine and of its quota, visible to that tenant until the engine is closed.
+
+        Args:
+            engine: The tenant's engine.
+            salt: The tenant's salt.
+            name: Value of the label "engine".
+            keeper: Keeps the tenant within its quota.
+            shares: Whether other tenants use the same slow tiers, whose totals are then not shown.
+        """
         from prometheus_client import CollectorRegistry
 
         with self._lock:
@@ -62,7 +71,7 @@ class ServerCounts:
         registry.register(_OfTenant(keeper, name))
 
     def text(self, salt: str) -> bytes:
-        """What the tenant of this salt may know, as Prometheus reads it."""
+        """Return the metrics that the tenant of this salt may see, in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         with self._lock:
@@ -70,11 +79,11 @@ class ServerCounts:
         return generate_latest(self._registry) + (generate_latest(own) if own is not None else b"")
 
     def describe(self) -> Iterable[Any]:
-        """What will come."""
+        """Return the metric families, for Prometheus' registry."""
         return self.collect()
 
     def collect(self) -> Iterator[Any]:
-        """Everything, as it is now."""
+        """Yield the metric families with their current values."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
@@ -89,17 +98,17 @@ class ServerCounts:
 
 
 class _OfTenant:
-    """What a tenant keeps, as it was counted last, and what it may keep."""
+    """The metrics of a tenant's quota: its use as last counted, its limits, its evictions."""
 
     def __init__(self, keeper: QuotaKeeper, name: str) -> None:
         self._keeper, self._name = keeper, name
 
     def describe(self) -> Iterable[Any]:
-        """What will come."""
+        """Return the metric families, for Prometheus' registry."""
         return self.collect()
 
     def collect(self) -> Iterator[Any]:
-        """Everything, as it is now."""
+        """Yield the metric families with their current values."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         use, engine = self._keeper.use, [self._name]
@@ -125,13 +134,13 @@ class _OfTenant:
 
 
 def _counted(path: str) -> str:
-    """The path that a request is counted under: that of one schema as that of all."""
+    """Return the path to count a request under; paths of single schemas count as `SCHEMAS`."""
     path = SCHEMAS if path.startswith(f"{SCHEMAS}/") else path
     return path if path in PATHS else "other"
 
 
 def store_of(engine: Engine) -> dict[str, Any]:
-    """What one tenant's entries come to, by tier, and what its engine met; nothing of other tenants."""
+    """Return the body of `/v1/ragfuse/store`: one tenant's entries by tier, and the tokens its engine counted."""
     mine: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
     for entry in engine.store.entries():
         if entry.key.model == engine.digest:

@@ -1,6 +1,7 @@
-"""Threads of a server by what they do, so that work of one kind never waits behind another kind's.
+"""A server's thread pools, one for each kind of work, so that one kind never waits for another.
 
-What is proportional to a request runs in its turn or one by one; what tells whether the server lives waits for neither.
+Work whose cost grows with a request runs when the request is admitted, or one at a time; health checks wait for
+neither.
 """
 
 from __future__ import annotations
@@ -18,20 +19,27 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 N_PLANNING = 1
-"""Requests at once that are planned: this is Python, of which one thread runs at a time, and more only wait longer."""
+"""Requests planned at once: planning is Python code, which runs one thread at a time, so more threads gain nothing."""
 N_LOOKUPS = 2
-"""Requests at once that look at what is stored."""
+"""Requests at once that look up entries in the store."""
 LITTLE, LATER = 5, 10
-"""How much later threads come to run that write answers, and those that work beside them, as `nice` counts it."""
+"""`nice` values of threads that generate answers, and of all other worker threads."""
 
 
 class Threads:
-    """Executors of one server.
+    """The executors of one server.
 
-    control: for whoever watches over it. intake: bodies, one at a time, so that little of the interpreter's time goes
-    to them while others are answered. ahead: what requests that wait will read. planning: what a request asks for and
-    what would be computed for it. upkeep: quotas. lookups: what is stored. turns: for requests whose turn it is, two
-    each, for writing and for what is left of the one before.
+    Args:
+        together: Requests that run at once.
+
+    Attributes:
+        control: Monitoring, such as metrics.
+        intake: Parsing of bodies, one at a time, so that it takes little interpreter time from running answers.
+        ahead: Look-ahead: what waiting requests will read.
+        planning: Conversion of requests, and plans for `/v1/ragfuse/explain`.
+        upkeep: Tenants' quotas.
+        lookups: Lookups in the store.
+        turns: Running requests, two threads each: one to generate, one to finish the request before.
     """
 
     def __init__(self, together: int) -> None:
@@ -44,11 +52,11 @@ class Threads:
         self.turns = _named("turns", 2 * together + 2, partial(_yield, LITTLE))
 
     async def run(self, where: ThreadPoolExecutor, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a call comes to on one of these; cancelled before it has begun, it never does."""
+        """Return the result of a call on one of these executors; a call cancelled before it begins never runs."""
         return await asyncio.get_running_loop().run_in_executor(where, partial(do, *args, **kwargs))
 
     def close(self) -> None:
-        """Begin nothing more; what runs ends by itself."""
+        """Start no more calls; running calls end by themselves."""
         for each in (self.intake, self.ahead, self.upkeep, self.planning, self.lookups, self.turns, self.control):
             each.shutdown(wait=False, cancel_futures=True)
 
@@ -58,8 +66,10 @@ def _named(what: str, n: int, begin: Callable[[], object] | None = None) -> Thre
 
 
 def _yield(later: int = LATER) -> None:
-    """Let this thread run after others where there are more than the machine has cores: what waits for it can wait, and
-    the event loop cannot. So do the threads that it computes with. Linux alone has that for a thread."""
+    """Lower this thread's priority, and that of threads it starts, so that the event loop runs first on a busy machine.
+
+    Only Linux has priorities for single threads; elsewhere nothing happens.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), later)

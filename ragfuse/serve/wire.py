@@ -1,7 +1,7 @@
-"""HTTP/1.1 as uvicorn reads it, but stricter, and with an end: nobody holds a connection by sending slowly.
+"""uvicorn's HTTP/1.1 connections with stricter parsing, limits on their number, and a timeout for slow senders.
 
-A request that two programs may read in two ways is refused: a proxy before this server and the server itself have to
-agree where a request ends, or one user's request becomes the beginning of another's.
+Ambiguous requests are refused: a proxy and this server must agree where a request ends, or part of one user's request
+is read as the beginning of another's (request smuggling).
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ragfuse.serve.refusals import APIError
 
 _BARE = re.compile(rb"(?<!\r)\n")
-"""The end of a line as some programs take one, and others do not."""
+"""LF without CR: some programs take it for the end of a line, others do not."""
 _HEAD_END = b"\r\n\r\n"
 _IPV6_NETWORK = 64
-"""Bits of an IPv6 address that one household or machine has: it has all addresses that begin so."""
+"""Prefix length in bits of the IPv6 network that one household or machine usually owns."""
 
 
 class Connections:
-    """All connections of a server, the oldest first. All of it runs on one event loop.
+    """All connections of a server, oldest first. Use it from one event loop only.
 
-    most, most_each: of all addresses, and of one. Where there are more, the oldest that asks nothing is let go; where
-    each asks something, the new one is told to come later.
+    At the limit, the oldest idle connection is closed. Where none is idle, requests over the new one are refused.
+
+    Args:
+        most: Connections of all addresses together, at most.
+        most_each: Connections of one address, at most.
     """
 
     def __init__(self, most: int, most_each: int) -> None:
@@ -42,7 +45,10 @@ class Connections:
         return len(self._all)
 
     def enter(self, wire: Wire, address: str) -> bool:
-        """Count a new one; whether there is room for what it will ask. False twice over, and it is cut off."""
+        """Add a new connection; return whether its requests may be answered.
+
+        At twice a limit the connection is aborted.
+        """
         mine = self._by_address.setdefault(address, {})
         is_crowded = False
         for those, most in ((mine, self._most_each), (self._all, self._most)):
@@ -55,7 +61,7 @@ class Connections:
         return not is_crowded
 
     def leave(self, wire: Wire) -> None:
-        """It is closed; once is enough."""
+        """Remove a closed connection; further calls do nothing."""
         address = self._all.pop(wire, None)
         if address is not None:
             mine = self._by_address[address]
@@ -64,7 +70,7 @@ class Connections:
                 del self._by_address[address]
 
     def _let_go(self, those: Iterable[Wire]) -> bool:
-        """Close the oldest that asks nothing; whether there was one."""
+        """Close the oldest idle connection; return whether there was one."""
         oldest = next((wire for wire in those if wire.is_idle), None)
         if oldest is not None:
             self.leave(oldest)
@@ -73,10 +79,10 @@ class Connections:
 
 
 class StrictLines(ReceiveBuffer):
-    """What came over a connection, as h11 reads it; lines of heads and trailers end in CR and LF, both of them."""
+    """h11's receive buffer, which also refuses lines of heads and trailers that do not end in CR LF."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """The lines up to the first empty one, None where that has not come yet."""
+        """Return the lines up to the first empty one; None where that has not come yet."""
         seen = max(0, self._multiple_lines_search - len(_HEAD_END))
         end = self._data.find(_HEAD_END, seen)
         if _BARE.search(self._data, seen, len(self._data) if end < 0 else end):
@@ -85,7 +91,7 @@ class StrictLines(ReceiveBuffer):
 
 
 class Wire(H11Protocol):
-    """One connection. Who has begun nothing, or begun a head and not ended it, is let go after `patience_s`."""
+    """One connection. It is closed after `patience_s` seconds in which no complete request head arrived."""
 
     patience_s = 20.0
     among: Connections
@@ -97,29 +103,29 @@ class Wire(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of it is being answered."""
+        """Whether none of its requests is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The time begins."""
+        """Add the connection to `among`, and start its timer."""
         super().connection_made(transport)
         if not self.among.enter(self, network_of(self.client[0] if self.client else "")):
             self.app_state = {**self.app_state, "is_crowded": True}
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """A head is whole, or its time goes on."""
+        """Parse the data; stop the timer once a request head is complete."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """No time matters any more."""
+        """Stop the timer, and remove the connection from `among`."""
         self._unwatch()
         self.among.leave(self)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Tell what is no HTTP so, unless an answer is on its way; nothing more is read either way."""
+        """Answer data that is not HTTP with an error, unless a response has begun; close the connection either way."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             told = APIError(400, "Wanted a request of HTTP/1.1, found something else. Mend the client.", "http")
             self.transport.write(_whole(told, "Bad Request"))
@@ -144,7 +150,7 @@ class Wire(H11Protocol):
 
 
 def network_of(host: str) -> str:
-    """Who is counted as one: an IPv4 address, the network of an IPv6 address; a name as it is."""
+    """Return the unit that connections are limited by: an IPv4 address, an IPv6 /64 network, or a name as it is."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -156,7 +162,7 @@ def network_of(host: str) -> str:
 
 
 def _whole(refusal: APIError, reason: str) -> bytes:
-    """A response without a request."""
+    """Return the bytes of a whole error response, for a connection without a readable request."""
     body = json.dumps(refusal.as_dict()).encode()
     head = f"HTTP/1.1 {refusal.status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

@@ -1,4 +1,4 @@
-"""A request as the engine takes it: a question with its documents as chunks, and an `Ask`."""
+"""Conversion of request bodies into what the engine takes: a question with its documents as chunks, and an `Ask`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,20 @@ from ragfuse.types.grammar import Grammar
 
 Parts = list[str | Piece]
 COOL = 1e-3
-"""A temperature below which nothing is drawn: dividing by it would leave no number."""
+"""Temperatures below this mean greedy decoding: dividing logits by them would overflow."""
 
 
 def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None = None) -> list[AnswerRequest]:
-    """One wish for each answer that is wanted to the messages; template: the model's, where it is told something."""
+    """Convert a chat request into `n` answer requests, one for each answer that it asks for.
+
+    Args:
+        request: The body of `/v1/chat/completions`.
+        tenant: Salt of the tenant.
+        template: The model's chat template, which decides what `chat_template_kwargs` may hold.
+
+    Raises:
+        APIError: Fields contradict each other, or cannot be honoured (400).
+    """
     question = question_of(request.pml, request.messages, request.documents or ())
     noted = request.top_logprobs or 0 if request.logprobs else None
     if request.top_logprobs and not request.logprobs:
@@ -56,9 +65,16 @@ def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None
 
 
 def text_wishes(request: TextRequest, tenant: str, mark: Any, n_tokens: int | None = None) -> list[AnswerRequest]:
-    """One wish for each continuation of each prompt; mark: (text, source) -> the text marked as a chunk.
+    """Convert a text request into answer requests: `n` for each of its prompts.
 
-    n_tokens: ids that the model has, None where that is not known.
+    Args:
+        request: The body of `/v1/completions`.
+        tenant: Salt of the tenant.
+        mark: (text, source) -> the text marked as a chunk.
+        n_tokens: Token ids in the model's vocabulary; None: unknown, so ids are not checked.
+
+    Raises:
+        APIError: Fields contradict each other, or cannot be honoured (400).
     """
     ask = replace(ask_of(request, tenant), max_tokens=request.max_tokens or None)
     wishes = []
@@ -77,12 +93,12 @@ def text_wishes(request: TextRequest, tenant: str, mark: Any, n_tokens: int | No
 
 
 def _prompts(given: Any) -> list[str | list[int]]:
-    """One prompt or several, as a list."""
+    """Return one prompt or several as a list."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 def ids_of(ids: Sequence[int], pml: str | None, documents: Sequence[str | Document], n_tokens: int | None) -> list[int]:
-    """A prompt of token ids; Refusal for one that is none of this model, or cannot have what was asked beside it."""
+    """Return a prompt of token ids; APIError for ids outside the vocabulary, or beside PML or documents."""
     if pml is not None or documents:
         name = "pml" if pml is not None else "documents"
         raise APIError(400, f"A prompt of token ids stands alone; leave out {name}, or send a text.", "unusable", name)
@@ -94,7 +110,7 @@ def ids_of(ids: Sequence[int], pml: str | None, documents: Sequence[str | Docume
 
 
 def _wish(question: Any, ask: Ask, number: int, n_top: int | None) -> AnswerRequest:
-    """The wish for one of several answers, each with a seed of its own."""
+    """Return the request for answer `number` of several; each has its own seed."""
     ask = replace(ask, seed=ask.seed + number if ask.seed is not None else None)
     if n_top is None:
         return AnswerRequest(question, ask)
@@ -103,7 +119,7 @@ def _wish(question: Any, ask: Ask, number: int, n_top: int | None) -> AnswerRequ
 
 
 def told_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> dict[str, Any]:
-    """What the chat template is told besides; Refusal for what it does not read, which would change nothing."""
+    """Return the extra variables for the chat template; APIError for one that the template never reads."""
     told, fields = dict(request.chat_template_kwargs or {}), dict.fromkeys(request.chat_template_kwargs or (), KWARGS)
     for name in ("enable_thinking", "reasoning_effort", "verbosity"):
         if (value := getattr(request, name)) is None:
@@ -161,7 +177,7 @@ def goes_on(request: ChatRequest | ExplainRequest) -> bool:
 
 
 def ask_of(request: CompletionRequest, tenant: str) -> Ask:
-    """How the request wants its answers, without what only one kind of request has."""
+    """Return the `Ask` for the fields that chat and text requests share."""
     how, stop = request.ragfuse, request.stop
     ask = Ask(
         policy=how.policy,
@@ -182,7 +198,7 @@ def ask_of(request: CompletionRequest, tenant: str) -> Ask:
 
 
 def _check_ends(request: CompletionRequest, ask: Ask) -> None:
-    """Refusal for ends that nothing can hold together."""
+    """Raise APIError for fields that would end an answer in contradictory places."""
     least, most = request.min_tokens or 0, request.max_tokens or getattr(request, "max_completion_tokens", None)
     if most is not None and least > most:
         raise APIError(
@@ -197,12 +213,12 @@ def _check_ends(request: CompletionRequest, ask: Ask) -> None:
 
 
 def in_session(ask: Ask, session: str | None) -> Ask:
-    """The same as a turn of a conversation."""
+    """Return the `Ask` as a turn of a conversation; unchanged where `session` is None."""
     return ask if session is None else replace(ask, session=session)
 
 
 def _sampling(request: CompletionRequest) -> dict[str, Any]:
-    """Options of `generate`, and penalties; greedy unless there is a temperature."""
+    """Return the options of `generate`, penalties included; greedy decoding unless there is a temperature."""
     bias = {_token_id(id): value for id, value in (request.logit_bias or {}).items()}
     changes = {
         "presence_penalty": request.presence_penalty,
@@ -229,7 +245,10 @@ def _token_id(id: str) -> int:
 def question_of(
     pml: str | None, messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()
 ) -> list[ChatMessage] | PMLPrompt:
-    """Messages; behind a prompt in PML, where there is one: as the text that they hold, whatever that looks like."""
+    """Return the messages as a conversation, or a PML prompt with the messages appended as plain text.
+
+    Text in those messages that looks like PML is not parsed.
+    """
     if pml is None:
         return turns_of(messages, documents)
     found = _prompt(pml, documents)
@@ -241,7 +260,7 @@ def question_of(
 
 
 def text_of(pml: str | None, text: str, documents: Sequence[str | Document], mark: Any) -> str | PMLPrompt:
-    """A text to go on from, behind documents or behind a prompt in PML."""
+    """Return the text to continue, after its documents or after a PML prompt; APIError where it is empty."""
     if pml is not None:
         return _prompt(pml, documents).going_on(text)
     if found := f"{marked(documents, mark)}{text}":
@@ -260,7 +279,10 @@ def _plain(part: str | Piece) -> str:
 
 
 def turns_of(messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()) -> list[ChatMessage]:
-    """The messages, neighbours of one role as one, with the documents as chunks before the last question."""
+    """Return the conversation, with the documents as chunks before the last user message.
+
+    Consecutive messages of one role become one.
+    """
     try:
         turns = ChatMessage.conversation(map(_turn, messages))
     except InputError as error:
@@ -278,7 +300,7 @@ def _with_documents(turns: list[ChatMessage], documents: Sequence[str | Document
 
 
 def pieces_of(documents: Sequence[str | Document]) -> list[Piece]:
-    """Documents as chunks with exactly their boundaries: no mark in them counts."""
+    """Return one chunk per document; chunk marks inside a document's text are ignored. APIError for an empty one."""
     given = [Document(text=each) if isinstance(each, str) and each else each for each in documents]
     if not all(isinstance(each, Document) and each.text.strip() for each in given):
         raise APIError(400, "One of the documents is empty; leave it out.", "unusable", "documents")
@@ -290,7 +312,7 @@ def pieces_of(documents: Sequence[str | Document]) -> list[Piece]:
 
 
 def marked(documents: Sequence[str | Document], mark: Any) -> str:
-    """The same for a text without messages."""
+    """Return the documents as one text in which `mark` marks each as a chunk, for prompts without messages."""
     return "".join(f"{mark(piece.text, piece.source)}\n\n" for piece in pieces_of(documents))
 
 
@@ -340,7 +362,7 @@ def _piece(part: ContentPart, text: str) -> str | Piece:
 
 
 def _loaded(text: str) -> Any:
-    """What JSON text says; None where it is none."""
+    """Parse JSON text; None where it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -350,7 +372,13 @@ def _loaded(text: str) -> Any:
 def allowed_of(
     choice: str | Mapping[str, Any] | None, tools: list[dict[str, Any]]
 ) -> tuple[str | Mapping[str, Any] | None, list[dict[str, Any]]]:
-    """Choice and tools, of these those alone that OpenAI's `allowed_tools` names, and then its mode."""
+    """Resolve a `tool_choice` of type `allowed_tools`: return its mode, and only the tools that it names.
+
+    Any other choice is returned as it is, with all tools.
+
+    Raises:
+        APIError: It names an unknown tool, no tool, or an unknown mode (400).
+    """
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return choice, tools
     told = choice.get("allowed_tools", choice)
@@ -372,14 +400,18 @@ def allowed_of(
 
 
 def _named(tool: Any) -> Any:
-    """The name of a tool, as either of OpenAI's forms has it."""
+    """Return the name of a tool in either of OpenAI's forms: flat, or nested under "function"."""
     inner = tool.get("function") if isinstance(tool, Mapping) else None
     name = (inner if isinstance(inner, Mapping) else tool if isinstance(tool, Mapping) else {}).get("name")
     return name if isinstance(name, str) else repr(tool)
 
 
 def grammar_of(request: CompletionRequest) -> Grammar | None:
-    """What an answer must follow, by OpenAI's `response_format` or vLLM's words for it; Refusal for two of them."""
+    """Return the grammar of the answer, from OpenAI's `response_format` or one of vLLM's fields; None: free text.
+
+    Raises:
+        APIError: More than one of these fields is given, or its value cannot be used (400).
+    """
     held = {kind: value for kind, value in (request.structured_outputs or {}).items() if value is not None}
     if held and (len(held) > 1 or not held.keys() <= set(GRAMMARS)):
         raise APIError(
@@ -400,11 +432,11 @@ def grammar_of(request: CompletionRequest) -> Grammar | None:
 
 
 GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
-"""Forms of answers in vLLM's words."""
+"""Kinds of grammars under the names that vLLM's `structured_outputs` gives them."""
 
 
 def _grammar(name: str, kind: str, value: Any) -> Grammar:
-    """By a field of this name, which holds a form of this kind."""
+    """Build a grammar of this kind from a field's value; `name` is the field in error messages."""
     if kind == "json_object" and value is True:
         return Grammar.json(None)
     if kind == "json" and isinstance(value, str):
@@ -420,7 +452,7 @@ def _grammar(name: str, kind: str, value: Any) -> Grammar:
 
 
 def _form_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
-    """What OpenAI's `response_format` asks an answer to follow."""
+    """Return the grammar that OpenAI's `response_format` asks for; None for plain text."""
     kind = (response_format or {}).get("type", "text")
     if response_format is None or kind == "text":
         return None

@@ -1,12 +1,13 @@
-"""A set of chunks as one file: a plain tar of chunk files as the disk tier keeps them, and of known texts.
+"""The archive format: chunks, as the files of the disk tier, and known texts in one plain tar file.
 
     ragfuse-archive.json {"version": 1} · chunks/ab/<digest>.kv ... · texts/<number>.jsonl ... · the end mark of tar
 
-The format only: `bulk.py` decides which chunks, and where they come from or go. Any tar program can list one.
-A file that is read is not trusted: no member's name is used as a path, only plain members are looked at, no size is
-believed that the medium itself does not have, holes are passed over, and every byte of a chunk is under a checksum.
-Checksums find damage and not malice: who made an archive decides what a model will have read, so take archives only
-from people you trust.
+Any tar program can list an archive. `bulk.py` decides which chunks are exported and imported.
+
+A file that is read is not trusted: members' names are never used as paths, members that are not plain files are
+skipped, sizes are checked against the bytes that are on disk, holes are skipped, and every byte of a chunk has a
+checksum. Checksums detect damage but not malice: whoever made an archive decides what KV cache the model continues
+from, so import archives only from people you trust.
 """
 
 from __future__ import annotations
@@ -42,11 +43,21 @@ _MAX_TEXTS_NBYTES = 1 << 26
 _LINE = re.compile(rb"[^\n]+")
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _TEXT = re.compile(rf"\{{\s*+{_STRING}\s*+:\s*+{_STRING}\s*+(?:,\s*+{_STRING}\s*+:\s*+{_STRING}\s*+){{3}}\}}")
-"""A line of texts: an object of four texts. Others are not read, so that none makes millions of lists."""
+"""A line of a texts file: a JSON object of four strings.
+
+It is matched before parsing, because other JSON could fill the memory with millions of lists.
+"""
 
 
 class ArchivedText(NamedTuple):
-    """A known text of `model` (the digest in its key): its key as text, the text itself, and where it came from."""
+    """The text of a chunk.
+
+    Args:
+        model: Digest of the model, as in the key.
+        key: Key of the chunk, as a string.
+        text: The text.
+        source: Where the text came from.
+    """
 
     model: str
     key: str
@@ -56,14 +67,23 @@ class ArchivedText(NamedTuple):
 
 @dataclass(frozen=True)
 class ArchiveProblem:
-    """What of an archive cannot be read, and why."""
+    """A part of an archive that cannot be read, and the reason."""
 
     what: str
     why: str
 
 
 class ArchivedChunk:
-    """A chunk of an archive that is being read: what is said of it, and its layers. Only while the archive is open."""
+    """A chunk in an open archive: its key and description, and on demand its layers. Unusable once the file is closed.
+
+    Args:
+        file: The archive.
+        begin: Offset of the chunk in bytes.
+        nbytes: Size of the chunk in bytes.
+
+    Raises:
+        ValueError: There is no valid header at this offset, or it describes a chunk of another size.
+    """
 
     def __init__(self, file: BufferedReader, begin: int, nbytes: int) -> None:
         self._file, self._begin, self.nbytes = file, begin, nbytes
@@ -74,7 +94,11 @@ class ArchivedChunk:
         self.key, self.meta = self._header.key, self._header.meta
 
     def read(self) -> tuple[Tensor, ...]:
-        """All layers, uint8 [nbytes] each; ValueError if one is not what was written."""
+        """Return all layers, encoded, as uint8 `[nbytes]` each.
+
+        Raises:
+            ValueError: A layer is damaged or missing.
+        """
         begin, end = self._header.span(0, len(self.meta.layers))
         check_there(self._file.fileno(), self._begin + begin, self._begin + end)
         whole = torch.empty(end - begin, dtype=torch.uint8)
@@ -89,25 +113,31 @@ class ArchivedChunk:
 
 
 class ArchiveWriter:
-    """Writes members one after the other into an open file."""
+    """A writer of an archive's members, one after the other, into an open file."""
 
     def __init__(self, file: BufferedWriter) -> None:
         self._file, self._texts = file, 0
         self._member(_FIRST, [json.dumps({"version": FORMAT_VERSION}).encode()])
-        file.flush()  # from now on it is known for an archive, whatever becomes of it
+        file.flush()  # so that `_bury` recognizes the file as an archive if this process is killed
 
     def chunk(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> int:
-        """One entry; how many bytes it takes."""
+        """Write a chunk and return its bytes.
+
+        Args:
+            key: Key of the chunk.
+            meta: The description of the entry; missing checksums are added.
+            blobs: Its pieces, uint8 `[nbytes]` each.
+        """
         return self._member(str(chunk_path(Path(), key)), pieces(pack_header(key, meta.sealed(blobs)), blobs))
 
     def texts(self, texts: Sequence[ArchivedText]) -> None:
-        """Some known texts."""
+        """Write some texts as one member."""
         lines = "".join(json.dumps(text._asdict(), ensure_ascii=False) + "\n" for text in texts)
         self._member(f"texts/{self._texts:06d}.jsonl", [lines.encode(errors="replace")])
         self._texts += 1
 
     def end(self) -> None:
-        """The mark that an archive is whole."""
+        """Write the end mark, without which an archive counts as cut off."""
         self._file.write(bytes(2 * _BLOCK))
 
     def _member(self, name: str, parts: Iterable[bytes | memoryview]) -> int:
@@ -123,9 +153,15 @@ class ArchiveWriter:
 
 @contextmanager
 def new_archive(path: Path) -> Iterator[ArchiveWriter]:
-    """An archive that appears at `path` whole or not at all. StoreError if it cannot be written.
+    """Write an archive, which appears at `path` whole or not at all.
 
-    Ones that were begun in the same folder by processes that are gone are removed.
+    Partial archives that killed processes left in the same folder are removed.
+
+    Yields:
+        A writer for use within the `with` block.
+
+    Raises:
+        StoreError: The archive cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -133,14 +169,14 @@ def new_archive(path: Path) -> Iterator[ArchiveWriter]:
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(fd, "wb") as file:
-                with suppress(OSError):  # a medium without locks: then none is ever taken for abandoned
+                with suppress(OSError):  # without file locks, `_bury` removes nothing
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 writer = ArchiveWriter(file)
                 yield writer
                 writer.end()
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(partial, path)  # while the lock is held
+                os.replace(partial, path)  # while the lock is held, or `_bury` of another process could remove it
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
@@ -150,7 +186,7 @@ def new_archive(path: Path) -> Iterator[ArchiveWriter]:
 
 
 def _bury(folder: Path) -> None:
-    """Remove archives that were begun here by processes that are gone: nobody holds their lock."""
+    """Remove partial archives whose lock is free, because the process that wrote them is gone."""
     for path in folder.glob(".*.tmp"):
         with suppress(OSError):
             if not _is_partial(path.name) or not path.is_file() or path.is_symlink():
@@ -162,7 +198,7 @@ def _bury(folder: Path) -> None:
 
 
 def _is_partial(name: str) -> bool:
-    """Whether a file is called as those are that become archives: .NAME.PID.tmp."""
+    """Return whether a file has the name of a partial archive: .NAME.PID.tmp."""
     whole, _, pid = name.removesuffix(".tmp").rpartition(".")
     return name.endswith(".tmp") and len(whole) > 1 and whole[0] == "." and pid.isascii() and pid.isdecimal()
 
@@ -171,9 +207,17 @@ ArchiveItem = ArchivedChunk | list[ArchivedText] | ArchiveProblem
 
 
 def read_archive(path: Path, progress: Callable[[int, int], object] | None = None) -> Iterator[ArchiveItem]:
-    """What an archive holds, one after the other: chunks (bytes unread yet), texts, and what cannot be read.
+    """Read the members of an archive, one after the other.
 
-    StoreError if it is no archive at all. `progress` is told the bytes gone through, of how many.
+    Args:
+        path: The archive.
+        progress: Called after each member with the bytes read so far and the bytes in all.
+
+    Yields:
+        A chunk (its layers are read only on demand), a list of texts, or a part that cannot be read.
+
+    Raises:
+        StoreError: The file is not an archive of this version.
     """
     size = _size(path)
     with path.open("rb") as file:
@@ -196,11 +240,11 @@ def _size(path: Path) -> int:
 
 
 _Member = tuple[tarfile.TarInfo, int]
-"""A member's header, and where its bytes begin."""
+"""A member's header, and the offset of its bytes in the file."""
 
 
 def _members(file: BufferedReader, size: int) -> Iterator[_Member | ArchiveProblem]:
-    """Plain members that lie in the file as a whole. Behind a damaged one the next is looked for."""
+    """Yield the plain members that are complete. After a damaged header, search block by block for the next one."""
     at, was_good = 0, True
     while at + _BLOCK <= size:
         file.seek(at)
@@ -267,13 +311,13 @@ def _texts(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> list[Arch
 def _text(line: str) -> ArchivedText:
     found = _json(line) if _TEXT.fullmatch(line.strip()) else None
     if not isinstance(found, dict) or set(found) != set(ArchivedText._fields):
-        raise ValueError("a line of it is no text")
+        raise ValueError("one of its lines is not a text record")
     text = ArchivedText(**found)
     key = ChunkKey.parse(text.key)
     if not has_name(key) or str(key) != text.key:
-        raise ValueError("a line of it is no text")
+        raise ValueError("one of its lines is not a text record")
     if key.model != text.model:
-        raise ValueError("a text's key is another model's")
+        raise ValueError("a text's key belongs to another model")
     return text
 
 
@@ -290,5 +334,5 @@ def _json(text: str | bytes) -> object:
 
 
 def _shown(text: str) -> str:
-    """Foreign words, safe to print."""
+    """Return untrusted text in a form that is safe to print, 160 characters at most."""
     return "".join(char if char.isprintable() else "?" for char in text[:160])

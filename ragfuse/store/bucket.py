@@ -1,7 +1,8 @@
-"""A folder behind an fsspec URL: listed, read in ranges, written whole, deleted. What objects mean is told elsewhere.
+"""Requests to a folder behind an fsspec URL: list it, read ranges of objects, write whole objects, delete them.
 
-Every call ends in time and tries once. It raises FileNotFoundError for what is not there, ConnectionError or
-TimeoutError where nobody answers, PermissionError or another OSError where the answer is no.
+Every call ends within a time limit and, except for `Bucket.read`, is tried once. It raises FileNotFoundError if the
+object does not exist, ConnectionError or TimeoutError if the store does not answer, and PermissionError or another
+OSError if the store refuses. The objects' names and contents are defined in `names.py` and `chunkfile.py`.
 """
 
 from __future__ import annotations
@@ -42,52 +43,70 @@ TEMPORARY = ".tmp"
 _Found = TypeVar("_Found")
 _AT_ONCE = 32
 _SLOWEST_NBYTES_PER_S = 1e6
-_OPENING_S = 5.0  # finding credentials may mean asking the machine's own metadata service
+_OPENING_S = 5.0  # finding credentials may take a request to the machine's metadata service
 _LISTING_S = 600.0
 _LONGEST_S = 3600.0
 _LARGEST = 1 << 44
 _PIECE_NBYTES = 1 << 24
 _EMPTY = 1000
-"""Pages without an object that a listing may have in a row."""
+"""Most consecutive pages of a listing without an object; a listing with more is taken for endless."""
 _PAGES = 1 << 13
-"""Pages that a listing of an object store may have: of eight million objects."""
+"""Most pages of a listing of an object store: enough for eight million objects."""
 _UNREACHABLE = frozenset(
     {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT}
     | {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
-    | {errno.EBUSY, errno.EREMOTEIO, errno.EIO}  # what drivers make of "slow down" and of a store's own failure
+    | {errno.EBUSY, errno.EREMOTEIO, errno.EIO}  # drivers raise these for "slow down" and for a failure of the store
 )
 _CREDENTIALS = re.compile("Credential|Profile|Token")
 _MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
 class Object(NamedTuple):
-    """One object of a listing: its bytes, and when it was written, in seconds since the epoch."""
+    """One object of a listing: its size in bytes, and when it was written, in seconds since the epoch."""
 
     nbytes: int
     modified: float
 
 
 class Bucket:
-    """The folder at `url`. StoreError if it cannot be used as it is; `check` says whether somebody is there.
+    """A folder behind an fsspec URL. Call `check` to find out whether the store answers.
 
-    `timeout_s` is how long there may be silence; data may take longer, by a second for each megabyte. What is written
-    goes to this machine's own buffers first, so that over a slow link all of that may be silence. Object stores publish
-    a put at once; elsewhere a file is written under a temporary name and renamed. Every call is made within `guard`.
+    An object appears whole or not at all: object stores publish a put in one step; on other file systems it is written
+    under a temporary name and renamed.
+
+    Args:
+        url: The folder.
+        timeout_s: Seconds of silence after which a call fails; with data, one second more per megabyte. A write first
+            fills this machine's buffers, so over a slow link it may be silent for all of that time.
+        shared_with: Who else may use the folder of a file:// URL.
+
+    Attributes:
+        url: The URL without user and password, for messages.
+        guard: Makes the context manager in which every call runs.
+
+    Raises:
+        StoreError: The URL cannot be used.
     """
 
     def __init__(self, url: str, timeout_s: float, shared_with: SharedWith = "nobody") -> None:
-        self.url = without_user(url)  # this name is for people
+        self.url = without_user(url)
         self._s3: S3 | None = None
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self._given, self._timeout_s = url, timeout_s
         self._token, self._serial, self._pid = uuid4().hex, count(), 0
-        with suppress(*NO_ANSWER):  # some drivers connect when they are made; `check` will tell
+        with suppress(*NO_ANSWER):  # some drivers connect when they are created; `check` will raise the error
             self._open()
             if self._is_local:
                 self._make_folder(shared_with)
 
     def check(self, folder: str) -> dict[str, Object]:
-        """What is in `folder`. StoreError if nothing can ever be there; NO_ANSWER if nobody answers."""
+        """Connect to the store and return the objects in `folder` by name.
+
+        Raises:
+            StoreError: The folder can never be used: there is no such bucket, no access, or a file in its place.
+            ConnectionError: The store cannot be reached.
+            TimeoutError: The store does not answer.
+        """
         found: dict[str, Object] = {}
         try:
             if self._s3 is not None:
@@ -101,7 +120,7 @@ class Bucket:
         try:
             info = self._run(lambda: self._fs._info(self._root), extra_s=_OPENING_S)
         except FileNotFoundError:
-            return found  # an empty folder of an object store is not there
+            return found  # in an object store, an empty folder does not exist
         except OSError as error:
             raise self._no_entry(error) from error
         if info["type"] == "file":
@@ -109,7 +128,15 @@ class Bucket:
         return found
 
     def listing(self, folder: str, within_s: float = _LISTING_S) -> Iterator[dict[str, Object]]:
-        """Every object below `folder`, by its name in here: a thousand at a time, or what lies in one folder."""
+        """Yield all objects below `folder` by name, page by page: a thousand objects, or those of one subfolder.
+
+        Args:
+            folder: Name of the folder within this one.
+            within_s: Seconds that each page may take in addition to `timeout_s`.
+
+        Raises:
+            OSError: The listing does not end.
+        """
         left, firsts, n_empty, n_pages = [(folder, "")], set[tuple[str, str]](), 0, 0
         while left:
             asked = left.pop()
@@ -124,15 +151,17 @@ class Bucket:
             yield found
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """These bytes of an object, by one request, or by a second one where the connection breaks; fewer where it ends
-        before."""
+        """Return bytes `begin` to `end` (exclusive) of an object, fewer if it ends before.
+
+        This takes one request, and a second one only if the connection breaks.
+        """
         try:
             return self._run(lambda: self._read(self._path(name), begin, end), nbytes=end - begin, tries=2)
         except OSError as error:
             return _beyond(error)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
-        """The first bytes of each object, None where there is none: all asked for at once."""
+        """Return the first `nbytes` bytes of each object, in parallel requests; None for one that cannot be read."""
         return self._run(
             lambda: self._heads(names, nbytes),
             nbytes=nbytes * len(names),
@@ -140,22 +169,27 @@ class Bucket:
         )
 
     def write(self, name: str, data: bytes) -> None:
-        """The object, whole or not at all, in place of an earlier one."""
+        """Write an object, which appears whole or not at all and replaces an earlier one of that name."""
         self._run(lambda: self._publish(self._path(name), data), nbytes=len(data))
 
     def mark(self, names: Sequence[str]) -> None:
-        """Empty objects of these names, written now: all at once."""
+        """Write empty objects with these names, in parallel, so that their age is zero."""
         self._run(lambda: self._mark(names), extra_s=len(names) // _AT_ONCE * self._timeout_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; those that are not there are gone already."""
+        """Delete objects; names without an object are ignored."""
         if names:
             self._run(lambda: self._remove(names), extra_s=len(names) // _AT_ONCE * self._timeout_s)
 
     def abort(self, folder: str, is_useless: Callable[[str, float], bool]) -> list[int]:
-        """End uploads of which (name, seconds since they began) is useless; the bytes that each had left here.
+        """Abort interrupted multipart uploads. Only S3 has them; it stores and bills their parts until they end.
 
-        Only S3 keeps them, and lets them be paid for, until somebody does.
+        Args:
+            folder: Name of the folder that the uploads go to.
+            is_useless: Decides from an upload's object name and age in seconds whether to abort it.
+
+        Returns:
+            The bytes that each aborted upload had stored.
         """
         freed, n_empty, n_pages = list[int](), 0, 0
         after: dict[str, str] | None = {}
@@ -172,7 +206,7 @@ class Bucket:
     # inside
 
     def _open(self) -> None:
-        """The file system, of this process: one that came along through a fork has lost its thread."""
+        """Create the file system for this process: after a fork, the parent's has no event-loop thread any more."""
         scheme = get_protocol(self._given)
         try:
             if "://" not in self._given:
@@ -191,15 +225,15 @@ class Bucket:
         self._root, self._is_local = str(root).rstrip("/"), isinstance(plain, LocalFileSystem)
         self._puts_whole = is_store or scheme == "memory"
         self._fs = plain if is_store else AsyncFileSystemWrapper(plain, asynchronous=False)
-        self._fs.retries = 1  # s3fs has its own, around those of botocore
+        self._fs.retries = 1  # s3fs retries by itself, in addition to botocore
         self._s3 = S3(self._fs, self._timeout_s) if scheme in SCHEMES else None
         self._pid = os.getpid()
 
     def _options(self, scheme: str) -> dict[str, Any]:
-        """What this kind of file system must be told; where to find servers and credentials it knows itself."""
+        """Return the options for the driver of this scheme; it finds endpoints and credentials by itself."""
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if scheme in SCHEMES:
-            waits = {"connect_timeout": self._timeout_s, "read_timeout": _LONGEST_S}  # each call has its own end
+            waits = {"connect_timeout": self._timeout_s, "read_timeout": _LONGEST_S}  # each call has its own timeout
             tries = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _AT_ONCE}
             options["config_kwargs"] = {**waits, **tries}
         return options
@@ -220,7 +254,10 @@ class Bucket:
     def _run(
         self, call: Callable[[], Awaitable[_Found]], *, nbytes: int = 0, extra_s: float = 0.0, tries: int = 1
     ) -> _Found:
-        """What the call gives, in time; called only once the file system is this process's own."""
+        """Run a call within its time limit and return its result. In a forked process, open the file system first.
+
+        A call is repeated, up to `tries` in all, if the connection breaks.
+        """
         patience_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
         with self.guard():
             while True:
@@ -246,7 +283,7 @@ class Bucket:
         return bytes(await self._fs._cat_file(path, start=begin, end=end))[: end - begin]
 
     async def _page(self, folder: str, after: str) -> tuple[dict[str, Object], list[tuple[str, str]]]:
-        """Some objects of a folder, or what lies in it, and what is to be asked next: folders, after what in them."""
+        """Return one page of a folder's objects, and the pages to request next as (folder, token to continue after)."""
         path, more = self._path(folder), list[tuple[str, str]]()
         if self._s3 is not None:
             infos, after = await self._s3.page(path, after)
@@ -254,10 +291,10 @@ class Bucket:
         else:
             try:
                 infos = await self._fs._ls(path, detail=True)
-            except (FileNotFoundError, NotADirectoryError):  # nor are objects of a folder that was deleted meanwhile
+            except (FileNotFoundError, NotADirectoryError):  # for example, the folder was deleted meanwhile
                 infos = []
             infos = [info for info in infos if not info.get("islink")]
-            if "/" not in folder:  # nothing of ours lies deeper, and who follows all ways may never come back
+            if "/" not in folder:  # no entry lies deeper, and a deep or endless tree would take for ever
                 more = [(self._name(info), "") for info in infos if info["type"] == "directory"]
             infos = [info for info in infos if info["type"] == "file" and info["name"] != path]
         objects = ((self._name(info), _object(info)) for info in infos)
@@ -278,7 +315,7 @@ class Bucket:
         return heads
 
     async def _publish(self, path: str, data: bytes) -> None:
-        """Put at once, or write beside and rename; a missing folder is made."""
+        """Put the object in one step, or write a temporary file and rename it. A missing folder is created."""
         if self._s3 is not None:
             await self._s3.write(path, data)
             return
@@ -298,7 +335,7 @@ class Bucket:
             raise
 
     async def _write_new(self, path: str, data: bytes) -> None:
-        """A file that is not there; on this machine made first for those alone who may read it."""
+        """Write a new file; a local one is first created empty, with permissions only for those who may read it."""
         if self._is_local:
             await asyncio.to_thread(lambda: os.close(open_file(Path(path), os.O_WRONLY | os.O_EXCL)))
         await self._fs._pipe_file(path, data)
@@ -326,7 +363,7 @@ class Bucket:
         return self._refusal(wanted, "none", f"Install it: pip install {package}{extra}.")
 
     def _no_entry(self, error: OSError) -> Exception:
-        """What to raise for an error at opening."""
+        """Return the exception to raise for an error at opening."""
         if isinstance(error, NO_ANSWER):
             return error
         said = shorten(str(error), 200)
@@ -341,14 +378,14 @@ class Bucket:
 
 
 async def _all(calls: Iterable[Awaitable[object]], unless: tuple[type[Exception], ...] = ()) -> None:
-    """Make these calls at once; what one of them raises, when all have ended."""
+    """Run calls in parallel and, when all have ended, raise the first error that is not one of `unless`."""
     for done in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(done, BaseException) and not isinstance(done, unless):
             raise done
 
 
 def _object(info: Mapping[str, Any]) -> Object | None:
-    """What a listing says of an object; None where it says nothing that can be."""
+    """Parse a listing's record of an object; return None if its size is missing or impossible."""
     when, size = next((info[name] for name in _MODIFIED if info.get(name)), 0.0), info.get("size")
     if not isinstance(size, int) or not 0 <= size <= _LARGEST:
         return None
@@ -358,11 +395,11 @@ def _object(info: Mapping[str, Any]) -> Object | None:
 
 
 def _read_plain(path: str, begin: int, end: int) -> bytes:
-    """These bytes of a file on this machine, fewer where it ends before, or has a hole."""
+    """Return bytes `begin` to `end` of a local file: fewer if it ends before, none if most of them are a hole."""
     try:
         fd = open_plain(path)
     except ValueError as error:
-        raise FileNotFoundError(path) from error  # nothing of ours is there
+        raise FileNotFoundError(path) from error  # not a plain file, so no entry
     try:
         end, pieces = min(end, os.fstat(fd).st_size), list[bytes]()
         check_there(fd, begin, end)
@@ -377,7 +414,7 @@ def _read_plain(path: str, begin: int, end: int) -> bytes:
 
 
 def _told(error: Exception, patience_s: float = 0.0) -> OSError:
-    """The same as one of the errors that are told of above."""
+    """Translate a driver's exception into one of the errors that this module documents."""
     if isinstance(error, TimeoutError):
         return error if str(error) else TimeoutError(f"no answer within {patience_s:g} s")
     if isinstance(error, socket.gaierror) or getattr(error, "errno", None) in _UNREACHABLE:
@@ -392,7 +429,7 @@ def _told(error: Exception, patience_s: float = 0.0) -> OSError:
 
 
 def _beyond(error: OSError) -> bytes:
-    """No bytes, where `error` says that the object ends before the range; else it is raised."""
+    """Return no bytes if `error` means that the object ends before the range; raise any other error."""
     response = getattr(error.__cause__, "response", None)
     code = response.get("Error", {}).get("Code") if isinstance(response, Mapping) else getattr(error, "code", None)
     if code in ("InvalidRange", "416", 416):
@@ -401,7 +438,11 @@ def _beyond(error: OSError) -> bytes:
 
 
 def _head(found: bytes | BaseException) -> bytes | None:
-    """The first bytes of one object of many; None for one that is not there, or that alone cannot be read."""
+    """Return the first bytes of one of many objects; None if it does not exist, or if only this one cannot be read.
+
+    Raises:
+        OSError: The store does not answer, or refuses access to all objects.
+    """
     if not isinstance(found, Exception):
         return bytes(found)  # type: ignore[arg-type]
     error = found if isinstance(found, FileNotFoundError) else _told(found)

@@ -1,6 +1,6 @@
-"""What an object tier learns by listing its folder, page by page, and what is left lying about there.
+"""Listings of an object tier's folder: they update its `ObjectIndex` and delete what interrupted writes left behind.
 
-One thread reads a listing at a time, and no lock that look-ups and reads need is held meanwhile.
+One thread lists at a time. It holds no lock that lookups and reads need.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ log = logging.getLogger("ragfuse.store")
 
 
 class BucketPages:
-    """Tells a catalogue what is in a bucket. What nobody needs there is deleted when it is seen.
+    """The listings of a bucket. Each one updates the index, and deletes objects that no entry and no writer needs.
 
-    A listing stays good for `fresh_s`, or twice that for every second that it takes where that is longer. Without
-    `uses`, those that others have noted are of no interest.
+    Args:
+        bucket: The bucket.
+        catalogue: The index to update.
+        fresh_s: Seconds for which a listing counts as up to date or, if that is longer, twice as many per second that
+            the listing took.
+        uses: Whether every listing also reads the uses that other processes have recorded.
     """
 
     def __init__(self, bucket: Bucket, catalogue: ObjectIndex, fresh_s: float, *, uses: bool = False) -> None:
@@ -44,17 +48,22 @@ class BucketPages:
 
     @property
     def is_due(self) -> bool:
-        """Whether none was ever read to its end, and nobody is about to."""
+        """Whether no listing was completed since the start or `forget`, and none is under way."""
         return self._read_at is None and not self._turn.locked()
 
     def forget(self) -> None:
-        """The next one is read whoever asks: something may be there that nobody knows of."""
+        """Make the next `read` list the bucket in any case, since it may hold an object that the index lacks."""
         self._read_at = None
 
     def read(self, *, anew: bool = False, wait: bool = True) -> Freed:
-        """Read it, unless the last one is still good and `anew` is not asked for; what was deleted.
+        """List the bucket and update the index, unless the last listing is up to date.
 
-        Without `wait`, one that another thread is reading is as good as the last one, if there was any.
+        Args:
+            anew: List even if the last listing is up to date, and read the recorded uses too.
+            wait: Whether to wait while another thread lists. If False, return at once, unless there was no listing yet.
+
+        Returns:
+            What was deleted.
         """
         if not self._turn.acquire(blocking=wait or self._read_at is None):
             return Freed()
@@ -71,7 +80,7 @@ class BucketPages:
             self._turn.release()
 
     def _freed(self, useless: Mapping[str, Object]) -> Freed:
-        """Delete these. A listing is no worse where that is not allowed."""
+        """Delete these objects. A refusal is only logged: the listing is complete without it."""
         try:
             self._bucket.delete(list(useless))
         except NO_ANSWER:
@@ -82,7 +91,10 @@ class BucketPages:
         return Freed(orphans=len(useless), nbytes=sum(each.nbytes for each in useless.values()))
 
     def _learned(self, *, uses: bool) -> dict[str, Object]:
-        """Learn of all objects, pins and uses first; what nobody needs."""
+        """Read all pages into the index (pins and uses first), and return the objects that can be deleted.
+
+        These are temporary objects, and pins and uses without an entry, that were written more than an hour ago.
+        """
         left: dict[str, Object] = {}
         used: dict[ChunkKey, Object] = {}
         pins: dict[ChunkKey, tuple[str, Object]] = {}

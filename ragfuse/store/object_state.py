@@ -1,6 +1,7 @@
-"""What an object tier knows of its objects, in memory: sizes, uses, pins, room taken, who is being changed, headers.
+"""An object tier's cache, in memory, of what the object store holds: sizes, uses, pins, and facts from headers.
 
-Threads share it. No I/O and no clock: what a listing or a header says is told here by `objects.py`.
+It also tracks reserved room and the keys that a thread is changing. Threads may share it. It does no I/O and reads no
+clock: `objects.py` and `object_pages.py` pass in what headers and listings say.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ from ragfuse.types.kv import Entry
 
 
 class HeaderFacts(NamedTuple):
-    """What only an object's header tells."""
+    """The facts about an entry that only its header has, not a listing.
+
+    Args:
+        sizes: Bytes of each codec level, in the order in which they are stored.
+        n_tokens: Tokens of the chunk.
+        n_layers: Layers of the model.
+    """
 
     sizes: Mapping[str, int]
     n_tokens: int
     n_layers: int
 
     def begin_nbytes(self, count: int) -> int:
-        """About how many bytes the first `count` pieces take."""
+        """Estimate the bytes of the first `count` pieces (layers, level after level)."""
         wanted = 0
         for nbytes in self.sizes.values():
             wanted += -(-nbytes * max(0, min(count, self.n_layers)) // self.n_layers)
@@ -36,7 +43,15 @@ class HeaderFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectState:
-    """One object: its bytes, last use, hits here, facts once its header was read, and the last use that others know."""
+    """What is known about one object.
+
+    Args:
+        nbytes: Size in bytes.
+        last_used: When it was last used, in seconds since the epoch.
+        hits: Hits by this process.
+        facts: Facts from its header; None until it was read.
+        told: Time of the last use that is recorded in the store, where other processes see it.
+    """
 
     nbytes: int
     last_used: float
@@ -46,37 +61,39 @@ class ObjectState:
 
 
 class ObjectIndex:
-    """Objects by key. A listing takes time, so what is claimed while one is read is believed and the listing is not.
+    """The cached state of all objects, by key.
 
-    `nbytes` counts objects and room taken for those being written.
+    A thread claims a key while it writes or deletes the object (`claim`). A listing or a header read takes time, so its
+    result may be outdated for a key that was claimed meanwhile. `watch` collects these keys as `changed`, and the
+    methods that take `changed` or `unless` keep the cached state for them.
     """
 
     def __init__(self) -> None:
         self._held: dict[ChunkKey, ObjectState] = {}
         self._pinned: set[ChunkKey] = set()
-        self._latest = float("-inf")  # no use is later
+        self._latest = float("-inf")  # upper bound of all `last_used`
         self.renew()
         at_fork(self)
 
     def renew(self) -> None:
-        """Nothing is claimed or watched, and no room taken for what is being written."""
+        """Drop all claims, watches and reserved room in a forked process: they are the parent's."""
         self._turn = Condition()
         self._busy: set[ChunkKey] = set()
         self._watches: dict[int, set[ChunkKey]] = {}
-        self._strange: dict[ChunkKey, int] = {}  # objects that are not ours though they are called so, and their bytes
+        self._strange: dict[ChunkKey, int] = {}  # bytes of objects that are no entries despite their names
         self._nbytes = sum(held.nbytes for held in self._held.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all objects and of what is being written."""
+        """Bytes of all objects, and of the room reserved for those being written."""
         return self._nbytes
 
     def get(self, key: ChunkKey) -> ObjectState | None:
-        """What is known of one object, None if nothing is."""
+        """Return the state of one object, None if it is not known."""
         return self._held.get(key)
 
     def entry(self, key: ChunkKey, tier: str) -> Entry | None:
-        """The entry of an object whose facts are known."""
+        """Return an object as an `Entry` of the tier of this name, None unless its header was read."""
         with self._turn:
             held = self._held.get(key)
             if held is None or held.facts is None:
@@ -86,14 +103,14 @@ class ObjectIndex:
             return Entry(key, tier, n_tokens, n_layers, sizes, held.last_used, held.hits, key in self._pinned)
 
     def oldest(self) -> list[ChunkKey]:
-        """All keys, least recently used first."""
+        """Return all keys, least recently used first."""
         with self._turn:
             known = list(self._held.items())
         known.sort(key=lambda item: item[1].last_used)
         return [key for key, _ in known]
 
     def settle_uses(self, now: float) -> None:
-        """Take uses beyond now for uses now: a clock ran ahead, here or where an object was written."""
+        """Set uses that lie in the future to now: the clock of this or of another machine ran ahead."""
         if now >= self._latest:
             return
         with self._turn:
@@ -102,16 +119,16 @@ class ObjectIndex:
             self._held |= {key: replace(held, last_used=now) for key, held in ahead}
 
     def keys(self) -> set[ChunkKey]:
-        """All keys."""
+        """Return all keys."""
         with self._turn:
             return set(self._held)
 
     def is_busy(self, key: ChunkKey) -> bool:
-        """Whether somebody has claimed it."""
+        """Return whether a thread has claimed this key."""
         return key in self._busy
 
     def is_pinned(self, key: ChunkKey) -> bool:
-        """Whether it is protected."""
+        """Return whether this key is protected from eviction."""
         return key in self._pinned
 
     # changing
@@ -120,9 +137,15 @@ class ObjectIndex:
     def claim(
         self, keys: Iterable[ChunkKey], *, wait: bool = True, unless: Set[ChunkKey] = frozenset()
     ) -> Iterator[set[ChunkKey]]:
-        """Those of `keys` that this thread alone may change in the block; not those in `unless`.
+        """Claim keys, so that no other thread changes their objects within the `with` block.
 
-        Without `wait`, those that another has claimed are left out.
+        Args:
+            keys: The keys.
+            wait: Whether to wait for keys that another thread has claimed. If False, they are left out.
+            unless: Keys to leave out.
+
+        Yields:
+            The keys that were claimed.
         """
         wanted = set(keys)
         with self._turn:
@@ -141,7 +164,11 @@ class ObjectIndex:
 
     @contextmanager
     def watch(self) -> Iterator[Set[ChunkKey]]:
-        """The keys that are claimed at any time in the block: what is read of them outside may be old."""
+        """Collect the keys that are claimed at any time within the `with` block.
+
+        Yields:
+            The set of these keys, which grows. What is read from the store about them in the block may be outdated.
+        """
         with self._turn:
             changed = set(self._busy)
             self._watches[id(changed)] = changed
@@ -152,7 +179,7 @@ class ObjectIndex:
                 del self._watches[id(changed)]
 
     def reserve(self, nbytes: int, capacity: int) -> int:
-        """Take room; how many bytes too few there are, and nothing is taken, if there is not enough."""
+        """Reserve room and return 0, or, if that would exceed `capacity`, only return the excess in bytes."""
         with self._turn:
             excess = self._nbytes + nbytes - capacity
             if excess <= 0:
@@ -160,12 +187,15 @@ class ObjectIndex:
             return max(0, excess)
 
     def release(self, nbytes: int) -> None:
-        """Give room back."""
+        """Release reserved room after a failed write."""
         with self._turn:
             self._nbytes -= nbytes
 
     def put(self, key: ChunkKey, held: ObjectState) -> None:
-        """A claimed key was written, in the room taken for it. Hits of an earlier object stay."""
+        """Note that an object was written into the room reserved for it; hits of an earlier one are kept.
+
+        The caller must have claimed `key`.
+        """
         with self._turn:
             self._strange.pop(key, None)
             old = self._held.pop(key, None)
@@ -174,7 +204,7 @@ class ObjectIndex:
             self._latest = max(self._latest, held.last_used)
 
     def forget(self, keys: Iterable[ChunkKey], unless: Set[ChunkKey] = frozenset()) -> int:
-        """These objects are gone, with their pins; how many were known."""
+        """Forget objects that were deleted, and their pins, except for keys in `unless`; return how many were known."""
         with self._turn:
             known = [key for key in set(keys) - unless if key in self._held]
             for key in known:
@@ -183,7 +213,7 @@ class ObjectIndex:
             return len(known)
 
     def leave(self, key: ChunkKey) -> None:
-        """This object is somebody else's: as long as it has as many bytes, a listing tells of nothing here."""
+        """Forget an object that is no entry despite its name. Listings are ignored for it until its size changes."""
         with self._turn:
             held = self._held.pop(key, None)
             if held is not None:
@@ -191,14 +221,14 @@ class ObjectIndex:
                 self._strange[key] = held.nbytes
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect objects, or stop doing so."""
+        """Protect objects from eviction, or stop protecting them."""
         with self._turn:
             self._pinned = self._pinned | set(keys) if pinned else self._pinned - set(keys)
 
     # learning
 
     def use(self, key: ChunkKey, when: float, *, hit: bool) -> None:
-        """An object was read."""
+        """Note a use of an object at time `when`, and a hit if `hit` is true."""
         with self._turn:
             held = self._held.get(key)
             if held is not None:
@@ -206,7 +236,10 @@ class ObjectIndex:
                 self._latest = max(self._latest, when)
 
     def tell(self, key: ChunkKey, when: float, every_s: float) -> bool:
-        """Whether others are to hear of this use, who heard of none for so long; from now on they have."""
+        """Return whether to record this use in the store, for other processes to see.
+
+        This is so if the last recorded use is at least `every_s` seconds old. The use then counts as recorded.
+        """
         with self._turn:
             held = self._held.get(key)
             if held is None or 0 <= when - held.told < every_s:
@@ -215,7 +248,7 @@ class ObjectIndex:
             return True
 
     def describe(self, key: ChunkKey, nbytes: int, facts: HeaderFacts, when: float, changed: Set[ChunkKey]) -> None:
-        """A header was read: `when` counts as the last use of an object that nothing was known of."""
+        """Note the facts of a header that was read. A new object counts as last used at time `when`."""
         with self._turn:
             if key in changed:
                 return
@@ -225,7 +258,15 @@ class ObjectIndex:
             self._held[key] = replace(held, nbytes=nbytes, facts=facts)
 
     def merge(self, found: Mapping[ChunkKey, Object], used: Mapping[ChunkKey, Object], changed: Set[ChunkKey]) -> None:
-        """A page of a listing was read, while `changed` were claimed; others have `used` entries at these times."""
+        """Update the cache with one page of a listing.
+
+        An object of another size than expected was rewritten, so its facts are forgotten.
+
+        Args:
+            found: The objects of the page.
+            used: The objects that record the latest use of each entry, by any process.
+            changed: Keys that were claimed since the listing began; they are skipped.
+        """
         with self._turn:
             for key, (nbytes, modified) in found.items():
                 held, when = self._held.get(key), used[key].modified if key in used else 0.0
@@ -240,7 +281,13 @@ class ObjectIndex:
                     self._held[key] = replace(held, last_used=max(held.last_used, when), told=when)
 
     def settle(self, missing: Set[ChunkKey], pinned: Set[ChunkKey], changed: Set[ChunkKey]) -> None:
-        """A listing was read to its end, without `missing`, while `changed` were claimed."""
+        """Update the cache at the end of a listing.
+
+        Args:
+            missing: Keys that were known when the listing of entries began, and that it did not contain.
+            pinned: Keys that have a pin in the store.
+            changed: Keys that were claimed since the listing began; their state and pins are kept.
+        """
         with self._turn:
             for key in missing - changed:
                 held = self._held.pop(key, None)

@@ -118,7 +118,7 @@ class ObjectTier:
         self._listing = BucketPages(self._bucket, self._catalogue, fresh_s, uses=ttl_s is not None)
         self._notes, self._timeout_s = Notes(self._note), timeout_s
         self._head_nbytes, self._closed = _HEAD_NBYTES, False
-        self._room = ForkLock()  # one who makes room at a time
+        self._room = ForkLock()  # held while a write reserves room and evicts
         self._complaints: set[tuple[object, ...]] = set()
         self._ask("be opened", self._open, None)
 
@@ -196,7 +196,10 @@ class ObjectTier:
     # asking
 
     def _ask(self, doing: str, call: Callable[[], _Found], otherwise: _Found) -> _Found:
-        """What the store answers, or is known of it; `otherwise` where it is left out or does not answer: counted."""
+        """Return what `call` returns, or `otherwise` if the store fails or the breaker is open, which is counted.
+
+        `doing` says in the log what could not be done.
+        """
         if self._closed:
             return otherwise
         try:
@@ -204,12 +207,12 @@ class ObjectTier:
             return call()
         except BreakerOpen:
             self.counts.add("failed" if doing.startswith(_CHANGES) else "left out")
-        except NO_ANSWER:  # the breaker has told
+        except NO_ANSWER:  # the breaker has logged it
             self.counts.add("failed")
         except OSError as error:
             self.counts.add("failed")
             complaint = doing.split()[0], type(error), error.errno
-            if complaint not in self._complaints:  # what may not be written says so for every chunk
+            if complaint not in self._complaints:  # a store that forbids writes refuses every chunk
                 self._complaints.add(complaint)
                 log.warning("%s could not %s: %s", self.breaker.name, doing, error)
         return otherwise
@@ -256,11 +259,11 @@ class ObjectTier:
         return {entry.key: entry for entry in self._oldest() if not self._is_old(entry.key)}
 
     def _some(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Entries under `keys` that are not too old."""
+        """Return the entries with these keys that have not expired."""
         return {entry.key: entry for entry in self._known(keys) if not self._is_old(entry.key)}
 
     def _known(self, keys: Sequence[ChunkKey]) -> Iterator[Entry]:
-        """Entries under `keys`; those whose header was never seen are asked for together."""
+        """Return the entries with these keys. Headers that were not read yet are requested together."""
         unknown = [key for key in keys if (held := self._catalogue.get(key)) is None or held.facts is None]
         for lo in range(0, len(unknown), _BATCH):
             self._learn(unknown[lo : lo + _BATCH])
@@ -269,7 +272,7 @@ class ObjectTier:
         return (entry for entry in found if entry is not None)
 
     def _oldest(self) -> Iterator[Entry]:
-        """All entries, least recently used first; headers never seen are read only as far as entries are asked for."""
+        """Yield all entries, least recently used first, reading missing headers only as far as the caller iterates."""
         self._catalogue.settle_uses(self._clock())
         keys = iter(self._catalogue.oldest())
         while some := list(islice(keys, _BATCH)):
@@ -294,7 +297,7 @@ class ObjectTier:
                     self._remember(key, header, changed)
 
     def _header(self, key: ChunkKey, data: bytes) -> Header:
-        """The header that an object begins with, of which `data` are the first bytes; ValueError if it is none."""
+        """Parse the header of an object that begins with `data`, reading more if needed; ValueError if invalid."""
         missing = header_nbytes(data) - len(data)
         if missing > 0:
             data += self._bucket.read(chunk_name(key), len(data), len(data) + missing)
@@ -312,7 +315,7 @@ class ObjectTier:
     # reading
 
     def _read(self, key: ChunkKey, first: int, count: int) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """As `read`. Bytes that do not fit a header read before may have been written anew: it is read again."""
+        """Read pieces. If they do not fit the cached header, the entry may have been rewritten: read it again too."""
         if self._is_old(key):
             return None
         with self._catalogue.watch() as changed:
@@ -337,7 +340,10 @@ class ObjectTier:
         return None
 
     def _fetch(self, key: ChunkKey, header: Header | None, first: int, count: int) -> tuple[Header, list[Tensor]]:
-        """The header and the layers, none if there are not so many; with the first layers, both by one request."""
+        """Return the header and `count` pieces, or no pieces if the entry has fewer.
+
+        An unknown header and the first layers take one request together.
+        """
         data = b""
         if header is None:
             data = self._bucket.read(
@@ -357,27 +363,27 @@ class ObjectTier:
         return header, header.cut(span, first, count, verify=self._verify)
 
     def _guess(self, key: ChunkKey, count: int) -> int:
-        """About how many bytes the first `count` pieces take."""
+        """Estimate the bytes of the first `count` pieces; 0 if nothing is known about the entry."""
         held = self._catalogue.get(key)
         return held.facts.begin_nbytes(count) if held and held.facts else 0
 
     def _gone(self, key: ChunkKey, changed: Set[ChunkKey]) -> None:
-        """Somebody else has deleted it, which is no fault."""
+        """Forget an entry that another process has deleted. This is not counted as damage."""
         self._catalogue.forget([key], unless=changed)
         self._headers.discard([key])
 
     def _leave(self, key: ChunkKey) -> None:
-        """An object that is called as ours are and was never written by any of us is not looked at, nor deleted."""
+        """Ignore an object that has the name of an entry but was not written by ragfuse; it is not deleted."""
         self._catalogue.leave(key)
         self._headers.discard([key])
         self.counts.add("corrupt")
-        log.warning("Left what lies in place of %s in tier %s alone: it is no entry", key, self.name)
+        log.warning("Ignored the object in place of %s in tier %s: it is no entry of ragfuse", key, self.name)
 
     def _drop(self, key: ChunkKey, why: str, changed: Set[ChunkKey]) -> None:
-        """Delete an entry that cannot be read, unless it was deleted or written anew meanwhile."""
+        """Delete an entry that cannot be read, unless it was deleted or rewritten meanwhile."""
         with self._catalogue.claim([key], unless=changed) as mine:
             if mine:
-                self._ask(f"delete {key}", lambda: self._remove(mine), 0)  # not to be read, whether it can be or not
+                self._ask(f"delete {key}", lambda: self._remove(mine), 0)  # if this fails, it is forgotten all the same
                 self._gone(key, frozenset())
                 self.counts.add("corrupt")
                 log.warning("Dropped %s from tier %s: %s", key, self.name, why)
@@ -395,7 +401,7 @@ class ObjectTier:
                 self._bucket.write(chunk_name(key), b"".join(pieces(head, blobs)))
             except BaseException:
                 self._catalogue.release(offsets[-1])
-                self._listing.forget()  # it may be there all the same
+                self._listing.forget()  # the object may exist all the same, so list before the next write
                 raise
             now = self._clock()
             self._catalogue.put(key, ObjectState(offsets[-1], now, facts=_facts(meta), told=now))
@@ -404,7 +410,7 @@ class ObjectTier:
         return True
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
-        """Take room, dropping entries as the evictor says; False if that does not give enough."""
+        """Reserve room for a write, evicting if needed; return False if not enough can be freed."""
         with self._room:
             self._listing.read(wait=False)
             for _ in range(_TRIES if nbytes <= self.capacity else 0):
@@ -419,7 +425,7 @@ class ObjectTier:
         return False
 
     def _free(self, mine: ChunkKey) -> Iterator[Entry]:
-        """Entries, oldest first, that nobody is writing or deleting; `mine` is claimed by the asker."""
+        """Yield the entries, oldest first, that no other thread is changing; the caller has claimed `mine`."""
         return (entry for entry in self._oldest() if entry.key == mine or not self._catalogue.is_busy(entry.key))
 
     def _delete(self, keys: Sequence[ChunkKey]) -> int:
@@ -427,11 +433,11 @@ class ObjectTier:
         with self._catalogue.claim(keys) as mine:
             there = [key for key in mine if self._catalogue.get(key)]
             names = (pin_name, use_name) if self._ttl_s is not None else (pin_name,)
-            self._bucket.delete([name(key) for key in there for name in names])  # whoever wrote it
+            self._bucket.delete([name(key) for key in there for name in names])
             return self._remove(there)
 
     def _remove(self, keys: Iterable[ChunkKey]) -> int:
-        """Delete objects that are claimed; how many were known."""
+        """Delete the objects of claimed keys and return how many were known."""
         doomed = list(keys)
         self._bucket.delete([chunk_name(key) for key in doomed])
         self._headers.discard(doomed)

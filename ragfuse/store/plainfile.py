@@ -1,7 +1,7 @@
-"""Files that others may have put there: opened without waiting, and read no further than there is something.
+"""Safe access to files in a folder that others can write to.
 
-A folder may hold a pipe, on which opening waits for ever, a link to a file of somebody else's, or a file that says to
-be a terabyte and has a page on the medium.
+Such a folder may hold a pipe, which blocks for ever when it is opened, a link to another user's file, or a sparse file
+that claims a terabyte and occupies one block of the disk.
 """
 
 from __future__ import annotations
@@ -13,16 +13,25 @@ from contextlib import suppress
 from pathlib import Path
 
 SPARSE_NBYTES = 1 << 20
-"""Up to so many bytes nobody asks whether they are there."""
+"""Bytes up to which `check_there` accepts any range without a check."""
 MAX_SPARSE_FACTOR = 64
-"""Times the bytes on the medium that a part of a file may have: less where most of it was never written."""
+"""Most times that a range may be longer than the part of it that is on disk; the rest are holes."""
 _EXTENTS = 4096
 
 
 def open_plain(path: str | Path, *, follow: bool = False) -> int:
-    """Open a plain file to be read; its descriptor. ValueError for what is none: a pipe, a device, a folder, a link.
+    """Open a plain file for reading, without blocking.
 
-    follow: a link to a plain file is as good. OSError as `os.open` has it.
+    Args:
+        path: The file.
+        follow: Whether a link to a plain file is allowed.
+
+    Returns:
+        The file descriptor, which the caller closes.
+
+    Raises:
+        ValueError: It is not a plain file but a pipe, a device, a folder or a link.
+        OSError: As raised by `os.open`.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -38,7 +47,7 @@ def open_plain(path: str | Path, *, follow: bool = False) -> int:
 
 
 def check_there(fd: int, begin: int, end: int) -> None:
-    """ValueError where most of a part of a file was never written: before memory is taken for it."""
+    """Raise ValueError if most of the bytes `begin` to `end` of a file are a hole. Call it before allocating memory."""
     if (
         end - begin > SPARSE_NBYTES
         and hasattr(os, "SEEK_DATA")
@@ -48,7 +57,7 @@ def check_there(fd: int, begin: int, end: int) -> None:
 
 
 def next_written(fd: int, at: int, size: int) -> int:
-    """Where a file of `size` bytes has something on the medium again, from `at` on; its size where nothing follows."""
+    """Return the first offset from `at` on that is not in a hole of a file of `size` bytes; `size` if there is none."""
     try:
         return os.lseek(fd, at, os.SEEK_DATA) if hasattr(os, "SEEK_DATA") else at
     except OSError as error:
@@ -56,9 +65,9 @@ def next_written(fd: int, at: int, size: int) -> int:
 
 
 def _written(fd: int, begin: int, end: int) -> int:
-    """Bytes of a part that are on the medium, counted until they are enough."""
+    """Count the bytes of a range that are not in a hole, stopping once there are enough for `MAX_SPARSE_FACTOR`."""
     found, at = 0, begin
-    with suppress(OSError):  # nothing more is written behind; where a medium knows of no holes, there are none
+    with suppress(OSError):  # raised if only a hole follows; a file system without holes reports none
         for _ in range(_EXTENTS):
             lo = os.lseek(fd, at, os.SEEK_DATA)
             at = os.lseek(fd, lo, os.SEEK_HOLE)
@@ -69,7 +78,7 @@ def _written(fd: int, begin: int, end: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a pipe; what is not there is gone, and a folder is somebody else's and stays."""
+    """Remove a file, a link or a pipe if it exists. A folder is never removed: the store does not create one there."""
     try:
         path.unlink(missing_ok=True)
     except OSError:

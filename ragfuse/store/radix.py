@@ -1,7 +1,7 @@
-"""Token ids of earlier prompts as a radix tree: which entries of KV a new prompt's beginning can be read from.
+"""A radix tree of earlier prompts' token ids, which finds the stored entries that hold the KV of a new prompt's prefix.
 
-The tree of vLLM and SGLang, with edges as long as they are alike: no block size, so every token that two prompts share
-is found. A node names an entry of the store and which of its rows the edge is; the KV itself is the store's.
+The tree is that of SGLang and vLLM, but edges have any length: there is no block size, so every token of a shared
+prefix is found. A node names an entry of the store and the rows of it that hold its edge's tokens; it holds no KV.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens lo:hi of a prompt, whose KV is in rows `row`, `row + 1` ... of an entry.
+    """A span of prompt tokens whose KV is stored in consecutive rows of an entry.
 
-    origin: the position in the prompt that the entry's position 0 stands for.
+    Args:
+        lo: First token of the span in the prompt.
+        hi: End of the span (exclusive).
+        key: Key of the entry.
+        row: Row of the entry that holds token `lo`.
+        origin: Position in the prompt that corresponds to the entry's position 0.
     """
 
     lo: int
@@ -31,7 +36,7 @@ class Rows:
     origin: int = 0
 
     def cut(self, lo: int, hi: int) -> Rows:
-        """Only its tokens between two places of the prompt."""
+        """Return the part of this span that lies within tokens `lo` to `hi` (exclusive) of the prompt."""
         first = max(lo, self.lo)
         return replace(self, lo=first, hi=min(hi, self.hi), row=self.row + first - self.lo)
 
@@ -45,13 +50,13 @@ class _Node:
     children: dict[int, _Node] = field(default_factory=dict)
 
     def split(self, at: int) -> None:
-        """Keep the first `at` tokens; a child takes the others."""
+        """Keep the first `at` tokens of the edge and move the others into a new child."""
         rest = _Node(self.tokens[at:], self.key, self.row + at, self.origin, self.children)
         self.tokens, self.children = self.tokens[:at], {int(rest.tokens[0]): rest}
 
 
 class RadixTree:
-    """What is known of earlier prompts' beginnings. Not thread-safe: `PrefixCache` holds the lock."""
+    """The radix tree of earlier prompts' prefixes. Not thread-safe: `PrefixCache` holds a lock around every call."""
 
     def __init__(self) -> None:
         self._root = _Node(np.empty(0, np.int32))
@@ -59,16 +64,23 @@ class RadixTree:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all edges."""
+        """Number of tokens on all edges."""
         return sum(len(node.tokens) for node, _ in self._walk())
 
     @property
     def keys(self) -> set[ChunkKey]:
-        """Every entry that a node names."""
+        """Keys of all entries that the tree refers to."""
         return {node.key for node, _ in self._walk() if node.key is not None}
 
     def match(self, token_ids: Sequence[int] | Ids) -> list[Rows]:
-        """The longest beginning that was met before, in order; tokens of a node without an entry are left out."""
+        """Return the entries' rows for the longest known prefix of a prompt.
+
+        Args:
+            token_ids: Token ids of the prompt.
+
+        Returns:
+            Spans of the prefix in order. There are gaps where a node's entry was discarded.
+        """
         ids, found, at = _array(token_ids), list[Rows](), 0
         for node, count in self._path(ids):
             if node.key is not None and count:
@@ -77,9 +89,15 @@ class RadixTree:
         return _merged(found)
 
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Remember a prompt's beginning. `parts` follow each other from 0 on and end at most where the ids do.
+        """Add a prompt's prefix to the tree. Nodes that already name an entry keep it.
 
-        Nodes that name an entry keep it; those that name none take the part's. Returns the keys that were taken.
+        Args:
+            token_ids: Token ids of the prompt.
+            parts: Where the KV of the prefix is stored: adjacent spans that start at token 0 and do not go beyond the
+                prompt's end.
+
+        Returns:
+            The keys of `parts` that the tree now refers to for some of these tokens because it had no entry for them.
         """
         ids, taken = _array(token_ids), set[ChunkKey]()
         end = parts[-1].hi if parts else 0
@@ -109,12 +127,19 @@ class RadixTree:
         return taken
 
     def discard(self, gone: Collection[ChunkKey] | Callable[[ChunkKey], bool]) -> None:
-        """Forget entries; nodes that lead nowhere any more go too."""
+        """Forget entries, and remove the nodes that have neither an entry nor children any more.
+
+        Args:
+            gone: Keys of the entries, or a predicate that is true for them.
+        """
         is_gone = gone if callable(gone) else gone.__contains__
         self._prune(lambda node: node.key is not None and is_gone(node.key))
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
-        """Entries of all nodes at or behind which these tokens stand in a row, as `holds` has it."""
+        """Return the keys of the entries whose KV depends on a run of tokens.
+
+        These are the entries of every node whose path from the root contains the run (matched as in `holds`).
+        """
         wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
         if not wanted:
             return found
@@ -130,7 +155,7 @@ class RadixTree:
         return found
 
     def _path(self, ids: Ids) -> Iterator[tuple[_Node, int]]:
-        """Nodes along the ids from the root on, each with how many of its tokens agree."""
+        """Yield the nodes along `ids` from the root down, each with the number of its tokens that match."""
         node, at = self._root, 0
         while at < len(ids):
             child = node.children.get(int(ids[at]))
@@ -143,7 +168,7 @@ class RadixTree:
             node, at = child, at + count
 
     def _walk(self) -> Iterator[tuple[_Node, _Node]]:
-        """Every node with its parent, parents first."""
+        """Yield every node with its parent, parents first."""
         stack = [(child, self._root) for child in self._root.children.values()]
         while stack:
             node, parent = stack.pop()
@@ -164,15 +189,18 @@ def _array(ids: Sequence[int] | Ids) -> Ids:
 
 
 def _alike(one: Ids, other: Ids) -> int:
-    """How many ids two beginnings share."""
+    """Return the length of the common prefix of two arrays."""
     count = min(len(one), len(other))
     differ = np.flatnonzero(one[:count] != other[:count])
     return int(differ[0]) if len(differ) else count
 
 
 def holds(token_ids: Sequence[int], run: Sequence[int]) -> bool:
-    """Whether a run of tokens stands in others. Its first and last token do not count: in a prompt they may be joined
-    with what stands beside them."""
+    """Return whether `token_ids` contain a run of tokens.
+
+    The first and last token of a run of more than four are ignored: in a prompt, the tokenizer may have merged them
+    with the text before and after the run. An empty run is never contained.
+    """
     return bool(run) and _stands_in(_array(_inner(run)).tobytes(), _array(token_ids).tobytes())
 
 
@@ -181,7 +209,7 @@ def _inner(run: Sequence[int]) -> Sequence[int]:
 
 
 def _stands_in(wanted: bytes, text: bytes) -> bool:
-    """Whether 4-byte ids stand in others in a row."""
+    """Return whether the bytes of 4-byte ids contain those of others, at a multiple of 4."""
     at = text.find(wanted)
     while at >= 0 and at % 4:
         at = text.find(wanted, at + 1)
@@ -189,7 +217,7 @@ def _stands_in(wanted: bytes, text: bytes) -> bool:
 
 
 def _merged(found: Sequence[Rows]) -> list[Rows]:
-    """Neighbours that are rows of one entry in a row, as one."""
+    """Join adjacent spans that are consecutive rows of the same entry."""
     merged: list[Rows] = []
     for each in found:
         last = merged[-1] if merged else None

@@ -36,11 +36,20 @@ _MAX_LAYER_NBYTES = 512 << 20
 _MAX_HEAD_NBYTES = 4 << 20
 _TRIES = 20
 _BEHIND = " of pipeline caused error: "
-"""What redis-py writes between a command, which may hold a chunk's bytes, and the server's answer to it."""
+"""The text that redis-py puts between a command, which may contain a chunk's bytes, and the server's answer."""
 
 
 class _Upload(NamedTuple):
-    """All that is written of an entry, and its name among those under way."""
+    """An entry to be written.
+
+    Args:
+        name: Name of the upload, unique to this write; it begins with the size in bytes.
+        nbytes: Bytes of head and layers.
+        key: Key of the entry.
+        meta: Its description.
+        head: The description as it is stored.
+        layers: The bytes of each layer.
+    """
 
     name: str
     nbytes: int
@@ -97,7 +106,7 @@ class RedisTier:
         self._index.guard = self.breaker.guard
         self._described = lru_cache(64)(_described)
         self._closed, self._complaint = False, ""
-        self._n_layers: dict[str, int] = {}  # by model, as far as it was met
+        self._n_layers: dict[str, int] = {}  # by model, for those of which an entry was seen
         self._ask("be opened", lambda: self._index.run("weigh"), None)
 
     @classmethod
@@ -171,7 +180,7 @@ class RedisTier:
         names = [str(key) for key in keys]
         done = self._ask("delete entries", lambda: self._index.delete(names), None, changes=True) if names else 0
         if done is None and not self._closed:
-            log.warning("Did not delete %d entries of tier %s: it is left out or refuses", len(names), self.name)
+            log.warning("Did not delete %d entries of tier %s: it is down or refuses", len(names), self.name)
         return done or 0
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
@@ -203,9 +212,10 @@ class RedisTier:
     # asking
 
     def _ask(self, doing: str, call: Callable[[], _Answer], otherwise: _Answer, *, changes: bool = False) -> _Answer:
-        """What the server answers; `otherwise` where it does not, which is counted.
+        """Return what `call` returns, or `otherwise` if the server fails (counted) or the breaker is open.
 
-        While the server is left out only what `changes` something is: the rest are misses.
+        While the breaker is open, only a call that `changes` something counts as failed; a lookup or read is a miss.
+        `doing` says in the log what could not be done.
         """
         if self._closed:
             return otherwise
@@ -214,17 +224,17 @@ class RedisTier:
             return call()
         except BreakerOpen:
             self.counts.add("failed", int(changes))
-        except self._index.trouble:  # the breaker has told
+        except self._index.trouble:  # the breaker has logged it
             self.counts.add("failed")
         except self._index.errors as error:
             self.counts.add("failed")
-            if _complaint(error) != self._complaint:  # a server whose memory is full says so for every chunk
+            if _complaint(error) != self._complaint:  # a server whose memory is full refuses every chunk
                 self._complaint = _complaint(error)
                 log.warning("%s could not %s: %s", self.breaker.name, doing, self._complaint)
         return otherwise
 
     def _drop(self, name: str, head: bytes, why: str) -> None:
-        """Forget an entry that cannot be read; if it was deleted, or written anew, meanwhile, nothing is wrong."""
+        """Drop an entry that cannot be read, unless it was deleted or rewritten meanwhile."""
         if self._ask(f"drop {name}", lambda: self._index.run("lost", name, head), 0):
             self.counts.add("corrupt")
             log.warning("Dropped %s from tier %s: %s", name, self.name, why)
@@ -232,7 +242,7 @@ class RedisTier:
     # reading
 
     def _understood(self, rows: Iterable[_Row]) -> Iterator[Entry]:
-        """The entries that rows tell of; what tells of none is dropped."""
+        """Yield the entries that rows describe; drop rows that are damaged."""
         for name, row in rows:
             try:
                 entry = entry_of(name, row, self.name, self._index.ahead_s, self._index.now_s)
@@ -241,10 +251,10 @@ class RedisTier:
             except ValueError:
                 if self._ask("drop an entry", partial(self._index.run, "strange", name), 0):
                     self.counts.add("corrupt")
-                    log.warning("Dropped %r from tier %s: its row %r tells of no entry", name, self.name, row)
+                    log.warning("Dropped %r from tier %s: its row %r is damaged", name, self.name, row)
 
     def _layer(self, meta: EntryMeta, layer: int, value: bytes | None) -> Tensor:
-        """The layer as uint8 [nbytes], checked; ValueError if it is not what was written."""
+        """Return a piece as uint8 `[nbytes]`; raise ValueError if it is missing or damaged."""
         described = meta.layers[layer]
         if value is None or len(value) != described.nbytes:
             found = "none" if value is None else f"{len(value)}"
@@ -268,7 +278,7 @@ class RedisTier:
         return bool(kept)
 
     def _bring(self, upload: _Upload) -> bool:
-        """Bring the bytes and make them an entry; False if their room was gone before."""
+        """Upload the bytes and publish them as an entry; return False if the reserved room was lost meanwhile."""
         self._index.upload(upload.name, self._lease_s, upload.head, upload.layers)
         meta = upload.meta
         about = f"{meta.n_tokens} {meta.n_layers} {sizes_said(meta.sizes)}"
@@ -277,11 +287,11 @@ class RedisTier:
             return True
         self.counts.add("failed")
         what = (upload.key, self.name, self._lease_s)
-        log.warning("Did not write %s to tier %s: its room was gone, which is kept for %g s after each piece", *what)
+        log.warning("Did not write %s to tier %s: its room was lost, which is reserved for %g s after a piece", *what)
         return False
 
     def _reserve(self, upload: _Upload) -> bool:
-        """Take room, dropping entries as the evictor says; False if that does not give enough."""
+        """Reserve room for an upload, evicting if needed; return False if not enough can be freed."""
         doomed: list[_Row] = []
         for _ in range(_TRIES):
             done, n = self._index.reserve(upload.name, self.capacity, self._lease_s, doomed)
@@ -292,10 +302,10 @@ class RedisTier:
             dropped = self.counts["corrupt"]
             keys = victims_for(self._evict, partial(self._oldest, seen), n, upload.key)
             if keys is None and self.counts["corrupt"] > dropped:
-                continue  # rows that told of no entry were met and dropped: less room is lacking now
+                continue  # damaged rows were dropped, which has freed some room
             if keys is None:
                 return False
-            doomed = [seen[key] for key in keys]  # only as they were seen: others may use or drop them meanwhile
+            doomed = [seen[key] for key in keys]  # with rows: one that was used meanwhile is spared
         return False
 
     def _oldest(self, seen: dict[ChunkKey, _Row]) -> Iterator[Entry]:
@@ -306,7 +316,7 @@ class RedisTier:
 
 
 def _complaint(error: Exception) -> str:
-    """What the server answered, without the command: that holds a chunk's bytes, and reads differently each time."""
+    """Return the server's answer without the command, which may contain a chunk's bytes and so differs each time."""
     return said(error).rpartition(_BEHIND)[2]
 
 
@@ -319,13 +329,16 @@ def _upload(key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> _Upload:
 
 
 def _pack(key: ChunkKey, meta: EntryMeta) -> bytes:
-    """The field that describes an entry: BLAKE3 of the rest 32, JSON {key, write, meta}; no two writes pack alike."""
+    """Return the field that describes an entry: 32 bytes of BLAKE3 of the rest, then JSON {key, write, meta}.
+
+    `write` is a random id, so no two writes of an entry have the same field.
+    """
     text = json.dumps({"key": str(key), "write": uuid.uuid4().hex, "meta": meta.to_json()}).encode()
     return blake3(text).digest() + text
 
 
 def _described(key: ChunkKey, head: bytes | None) -> EntryMeta:
-    """What `_pack` packed for `key`; ValueError if it is anything else."""
+    """Parse what `_pack` wrote for `key`; raise ValueError if it is missing, damaged or another entry's."""
     if head is None:
         raise ValueError("its bytes are gone")
     if len(head) > _MAX_HEAD_NBYTES:

@@ -1,6 +1,7 @@
-"""What a Redis server is asked for a tier: key names, rows, uploads. Whatever must happen at once is in `redis.lua`.
+"""The commands that a tier sends to its Redis server. Commands that must be atomic are in the script `redis.lua`.
 
-Tensors, checksums and decisions are the business of `redis.py`. redis-py is imported only when a tier is made.
+`redis.py` handles tensors and checksums and decides what to evict. redis-py is imported only when a tier is created.
+A row is the text that describes an entry: bytes, whether it is pinned, hits, last use, tokens, layers, bytes by level.
 """
 
 from __future__ import annotations
@@ -55,13 +56,27 @@ _REMEDIES = (
 
 
 class RedisIndex:
-    """The entries of one database of one server, shared by all who open it. Everything else in there is left alone.
+    """The entries in one database of a Redis server, shared by all processes that open it.
 
-    Nothing is asked twice, and every call waits at most `timeout_s` for a word; what is raised is in `errors`, and
-    also in `trouble` if the server itself is the reason. Every call is made within `guard`. `place` names the server
-    without user and password. Times are the server's; `ahead_s` is how far this machine's `clock` is before it, and
-    `now_s` what that said when both were looked at.
-    StoreError if the URL is not understood.
+    Keys without the prefix `ragfuse:<version>:` are never touched. A failed command is not retried, except in `fields`.
+    Stored times are those of the server's clock.
+
+    Args:
+        url: URL of the server, as redis-py takes it.
+        timeout_s: Seconds of silence after which a command fails.
+        ttl_s: Seconds without a use after which an unpinned entry expires; None: never.
+        clock: Returns this machine's time in seconds since the epoch.
+
+    Attributes:
+        errors: All exceptions that a call may raise.
+        trouble: Those of them which mean that the server is down.
+        guard: Makes the context manager in which every request runs.
+        place: The server's address without user and password.
+        ahead_s: Seconds that this machine's clock was ahead of the server's at the last comparison.
+        now_s: This machine's time at that comparison.
+
+    Raises:
+        StoreError: The URL cannot be used, or redis-py is not installed.
     """
 
     def __init__(self, url: str, timeout_s: float, ttl_s: float | None, clock: Callable[[], float] = time.time) -> None:
@@ -75,7 +90,7 @@ class RedisIndex:
         self._sha = sha1(self._script, usedforsecurity=False).hexdigest()
 
     def run(self, command: str, *arguments: str | bytes | int | float) -> Any:
-        """What a command of the script gives."""
+        """Run a command of `redis.lua` and return its result. The script is sent again if the server has lost it."""
         from redis.exceptions import NoScriptError
 
         with self.guard():
@@ -85,7 +100,7 @@ class RedisIndex:
                 return self._client.eval(self._script, 0, _PREFIX, command, *arguments)
 
     def rows(self, names: Iterable[str] | None) -> Iterator[tuple[bytes, bytes]]:
-        """(key, row) of the entries of these names, or of all: one round trip for a few names."""
+        """Yield (key, row) of the entries with these keys, or of all entries. Up to 512 keys take one round trip."""
         if names is None:
             self._compare(self.run("expire")[3])
             pages = self._pages(lambda cursor: self._client.hscan(f"{_PREFIX}rows", cursor, count=_MANY))
@@ -97,7 +112,7 @@ class RedisIndex:
             yield from ((name.encode(), row) for name, row in zip(some, found, strict=True) if row is not None)
 
     def count(self) -> int:
-        """How many entries there are."""
+        """Return the number of entries."""
         rows, sums = f"{_PREFIX}rows", sorted(_SUMS)
         with self.guard():
             n = int(self._client.hlen(rows))
@@ -105,7 +120,10 @@ class RedisIndex:
             return n - sum(each is not None for each in self._client.hmget(rows, sums))
 
     def oldest(self) -> Iterator[tuple[bytes, bytes]]:
-        """(key, row) of what is not pinned, least recently used first, asked for as far as it is needed."""
+        """Yield (key, row) of unpinned entries, least recently used first, requesting a page only when it is needed.
+
+        If the server's order by last use is incomplete, it is rebuilt first (`recount`).
+        """
         first, told = 0, False
         while True:
             stamp, whole, names, rows = self.run("oldest", first, first + _MANY - 1)
@@ -120,7 +138,10 @@ class RedisIndex:
                 return
 
     def recount(self) -> None:
-        """Count bytes and entries anew, and order these by their last use: page by page, while others go on."""
+        """Recount the bytes and entries, and rebuild their order by last use.
+
+        This runs page by page, so that other clients can use the server meanwhile.
+        """
         pages = self._pages(lambda cursor: self._client.zscan(f"{_PREFIX}used", cursor, count=_MANY))
         for some in _batches((name for page in pages for name, _ in page), _MANY):
             self.run("prune", *some)
@@ -131,9 +152,18 @@ class RedisIndex:
                 return
 
     def fields(self, key: str, first: int, count: int, *, hit: bool) -> list[bytes | None]:
-        """The head and `count` pieces, None where there is none: one round trip, which may note a hit as well.
+        """Return the head and `count` pieces of an entry, in one round trip.
 
-        Asked for once more where the connection breaks, on a new one.
+        If the connection breaks, the request is repeated once on a new one.
+
+        Args:
+            key: Key of the entry.
+            first: The first piece.
+            count: Number of pieces.
+            hit: Whether to record a hit in the same round trip.
+
+        Returns:
+            The head, then the pieces; None in place of each that is missing.
         """
         from redis.exceptions import NoScriptError, ResponseError
 
@@ -142,7 +172,7 @@ class RedisIndex:
 
         def asked() -> list[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
-                if touch:  # first: what is due vanishes before it is read
+                if touch:  # before the read, so that an entry that has just expired is not read
                     pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
                 pipeline.hmget(f"{_PREFIX}chunk:{key}", names)
                 return list(pipeline.execute(raise_on_error=False))
@@ -156,22 +186,33 @@ class RedisIndex:
         return [None] * len(names) if isinstance(found, ResponseError) else list(found)
 
     def touch(self, names: Iterable[str]) -> None:
-        """Write down a use of entries that is no hit; what vanishes does so later."""
+        """Set the last use of entries to now without counting a hit, and restart their time to live."""
         for some in _batches(names, _MANY):
             self.run("touch", 0, self._ttl, *some)
 
     def reserve(
         self, upload: str, capacity: int, lease_s: float, doomed: Iterable[tuple[bytes, bytes]]
     ) -> tuple[bool, int]:
-        """Take room for an upload: (True, entries dropped) or (False, bytes that are missing)."""
+        """Reserve room for an upload, evicting entries if it is needed, in one atomic step.
+
+        Args:
+            upload: Name of the upload, which begins with its size in bytes.
+            capacity: Most bytes that entries and uploads may occupy together.
+            lease_s: Seconds for which the room is reserved, unless `upload` extends it.
+            doomed: (key, row) of the entries to evict. One whose row has changed since is not evicted.
+
+        Returns:
+            (True, number of entries evicted), or (False, bytes to free), in which case nothing is evicted.
+        """
         flat = [part for pair in doomed for part in pair]
         done, n = self.run("reserve", upload, capacity, repr(lease_s), *flat)
         return bool(done), n
 
     def upload(self, upload: str, lease_s: float, head: bytes, layers: Sequence[memoryview]) -> None:
-        """Bring the bytes piece by piece; `lease_s` after the last one they vanish, whatever happens here.
+        """Send the bytes of an upload piece by piece. If its room was lost meanwhile, stop; `publish` then fails.
 
-        Its room is kept as long. Where it was lost, what is missing is not brought.
+        Each piece extends the lease: `lease_s` seconds after the last one, the server deletes the bytes and frees the
+        room, even if this process is gone.
         """
         left = deque([Rest("head", memoryview(head)), *(Rest(str(i), layer) for i, layer in enumerate(layers))])
         there = True
@@ -183,25 +224,39 @@ class RedisIndex:
             there = not left or bool(self.run("renew", upload, repr(lease_s)))
 
     def publish(self, upload: str, key: str, about: str, n_pieces: int) -> bool:
-        """Make an upload the entry under `key`; False if its time was over."""
+        """Turn an upload into the entry under `key`, in one atomic step; hits and pin of an earlier entry are kept.
+
+        Args:
+            upload: Name of the upload.
+            key: Key of the entry.
+            about: The rest of the entry's row: tokens, layers, and bytes by codec level.
+            n_pieces: Pieces that the entry must have.
+
+        Returns:
+            False if the upload's lease had ended or a piece of it is missing. The upload is then deleted.
+        """
         return bool(self.run("publish", upload, key, about, n_pieces + 1, self._ttl))
 
     def pin(self, names: Iterable[str], pinned: bool) -> None:
-        """Write down who is protected from eviction and from vanishing."""
+        """Protect entries from eviction and expiry, or stop protecting them."""
         for some in _batches(names, _MANY):
             self.run("pin", int(pinned), self._ttl, *some)
 
     def delete(self, names: Iterable[str]) -> int:
-        """Drop entries; how many there were."""
+        """Delete entries and return how many there were."""
         return sum(self.run("delete", *some) for some in _batches(names, _MANY))
 
     def hollow(self) -> list[str]:
-        """Entries that have a row and no bytes."""
+        """Return the keys of entries that have a row but no bytes."""
         names = (name.decode(errors="replace") for name, _ in self.rows(None))
         return [found.decode() for some in _batches(names, _MANY) for found in self.run("hollow", *some)]
 
     def sweep(self) -> Freed:
-        """Free what no row speaks of, and recount. All keys of the database are gone through."""
+        """Scan all keys of the database, delete entries without a row and uploads without room, and recount.
+
+        Returns:
+            What was freed, including the entries and uploads that have expired.
+        """
         expired, orphans, nbytes, _ = self.run("expire")
         for kind in ("chunk", "new"):
             start = f"{_PREFIX}{kind}:"
@@ -214,12 +269,12 @@ class RedisIndex:
         return Freed(expired, orphans, nbytes)
 
     def _compare(self, stamp: bytes) -> None:
-        """Look at both clocks."""
+        """Compare this machine's clock with the server's time `stamp`."""
         self.now_s = self._clock()
         self.ahead_s = self.now_s - float(stamp)
 
     def _bring(self, key: str, lease_s: float, batch: Sequence[tuple[str, memoryview]]) -> None:
-        """Set these fields at once, and learn how long that takes."""
+        """Set these fields in one transaction, and adapt the size of the next pieces to the time that it took."""
         began = time.monotonic()
         try:
             with self.guard(), self._client.pipeline(transaction=True) as pipeline:
@@ -233,7 +288,7 @@ class RedisIndex:
         self._pace.took(sum(value.nbytes for _, value in batch), time.monotonic() - began)
 
     def _pages(self, scan: Callable[[int], tuple[int, _Page]]) -> Iterator[_Page]:
-        """What a scan gives, call by call."""
+        """Yield the pages of a scan, one request each."""
         cursor = 0
         while True:
             with self.guard():
@@ -243,14 +298,24 @@ class RedisIndex:
                 return
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._client.close()
         self._client.connection_pool.disconnect()
 
 
 def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float, now_s: float) -> Entry:
-    """The entry that a row tells of, by a clock so far before the server's, which says `now_s`: a use beyond that
-    counts as now. ValueError if the row tells of none."""
+    """Parse a row.
+
+    Args:
+        name: Key of the entry.
+        row: The row.
+        tier: Name of the tier.
+        ahead_s: Seconds that this machine's clock is ahead of the server's.
+        now_s: This machine's time. A last use later than this counts as now.
+
+    Raises:
+        ValueError: The row does not describe an entry.
+    """
     found = _ROW.fullmatch(row.decode())
     if found is None:
         raise ValueError("a row of other parts")
@@ -261,16 +326,14 @@ def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float, now_s: float) -
 
 
 def said(error: Exception) -> str:
-    """What the server answered, or why it did not, for people, and what to do about it."""
+    """Return an error of the server or the connection as text for the log, with a remedy if one is known."""
     text = _WHERE.split(str(error), 1)[0].rstrip(".")
-    cause = (
-        f"{text} {error.__context__}"  # redis-py says of a handshake that nobody answers no more than that time is over
-    )
+    cause = f"{text} {error.__context__}"  # redis-py's text for an unanswered TLS handshake only says "Timeout"
     return text + next((f"; {do}" for what, do in _REMEDIES if what in cause), "")
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...], tuple[type[Exception], ...]]:
-    """A client, all that it raises, and what of that says that the server is in trouble."""
+    """Return a client, all exceptions that it raises, and those of them which mean that the server is down."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -287,7 +350,7 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
             url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry, socket_read_size=_READ_NBYTES
         )
     except ValueError:
-        raise StoreError(  # not from the cause: parts of the password may be in there
+        raise StoreError(  # without the cause, whose text may contain parts of the password
             "The URL of a redis tier cannot be used: redis://[user:password@]host[:port][/database], rediss:// or "
             f"unix://[user:password@]/path was wanted, {_scheme(url) or 'no'} scheme and what is none of these was "
             "found; correct it in the setting `tiers` (environment RAGFUSE_TIERS), / : @ in a password are %2F %3A %40."
@@ -297,7 +360,7 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
 
 
 def _once_more() -> Callable[[Callable[[], Any], Callable[[Exception], None]], Any]:
-    """Calls what it is given, and again at once where the connection broke; who is silent is not asked twice."""
+    """Return a function that makes a call, and repeats it once if the connection broke, but not after a timeout."""
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -306,7 +369,7 @@ def _once_more() -> Callable[[Callable[[], Any], Callable[[Exception], None]], A
 
 
 def _check(url: str) -> None:
-    """ValueError where redis-py would take another server or database than was meant."""
+    """Raise ValueError for a URL from which redis-py would silently take another server or database than was meant."""
     parts = urlsplit(url)
     path = parts.path.strip("/")
     if parts.scheme == "unix":

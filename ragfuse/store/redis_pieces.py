@@ -1,7 +1,7 @@
-"""How an upload to Redis is cut into pieces that are answered one by one, so that only silence can be too long.
+"""Cutting an upload to Redis into pieces small enough that each is answered well within the timeout.
 
-A client waits for a whole command to be taken and then for its answer, however large it is. Pieces are therefore as
-large as they are seen to pass in a fraction of the patience. Values only: no I/O and no clock.
+A client waits for the answer to a whole command, however large it is, so a large layer over a slow link would time
+out. The size of a piece follows the speed measured so far. This file does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ from collections import deque
 from typing import NamedTuple
 
 LEAST_NBYTES = 1 << 18
+"""Bytes of a piece at the start and after a failure; never fewer."""
 _MOST_NBYTES = 64 << 20
-"""What the server's buffer for one client takes without question."""
+"""Most bytes of a piece: as many as the server's buffer for one client takes without trouble."""
 
 
 class Rest(NamedTuple):
-    """What is still to be brought of a field, of which so many pieces are there."""
+    """The part of a field that is still to be sent.
+
+    Args:
+        name: Name of the field.
+        value: The bytes left.
+        pieces: Number of pieces of the field that were sent already.
+    """
 
     name: str
     value: memoryview
@@ -23,27 +30,38 @@ class Rest(NamedTuple):
 
 
 class Pace:
-    """How many bytes to bring at once: more while that is quick, fewer where it is slow, few after trouble."""
+    """The number of bytes to send at once: doubled while sending is fast, halved when it is slow.
+
+    Args:
+        patience_s: Seconds after which a command times out.
+
+    Attributes:
+        nbytes: Bytes to send next.
+    """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s, self.nbytes = patience_s, LEAST_NBYTES
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """So many bytes were brought and answered in so long."""
+        """Adapt to the time that sending `nbytes`, and waiting for the answer, took."""
         if seconds > self._patience_s / 2:
             self.nbytes = max(LEAST_NBYTES, self.nbytes // 2)
         elif seconds < self._patience_s / 8 and 2 * nbytes > self.nbytes:
             self.nbytes = min(_MOST_NBYTES, 2 * self.nbytes)
 
     def failed(self) -> None:
-        """Nothing was answered."""
+        """Return to the smallest size after a request without an answer."""
         self.nbytes = LEAST_NBYTES
 
 
 def take(left: deque[Rest], nbytes: int) -> tuple[list[tuple[str, memoryview]], list[Rest]]:
-    """About the next `nbytes`: (field, bytes) of whole fields or of pieces, and the fields whose last piece is there.
+    """Take about the next `nbytes` to send from the front of the queue `left`.
 
-    A field is cut only where it is larger than that; its pieces are called 7+0, 7+1, ...
+    A field is cut only if it is larger than `nbytes`; the pieces of field 7 are named 7+0, 7+1, ...
+
+    Returns:
+        (name, bytes) of fields and pieces to send, and the fields whose last piece is among these: the server must
+        join their pieces afterwards.
     """
     batch: list[tuple[str, memoryview]] = []
     to_join: list[Rest] = []

@@ -1,4 +1,4 @@
-"""What only S3 offers an object tier, beyond what all of fsspec's file systems do. Everything else is `bucket.py`'s."""
+"""Requests that are specific to S3. `bucket.py` makes all others, through the interface of any fsspec file system."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _Found = TypeVar("_Found")
 _READ_NBYTES = 1 << 20
 _PAGE_OBJECTS = 1000
 _ONE_PUT_NBYTES = 100 << 20
-"""From here on s3fs sends an object in parts, of which it hears one by one; the whole is asked for at the end."""
+"""Most bytes of an object that is written by one put; s3fs uploads a larger one in parts, and `write` checks it."""
 _ETAG = re.compile(r'(?:W/)?"?[0-9a-fA-F]{32}(?:-[0-9]+)?"?')
-"""What S3 says of every object that it has taken."""
+"""The ETag that S3 returns for every object that it has stored."""
 
 
 class Upload(NamedTuple):
-    """An object that comes in parts: where to, the upload's name, and how long ago it was begun."""
+    """A multipart upload under way: the object's path, the upload's id, and its age in seconds."""
 
     path: str
     id: str
@@ -29,35 +29,60 @@ class Upload(NamedTuple):
 
 
 class S3:
-    """Calls of an s3fs file system that waits for any answer: none of these is silent for longer than `silence_s`."""
+    """Calls to S3 through s3fs.
+
+    Args:
+        fs: The s3fs file system.
+        silence_s: Seconds without an answer after which a call raises TimeoutError. The data of `write` may take
+            longer; its caller sets that limit.
+    """
 
     def __init__(self, fs: Any, silence_s: float) -> None:
         self._fs, self._silence_s = fs, silence_s
 
     async def prepare(self) -> None:
-        """Look for credentials, which may mean asking somebody else for long."""
+        """Open a session and find credentials, which may take a slow request to another service."""
         await self._fs.set_session()
         if not self._fs.anon and not self._fs.key:
             await self._fs.session.get_credentials()
 
     async def page(self, path: str, after: str) -> tuple[list[dict[str, Any]], str]:
-        """Some objects below a folder (name, size, LastModified), and what to go on after, "" at the end."""
+        """Return one page of the objects below a folder.
+
+        Args:
+            path: The folder.
+            after: The token that the previous page returned; "" for the first page.
+
+        Returns:
+            A record of each object (name, size, LastModified), and the token of the next page, "" after the last.
+
+        Raises:
+            ConnectionError: The answer does not come from S3.
+        """
         bucket, key, _ = self._fs.split_path(f"{path}/")
         more = {"ContinuationToken": after} if after else {}
         call = self._fs._call_s3("list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=_PAGE_OBJECTS, **more)
         found = await self._heard(call)
-        if not {"Name", "KeyCount", "IsTruncated"} & found.keys():  # a page of a proxy's, or an error with status 200
-            raise ConnectionError("the answer to a listing is none of S3's")
+        if not {"Name", "KeyCount", "IsTruncated"} & found.keys():  # a proxy's page, or an error with status 200
+            raise ConnectionError("the answer to a listing does not come from S3")
         infos = found.get("Contents", ())
         named = [{**info, "name": f"{bucket}/{info['Key']}", "size": info["Size"]} for info in infos]
         return named, found.get("NextContinuationToken", "")
 
     async def uploads(self, path: str, after: Mapping[str, str]) -> tuple[list[Upload], dict[str, str]]:
-        """Some uploads in parts that were begun below a folder and not ended, and what to go on after."""
+        """Return one page of the unfinished multipart uploads to a folder.
+
+        Args:
+            path: The folder.
+            after: The markers that the previous page returned; empty for the first page.
+
+        Returns:
+            The uploads, and the markers of the next page, empty after the last.
+        """
         bucket, key, _ = self._fs.split_path(f"{path}/")
         found = await self._heard(self._fs._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after))
         sent = found["ResponseMetadata"]["HTTPHeaders"].get("date")
-        now = parsedate_to_datetime(sent) if sent else datetime.now(UTC)  # the server's own clock, where it tells
+        now = parsedate_to_datetime(sent) if sent else datetime.now(UTC)  # by the server's clock, if it sends a date
         uploads = [
             Upload(f"{bucket}/{each['Key']}", each["UploadId"], (now - each["Initiated"]).total_seconds())
             for each in found.get("Uploads", ())
@@ -66,18 +91,18 @@ class S3:
         return uploads, {name: found[mark] for name, mark in marks.items()} if found.get("IsTruncated") else {}
 
     async def abort(self, upload: Upload) -> int:
-        """End an upload that will never be whole; how many bytes were there."""
+        """Abort a multipart upload and return the bytes that it had stored; 0 if it has ended already."""
         bucket, key, _ = self._fs.split_path(upload.path)
         which = {"Bucket": bucket, "Key": key, "UploadId": upload.id}
         try:
             parts = await self._heard(self._fs._call_s3("list_parts", **which))
             await self._heard(self._fs._call_s3("abort_multipart_upload", **which))
-        except FileNotFoundError:  # somebody else has ended it
+        except FileNotFoundError:  # it was completed or aborted meanwhile
             return 0
         return sum(part["Size"] for part in parts.get("Parts", ()))
 
     async def read(self, path: str, begin: int, end: int) -> bytes:
-        """These bytes of an object; fewer where it ends before."""
+        """Return bytes `begin` to `end` (exclusive) of an object, fewer if it ends before."""
         bucket, key, _ = self._fs.split_path(path)
         asked = self._fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}")
         pieces, left = list[bytes](), end - begin
@@ -88,7 +113,11 @@ class S3:
         return b"".join(pieces)
 
     async def write(self, path: str, data: bytes) -> None:
-        """Put an object whole; ConnectionError where what answers is no object store."""
+        """Write an object, which appears whole or not at all.
+
+        Raises:
+            ConnectionError: The answer does not come from S3, so the object may not be stored.
+        """
         bucket, key, _ = self._fs.split_path(path)
         if len(data) > _ONE_PUT_NBYTES:
             await self._fs._pipe_file(path, data)
@@ -97,8 +126,8 @@ class S3:
         else:
             found = await self._fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data)
             is_there = True
-        if not is_there or not _ETAG.fullmatch(str(found.get("ETag", ""))):  # a login page comes with status 200, too
-            raise ConnectionError("the answer to a write is none of S3's")
+        if not is_there or not _ETAG.fullmatch(str(found.get("ETag", ""))):  # for example, a login page with status 200
+            raise ConnectionError("the answer to a write does not come from S3")
 
     async def _heard(self, call: Awaitable[_Found]) -> _Found:
         try:

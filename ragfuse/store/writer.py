@@ -23,17 +23,18 @@ class Writer:
 
     Args:
         limit: Jobs that may wait; further ones are dropped and counted.
+        name: The thread's name is `ragfuse-` and this.
 
     Attributes:
         dropped: Counted jobs that were dropped.
         failed: Jobs that raised an exception.
     """
 
-    def __init__(self, limit: int = 64) -> None:
+    def __init__(self, limit: int = 64, name: str = "writer") -> None:
         self.dropped = 0
         self.failed = 0
         self._limit, self._closed = limit, False
-        self._worker = Worker("writer", self._take, self._run)
+        self._worker = Worker(name, self._take, self._run)
         self.renew()
         at_fork(self)
 
@@ -102,7 +103,7 @@ class Writers:
     """
 
     def __init__(self, names: Iterable[str], limit: int = 64) -> None:
-        self._each = {name: Writer(limit) for name in names}
+        self._each = {name: Writer(limit, f"writer-{name}") for name in names}
         close_at_exit(self)
 
     @property

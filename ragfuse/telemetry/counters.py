@@ -22,10 +22,10 @@ TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0
 """Upper ends of the buckets that times to the first token are counted in; one more takes the rest."""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
 """What became of a prompt's tokens."""
-WHY = ("asked", "nothing_stored", "too_short", "altered", "sooner", "inexact", "unsafe", "model")
-"""Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they were too short; what was
-retrieved stood in them altered; it was sooner; verify or calibrate speaks against fusing this model; it cannot be
-fused."""
+WHY = ("asked", "nothing_stored", "too_short", "altered", "faster", "inexact", "unsafe", "model")
+"""Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they were too short; their
+retrieved documents stood in them altered; full prefill was predicted to be faster; `verify` or `calibrate` advises
+against fusing this model (inexact, unsafe); the model cannot be fused."""
 
 
 _WHY_BY_REASON = MappingProxyType(
@@ -38,7 +38,7 @@ _WHY_BY_REASON = MappingProxyType(
         reasons.DOCUMENTS_ALTERED: "altered",
         reasons.NOT_EXACT: "inexact",
         reasons.NOT_SAFE: "unsafe",
-        "full prefill ": "sooner",  # last: FULL_PREFILL_ASKED begins with it, too
+        "full prefill ": "faster",  # last: FULL_PREFILL_ASKED begins with it, too
     }
 )
 

@@ -1,7 +1,7 @@
-"""How a chat template writes calls of tools: found by rendering made-up ones and looking what stands around them.
+"""Finds the format of tool calls in a chat template by rendering probe calls and reading the text around them.
 
-No family is known by name. Arguments are found as a JSON object, or as names and values one by one. A template that
-says nothing of tools, or writes calls as anything else, is left alone: `calls.PLAIN` is in words of its own.
+No model family is known by name. Arguments may be one JSON object, or names and values one by one. If a template
+ignores tools or writes calls in any other way, `DEFAULT_CALL_FORMAT` of `text/tool_calls.py` is used.
 """
 
 from __future__ import annotations
@@ -18,24 +18,30 @@ from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs, Slot
 from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""Messages, tools, and whether the prompt of an answer follows; may raise anything."""
+"""Renders messages and tools, and at the end the beginning of an answer if the third argument is true; may raise."""
 
 PROBE_QUESTION, PROBE_RESULT, PROBE_TEXT = "What is probed?", "prober-result", "prober-text"
 FIRST = ToolCall("probe_tool_one", {"probe_key_one": "probe_value_one"}, "call_probe_one")
 SECOND = ToolCall("probe_tool_two", {"probe_key_two": "probe_value_two"}, "call_probe_two")
 UNTEMPLATED_CALL_TOKENS = ("<|python_tag|>",)
-"""Tokens that models write before a call of bare JSON though their templates do not."""
+"""Tokens that models write before a call in bare JSON although their templates do not."""
 
 
 def call_format(render: RenderCalls, own: Sequence[str], ends: Sequence[str]) -> CallFormat:
-    """The format of a template; own: texts of tokens that stand for themselves, ends: of those that end an answer."""
+    """Return a chat template's format of tool calls; `DEFAULT_CALL_FORMAT` if none is found.
+
+    Args:
+        render: The chat template.
+        own: Texts of the added tokens of the vocabulary.
+        ends: Texts of the tokens that end an answer.
+    """
     for as_text in (False, True):
         for id_size in (0, 9):
             wanted = replace(DEFAULT_CALL_FORMAT, native=True, as_text=as_text, id_size=id_size)
             try:
                 calls = tuple(replace(call, id=call.id[-id_size:].replace("_", "0")) for call in (FIRST, SECOND))
                 found = _Probe(render, own, ends, wanted, *calls).found()
-            except Exception:  # a template may raise anything; what does not fit is no call
+            except Exception:  # a template may raise anything; an unknown format raises _Unfit
                 continue
             if found is not None:
                 return found
@@ -43,12 +49,12 @@ def call_format(render: RenderCalls, own: Sequence[str], ends: Sequence[str]) ->
 
 
 class _Unfit(Exception):
-    """A template that writes something else than calls as names and JSON."""
+    """Raised for a template whose calls have an unknown format."""
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """One way of handing calls to a template, tried."""
+    """A probe of a template with calls passed in one form (`wanted`)."""
 
     render: RenderCalls
     own: Sequence[str]
@@ -58,7 +64,7 @@ class _Probe:
     second: ToolCall
 
     def found(self) -> CallFormat | None:
-        """What the template makes of calls; None if it says nothing of tools."""
+        """Return the format of calls; None if the template ignores tools."""
         question = [{"role": "user", "content": PROBE_QUESTION}]
         told = self.render(question, _TOOLS, True)
         if self.first.name not in told or self.first.name in self.render(question, (), True):
@@ -84,7 +90,7 @@ class _Probe:
         )
 
     def _paired(self, told: str, one: str) -> CallFormat:
-        """The format of a template that writes arguments one by one."""
+        """Return the format of a template that writes arguments one by one; `one`: an answer with one call."""
         (key, value), (other, last) = *self.first.arguments.items(), *self.second.arguments.items()
         both = replace(self.first, arguments={key: value, other: last})
         head, opening, between, closing = _between(one, self.first.name, key, value)
@@ -100,14 +106,14 @@ class _Probe:
         return replace(self.wanted, head=head, inner=(inner,), tail=tail, again=again, marker=marker, pairs=pairs)
 
     def _bare(self, told: str, head: str) -> str | None:
-        """What stands behind the name in a call without arguments; None where the template writes none."""
+        """Return the text after the name in a call without arguments; None if the template rejects such a call."""
         try:
             return self._answer(told, (replace(self.first, arguments={}),))[len(head) + len(self.first.name) :]
         except Exception:  # a template may raise anything
             return None
 
     def _again_paired(self, told: str, closing: str, after: str) -> str | None:
-        """What stands between two calls of one answer; None where the template has no place for a second."""
+        """Return the text between two calls of one answer, as `_again`, for arguments that are written one by one."""
         (key, value), (other, last) = *self.first.arguments.items(), *self.second.arguments.items()
         try:
             both = self._answer(told, (self.first, self.second))
@@ -117,7 +123,7 @@ class _Probe:
         return middle[len(after) :] if middle.startswith(after) and end == closing else None
 
     def _answer(self, told: str, calls: Sequence[ToolCall]) -> str:
-        """What an answer with these calls is written as, from the end of the prompt to its own end."""
+        """Return the text of an answer with these calls, from the end of the prompt `told` to the end of the answer."""
         asked = ChatMessage("user", PROBE_QUESTION)
         results = [ChatMessage("tool", PROBE_RESULT, tool_call_id=call.id, name=call.name) for call in calls]
         whole = self._rendered([asked, ChatMessage("assistant", "", tuple(calls)), *results])
@@ -142,7 +148,7 @@ class _Probe:
         return self.render(messages, _TOOLS, False)
 
     def _again(self, told: str, gaps: Sequence[str]) -> str | None:
-        """What stands between two calls of one answer; None where the template has no place for a second."""
+        """Return the text between two calls of one answer; None if the template writes one call only."""
         try:
             both = self._answer(told, (self.first, self.second))
             first, rest = _cut(both, self.first)
@@ -153,7 +159,7 @@ class _Probe:
         return second[0] if fits else None
 
     def _marker(self, head: str) -> str:
-        """What begins a call and nothing else."""
+        """Return the text that begins a call and nothing else; "" if there is none."""
         text = head.lstrip()
         token = next((own for own in sorted(self.own, key=len, reverse=True) if own and text.startswith(own)), None)
         if token is not None:
@@ -163,13 +169,13 @@ class _Probe:
 
 
 def _before_thought(prompt: str) -> str:
-    """A prompt without the thought that it opens at its end, which templates leave away from earlier answers."""
+    """Remove the thinking tags at the end of a prompt, which templates leave out in earlier answers."""
     found = next((each for each in (tag.search(prompt) for tag, _ in _EMPTY) if each is not None), None)
     return prompt if found is None else prompt[: found.start()]
 
 
 def _behind_thought(answer: str) -> str:
-    """An answer without the empty thought that templates write where nothing was thought."""
+    """Remove the empty thinking tags that templates write in answers without reasoning."""
     found = next((each for each in (tags.match(answer) for _, tags in _EMPTY) if each is not None), None)
     return answer if found is None else answer[found.end() :]
 
@@ -184,14 +190,14 @@ _EMPTY = tuple(
 
 
 def _gaps(answer: str, call: ToolCall) -> tuple[tuple[Slot, ...], list[str]]:
-    """The slots of the one call of an answer in order, and the texts before, between and behind them."""
+    """Return the slots of an answer's call (name, arguments, id) in order, and the texts before, between and after."""
     found = sorted(_spans(answer, call))
     edges = [0, *(edge for lo, hi, _ in found for edge in (lo, hi)), len(answer)]
     return tuple(slot for *_, slot in found), [answer[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _between(answer: str, *words: str) -> list[str]:
-    """Texts around words that stand once, in this order; ValueError if they do not."""
+    """Return the texts around these words; raises ValueError if one is missing, _Unfit if one occurs twice."""
     found = []
     for word in words:
         before, word_, answer = answer.partition(word)
@@ -204,10 +210,14 @@ def _between(answer: str, *words: str) -> list[str]:
 
 
 def _parted(opening: str, between: str, middle: str, closing: str, bare: str | None) -> tuple[str, Pairs, str]:
-    """What follows a name, what stands around arguments, and what ends a call; all that was seen is made of these.
+    """Split the texts seen around arguments into the text after a tool's name, the `Pairs`, and the end of a call.
 
-    opening: before the first argument's name; middle: behind a value and before the next name; closing: behind the
-    last value; bare: behind the name where there are no arguments, None where that was not seen.
+    Args:
+        opening: Text between the tool's name and the first argument's name.
+        between: Text between an argument's name and its value.
+        middle: Text between a value and the next argument's name.
+        closing: Text after the last value.
+        bare: Text after the tool's name in a call without arguments; None: unknown.
     """
     found = []
     for size in range(1, len(middle)):
@@ -223,7 +233,7 @@ def _parted(opening: str, between: str, middle: str, closing: str, bare: str | N
 
 
 def _cut(answer: str, call: ToolCall) -> tuple[list[str], str]:
-    """The texts before and between the slots of an answer's first call, and what follows."""
+    """Return the texts before and between the slots of an answer's first call, and the text after it."""
     gaps = _gaps(answer, call)[1]
     return gaps[:-1], gaps[-1]
 

@@ -1,15 +1,18 @@
-"""Plain texts that come along: to stand before a chunk while it is encoded, and to see what a model's KV is like."""
+"""Texts that the package ships: filler text to encode chunks behind, and samples to profile a model's KV."""
 
 from importlib.resources import files
 
 
 def filler_text() -> str:
-    """Paragraphs on unlike things, about 300 tokens, so that a chunk is not the beginning of everything."""
+    """Return the filler text: paragraphs on different topics, about 300 tokens.
+
+    A chunk that is encoded behind it is not at the beginning of its context, as it will not be in a prompt.
+    """
     return _text("filler.txt")
 
 
 def sample() -> tuple[str, ...]:
-    """Texts of many kinds, in a few languages and none, together some 2,000 tokens."""
+    """Return sample texts of many kinds and in several languages, together about 2,000 tokens."""
     return (*_text("sample.txt").split("\n\n"), *filler_text().split("\n\n"))
 
 

@@ -1,6 +1,6 @@
-"""Contents of messages without some of their chunks: which go first, and what goes with them.
+"""Shortens the contents of messages by dropping their last chunks, with the separators before these.
 
-Words only. The caller says whether a prompt is too long, and how many chunks it has to omit.
+It works on text only; the caller decides whether a prompt is too long and how many chunks to drop.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from ragfuse.text.chunks import Piece
 
 @dataclass(frozen=True)
 class ShortenedContents:
-    """Contents of messages without some chunks, and the sources of these in the order in which they stood."""
+    """Contents of messages without some chunks, and the sources of the dropped chunks, in order."""
 
     contents: tuple[tuple[Piece, ...], ...]
     sources: tuple[str, ...] = ()
 
 
 def lean(contents: Sequence[Sequence[Piece]], n: int, asked: int = -1) -> ShortenedContents:
-    """Contents without their last n chunks, and without what separated these from the ones before.
+    """Drop the last n chunks of the contents, with the text that separated them from the chunks before.
 
-    `asked` is the content that holds the question: where it is nothing but chunks, they are the question and stay.
+    Args:
+        contents: The pieces of each message.
+        n: Number of chunks to drop.
+        asked: Index of the message with the question; if it consists of chunks only, they are the question and stay.
     """
     places = list(_places(contents, asked % len(contents) if contents else 0))
     doomed = places[max(0, len(places) - n) :]

@@ -1,8 +1,8 @@
-"""Runs of token ids that are known, and where a prompt has them: whole, cut, edited, or written another way.
+"""An index of known runs of token ids that finds them in a prompt: whole, cut, edited, or written another way.
 
-A prompt is tokenised as a whole, so a text in it may lose its first and last token to its neighbours, and one that was
-wrapped, escaped, numbered or shortened on its way into the prompt agrees only here and there. What is found are runs
-that agree id by id; nothing else ever is.
+A prompt is tokenised as a whole, so the first and last token of a text in it may merge with its neighbours, and a text
+that was wrapped, escaped, numbered or shortened on its way into the prompt agrees only in parts. A match is always a
+run of equal ids.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ragfuse.text.span_anchors import Anchors, Array, grams, mixed
 from ragfuse.text.span_runs import MIN_RUN_TOKENS, Search
 
 MIN_ALTERED_TOKENS = 32
-"""Tokens of an altered span that have to agree, unless told otherwise."""
+"""Default for the least tokens of an altered span that must agree."""
 MAX_SPANS = 1 << 18
-"""Spans that are known at once, unless told otherwise."""
+"""Default for the most spans that are known at once."""
 _LARGEST = (1 << 31) - 1
 _LARGEST_ARENA = (1 << 32) - 1
 """Tokens that can be told apart by a place."""
 _BATCH = 1 << 18
-"""Tokens that wait at most until they are taken into the anchors."""
+"""The most added tokens that wait before they are indexed."""
 SHARED = 24
-"""Tokens in a row by which a span has something in common with other ids."""
+"""Consecutive equal tokens by which `KnownSpans.sharing` counts a span as sharing text with other ids."""
 _ENTRY = 240
-"""Bytes of one span's digest and its places in a dict and in lists, about."""
+"""Estimated bytes of Python objects per span."""
 
 Ids = Sequence[int] | np.ndarray
 
@@ -56,16 +56,20 @@ class Match:
 
 
 class KnownSpans:
-    """Known spans and where they stand in a prompt. Thread-safe; adding or discarding one costs microseconds.
+    """An index of known spans that finds them in a prompt. Thread-safe; adding or discarding takes microseconds.
 
-    A span of at least `shortest` tokens is found where it stands whole, with or without its first and its last token.
-    An altered one is found where runs of it, each of 4 tokens or more, in its order and with at most 16 tokens between
-    them on either side, come to `altered` tokens. Each run is a match. Where several spans agree, the longest agreement
-    stands. Of more than `most` spans, or spans of more than `most_tokens`, those go first that were matched, or added,
-    the longest time ago.
+    A span is found where it stands whole, with or without its first and last token. An altered span is found by runs of
+    at least 4 equal tokens, in its order, with gaps of at most 16 tokens on either side, if they add up to `altered`
+    tokens; each run is a match. Where several spans match, the longest match wins.
 
-    What `find` does grows with the prompt alone: of one beginning only few spans are looked at, and in a prompt that
-    repeats itself only few shifts of a span.
+    The time of `find` depends on the length of the prompt only: of spans with the same beginning, and of alignments in
+    a repetitive prompt, only a few are tried.
+
+    Args:
+        shortest: The least tokens of a span that can be found.
+        altered: The least tokens of an altered span that must agree.
+        most: The most spans; those matched or added the longest time ago are evicted.
+        most_tokens: The most tokens of all spans together.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class KnownSpans:
         self._start_over()
 
     def _start_over(self) -> None:
-        """Know nothing."""
+        """Forget all spans."""
         self._numbers: dict[bytes, int] = {}  # digest of a span's ids -> its number, matched longest ago first
         self._digests: list[bytes | None] = []  # by number; None: discarded
         self._words: list[tuple[str, str]] = []  # text and source, by number
@@ -107,15 +111,16 @@ class KnownSpans:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: ids, anchors, texts, and about what Python takes to keep them."""
+        """Estimated bytes in memory: ids, anchors, texts and Python objects."""
         with self._lock:
             arrays = self._arena.nbytes + self._starts.nbytes + self._alive.nbytes + self._anchors.nbytes
             return arrays + self._word_bytes + _ENTRY * len(self._digests)
 
     def add(self, tokens: Ids, text: str = "", source: str = "") -> None:
-        """Know these ids from now on; of ids that are known already only text and source change, if given.
+        """Add a span, so that it is found from now on; for a known span, update text and source if given.
 
-        InputError for ids that no tokenizer gives.
+        Raises:
+            InputError: An id is negative or too large.
         """
         ids = _within(tokens)
         if int(ids.min(initial=0)) < 0:
@@ -150,9 +155,9 @@ class KnownSpans:
                 self._drop(digest)
 
     def sharing(self, ids: Ids, source: str) -> list[KnownSpan]:
-        """Spans of a source that have `SHARED` tokens in a row in common with ids.
+        """Return all spans of a source that share `SHARED` consecutive tokens with the given ids.
 
-        Unlike `find` it misses none, and reads all that is known.
+        Unlike `find` it is exhaustive: it reads all known spans and misses none.
         """
         wanted = _within(ids)
         if len(wanted) < SHARED:
@@ -172,7 +177,7 @@ class KnownSpans:
             ]
 
     def find(self, ids: Ids) -> list[Match]:
-        """Where known spans stand in ids: by lo, none overlapping."""
+        """Return the matches of known spans in ids, left to right and without overlap."""
         prompt = _within(ids)
         with self._lock:
             self._take_in()
@@ -195,7 +200,7 @@ class KnownSpans:
         matches = []
         for lo, hi, number, place in found:
             if not (prompt[lo:hi] == self._arena[place : place + hi - lo]).all():
-                continue  # never so; but a wrong row would be a wrong answer
+                continue  # should never happen, but a wrong row would give a wrong answer
             start, end = int(self._starts[number]), int(self._starts[number + 1])
             if number not in spans:
                 spans[number] = KnownSpan(tuple(self._arena[start:end].tolist()), *self._words[number])
@@ -241,7 +246,7 @@ class KnownSpans:
             self._compact()
 
     def _take_in(self) -> None:
-        """Make anchors of what was added since."""
+        """Index the spans that were added since the last call."""
         first, last = self._taken, len(self._digests)
         if first == last:
             return
@@ -251,7 +256,7 @@ class KnownSpans:
         self._taken = last
 
     def _compact(self) -> None:
-        """Leave out discarded spans. What stays keeps its order, so anchors move without being sorted again."""
+        """Free the memory of discarded spans. The others keep their order, so anchors need not be sorted again."""
         self._take_in()
         count = len(self._digests)
         starts, alive = self._starts[: count + 1], self._alive[:count]
@@ -276,7 +281,7 @@ class KnownSpans:
 
 
 def _within(tokens: Ids) -> Array:
-    """Ids as int32; -1 for what is no id."""
+    """Return ids as int32, with -1 for invalid ids."""
     wide = np.asarray(tokens, dtype=np.int64) if len(tokens) else np.zeros(0, np.int64)
     if len(wide) and (int(wide.min()) < 0 or int(wide.max()) > _LARGEST):
         wide = np.where((wide < 0) | (wide > _LARGEST), -1, wide)
@@ -288,7 +293,7 @@ def _digest(ids: Array) -> bytes:
 
 
 def _roomy(array: Array, size: int) -> Array:
-    """An array with that much room at least, twice its own if it grows."""
+    """Return an array of at least this size; one that must grow gets at least half as much again."""
     if len(array) >= size:
         return array
     larger = np.zeros(max(size, len(array) + len(array) // 2), array.dtype)

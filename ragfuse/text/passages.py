@@ -1,6 +1,6 @@
-"""Token ids cut into passages by what they say, so that the same passage is cut the same wherever it stands.
+"""Splits token ids into passages by their content, so that the same passage is split the same way in any prompt.
 
-Borders are paragraphs, then lines, then places that the ids themselves choose; special tokens part everything.
+Passages end at paragraphs, else at lines, else at places chosen by a hash of the ids, and always at special tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A conversation as its chat template writes it, and where its contents stand in that.
+"""Renders a conversation by its chat template and finds the message contents in the rendered text.
 
-The template is given the contents themselves, as it may look into them, trim, escape, cut or repeat them. What became
-of them is seen by a second rendering, in which single characters are exchanged for private ones that no text holds:
-where the two renderings agree otherwise, these say where a chunk stands, which messages were left out, and what looks
-like a control token without being the template's.
+A template may inspect, trim, escape, cut or repeat the contents, so they are located by a second rendering in which
+single characters are replaced by marks: private-use code points that no text contains. If the two renderings are equal
+apart from the marks, the marks tell where each chunk is, which messages were left out, and which text looks like a
+control token but was not written by the template.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from ragfuse.text.marks import FoundMark, Marks, MarkSpot, aligned, cut, marked,
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
 Write = Callable[[list[dict[str, Any]], list[Any]], str]
-"""Messages and tools as the chat template writes them; may raise anything."""
+"""Renders messages and tools by the chat template; raises InputError if the template rejects them."""
 Forged = Callable[..., Sequence[Chars]]
-"""Where a text holds what would be read as a control token and is none; `forged(text, True)`: it begins an answer."""
+"""Finds text that would be tokenised as a control token; `forged(text, True)`: the text begins an answer."""
 
 _TAKEN_OFF = re.compile(r"[\s\x00-\x1f\x7f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]+")
-"""What templates take off inside a text, or write otherwise."""
+"""Characters that templates may remove from a text or write differently."""
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z]{2,8});")
 MOST_SHOWN = 8
-"""Kinds of control tokens in answers of which it is tried whether the template looks at them."""
+"""The most control tokens (or messages with some) that are tested one by one for whether the template inspects them."""
 MAX_CONTROL_TOKEN_CHARS = 64
-"""Characters of a control token that may come of a content and what stands beside it."""
+"""The most characters of a control token that content and neighbouring text may form together."""
 MOST_JOINED = 16
-"""Names and values beside contents that are looked at one by one, as a control token of the text may hold some of
-them."""
+"""The most names and values of calls and tools that are tested one by one for whether they form part of a control
+token; the rest are tested together."""
 MOST_MISSED = 16
-"""Chunks that are looked for in vain where a template looks at what marks them."""
+"""Searches for a text by its characters stop after this many failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPiece:
-    """A piece, its text as the template wrote it, at characters lo:hi of that."""
+    """A piece at characters lo:hi of the rendered text, with its text as the template wrote it."""
 
     lo: int
     hi: int
@@ -53,10 +53,10 @@ class PlacedPiece:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a template wrote.
+    """The rendered text. bare: text that looks like a control token but is none. said: characters of the last message.
 
-    bare: looks like a control token and is text. placed: chunks and texts of known ids, by lo, none overlapping; those
-    that the template changed beyond recognition are left out. said: characters of the last message.
+    placed: chunks and texts with known ids, sorted and not overlapping, without those that the template changed
+    beyond recognition.
     """
 
     text: str
@@ -67,11 +67,11 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What is marked in one rendering.
+    """A choice of what is marked in one rendering.
 
-    shown: control tokens that answers keep; flanked: with marks before and behind each, as a template may write the
-    same one anew between what stood around it. beside: other messages that keep all, with a mark beside each.
-    only: the message in which alone anything is marked.
+    shown: control tokens that stay unchanged in answers, with a mark behind each. flanked: these also get a mark in
+    front, because a template may replace a token by the same one. beside: indices of other messages whose control
+    tokens stay, with marks beside them. only: index of the only message with marks (None: all have marks).
     """
 
     shown: frozenset[str] = frozenset()
@@ -83,9 +83,9 @@ class _Trial:
 
 
 class Conversation:
-    """Messages and tools as a chat template takes them, their contents in pieces.
+    """Messages and tools in the form that a chat template takes, and the contents of the messages as pieces.
 
-    contents: of each message, None where it says nothing of its own. is_begun: the last one begins the answer.
+    contents: pieces of each message; None: it has no content. is_begun: the last message is the start of the answer.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Conversation:
         self._looked_at: frozenset[str] | None = None
 
     def rendered(self, write: Write) -> Rendered:
-        """What the template writes. InputError where it leaves a message out that is no answer."""
+        """Render by `write`; raises InputError if the template leaves out a message that is not an answer."""
         text = write([dict(message) for message in self._messages], list(self._tools))
         self._used = used_of([text, *self._strings()])
         if sum(map(len, self._in_texts)) > Marks.room(self._used):
@@ -115,7 +115,7 @@ class Conversation:
         for trial in self._trials(write, text):
             try:
                 other, marks = self._tried(write, trial)
-            except InputError:  # it looks at a character that is exchanged
+            except InputError:  # the template inspects a character that is now a mark
                 continue
             met |= {spot.message for spot, _ in cut(other, marks)[1]}
             seen = aligned(other, marks, text)
@@ -124,7 +124,7 @@ class Conversation:
                 found = self._found(text, seen, trial)
                 made = {*self._joined(write, text, found.bare), *self._unveiled(write, text, seen)}
                 return replace(found, bare=tuple(sorted({*found.bare, *made}))) if made else found
-        trial = replace(self._shown(write), pieces=False, messages=False)  # it looks at what it is not to see
+        trial = replace(self._shown(write), pieces=False, messages=False)  # no trial agreed: put the letters back
         text, seen = put_back(*self._tried(write, trial))
         self._check_complete(text, met)
         return self._found(text, seen, trial)
@@ -132,7 +132,7 @@ class Conversation:
     # what is marked
 
     def _trials(self, write: Write, text: str) -> Iterator[_Trial]:
-        """From what says most to what disturbs a template least."""
+        """Yield trials, from the one that tells most to the one that disturbs a template least."""
         ways = [_Trial()]
         yield from (ways[0], replace(ways[0], messages=False))
         forged = [self._answers[at] for at, found in enumerate(self._in_texts) if found]
@@ -152,7 +152,7 @@ class Conversation:
             yield from (replace(way, beside=beside) for way in least if not way.beside)
 
     def _beside(self, write: Write, text: str, turns: Iterable[int]) -> frozenset[int]:
-        """Of these messages those in which the template looks at control tokens; each is tried alone."""
+        """Return the messages in which the template inspects control tokens, trying at most MOST_SHOWN, each alone."""
         found = list[int]()
         for turn in sorted(turns)[:MOST_SHOWN]:
             hidden = _Trial(pieces=False, messages=False, only=turn)
@@ -168,7 +168,7 @@ class Conversation:
             return False
 
     def _shown(self, write: Write) -> _Trial:
-        """Of control tokens in answers, those that the template looks at; found once."""
+        """Return a trial that keeps the control tokens in answers that the template inspects; determined once."""
         if self._looked_at is not None:
             return _Trial(shown=self._looked_at)
         words = dict.fromkeys(
@@ -177,21 +177,21 @@ class Conversation:
         tried, whole = [*words][:MOST_SHOWN], frozenset(words)
         seen = self._plain(write, whole) if words else None
         looked_at = {word for word in tried if self._plain(write, whole - {word}) != seen}
-        if words and self._plain(write, frozenset(looked_at)) != seen:  # it looks for one or another
+        if words and self._plain(write, frozenset(looked_at)) != seen:  # the template accepts any of several
             hidden = self._plain(write, frozenset())
             looked_at |= {word for word in tried if self._plain(write, frozenset({word})) != hidden}
         self._looked_at = frozenset(looked_at)
         return _Trial(shown=self._looked_at)
 
     def _plain(self, write: Write, shown: frozenset[str]) -> str | None:
-        """What the template writes where it sees of control tokens only these; None where it refuses that."""
+        """Render with only these control tokens visible in answers; None if the template rejects that."""
         try:
             return put_back(*self._tried(write, _Trial(shown=shown, pieces=False, messages=False)))[0]
         except InputError:
             return None
 
     def _tried(self, write: Write, trial: _Trial) -> tuple[str, dict[str, MarkSpot]]:
-        """The rendering with these marks."""
+        """Render with the marks of a trial; return the text and the spot of each mark."""
         marks = Marks.but(self._used)
         messages = []
         for at, message in enumerate(self._messages):
@@ -207,7 +207,7 @@ class Conversation:
         return write(messages, tools), marks.spots
 
     def _leaves(self, value: Any, marks: Marks) -> Any:
-        """The same JSON value with marks in all that would be control tokens."""
+        """Return a JSON value with a mark in all text that would be tokenised as a control token."""
         if isinstance(value, str):
             spots = [(lo, MarkSpot(value[lo], "forged", word=value[lo:hi])) for lo, hi in self._forged(value)]
             return marked(value, spots, marks)
@@ -258,8 +258,8 @@ class Conversation:
         return Rendered(text, tuple(sorted(set(bare))), tuple(_apart(placed)), rows)
 
     def _spans(self, text: str, seen: Sequence[FoundMark]) -> list[tuple[int, Chars, list[int]]]:
-        """Where contents stand, as far as they are unchanged around a mark: turn, characters, and which of their ends
-        are the content's own."""
+        """Return the unchanged part of each content around its mark: (message, characters lo:hi, those of lo and hi at
+        which the content itself begins or ends)."""
         found = list[tuple[int, Chars, list[int]]]()
         for each in seen:
             spot, is_one = each.spot, each.hi - each.lo == 1
@@ -281,7 +281,7 @@ class Conversation:
         return found
 
     def _across(self, text: str, spans: Iterable[tuple[int, Chars, list[int]]]) -> Iterator[Chars]:
-        """What would be a control token across the border of a content and the template's text."""
+        """Yield text that would be a control token and crosses the border of a content and the template's text."""
         for edge in {edge for _, _, edges in spans for edge in edges}:
             first = max(0, edge - MAX_CONTROL_TOKEN_CHARS)
             for lo, hi in self._forged(text[first : edge + MAX_CONTROL_TOKEN_CHARS]):
@@ -289,9 +289,9 @@ class Conversation:
                     yield first + lo, first + hi
 
     def _joined(self, write: Write, text: str, bare: Sequence[Chars]) -> Iterator[Chars]:
-        """What would be a control token of a name or value, as tools and calls have them, and the template's text.
+        """Yield text that would be a control token, formed of a name or value of a tool or call and the text beside it.
 
-        bare: what is known to be none.
+        bare: text known not to be a control token.
         """
         values = (*self._beside_contents(), *self._tools)
         leaves = dict.fromkeys(each for value in values for each in _strings(value) if each)
@@ -306,19 +306,19 @@ class Conversation:
             seen = aligned(other, marks, text) if other else None
             if seen is None and len(group) > 1:
                 raise too_many()
-            for each in seen or ():  # None: the template looks at it, as at `type`, and means it
+            for each in seen or ():  # None: the template inspects it, like `type`, and wrote it itself
                 leaf = each.spot.word
                 lo = each.lo - each.spot.at
                 if text[max(0, lo) : lo + len(leaf)].casefold() == leaf.casefold():
                     yield from self._over(text, (lo, lo + len(leaf)))
 
     def _beside_contents(self) -> Iterator[Any]:
-        """What messages have beside what they say and who says it."""
+        """Yield all values of the messages except role and content."""
         for message in self._messages:
             yield from (value for key, value in message.items() if key not in ("role", "content"))
 
     def _exchanged(self, write: Write, leaves: frozenset[str]) -> tuple[str, dict[str, MarkSpot]]:
-        """The rendering in which one letter of each of these names and values is a mark; "" where it is refused."""
+        """Render with a mark in place of one letter of each of these names and values; "" if that is rejected."""
         marks = Marks.but(self._used)
 
         def changed(value: Any) -> Any:
@@ -339,15 +339,15 @@ class Conversation:
             return "", {}
 
     def _unveiled(self, write: Write, text: str, seen: Sequence[FoundMark]) -> Iterator[Chars]:
-        """What a template makes a control token of, as it takes characters off inside a content or writes them
-        otherwise: InputError where that cannot be told from its own."""
+        """Yield what became a control token because the template removed or unescaped characters inside a content;
+        raises InputError if it cannot be told from the template's own tokens."""
         whole = {turn for turn, _, edges in self._spans(text, seen) if len(edges) == 2}
         spots, at, missed = dict[int, list[tuple[int, MarkSpot]]](), 0, 0
         for turn, content in enumerate(self._texts):
             said = content.strip()
             if turn in whole or not said:
                 continue
-            found = text.find(said, at) if missed < MOST_MISSED else -1  # messages mostly follow each other
+            found = text.find(said, at) if missed < MOST_MISSED else -1  # messages are mostly rendered in order
             at, missed = max(at, found), missed + (found < 0)
             if found < 0:
                 spots[turn] = [(at, MarkSpot(content[at], "forged", at, turn)) for at in self._veiled(turn)]
@@ -365,8 +365,8 @@ class Conversation:
             yield from self._over(text, (each.lo, each.hi))
 
     def _veiled(self, turn: int) -> list[int]:
-        """A letter in the middle of each control token that a content would hold with some of its characters taken
-        off, or as HTML reads it; not of those that stand in it."""
+        """Return the place of a middle letter of each control token that a content would contain once characters are
+        removed or HTML entities are unescaped, except for those it contains already."""
         content, forged = self._texts[turn], self._in_texts[turn]
         rest = "".join(content[lo:hi] for lo, hi in _between(forged, len(content)))
         if not any(self._forged(_laid_bare(some)) for some in (rest, content if forged else "")):
@@ -389,7 +389,7 @@ class Conversation:
         return sorted(found)
 
     def _over(self, text: str, chars: Chars) -> Iterator[Chars]:
-        """Control tokens of a text that hold some of these characters, and others besides."""
+        """Yield what would be tokenised as control tokens in a text and overlaps these characters."""
         first, last = max(0, chars[0] - MAX_CONTROL_TOKEN_CHARS), min(len(text), chars[1] + MAX_CONTROL_TOKEN_CHARS)
         for lo, hi in self._forged(text[first:last]):
             if first + lo < chars[1] and chars[0] < first + hi:
@@ -404,7 +404,7 @@ class Conversation:
                     yield placed
 
     def _searched(self, text: str) -> Iterator[PlacedPiece]:
-        """Pieces looked for by their text, each behind the one before."""
+        """Find pieces by their text instead of by marks, each after the one before."""
         at = missed = 0
         for pieces in self._contents:
             for _, _, piece in _held(pieces):
@@ -416,13 +416,13 @@ class Conversation:
                     yield PlacedPiece(lo, at, piece)
 
     def _check_complete(self, text: str, met: set[int]) -> None:
-        """InputError for a message that was left out; of answers a template may leave out what was thought."""
+        """Raise InputError if a message other than an answer is missing. met: messages of which a mark was found."""
         at = 0
         for turn, message in enumerate(self._messages):
             said = self._texts[turn].strip()
             if not said or turn in met or self._answers[turn] or message.get("content") != self._texts[turn]:
                 continue
-            found = text.find(said, at)  # messages mostly follow each other: all are found in one pass
+            found = text.find(said, at)  # messages are mostly in order: one pass finds all
             at = max(at, found)
             if found < 0 and said not in text:
                 raise InputError(
@@ -439,7 +439,7 @@ def _veiled() -> InputError:
 
 
 class _Meets:
-    """Tells whether one of some words may be made of a name or value and what stands beside it."""
+    """A test whether a name or value may form one of these words together with the text beside it."""
 
     def __init__(self, words: Collection[str]) -> None:
         self._all = "\0".join(words)
@@ -455,7 +455,7 @@ class _Meets:
 
 
 def _between(spans: Sequence[Chars], size: int) -> Iterator[Chars]:
-    """What of 0:size lies in none of some spans, which increase."""
+    """Yield the parts of 0:size outside of these spans, which are sorted."""
     done = 0
     for lo, hi in spans:
         yield done, lo
@@ -464,12 +464,12 @@ def _between(spans: Sequence[Chars], size: int) -> Iterator[Chars]:
 
 
 def _laid_bare(text: str) -> str:
-    """A text as HTML reads it, without what templates take off."""
+    """Unescape HTML entities and remove the characters that templates may remove."""
     return _TAKEN_OFF.sub("", _ENTITY.sub(lambda found: html.unescape(found[0]), text))
 
 
 def _read_as_html(text: str) -> Iterator[tuple[int, int, str]]:
-    """Parts lo:hi of a text, and how HTML reads each."""
+    """Yield (lo, hi, unescaped text) of the consecutive parts of a text: HTML entities and the text between them."""
     done = 0
     for found in _ENTITY.finditer(text):
         yield done, found.start(), text[done : found.start()]
@@ -479,7 +479,7 @@ def _read_as_html(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _held(pieces: Sequence[Piece] | None) -> list[tuple[int, int, Piece]]:
-    """Chunks and texts of known ids in a content, and their characters."""
+    """Return (lo, hi, piece) of the chunks and texts with known ids in a content."""
     found, at = list[tuple[int, int, Piece]](), 0
     for piece in pieces or ():
         if (piece.ids or piece.kind == "chunk") and piece.text.strip():
@@ -489,7 +489,7 @@ def _held(pieces: Sequence[Piece] | None) -> list[tuple[int, int, Piece]]:
 
 
 def _quiet(text: str, lo: int, hi: int, forged: Sequence[Chars]) -> int:
-    """A letter in the middle of lo:hi, where templates look least; in no control token if there is another."""
+    """Return a place near the middle of lo:hi, where templates look least: a letter outside of `forged` if possible."""
 
     def is_plain(at: int) -> bool:
         before = bisect_right(forged, at, key=lambda chars: chars[0])
@@ -502,14 +502,14 @@ def _quiet(text: str, lo: int, hi: int, forged: Sequence[Chars]) -> int:
 
 
 def _outwards(lo: int, hi: int) -> Iterator[int]:
-    """All of lo:hi, from the middle on."""
+    """Yield all of lo:hi, from the middle outwards."""
     middle = (lo + hi) // 2
     for step in range(hi - lo):
         yield from (at for at in (middle + step, middle - step - 1) if lo <= at < hi)
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All texts of a JSON value."""
+    """Yield all strings in a JSON value, names of objects too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -522,7 +522,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _escapes(text: str) -> Iterator[str]:
-    """A text as templates write it in JSON."""
+    """Yield a text in the ways in which templates escape it as JSON."""
     for plain in (False, True):
         yield json.dumps(text, ensure_ascii=plain)[1:-1]
     safe = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&'"}
@@ -530,7 +530,7 @@ def _escapes(text: str) -> Iterator[str]:
 
 
 def _placed_at(text: str, seen: FoundMark, piece: Piece, at: int) -> PlacedPiece | None:
-    """A piece around its marked letter `at`: as it is, escaped, or in other letters; None where it is none of these."""
+    """Place a piece around its marked letter `at`: as it is, JSON-escaped, or in another case; None if it differs."""
     lo = seen.lo - at
     if lo >= 0 and text.startswith(piece.text, lo):
         return PlacedPiece(lo, lo + len(piece.text), piece)
@@ -549,7 +549,7 @@ def _placed_at(text: str, seen: FoundMark, piece: Piece, at: int) -> PlacedPiece
 
 
 def _bare(text: str, seen: Sequence[FoundMark]) -> Iterator[Chars]:
-    """Characters of what is no control token, by the marks that stand in it or beside it."""
+    """Yield the characters of texts that are not control tokens, found by the marks in or beside them."""
     beside = Counter[tuple[int, int, int]]()
     for each in seen:
         spot = each.spot
@@ -562,7 +562,7 @@ def _bare(text: str, seen: Sequence[FoundMark]) -> Iterator[Chars]:
 
 
 def _n_alike(one: str, other: str) -> int:
-    """How many letters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     if one == other:
         return len(one)
     pairs = enumerate(zip(one, other, strict=False))
@@ -570,7 +570,7 @@ def _n_alike(one: str, other: str) -> int:
 
 
 def _apart(placed: Iterable[PlacedPiece]) -> Iterator[PlacedPiece]:
-    """Those that overlap none before them, by lo."""
+    """Yield the pieces in order, without those that overlap an earlier one."""
     done = 0
     for each in sorted(placed, key=lambda each: each.lo):
         if each.lo >= done:

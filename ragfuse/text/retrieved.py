@@ -1,7 +1,7 @@
-"""Documents that a framework's retrievers returned, kept by run until a model is asked about them.
+"""The documents that a framework's retrievers returned, kept per run until a model is asked about them.
 
-Frameworks tell of runs (LangChain) or spans (LlamaIndex) that begin inside one another and end. An integration
-translates what it is told to `begin`, `hear` and `end`, and asks `retrieved` before each prompt.
+Frameworks report nested runs (LangChain) or spans (LlamaIndex) by callbacks. An integration translates these to
+`RetrievalRuns.begin`, `hear` and `end`, and calls `retrieved` before each prompt.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from weakref import ref
 from ragfuse.process.fork import at_fork
 
 MAX_TEXTS = 64
-"""Texts kept of one task or thread; a run keeps four times as many."""
+"""The most texts kept per task or thread; a run keeps four times as many."""
 MAX_RETRIEVED_CHARS = 4 << 20
-"""Characters of text kept of one run, task or thread."""
+"""The most characters of text kept per run, task or thread."""
 MAX_RUNS = 1024
-"""Outermost runs that are open at the same time; the oldest beyond it are given up."""
+"""The most outermost runs that are open at the same time; beyond it the oldest are dropped."""
 MAX_AGE_S = 3600.0
-"""Seconds after which a run is given up: its end may never come."""
+"""Seconds after which a run is dropped, because its end may never be reported."""
 
 
 SEARCH_PLACES = 16
-"""Places of a text, at even distances, at which it is looked for in a prompt that does not hold it as it is."""
+"""Number of evenly spaced places of a text that are searched in a prompt that does not contain the text verbatim."""
 PROBE_CHARS = 12
-"""Letters and digits that have to agree there."""
+"""Letters and digits that must agree at such a place."""
 
 RetrievedText = tuple[str, str, str]
-"""A document as its framework puts it into a prompt, where it is from, and its text without metadata ("": the same)."""
+"""(document as its framework puts it into a prompt, its source, its text without metadata or "" if that is equal)."""
 
 
 class RetrievedTexts:
-    """Retrieved texts, each once, the newest first; the oldest make room."""
+    """Retrieved texts without duplicates, newest first; the oldest are dropped beyond the limits."""
 
     def __init__(self, limit: int, texts: Sequence[RetrievedText] = ()) -> None:
         self._limit = limit
         self.all: tuple[RetrievedText, ...] = tuple(texts)
 
     def add(self, texts: Iterable[RetrievedText]) -> None:
-        """Put these before the others."""
+        """Add texts as the newest."""
         kept: dict[str, RetrievedText] = {}
         room = MAX_RETRIEVED_CHARS
         for each in (*texts, *self.all):
@@ -58,20 +58,20 @@ class RetrievedTexts:
 
 
 class TaskTexts(RetrievedTexts):
-    """What was retrieved by runs that ended in one task, or in one thread outside of tasks, which is `owner`."""
+    """The texts retrieved by runs that ended in one asyncio task, or in one thread outside of tasks (`owner`)."""
 
     def __init__(self, owner: object, texts: Sequence[RetrievedText] = ()) -> None:
         super().__init__(MAX_TEXTS, texts)
         self._owner = ref(owner)
 
     def belongs_to(self, owner: object) -> bool:
-        """Whether this is the task or thread."""
+        """Whether the texts belong to this task or thread."""
         return self._owner() is owner
 
 
 @dataclass(eq=False)
 class RetrievalRun:
-    """A run without an open parent, and all below it; task: of the task or thread that called it."""
+    """An outermost run with all runs nested in it; `task`: the texts of the task or thread that started it."""
 
     id: Hashable
     task: TaskTexts
@@ -82,7 +82,7 @@ class RetrievalRun:
     """Whether a model was asked since the last new text was retrieved."""
 
     def hear(self, texts: Sequence[RetrievedText]) -> None:
-        """Keep these texts."""
+        """Add retrieved texts to the run."""
         if texts:
             self.asked = self.asked and all(text in self.texts.all for text in texts)
             self.texts.add(texts)
@@ -107,20 +107,20 @@ class RetrievalRuns:
         at_fork(self)
 
     def renew(self) -> None:
-        """Begin anew in a forked process: what runs in other threads does so in the one that was forked."""
+        """Forget all runs in a forked child: they belong to threads of the parent process."""
         self._lock = threading.Lock()
         self._roots: dict[Hashable, RetrievalRun] = {}
         self._runs: dict[Hashable, RetrievalRun] = {}
 
     def __len__(self) -> int:
-        """How many are open."""
+        """Number of open runs."""
         return len(self._runs)
 
     def begin(self, id: Hashable, parent: Hashable | None, texts: Sequence[RetrievedText] = ()) -> None:
-        """Note that a run begins in its parent, and the texts that it is given."""
+        """Record that a run begins inside its parent, and the retrieved texts in its input."""
         with self._lock:
             run = self._runs.get(parent) if parent else None
-            if run is None:  # the outermost, or one whose parent the framework does not tell of
+            if run is None:  # an outermost run, or one whose parent was not reported
                 run = self._roots[id] = RetrievalRun(id, self._task_texts())
                 self._give_up()
             self._runs[id] = run
@@ -128,7 +128,7 @@ class RetrievalRuns:
             run.hear(texts)
 
     def hear(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
-        """Keep texts that were retrieved in a run, or outside of any."""
+        """Record texts that were retrieved in a run; id None: outside of any run."""
         with self._lock:
             run = self._runs.get(id) if id else None
             if run is None:
@@ -137,7 +137,13 @@ class RetrievalRuns:
                 run.hear(texts)
 
     def end(self, id: Hashable, texts: Sequence[RetrievedText] = (), unread: bool = False) -> None:
-        """Note that a run ends, and the texts that it returns; unread: a model may be asked when that is read."""
+        """Record that a run ends, and the texts that it returns.
+
+        Args:
+            id: Of the run.
+            texts: The retrieved texts in its output.
+            unread: Its output is a stream that is not read yet, and a model may be asked when it is.
+        """
         with self._lock:
             run = self._runs.pop(id, None)
             if run is None:
@@ -183,7 +189,7 @@ class RetrievalRuns:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Go on as in a task or thread where nothing was retrieved before; what is kept until the end is dropped."""
+        """Start without the texts of the current task or thread; texts kept in the context are dropped at its end."""
         token = self._task.set(None)
         try:
             yield
@@ -191,7 +197,7 @@ class RetrievalRuns:
             self._task.reset(token)
 
     def _task_texts(self) -> TaskTexts:
-        """Those of the running task or thread; a new one begins with what its context knew."""
+        """Return the texts of the current task or thread; a new one inherits those of its context."""
         owner, found = _owner(), self._task.get()
         if found is None or not found.belongs_to(owner):
             found = TaskTexts(owner, found.all if found else ())
@@ -204,7 +210,7 @@ class RetrievalRuns:
             self._runs.pop(id, None)  # a program may use an id twice
 
     def _give_up(self) -> None:
-        """Drop outermost runs that are too many or too old, but for the newest."""
+        """Drop the oldest outermost runs if there are too many or they are too old; the newest always stays."""
         while len(self._roots) > 1:
             oldest = next(iter(self._roots.values()))
             if len(self._roots) <= MAX_RUNS and oldest.began >= time.monotonic() - MAX_AGE_S:

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, as it stands in text: between two tags that its template or tokenizer has."""
+"""The tags around a model's reasoning in its text, found in its chat template or tokenizer."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ class Thoughts:
 
 
 def thoughts_of(template: str, own: Collection[str]) -> Thoughts | None:
-    """The tags of a model, None where it has none; own: the tokens that were added to its vocabulary.
+    """Return the reasoning tags of a model; None if it has none.
 
-    A template that only closes thoughts, or takes those of earlier turns away, knows of them.
+    Args:
+        template: Its chat template; one that contains only the closing tag also counts.
+        own: The tokens that were added to its vocabulary.
     """
     for open, close in THOUGHT_TAGS:
         if close in template or (open in own and close in own):

@@ -1,7 +1,7 @@
-"""How calls of tools stand in text: the format a model writes them in, its grammar, and its way back to calls.
+"""Tool calls in text: the format in which a model writes them, its grammar, and the parser.
 
-The format is a template's own, as it is found by a probe, or `DEFAULT_CALL_FORMAT` where a template has none. Which
-tools there are, and whether they must be called, is told from outside.
+The format is that of the chat template, found by `text/call_probe.py`, or `DEFAULT_CALL_FORMAT` if the template has
+none. Callers decide which tools there are and whether they must be called.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from ragfuse.types.keys import digest
 
 Slot = Literal["name", "arguments", "id"]
 Schemas = Mapping[str, str]
-"""Of each tool's arguments, as JSON text, by the tool's name."""
+"""The JSON schema of each tool's arguments, as JSON text, by the tool's name."""
 MOST_SPACE = 4096
-"""Characters of white space before a call that are looked through."""
+"""The most characters of white space before a call that are skipped."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Arguments that are written one by one, not as one JSON object.
+    """A format of arguments that are written one by one, not as one JSON object.
 
-    before: what stands before a name; between: between it and its value; after: behind that. Texts stand as they are,
-    all other values as JSON.
+    Strings are written literally, all other values as JSON.
+
+    Args:
+        before: Text before a name.
+        between: Text between a name and its value.
+        after: Text after a value.
     """
 
     before: str
@@ -40,7 +44,7 @@ class Pairs:
     after: str
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        """All arguments."""
+        """Return all arguments as text."""
         return "".join(
             f"{self.before}{name}{self.between}{_raw(value)}{self.after}" for name, value in arguments.items()
         )
@@ -48,7 +52,7 @@ class Pairs:
     def read(
         self, text: str, at: int, schema: Mapping[str, Any], behind: re.Pattern[str]
     ) -> tuple[dict[str, Any], int]:
-        """The arguments from `at` on, and where they end; schema: of all of them; behind: what follows the last one."""
+        """Parse arguments from `at` on; return them and where they end. behind: matches what follows the last one."""
         found: dict[str, Any] = {}
         before, after = _literal(self.before).pattern, _literal(self.after).pattern
         named = re.compile(rf"{before}\s*([^\n<>]+?)\s*{_literal(self.between).pattern}")
@@ -67,12 +71,21 @@ class Pairs:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Calls as text: `head`, then the slots of a call with `inner` between them, `again` and the next, `tail`.
+    """The text format of tool calls: `head`, the slots of a call with `inner` between them, `again` and more, `tail`.
 
-    again: None where an answer holds one call. marker: what begins a call and nothing else; "" where calls are bare
-    JSON, whose first letter (`opener`) then is what no other answer begins with. native: the chat template writes them.
-    as_text: it takes arguments as JSON text, not as an object. id_size: of the ids it takes, 0 for any. pairs: how
-    arguments are written that are no JSON object. lead: a token that a model may write before bare JSON, "" for none.
+    Args:
+        head: Text before the first call's slots.
+        inner: Texts between the slots.
+        again: Text between two calls; None: an answer holds one call only.
+        tail: Text after the last call.
+        marker: Text that begins a call and nothing else; "": calls are bare JSON, and an answer that begins with the
+            first letter of `head` (`opener`) is a call.
+        slots: The order of name, arguments and id.
+        native: The chat template writes calls itself.
+        as_text: The template takes arguments as JSON text, not as an object.
+        id_size: Length of the call ids that the template takes; 0: any.
+        pairs: The format of arguments that are not one JSON object.
+        lead: A token that a model may write before bare JSON; "": none.
     """
 
     head: str
@@ -94,19 +107,19 @@ class CallFormat:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """Everything that it writes around names, arguments and ids."""
+        """All texts of the format around names, arguments and ids."""
         pairs = (self.pairs.before, self.pairs.between, self.pairs.after) if self.pairs is not None else ()
         return (self.lead, self.head, *self.inner, self.again or "", self.tail, *pairs)
 
     @property
     def exits(self) -> tuple[str, ...]:
-        """What ends a call, and an argument, where arguments are no JSON."""
+        """The texts that end a call and an argument, if arguments are not JSON."""
         return () if self.pairs is None else (self.tail, self.pairs.after)
 
     def opens(self, text: str, lo: int = 0, seen: int = 0) -> int:
-        """Where the first call begins in text[lo:], white space before it included; -1: nowhere.
+        """Return where the first call in text[lo:] begins, with the white space before it; -1 if there is none.
 
-        seen: characters that were looked at before, without finding one.
+        The first `seen` characters were searched before without finding one.
         """
         if self.marker:
             at = text.find(self.marker, max(lo, seen - len(self.marker) + 1))
@@ -114,7 +127,7 @@ class CallFormat:
         return lo if _literal(self.lead + self.head).match(text, lo) or _literal(self.head).match(text, lo) else -1
 
     def undecided(self, text: str, lo: int = 0) -> int:
-        """Characters at the end of text[lo:], in which no call opens, that may yet belong to one."""
+        """Return how many characters at the end of text[lo:], which has no call yet, may become part of one."""
         if self.marker:
             start = len(text) - longest_start(text[max(lo, len(text) - len(self.marker) + 1) :], self.marker)
             return len(text) - without_space(text, lo, start)
@@ -123,12 +136,16 @@ class CallFormat:
         return len(text) - lo if may else 0
 
     def read(self, text: str, schemas: Schemas = MappingProxyType({})) -> tuple[ToolCall, ...]:
-        """The calls of an answer; one that is cut off is none, one that was made before is not made again."""
+        """Parse the calls of an answer; incomplete calls and repetitions of an earlier call are left out."""
         at, reader = self.opens(text), CallReader(self, schemas)
         return reader.read(text, at) if at >= 0 else ()
 
     def one(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall | None, int]:
-        """The call whose slots begin at a place, None if it is none or not whole, and where its last slot ends."""
+        """Parse the call whose slots begin at `at`.
+
+        Returns:
+            The call and where its last slot ends; (None, -1) if it is invalid or incomplete.
+        """
         found: dict[str, Any] = {}
         value: Any = None
         for slot, after in zip(self.slots, (*self.inner, ""), strict=True):
@@ -175,9 +192,14 @@ class CallFormat:
         several: bool = True,
         tags: Sequence[str] = (),
     ) -> str:
-        """Lark rules of an answer that calls these tools; `free`: or is any text that opens no call.
+        """Return the Lark grammar of an answer that calls these tools.
 
-        literal: how a text that must stand there is written in them. tags: that a free text may hold, as thoughts have.
+        Args:
+            schemas: The tools.
+            literal: Writes a required text as a Lark literal.
+            free: The answer may also be any text that begins no call.
+            several: The answer may hold several calls.
+            tags: Tags that free text may contain, such as those around thoughts.
         """
         again = self.again if several else None
         shared = _shared(self.tail, again) if again is not None else self.tail
@@ -216,7 +238,7 @@ class CallFormat:
             yield literal(after)
 
     def message(self, turn: ChatMessage, content: str, values: Callable[[Any], Any]) -> dict[str, Any]:
-        """A turn as chat templates take it, with this content; values: what is written for a call's arguments."""
+        """Return a message as chat templates take it, with this content; values: maps the arguments of a call."""
         message: dict[str, Any] = {"role": turn.role, "content": content if turn.content or not turn.tool_calls else ""}
         if turn.tool_calls:
             message["tool_calls"] = [self._told(call, values) for call in turn.tool_calls]
@@ -238,7 +260,7 @@ class CallFormat:
         return digest("call", id)[: self.id_size] if self.id_size and len(id) != self.id_size else id
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """Calls as this format has them."""
+        """Return calls as text in this format."""
         texts = [self._written(call) for call in calls]
         return self.head + (self.again or "").join(texts) + self.tail if texts else ""
 
@@ -250,9 +272,11 @@ class CallFormat:
 
 
 class CallReader:
-    """The calls of one answer while it is written: `calls`, each once, and whether one `repeats` an earlier one.
+    """An incremental parser of the calls in a growing answer; calls parsed before are not parsed again.
 
-    A small model may make the same call for ever. Of a text that grows, what was read is not read again.
+    Attributes:
+        calls: The calls so far, without repetitions.
+        repeats: Whether a call repeated an earlier one, which a small model may do forever.
     """
 
     def __init__(self, format: CallFormat, schemas: Schemas = MappingProxyType({})) -> None:
@@ -262,7 +286,7 @@ class CallReader:
         self._at, self._tried = -1, 0
 
     def read(self, text: str, opening: int) -> tuple[ToolCall, ...]:
-        """All whole calls of a text, whose first one opens there."""
+        """Return all complete calls of a text whose first call begins at `opening`."""
         format = self._format
         last = format.last
         if last and last not in text[self._tried :]:
@@ -280,7 +304,7 @@ class CallReader:
         return tuple(self.calls)
 
     def copy(self) -> CallReader:
-        """The same, to go on in another way."""
+        """Return an independent copy, for an answer that continues differently."""
         new = copy.copy(self)
         new.calls = list(self.calls)
         return new
@@ -300,19 +324,18 @@ DEFAULT_CALL_FORMAT = CallFormat(
     tail="}</tool_call>",
     marker="<tool_call>",
 )
-"""For models whose chat template says nothing of tools."""
+"""The format for models whose chat template does not support tools."""
 
 
 def call_id() -> str:
-    """A new id."""
+    """Return a new random call id."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def spelled(turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """The same conversation in words that every template renders: tools, calls and results as `DEFAULT_CALL_FORMAT`
-    text.
+    """Rewrite a conversation for templates without tools: tools, calls and results become `DEFAULT_CALL_FORMAT` text.
 
-    Contents are pieces; a result's chunks stay chunks.
+    The contents must be pieces; chunks in a tool's result stay chunks.
     """
     told = [_spelled(turn) for turn in turns]
     if tools:
@@ -343,7 +366,7 @@ def _spelled(turn: ChatMessage) -> ChatMessage:
 
 
 def _joined(turns: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Results as the user's words; those that follow one another, or come before a question, in one message."""
+    """Yield messages with tool results as user messages; consecutive results and a following question are merged."""
     held: ChatMessage | None = None
     for turn in turns:
         if held is not None and turn.role in ("tool", "user"):
@@ -375,7 +398,10 @@ def without_space(text: str, lo: int, hi: int) -> int:
 
 
 def longest_start(text: str, word: str) -> int:
-    """Characters at the end of `text` that could be the beginning of a word."""
+    """Return how many characters at the end of `text` could be the beginning of one word, such as a call's marker.
+
+    `hf.stream.longest_start` does the same for several words.
+    """
     sizes = range(min(len(text), len(word) - 1), 0, -1)
     return next((size for size in sizes if word.startswith(text[-size:])), 0)
 

@@ -33,7 +33,7 @@ class PolicyCost:
         return self.fixed_share is None and not self.tokens_per_chunk
 
     def share_of(self, ratio: float, chunks: Sequence[int]) -> float:
-        """Return the share of the chunks' rows that is recomputed at a ratio.
+        """Return the share of the chunks' rows that is recomputed: none at ratio 0 and all at 1, whatever the policy.
 
         Args:
             ratio: The recompute ratio, 0..1.
@@ -41,6 +41,8 @@ class PolicyCost:
         """
         if not ratio or not chunks:
             return 0.0
+        if ratio >= 1:
+            return 1.0
         if self.fixed_share is not None:
             return self.fixed_share
         if self.tokens_per_chunk:

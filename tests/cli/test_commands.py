@@ -103,7 +103,7 @@ def test_a_comparison_on_a_folder_of_the_reader_s_own_in_one_command(run, book):
     result = run("ask", "What was counted in 1812?", "--docs", book, "--compare", "--json", "out.json")
     assert result.exit_code == 0, result.output
     assert re.search(r"^full prefill: .*^ragfuse: ", result.stdout, re.DOTALL | re.MULTILINE)
-    assert re.search(r"First token \d+\.\d times (sooner|later)", result.stdout)
+    assert re.search(r"First token \d+\.\d times (faster|slower)", result.stdout)
     told = json.loads(Path("out.json").read_text())
     assert {"question", "answer", "answer_full", "ttft_full_s", "ttft_fused_s", "trace"} <= set(told)
     assert [segment["hit"] for segment in chunks_of(told)] == [True] * 6

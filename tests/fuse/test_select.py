@@ -16,7 +16,7 @@ from ragfuse.fuse.select.policy import best
 from tests import reference
 
 EVERY = [*(policy.name for policy in POLICIES), "lego-3"]
-BY_RATIO = [name for name in EVERY if name not in ("full", "none", "lego-3")]
+BY_RATIO = [name for name in EVERY if policy_named(name).cost.is_adjustable]
 every = pytest.mark.parametrize("name", EVERY)
 by_ratio = pytest.mark.parametrize("name", BY_RATIO)
 

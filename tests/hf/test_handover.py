@@ -47,7 +47,7 @@ def theirs(model: HFModel, tokens: Sequence[int], options: Mapping[str, Any], se
 
 
 def fused(model: HFModel, seed: int = 0) -> Prefill:
-    """A prompt whose cached rows were all computed again, so that the KV is the model's own."""
+    """A prompt whose cached rows were all recomputed, so that the KV is the model's own."""
     return kit.fuse(model, kit.usual(seed), "hkvd", 1.0)
 
 

@@ -62,7 +62,7 @@ def own(model: Any, engine: Engine) -> list[int]:
 
 
 def answers(engine: Engine) -> Any:
-    """Both chunks known, all rows computed again: what full prefill gives, by way of fusing."""
+    """Both chunks known, all rows recomputed: what full prefill gives, by way of fusing."""
     engine.ingest([(chunk, "book") for chunk in CHUNKS])
     return engine.answer(ASKED, Ask(policy="hkvd", ratio=1.0))
 

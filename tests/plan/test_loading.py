@@ -1,4 +1,4 @@
-"""The loading controller: no less than keeps answers close, as much more as loading hides, full prefill if sooner."""
+"""The loading controller: no less than keeps answers close, as much more as loading hides, full prefill if faster."""
 
 from dataclasses import replace
 
@@ -104,7 +104,7 @@ def test_full_prefill_says_both_figures():
     found = LoadingController(machine(far=1e-6)).plan(prompt, entries)
     full_s = found.forecast.full_s
     assert found.fallback_reason.startswith(f"full prefill {full_s:.3f} s is predicted, fusing ")
-    assert dict(found.misses) == dict.fromkeys(range(3), "full prefill is sooner")
+    assert dict(found.misses) == dict.fromkeys(range(3), "full prefill is faster")
     assert len(found.unread) == 3
 
 

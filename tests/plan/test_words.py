@@ -74,7 +74,7 @@ def test_a_chunk_that_is_there_and_not_read_says_where_and_why():
 def test_full_prefill_says_why_and_when():
     lines = told(["far"] * 2, far=1e-6)
     assert lines[0].startswith("full prefill of 420 tokens: full prefill 0.")
-    assert all("miss (full prefill is sooner) in far, 4.8 MB" in line for line in lines[1:3])
+    assert all("miss (full prefill is faster) in far, 4.8 MB" in line for line in lines[1:3])
     assert lines[-1].startswith("First token after 0.")
 
 

@@ -1,4 +1,4 @@
-"""A conversation that is too long: rows and starts change, bytes do not, and nothing is computed again."""
+"""A conversation that is too long: rows and starts change, bytes do not, and nothing is recomputed."""
 
 from __future__ import annotations
 

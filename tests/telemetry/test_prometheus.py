@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_fused_and_a_prompt_without_chunks_have_reasons_o
     assert why_of("") == ""
     assert {why_of("full prefill was asked for"), why_of("full prefill 0.1 s is predicted, fusing 2 s")} == {
         "asked",
-        "sooner",
+        "faster",
     }
     assert {"model", "too_short"} < set(WHY)
     assert isinstance(tiny_settings, Settings)

@@ -30,7 +30,7 @@ def conversation(
     plot: Annotated[Path | None, typer.Option(help="Draw seconds by turn here (PNG).")] = None,
     json: Json = None,
 ) -> None:
-    """A growing conversation: its turns with their history from the store, and computed again; then truncation."""
+    """Measure a growing conversation: turns with their history from the store, and recomputed; then truncation."""
     from ragfuse_bench.conversation import ConversationOptions, run_conversation
 
     from ragfuse.calibration.plots import require_plotting

@@ -31,7 +31,7 @@ Shape = Annotated[str, typer.Option(help="q05, l1b or l8b (random weights), an e
 BenchDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 BenchDevice = Annotated[str, typer.Option(help="cpu or cuda.")]
 ChunkTokens = Annotated[int, typer.Option(help="Tokens of a chunk.")]
-Share = Annotated[float, typer.Option(help="Share of reused context rows computed again.")]
+Share = Annotated[float, typer.Option(help="Share of reused context rows to recompute.")]
 PolicyName = Annotated[str, typer.Option(help="Selection policy.")]
 Threads = Annotated[int, typer.Option(help="Threads of torch.")]
 Rounds = Annotated[int, typer.Option(help="Interleaved rounds.")]

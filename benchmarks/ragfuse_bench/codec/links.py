@@ -18,7 +18,7 @@ PAPER_GBPS = 3.0
 PAPER_MB, PAPER_TOKENS = 622.0, 9400
 """8-bit KV of Mistral-7B on LongChat (the paper's table 1), and the context's median length."""
 PAPER_LOAD_OVER_TEXT = 0.456
-"""T_load(8 bit) / T_prefill(text) at 3 Gbit/s: CacheGen is 1.67-1.81x sooner than 8 bits and 3.1-4.7x sooner than text
+"""T_load(8 bit) / T_prefill(text) at 3 Gbit/s: CacheGen is 1.67-1.81x faster than 8 bits and 3.1-4.7x faster than text
 (section 7.2), so 8 bits take 1.67/4.7 = .36 to 1.81/3.1 = .58 of text's time; .456 is the geometric mean."""
 TEXT_BYTES = 4.5
 """Bytes of text a token."""

@@ -207,7 +207,7 @@ def _draw_memory(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 _TIMES = ("dataset", "device", "n", "tokens", "cached_share", "full_s", "cached_s", "ttft_x")
 _FIG4 = Figure(
     "time to first token by data set, on a CPU",
-    "up to 70x sooner on the Intel and 20x on the AMD CPU (Llama2 7B, eight sets of LongBench, 5K tokens on average); "
+    "up to 70x faster on the Intel and 20x on the AMD CPU (Llama2 7B, eight sets of LongBench, 5K tokens on average); "
     "less where more of the prompt is new text, as in TriviaQA.",
     _by_set,
     _TIMES,
@@ -221,7 +221,7 @@ PROMPTCACHE: Mapping[str, Figure] = MappingProxyType(
         "pc-fig3": replace(
             _FIG4,
             title="time to first token by data set, modules in the host's memory and in a GPU's",
-            paper="1.5-3x sooner with modules in host memory and 5-10x in the GPU's (Llama2 7B, eight sets of "
+            paper="1.5-3x faster with modules in host memory and 5-10x in the GPU's (Llama2 7B, eight sets of "
             "LongBench, 5K tokens on average; RTX 4090, A40, A100).",
         ),
         "pc-fig4": _FIG4,

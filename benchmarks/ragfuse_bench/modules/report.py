@@ -30,7 +30,7 @@ def show_modules(result: Result, console: Console) -> None:
 
 def _cases(result: Result) -> Table:
     table = Table("prompt", title=f"First token over modules ({_clock(result)}, {result['rounds']} rounds)", box=None)
-    for heading in ("tokens", "cached", "full s", "cached s", "sooner", "full", "over modules", "same"):
+    for heading in ("tokens", "cached", "full s", "cached s", "faster", "full", "over modules", "same"):
         table.add_column(heading, justify="right")
     for row in (*(row for row in result["cases"] if not row["dataset"]), *result["by_set"]):
         name = row["name"] if "name" in row else f"{row['dataset']} (n = {row['n']})"
@@ -50,7 +50,7 @@ def _scores(row: Result) -> tuple[str, str, str]:
 
 def _lengths(result: Result) -> Table:
     table = Table(title="First token against the length, nearly all of it cached", box=None)
-    for heading in ("tokens", "cached", "full s", "cached s", "sooner"):
+    for heading in ("tokens", "cached", "full s", "cached s", "faster"):
         table.add_column(heading, justify="right")
     for row in result["slope"]:
         times = (f"{row['full_s']:.3f}", f"{row['cached_s']:.3f}", f"{row['ttft_x']:.1f}x")
@@ -64,7 +64,7 @@ def words(result: Result) -> list[str]:
     if mostly is not None:
         lines.append(
             f"A prompt of {mostly['tokens']:,} tokens, {mostly['cached_share']:.1%} of them cached, begins "
-            f"{mostly['ttft_x']:.1f} times sooner."
+            f"{mostly['ttft_x']:.1f} times faster."
         )
     if grows["full"] is not None:
         lines.append(
@@ -107,7 +107,7 @@ def _share(value: float | None) -> str:
 
 
 def draw_modules(result: Result, path: Path) -> None:
-    """Seconds by length, and how many times sooner each prompt begins, as a picture at `path`."""
+    """Draw seconds by length, and how many times faster each prompt's first token comes, as a picture at `path`."""
     with saved(path, (10, 4)) as figure:
         left, right = figure.subplots(1, 2)
         draw_slope(left, result["slope"])
@@ -117,7 +117,7 @@ def draw_modules(result: Result, path: Path) -> None:
         right.bar_label(right.barh(names, factors, color="tab:blue"), fmt="%.1f", padding=3, fontsize=8)
         right.set_xlim(0, 1.12 * max(factors, default=1.0))
         right.invert_yaxis()
-        right.set_xlabel(f"first token sooner than full prefill ({_clock(result)})")
+        right.set_xlabel(f"first token, times faster than full prefill ({_clock(result)})")
         figure.suptitle(f"{result['model']} in {result['dtype']}, threads: {result['threads']}", fontsize=9)
 
 

@@ -23,7 +23,7 @@ from ragfuse.engine.engine import Engine
 from ragfuse.settings import Settings
 
 PAPER = (
-    "1.5-3x sooner with modules in host memory and 5-10x in GPU memory, up to 70x on a CPU (Llama2 7B, 5K tokens); "
+    "1.5-3x faster with modules in host memory and 5-10x in GPU memory, up to 70x on a CPU (Llama2 7B, 5K tokens); "
     "computing grows quadratically with the length, the cache linearly; the same answers in quality."
 )
 

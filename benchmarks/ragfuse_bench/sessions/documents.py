@@ -66,7 +66,7 @@ def _row(size: int, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _truncations(wanted: Wanted) -> Rows:
-    """Table 1: perplexity with kept KV, computed again, with KV at its old positions and without the first tokens."""
+    """Table 1: perplexity with kept KV, recomputed, with KV at its old positions and without the first tokens."""
     settings = wanted.settings
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     window = min(WINDOW, max(8, wanted.context_tokens - FOLLOWING))
@@ -78,7 +78,7 @@ def _truncations(wanted: Wanted) -> Rows:
 
 
 def _draw_tasks(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    for key, label in (("recompute_s", "computed again"), ("ttft_s", "history from the store")):
+    for key, label in (("recompute_s", "recomputed"), ("ttft_s", "history from the store")):
         axes.plot([row["tokens"] for row in rows], [row[key] for row in rows], "o-", label=label)
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("seconds to the first logits")
@@ -99,7 +99,7 @@ DOCUMENTS: Mapping[str, Figure] = MappingProxyType(
     {
         "as-fig25": Figure(
             "six tasks on one long document",
-            "2.5 s to the first token at 28K tokens computed again and 0.12 s with the history kept, 95% less; up to "
+            "2.5 s to the first token at 28K tokens recomputed and 0.12 s with the history kept, 95% less; up to "
             "22x the tokens a second (Mistral-7B on one A100).",
             _tasks,
             ("document", "tokens", "recompute_s", "ttft_s", "saved", "recompute_tokens_per_s", "tokens_per_s"),
@@ -108,7 +108,7 @@ DOCUMENTS: Mapping[str, Figure] = MappingProxyType(
         ),
         "as-table1": Figure(
             "perplexity after truncation",
-            "5.47 (kept KV) and 5.48 (computed again) on WikiText-2, and 2,199 with KV at its old positions, for "
+            "5.47 (kept KV) and 5.48 (recomputed) on WikiText-2, and 2,199 with KV at its old positions, for "
             "LLaMA-7B; the first two never more than 0.02 apart.",
             _truncations,
             ("what", "kept", "recomputed", "naive", "without_sinks", "delta", "n", "dropped"),

@@ -28,7 +28,7 @@ STEP_S = 0.25
 COLLECTIONS = ("hsdpa3g", "fcc", "oboe", "puffer_2021", "puffer_2022")
 DERIVED = (
     "Loading 8-bit KV of Mistral-7B on LongChat takes 622 MB / 3 Gbit/s = 1.66 s (table 1). Section 7.2 has CacheGen "
-    "1.67 to 1.81 times sooner than 8 bits and 3.1 to 4.7 times sooner than text at that bandwidth, so 8 bits take "
+    "1.67 to 1.81 times faster than 8 bits and 3.1 to 4.7 times faster than text at that bandwidth, so 8 bits take "
     "1.67/4.7 = .36 to 1.81/3.1 = .58 of text's time; their geometric mean, .456, gives 3.6 s for text. The figure "
     "that shows it is not in the text of the paper. Both scales hold for all methods."
 )

@@ -37,7 +37,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     if result["ttft_x_vs_text"]:
         console.print(
             f"At the equivalent of 3 Gbit/s, {result['fixed']} gives the first token {result['ttft_x_vs_text']:.1f} "
-            f"times sooner than text and {result['ttft_x_vs_int8']:.1f} times sooner than 8 bits.",
+            f"times faster than text and {result['ttft_x_vs_int8']:.1f} times faster than 8 bits.",
             highlight=False,
         )
 

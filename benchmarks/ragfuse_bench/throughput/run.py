@@ -47,8 +47,8 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProx
         "ragfuse": ({}, {}),
     }
 )
-"""What each says in its requests, and to its server. Where all rows of chunks are computed again, exact beginnings
-alone are reused: prefix caching."""
+"""For each method, the fields of its requests and the options of its server. Where all rows of chunks are recomputed,
+exact beginnings alone are reused: prefix caching."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class _Bench:
 
 
 def better(prefix: Measured, full: Measured) -> Measured:
-    """Prefix caching, or full recompute where that is sooner: who has both takes the better one."""
+    """Return prefix caching, or full recompute where that is faster: who has both takes the better one."""
     return prefix if prefix.alone_s <= full.alone_s else full
 
 

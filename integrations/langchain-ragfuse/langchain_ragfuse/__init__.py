@@ -1,4 +1,4 @@
-"""LangChain over ragfuse: models whose retrieved chunks come from a KV store."""
+"""LangChain integration of ragfuse: local models that reuse the KV of retrieved chunks from a store."""
 
 from typing import TYPE_CHECKING
 
@@ -35,4 +35,4 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "stores": ["RagFuseByteStore"],
     },
 )
-"""Each public name is imported at its first use: importing the package alone loads neither torch nor frameworks."""
+"""Public names are imported at first use, so that importing the package alone loads neither torch nor LangChain."""

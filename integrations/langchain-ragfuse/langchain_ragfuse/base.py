@@ -1,6 +1,6 @@
-"""What the chat model and the text model share: their fields, the engine behind them, and a call's wishes as an `Ask`.
+"""The base of the chat model and the text model: their fields, their engine, and the options of a call as an `Ask`.
 
-Nothing here knows messages; how an answer becomes a message or a generation is told in the models' own files.
+`chat_models.py` and `llms.py` turn answers into LangChain's messages and generations.
 """
 
 from __future__ import annotations
@@ -36,87 +36,90 @@ OVERRIDES = (
     "continue_final_message",
 )
 PER_CALL = ("model", *OVERRIDES, "model_kwargs", "response_format", "stream")
-"""What a call may say: `llm.invoke(messages, ratio=1.0)` or `llm.bind(reuse=False)`."""
+"""Options of one call: `llm.invoke(messages, ratio=1.0)` or `llm.bind(reuse=False)`."""
 
 
 class RagFuseModel(BaseModel):
-    """The fields of a model over ragfuse. The weights are loaded at the first question and shared by all models of the
-    process with the same name, dtype and device."""
+    """The fields that `ChatRagFuse` and `RagFuseLLM` share.
+
+    The weights are loaded at the first question and shared by all models of the process with the same name, dtype and
+    device.
+    """
 
     model_config = CONFIG
 
     model: Any = Field(default=None, alias="model_name")
-    """Embedded name, Hugging Face id, folder (of an adapter, too) or GGUF file; or what is loaded already: a
-    `PreTrainedModel` beside `tokenizer`, a `pipeline`, a PEFT model. None: what the settings say."""
+    """Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a loaded model: a
+    `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT model. None: the model in the settings."""
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
-    """Of a loaded model."""
+    """The tokenizer of a loaded model."""
     dtype: str | None = None
     device: str | None = None
     store: Path | None = None
-    """Folder of the chunk store; None: what the settings say."""
+    """Folder of the chunk store; None: the folder in the settings."""
     settings: Settings | None = Field(default=None, repr=False)
-    """Everything else that can be set; None: environment, ragfuse.toml, defaults."""
+    """All other settings; None: from the environment, ragfuse.toml and the defaults."""
     engine: Engine | None = Field(default=None, exclude=True, repr=False)
-    """A ready engine, used instead of one made from the fields above."""
+    """An existing engine, used instead of one made from the fields above."""
 
     policy: str | None = None
-    """Which tokens of cached chunks are computed again; None: what the settings say."""
+    """Selects the tokens of cached chunks to recompute; None: the policy in the settings."""
     ratio: float | None = Field(default=None, ge=0, le=1)
-    """Share of them, 0 (plain reuse) to 1 (full prefill); None: what the settings say."""
+    """Share of tokens to recompute, 0 (plain reuse) to 1 (full prefill); None: the ratio in the settings."""
     reuse: bool = True
-    """False: the model's own full prefill, for comparison."""
+    """False: a full prefill by the model itself, for comparison."""
     overflow: Literal["error", "drop"] | None = None
-    """A prompt longer than the model's window: refused with the numbers, or its last documents left out; None: what
-    the settings say."""
+    """If a prompt is longer than the context window: raise an error, or drop its last documents; None: as in the
+    settings."""
 
     temperature: float | None = Field(default=None, ge=0)
-    """None or 0: greedy."""
+    """None or 0: greedy decoding."""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    """Tokens less likely than this share of the likeliest one are not drawn."""
+    """Tokens with less than this share of the most likely token's probability are not sampled."""
     presence_penalty: float | None = None
-    """What a token's logit loses if the answer has it already."""
+    """Subtracted from the logit of each token that the answer contains already."""
     frequency_penalty: float | None = None
-    """What it loses for each time that the answer has it."""
+    """Subtracted from a token's logit once for each time that the answer contains it."""
     repetition_penalty: float | None = None
-    """What logits of tokens in prompt or answer are divided by (those below zero multiplied)."""
+    """Positive logits of tokens in prompt or answer are divided by it, negative ones multiplied."""
     logit_bias: dict[int, float] | None = None
-    """By token id: what is added to its logit."""
+    """Added to the logits of these token ids."""
     max_tokens: int | None = None
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     seed: int | None = None
     timeout: float | None = None
-    """Seconds for writing an answer, after which it ends as it is."""
+    """Seconds of generation, after which the answer ends unfinished."""
     deadline_s: float | None = Field(default=None, ge=0)
-    """Seconds until the first token is wanted: what a store brings over a slow line comes smaller, or is computed."""
+    """Seconds until the first token is wanted: KV from a slow store is then loaded at a smaller level or recomputed."""
     grammar: Grammar | None = Field(default=None, repr=False)
-    """What every answer must follow."""
+    """A grammar that constrains every answer."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template."""
     enable_thinking: bool | None = None
-    """Whether a model that can thinks before it answers, as its chat template has it; None: as that does by itself."""
+    """Whether a reasoning model thinks before it answers; None: the default of its chat template."""
     continue_final_message: bool = False
-    """The last message is the beginning of the answer, which goes on with it."""
+    """Treat the last message as the beginning of the answer, which continues it."""
     streaming: bool = False
-    """Whether `invoke` streams too, for callbacks that listen to tokens."""
+    """Whether `invoke` also streams, for callbacks that receive single tokens."""
     max_retries: int | None = None
-    """Taken for compatibility: a local model has nothing to retry, and needs no key."""
+    """Ignored, like `api_key`; accepted for compatibility, as a local model needs neither."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the model is loaded with: revision, trust_remote_code, attn_implementation, device_map, token, torch_dtype,
-    quantization_config ... All others are options of transformers' `generate`."""
+    """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map, token, torch_dtype,
+    quantization_config, ...); all others are passed to transformers' `generate`."""
 
     _settings: Settings = PrivateAttr()
     _loaded: Any = PrivateAttr(default=None)
 
     @field_serializer("settings")
     def _public(self, settings: Settings | None) -> dict[str, Any] | None:
-        """Settings as they may be written down; SettingsError where they hold a secret."""
+        """Serialise the settings; raises SettingsError if they contain a secret."""
         return None if settings is None else settings.as_public()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Read the settings now; whatever they name is made when it is needed."""
+        """Resolve the settings; model and store are opened at first use."""
         super().model_post_init(context)
         loading = {name: value for name, value in self.model_kwargs.items() if name in Settings.LOADING}
         self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name not in Settings.LOADING}
@@ -133,7 +136,7 @@ class RagFuseModel(BaseModel):
             self._taken(loading)
 
     def _taken(self, loading: Mapping[str, Any]) -> None:
-        """Check a loaded model now, and name it; InputError where something else is said that cannot be so."""
+        """Check a loaded model and take over its settings; raises InputError if other fields contradict it."""
         if self.engine is not None:
             raise InputError("A ready engine has its model: leave out model=, tokenizer= and options of loading it.")
         for name in ("dtype", "device"):
@@ -144,13 +147,14 @@ class RagFuseModel(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The model as it was named."""
+        """The model's name in the settings."""
         return self._settings.model
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its settings without engine and weights: a copy in another process loads its own.
+        """Return the state without engine and weights: a copy in another process loads its own.
 
-        InputError for a model that was loaded already, which no other process can find.
+        Raises:
+            InputError: The model was passed as a loaded object, which another process cannot load.
         """
         if self._loaded is not None:
             raise InputError(
@@ -161,13 +165,17 @@ class RagFuseModel(BaseModel):
         return super(RagFuseModel, bare).__getstate__()
 
     def get_engine(self, model: str | None = None) -> Engine:
-        """The engine behind this model: the one given, or the process's own for these settings."""
+        """Return the engine: the field `engine` if given, else the one that the process shares for these settings.
+
+        Args:
+            model: Name of another model, for a call with `model=`; None: this one.
+        """
         if model in (None, self.model_name):
             return self.engine or Engine.shared(self._settings, self._loaded, tokenizer=self.tokenizer)
         return Engine.shared(_with(self._settings, {"model": model}))
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of a text by the model's own tokenizer."""
+        """Return the token ids of a text by the model's tokenizer."""
         return self.get_engine().tokens(text)
 
     @property
@@ -183,7 +191,7 @@ class RagFuseModel(BaseModel):
             "overflow": ask.overflow or settings.overflow,
             "max_tokens": ask.max_tokens or settings.max_tokens,
             "seed": ask.seed,
-            "stop_sequences": list(ask.stop),  # as `stop`, LangChain writes what a call says over it
+            "stop_sequences": list(ask.stop),  # LangChain would overwrite a `stop` by that of the call
             **({"deadline_s": ask.deadline_s} if ask.deadline_s is not None else {}),
             **({"grammar": repr(ask.grammar)} if ask.grammar is not None else {}),
             **({"chat_template_kwargs": dict(ask.chat_template_kwargs)} if ask.chat_template_kwargs else {}),
@@ -192,11 +200,11 @@ class RagFuseModel(BaseModel):
         }
 
     def _traced(self, params: Any, call: Mapping[str, Any]) -> Any:
-        """LangSmith's parameters with provider and model as they are."""
+        """Return LangSmith's parameters with the actual provider and model."""
         return {**params, "ls_provider": "ragfuse", "ls_model_name": call.get("model") or self.model_name}
 
     def _retrieved(self, run_manager: Any, asked: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-        """What was retrieved for messages or prompts, unless the settings say that nothing is to be learned."""
+        """Return (text, source) of what was retrieved for messages or prompts; () if the setting `learn` is "off"."""
         return () if self._settings.learn == "off" else retrieved_for(run_manager, asked)
 
     def _ask(
@@ -206,7 +214,17 @@ class RagFuseModel(BaseModel):
         further: Sequence[str] = (),
         documents: Sequence[tuple[str, str]] = (),
     ) -> Ask:
-        """The fields of this model, where the call says nothing else; `further` names are the caller's business."""
+        """Return the options of a call: its arguments, and the fields of this model for all that it does not set.
+
+        Args:
+            stop: Stop strings of the call; None: those of this model.
+            call: Keyword arguments of the call.
+            further: Names of further arguments that are allowed because the caller handles them.
+            documents: (text, source) of what was retrieved for the call.
+
+        Raises:
+            InputError: The call has an unknown argument.
+        """
         taken = (*PER_CALL, *further)
         unknown = sorted(set(call) - set(taken))
         if unknown:
@@ -233,7 +251,7 @@ class RagFuseModel(BaseModel):
 
 
 def metadata_of(answer: Answer, engine: Engine) -> dict[str, Any]:
-    """What LangChain calls response metadata; `ragfuse` is the trace."""
+    """Return LangChain's response metadata of an answer; its key `ragfuse` holds the trace."""
     return {
         "model_name": engine.settings.model,
         "model_provider": "ragfuse",
@@ -244,7 +262,7 @@ def metadata_of(answer: Answer, engine: Engine) -> dict[str, Any]:
 
 
 def usage_of(answer: Answer, engine: Engine, ask: Ask) -> UsageMetadata:
-    """Tokens; cache_read: taken from the store as they were, cache_creation: encoded for next time."""
+    """Return the token counts; cache_read: reused from the store, cache_creation: misses that are encoded for later."""
     trace = answer.trace
     saves = ask.reuse and not engine.model.profile.refusal
     missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
@@ -258,7 +276,7 @@ def usage_of(answer: Answer, engine: Engine, ask: Ask) -> UsageMetadata:
 
 @asynccontextmanager
 async def cancelled_at_exit(stream: AnswerStream) -> AsyncIterator[AnswerStream]:
-    """The stream, whose generation ends when its reader goes, however that goes."""
+    """Yield the stream and cancel its generation at exit, also after an error or a cancellation."""
     try:
         yield stream
     finally:
@@ -266,7 +284,7 @@ async def cancelled_at_exit(stream: AnswerStream) -> AsyncIterator[AnswerStream]
 
 
 def _grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
-    """What OpenAI's `response_format` asks an answer to follow."""
+    """Return the grammar that OpenAI's `response_format` stands for; None for plain text."""
     kind = (response_format or {}).get("type", "text")
     if response_format is None or kind == "text":
         return None
@@ -282,12 +300,12 @@ def _grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def _with(settings: Settings, given: Mapping[str, Any]) -> Settings:
-    """The same settings, some of them otherwise."""
+    """Return a copy of the settings with some values replaced."""
     return Settings(**{**settings.model_dump(), **given}) if given else settings
 
 
 def _options(said: Callable[[str], Any]) -> dict[str, Any]:
-    """Options of transformers' `generate` besides those that Ask names."""
+    """Return the options of transformers' `generate` that are not fields of `Ask`."""
     options: dict[str, Any] = {name: said(name) for name in PENALTIES if said(name) is not None}
     if said("temperature"):
         options |= {name: said(name) for name in SAMPLING if said(name) is not None} | {"do_sample": True}

@@ -1,6 +1,6 @@
-"""A listener to what retrievers return, so that a model knows the chunks of its prompt without an index.
+"""A callback handler that records retrieved documents, so that they are recognised in prompts without indexing.
 
-LangChain hands it every run of the process: it is registered once, when a model of this package is first imported.
+It is registered for all LangChain runs of the process when a model of this package is first imported.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from langchain_ragfuse.messages import source_of
 from ragfuse import RetrievalRuns
 
 MAX_DOCUMENTS = 256
-"""Documents that are taken from one step's input or output."""
+"""The most documents that are taken from one step's input or output."""
 MAX_DEPTH = 4
-"""How deep in a step's input or output documents are looked for."""
+"""Levels of nesting down to which documents are searched in a step's input or output."""
 
 HOLDERS = (Document, ToolMessage, Mapping, list, tuple)
-"""What is a document or may hold one."""
+"""Types that are documents or may contain some."""
 
 _ASKING: ContextVar[tuple[UUID | None, ...]] = ContextVar("ragfuse_langchain_asking", default=())
 
 
 class Listener(BaseCallbackHandler):
-    """Keeps the documents that were met in each run: what retrievers and tools return, what chains take and give."""
+    """A recorder of the documents in each run: results of retrievers and tools, inputs and outputs of chains."""
 
     ignore_llm = ignore_chat_model = ignore_retry = ignore_custom_event = True
 
@@ -42,15 +42,15 @@ class Listener(BaseCallbackHandler):
         self.runs = RetrievalRuns("langchain", outlasts=False)
 
     def __reduce__(self) -> str:
-        """Be the one of each process, where a configuration that holds it is copied or sent to another."""
+        """Copy and unpickle to the one `LISTENER` of the process, as configurations contain it."""
         return "LISTENER"
 
     @property
     def run_inline(self) -> bool:  # type: ignore[override]
-        """Whether asynchronous runs call it in their own task: always, but for the beginning of a text model's.
+        """Whether asynchronous runs call this handler in their own task: yes, except in `on_llm_start`.
 
-        LangChain does not tell a text model's beginning to any other handler if one runs inline, and this one has no
-        use for it.
+        If a handler runs inline, LangChain does not call `on_llm_start` of the other handlers; this one does not need
+        that event.
         """
         caller = sys._getframe(1)
         # Before Python 3.12 a list comprehension has a frame of its own.
@@ -60,11 +60,11 @@ class Listener(BaseCallbackHandler):
     def on_chain_start(
         self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
-        """Note the run and the documents that it was given."""
+        """Record the start of a chain and the documents in its inputs."""
         self._begin(run_id, parent_run_id, inputs)
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Note what it gave; a stream's input is known at its end only."""
+        """Record the end and the documents in the outputs; the inputs of a stream are only known now."""
         self._end(run_id, (outputs, kwargs.get("inputs")))
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ class Listener(BaseCallbackHandler):
         self._begin(run_id, parent_run_id)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Note the documents that it returned, or handed over beside its content."""
+        """Record the end of a tool and the documents in its output or artifact."""
         self._end(run_id, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class Listener(BaseCallbackHandler):
         self._begin(run_id, parent_run_id)
 
     def on_retriever_end(self, documents: Sequence[Document], *, run_id: UUID, **kwargs: Any) -> None:
-        """Note what was retrieved."""
+        """Record the end of a retriever and its documents."""
         self._end(run_id, list(documents))
 
     def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
@@ -112,7 +112,7 @@ register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheri
 
 def retrieved_for(run_manager: Any, asked: Sequence[str | BaseMessage]) -> tuple[tuple[str, str], ...]:
     """Return (text, source) of what was retrieved in a model's run or, before it, in the same task or thread."""
-    # A stream is given no run manager; what runs around it is in the context, as for any runnable.
+    # A stream gets no run manager; the enclosing run is in the context, as for any runnable.
     around = ensure_config().get("callbacks")
     parents = (getattr(run_manager, "parent_run_id", None), getattr(around, "parent_run_id", None), *_ASKING.get())
     return LISTENER.runs.retrieved(
@@ -122,7 +122,7 @@ def retrieved_for(run_manager: Any, asked: Sequence[str | BaseMessage]) -> tuple
 
 @contextmanager
 def asked_by(callbacks: Any) -> Iterator[None]:
-    """Make known whose prompts are answered together: LangChain tells a model the first prompt's run alone."""
+    """Record the runs whose prompts are answered in one batch: LangChain passes only the first one's to the model."""
     each = callbacks if isinstance(callbacks, list) else []
     parents = tuple(one.parent_run_id for one in each if isinstance(one, BaseCallbackManager))
     token = _ASKING.set(parents)
@@ -133,7 +133,7 @@ def asked_by(callbacks: Any) -> Iterator[None]:
 
 
 def _texts(value: Any) -> list[tuple[str, str, str]]:
-    """The documents in a value, as a chain puts them into a prompt."""
+    """Return (text, source, "") of the documents in a value, at most MAX_DOCUMENTS."""
     return [
         (text, source_of(document), "")
         for document in islice(_documents(value, MAX_DEPTH), MAX_DOCUMENTS)
@@ -150,7 +150,7 @@ def _documents(value: Any, depth: int) -> Iterator[Document]:
         for each in value.values():
             yield from _documents(each, depth - 1)
     elif depth and isinstance(value, list | tuple):
-        # Of a long list of anything else, as of numbers, one look must be enough.
+        # Only the first item is inspected, as lists of other things, such as numbers, may be long.
         if isinstance(value, list) and value and not isinstance(value[0], HOLDERS):
             return
         for each in islice(value, MAX_DOCUMENTS):

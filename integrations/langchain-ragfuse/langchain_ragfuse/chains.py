@@ -1,4 +1,4 @@
-"""Chains that say where each document begins and ends, so that nothing has to be found in the prompt's text."""
+"""Chains that mark each document in the prompt as a chunk, so that chunks need not be found by their text."""
 
 from __future__ import annotations
 
@@ -22,10 +22,22 @@ def create_fused_documents_chain(
     document_variable_name: str = "context",
     source_key: str = "source",
 ) -> Runnable[dict[str, Any], Any]:
-    """A chain from {"context": documents, ...} to the answer, like LangChain's create_stuff_documents_chain.
+    """Return a chain from {"context": documents, ...} to the answer, like LangChain's create_stuff_documents_chain.
 
-    Each document is marked as one chunk, so it needs no indexing ahead: what a question meets first is encoded after
-    its answer and comes from the store from then on. `llm` is a ChatRagFuse or a RagFuseLLM, bound or not.
+    Each document is marked as one chunk, so no indexing is needed: a chunk that is not stored yet is encoded after the
+    answer and reused from then on.
+
+    Args:
+        llm: A ChatRagFuse or a RagFuseLLM, bound or not.
+        prompt: A prompt template with the variable `document_variable_name`.
+        output_parser: Parses the answer; None: a StrOutputParser.
+        document_prompt: Formats each document.
+        document_separator: Text between documents.
+        document_variable_name: The variable that takes the documents, in the inputs and in the prompt.
+        source_key: Metadata key with the source of a document, for people.
+
+    Raises:
+        InputError: The prompt lacks the variable, or `llm` is another model.
     """
     if document_variable_name not in prompt.input_variables:
         raise InputError(f"The prompt takes {sorted(prompt.input_variables)}; wanted '{document_variable_name}' in it.")

@@ -1,4 +1,4 @@
-"""The chat model: LangChain's messages and tools on one side, `ragfuse.Engine` on the other."""
+"""The chat model: LangChain's messages, tools and structured output, answered by `ragfuse.Engine`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "strict")
 
 
 class ChatRagFuse(RagFuseModel, BaseChatModel):
-    """A local chat model that takes the KV of retrieved chunks from a store and computes only what is new.
+    """A local chat model that reuses the stored KV of retrieved chunks and computes only the rest of the prompt.
 
-    Any prompt works unchanged: chunks that were indexed are found in its text. The weights are loaded at the first
-    question and shared by all models of the process with the same name, dtype and device.
+    Any prompt works unchanged: indexed chunks are found in its text. The weights are loaded at the first question and
+    shared by all models of the process with the same name, dtype and device.
     """
 
     model_config = CONFIG
 
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of the prompt that these messages make, template and tools included."""
+        """Return the number of tokens of the prompt for these messages, with chat template and tools."""
         engine = self.get_engine()
         return len(engine.prompt(ready(_asked_of(messages), engine), tools=tools_of(tools or ())))
 
@@ -48,10 +48,14 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[Any, AIMessage]:
-        """This model with tools that it may call, shown to it by its own chat template.
+        """Return this model with tools that it may call, described to it by its chat template.
 
-        tool_choice: "auto" (None), "none", "any" or "required", or a tool's name. parallel_tool_calls: False for one
-        call at most. Calls always fit their tool's schema: `strict` changes only what the model is shown.
+        Args:
+            tools: Functions, classes, LangChain tools, or tools in OpenAI's form.
+            tool_choice: "auto" (as None), "none", "any" or "required", or the name of a tool.
+            parallel_tool_calls: False allows one call at most.
+            strict: Passed on to the tools' description; calls always fit their tool's schema.
+            **kwargs: Further options of each call.
         """
         shown = tools_of(tools, strict)
         if parallel_tool_calls is not None:
@@ -66,9 +70,13 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         include_raw: bool = False,
         strict: bool | None = None,
     ) -> Runnable[Any, Any]:
-        """This model answering in this form alone: a Pydantic class, a TypedDict or a JSON schema.
+        """Return a runnable that answers with an object of a schema, to which decoding is constrained.
 
-        Decoding is constrained to the schema by every method; `function_calling` shows it to the model too.
+        Args:
+            schema: A Pydantic class, a TypedDict or a JSON schema.
+            method: All methods constrain decoding; "function_calling" also shows the schema to the model.
+            include_raw: Return {"raw", "parsed", "parsing_error"} instead of the object.
+            strict: Passed on to the schema's description.
         """
         return parsed_into(structured(self, schema, method, strict), schema, method, include_raw)
 
@@ -151,7 +159,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     def _asked(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
     ) -> Ask:
-        """The call's wishes, its tools and what was retrieved for it among them."""
+        """Return the options of a call, with its tools and the documents retrieved for it."""
         tools = tools_of(call.get("tools") or (), call.get("strict"))
         choice = choice_of(call.get("tool_choice"), tools)
         ask = self._ask(stop, call, TOOLS, self._retrieved(run_manager, messages))
@@ -160,7 +168,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
 
 
 def _asked_of(messages: Sequence[BaseMessage]) -> Any:
-    """What messages ask: turns, or a prompt in PML."""
+    """Return the messages as ragfuse's messages or, if they are a filled PML template, as that."""
     return pml_of(messages) or turns_of(messages)
 
 
@@ -178,7 +186,7 @@ def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:
 
 
 def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> ChatGenerationChunk:
-    """What of the text was not said yet (all of it with beams), calls, usage and trace."""
+    """Return the last chunk: text not streamed yet (with beam search all of it), calls, usage and trace."""
     message = AIMessageChunk(
         content=answer.text[len(said) :],
         tool_call_chunks=[_whole(call, index) for index, call in enumerate(calls_of(answer))],
@@ -190,7 +198,10 @@ def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> ChatGeneration
 
 
 def _cut_off(answer: Answer, ask: Ask) -> list[InvalidToolCall]:
-    """The call that had to be made where there was no room to write it. Not for streams: joined, it counts as one."""
+    """Return an invalid call if a required call was cut off by max_tokens, else [].
+
+    Streams do not use it: LangChain would count it as a call when it joins the chunks.
+    """
     if answer.finish_reason != "length" or answer.tool_calls or not ask.tools or ask.tool_choice in ("auto", "none"):
         return []
     error = f"The call was cut off after {len(answer.token_ids)} tokens. Raise max_tokens."
@@ -198,18 +209,18 @@ def _cut_off(answer: Answer, ask: Ask) -> list[InvalidToolCall]:
 
 
 def _whole(call: ToolCall, index: int) -> ToolCallChunk:
-    """A call that comes at once, as a chunk of itself."""
+    """Return a complete call as one chunk."""
     arguments = json.dumps(call["args"], ensure_ascii=False)
     return tool_call_chunk(name=call["name"], args=arguments, id=call["id"], index=index)
 
 
 def _chunk(piece: Any) -> ChatGenerationChunk:
-    """A piece of text, or of what is thought before it."""
+    """Return a chunk with a piece of text or of the reasoning before it."""
     if isinstance(piece, str):
         return ChatGenerationChunk(message=AIMessageChunk(content=piece))
     return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=_thought(piece.text)))
 
 
 def _thought(text: str) -> dict[str, str]:
-    """Where LangChain looks for thoughts, which it then has as content blocks of type "reasoning"."""
+    """Return reasoning in the form that LangChain turns into content blocks of type "reasoning"."""
     return {"reasoning_content": text} if text else {}

@@ -1,4 +1,4 @@
-"""Documents into the store, as the texts that they will be in a prompt."""
+"""Encodes documents into the chunk store, formatted as they will be in a prompt."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ TRIAL = "A document stands here, long enough to count as a chunk of its own amon
 
 
 class RagFuseIndexer(BaseDocumentTransformer):
-    """Encodes documents ahead of the questions: what was indexed is found in any prompt and comes from the store.
+    """Encodes documents ahead of questions: an indexed document is found in any prompt and its KV is reused.
 
-    Give `index` the splits that go into the vector store. `document_prompt` is the one that the chain formats each
-    document with; `document_variable_name` the variable of the prompt that takes them.
+    Args:
+        llm: A ChatRagFuse or RagFuseLLM, bound or not, or its engine.
+        document_prompt: The prompt by which the chain formats each document.
+        document_variable_name: The variable of the chain's prompt that takes the documents.
+        source_key: Metadata key with the source of a document, for people.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class RagFuseIndexer(BaseDocumentTransformer):
         prompt: BasePromptTemplate[Any] | None = None,
         progress: Progress = True,
     ) -> Ingested:
-        """Encode and keep what is not kept yet.
+        """Encode the documents that are not stored yet.
 
-        progress: True shows a bar on stderr if that is a terminal, False nothing; a callable hears of every document.
-
-        With the chain's `prompt`, the text that it puts before the documents is kept beside them, so that the first
-        question need not compute it. It is left out if that text depends on the question.
+        Args:
+            documents: The splits that also go into the vector store.
+            prompt: The chain's prompt; the text that it puts before the documents is then stored too, unless it
+                depends on the question, so that the first question need not compute it.
+            progress: True shows a bar on stderr if that is a terminal, False shows nothing; a callable is called after
+                every document.
         """
         texts = (text_of(document, self._page, self._source_key) for document in documents)
         prefix = self._prefix(prompt) if prompt is not None else ()
@@ -63,21 +68,21 @@ class RagFuseIndexer(BaseDocumentTransformer):
         prompt: BasePromptTemplate[Any] | None = None,
         progress: Progress = True,
     ) -> Ingested:
-        """`index` in a thread of its own."""
+        """Run `index` in a thread."""
         return await asyncio.to_thread(self.index, documents, prompt, progress)
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        """The same documents, indexed: a step of any pipeline of document transformers."""
+        """Index the documents and return them unchanged, as a step of a pipeline of document transformers."""
         self.index(documents, **kwargs)
         return documents
 
     def _prefix(self, prompt: BasePromptTemplate[Any]) -> tuple[int, ...]:
-        """Ids before the documents, () if they are not the same for every question."""
+        """Return the token ids before the documents; () if they depend on the question."""
         first, second = (self._engine.prefix(turns) for turns in self._trials(prompt))
         return first if first == second else ()
 
     def _trials(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
-        """The prompt around one document, twice: with everything else empty, and not."""
+        """Yield the prompt with one document twice: with all other variables empty, and with some text in them."""
         if self._variable not in prompt.input_variables:
             raise InputError(
                 f"The prompt takes {sorted(prompt.input_variables)}, not '{self._variable}'; "
@@ -91,19 +96,23 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
 
 def text_of(document: Document, page: BasePromptTemplate[str] = PAGE, source_key: str = "source") -> tuple[str, str]:
-    """(text, source) of a document, as a chain puts it into a prompt."""
+    """Return (text, source) of a document, formatted as a chain puts it into a prompt."""
     return format_document(document, page), source_of(document, source_key)
 
 
 def unbound(llm: Any) -> Any:
-    """The model itself, of one that is bound to arguments or tools."""
+    """Return the model inside a runnable that binds arguments or tools to it."""
     while isinstance(llm, RunnableBinding):
         llm = llm.bound
     return llm
 
 
 def engine_of(llm: Any) -> Engine:
-    """The engine of a ChatRagFuse or RagFuseLLM, also of a bound one, or the engine itself."""
+    """Return the engine of a ChatRagFuse or RagFuseLLM, bound or not, or the engine itself.
+
+    Raises:
+        InputError: It is none of these.
+    """
     llm = unbound(llm)
     if isinstance(llm, Engine):
         return llm
@@ -113,6 +122,6 @@ def engine_of(llm: Any) -> Engine:
 
 
 def _value(prompt: BasePromptTemplate[Any], name: str, word: str, history: Sequence[BaseMessage]) -> Any:
-    """A value for a variable of the prompt: messages where it wants messages, else the word."""
+    """Return `history` if a variable of the prompt takes messages, else `word`."""
     takes_messages = getattr(prompt.input_types.get(name), "__origin__", None) is list
     return history if takes_messages else word

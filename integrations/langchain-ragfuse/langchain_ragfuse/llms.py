@@ -1,4 +1,4 @@
-"""The text model: a prompt as it is in, its continuation out, by the same engine as the chat model's."""
+"""The text model: it continues prompts without a chat template, by the same engine as the chat model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COUNTED = ("input_tokens", "output_tokens", "total_tokens")
 
 
 class RagFuseLLM(RagFuseModel, BaseLLM):
-    """A local text model that takes the KV of retrieved chunks from a store and computes only what is new.
+    """A local text model that reuses the stored KV of retrieved chunks and computes only the rest of the prompt.
 
-    No chat template: a prompt is continued as it stands. Several prompts given together are decoded together.
+    It uses no chat template: the answer continues the prompt. Several prompts passed together are decoded as a batch.
     """
 
     model_config = CONFIG
@@ -31,14 +31,14 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     def generate(
         self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
     ) -> LLMResult:
-        """Answers to several prompts, each knowing what was retrieved for any of them."""
+        """Answer several prompts; documents retrieved for one of them are recognised in all."""
         with asked_by(callbacks):
             return super().generate(prompts, stop, callbacks, **kwargs)
 
     async def agenerate(
         self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
     ) -> LLMResult:
-        """The same, leaving the event loop free."""
+        """Answer several prompts without blocking the event loop."""
         with asked_by(callbacks):
             return await super().agenerate(prompts, stop, callbacks, **kwargs)
 
@@ -135,11 +135,11 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     def _asked(
         self, prompts: Sequence[str], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
     ) -> Ask:
-        """The call's wishes, what was retrieved for it among them."""
+        """Return the options of a call, with the documents retrieved for it."""
         return self._ask(stop, call, documents=self._retrieved(run_manager, prompts))
 
     def _is_told(self, call: dict[str, Any]) -> bool:
-        """Whether callbacks are to hear of every token."""
+        """Whether callbacks receive every token."""
         return bool(call.get("stream", self.streaming))
 
 
@@ -158,7 +158,7 @@ def _info(answer: Answer, engine: Engine, ask: Ask) -> dict[str, Any]:
 
 
 def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> GenerationChunk:
-    """What of the text was not said yet (all of it with beams), usage and trace."""
+    """Return the last chunk: text not streamed yet (with beam search all of it), usage and trace."""
     return GenerationChunk(text=answer.text[len(said) :], generation_info=_info(answer, engine, ask))
 
 
@@ -167,7 +167,7 @@ def _result(answers: Sequence[Answer], engine: Engine, ask: Ask) -> LLMResult:
 
 
 def _joined(chunks: Sequence[GenerationChunk]) -> LLMResult:
-    """One answer from all of its pieces."""
+    """Join the chunks of one answer."""
     return _summed(
         [Generation(text="".join(chunk.text for chunk in chunks), generation_info=chunks[-1].generation_info)]
     )

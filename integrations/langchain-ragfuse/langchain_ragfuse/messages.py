@@ -1,4 +1,4 @@
-"""LangChain messages as the messages of ragfuse. Nothing is tokenised or matched in the store here."""
+"""Converts LangChain messages to those of ragfuse. Nothing is tokenised or looked up in the store here."""
 
 from __future__ import annotations
 
@@ -34,28 +34,27 @@ ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
 CALLS = frozenset(
     {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
 )
-"""Blocks of an AI message that say again what its `tool_calls` say."""
+"""Types of content blocks of an AI message that only repeat its `tool_calls`."""
 THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
-"""A shorter document of an artifact is text: it would be found where it is not meant."""
+"""The least characters of a document in a tool's artifact that is a chunk; a shorter one may match by chance."""
 
 
 def turns_of(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
-    """Return the messages as ragfuse takes them, neighbours of one role joined (`ragfuse.ChatMessage.conversation`).
+    """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`).
 
-    In a content, a str is text in which marked and known chunks are found; a Piece is a chunk with just these
-    boundaries.
+    In a content, a str is text in which marked and known chunks are found; a Piece is one chunk.
     """
     return ragfuse.ChatMessage.conversation(map(_turn, messages))
 
 
 def chunk_block(text: str, source: str = "") -> dict[str, Any]:
-    """A content block whose text is one chunk with exact boundaries."""
+    """Return a content block whose text is exactly one chunk."""
     return {"type": "text", "text": text, "extras": {"ragfuse": {"chunk": True, "source": source}}}
 
 
 def calls_of(answer: Answer) -> list[Call]:
-    """An answer's tool calls as LangChain's, each with an id."""
+    """Return an answer's tool calls in LangChain's form, each with an id."""
     return [
         Call(name=call.name, args=dict(call.arguments), id=call.id or f"call_{uuid4().hex}", type="tool_call")
         for call in answer.tool_calls
@@ -63,7 +62,7 @@ def calls_of(answer: Answer) -> list[Call]:
 
 
 def source_of(document: Document, source_key: str = "source") -> str:
-    """Where a document is from, for people."""
+    """Return where a document comes from, for people: its source, else its id, else a checksum of its text."""
     unnamed = f"document {crc32(document.page_content.encode(errors='surrogatepass')):08x}"
     return str(document.metadata.get(source_key) or document.id or unnamed)
 
@@ -82,7 +81,7 @@ def _turn(message: BaseMessage) -> ragfuse.ChatMessage:
 
 
 def _thought(message: AIMessage) -> str:
-    """What was thought before an answer: where `ChatRagFuse` says it, or in blocks of the content."""
+    """Return the reasoning before an answer: as `ChatRagFuse` returns it, or from content blocks."""
     told = message.additional_kwargs.get("reasoning_content")
     if isinstance(told, str) and told:
         return told
@@ -125,7 +124,7 @@ def _part(block: Any, skipped: frozenset[str]) -> list[Part]:
 
 
 def _documents(artifact: Any) -> Iterator[Document]:
-    """The documents that a tool handed over beside its content, wherever they are in it."""
+    """Yield the documents in the artifact of a tool message, at any depth."""
     if isinstance(artifact, Document):
         yield artifact
     elif isinstance(artifact, Mapping):
@@ -135,7 +134,7 @@ def _documents(artifact: Any) -> Iterator[Document]:
 
 
 def _cut(parts: Sequence[Part], documents: Iterator[Document]) -> list[Part]:
-    """The same text with each of `documents` that stands in it as a chunk, the longest first."""
+    """Return the content with each of the documents that it contains as a chunk; the longest are searched first."""
     cut = list(parts)
     for document in sorted(documents, key=lambda each: -len(each.page_content)):
         text = document.page_content.strip()

@@ -1,4 +1,4 @@
-"""How far an indexing has come: a bar for a person at a terminal, or whoever wants to hear of it."""
+"""Progress of indexing: a bar on a terminal, or calls of a function."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from ragfuse import Ingested
 
 Progress = bool | Callable[[Ingested], None] | None
-"""True: a bar on stderr if that is a terminal. False or None: nothing. A callable: hears of every document."""
+"""True: a bar on stderr if that is a terminal. False or None: nothing. A callable: called after every document."""
 
 
 @contextmanager
 def shown(
     progress: Progress, total: int | None, what: str = "Encoding chunks"
 ) -> Iterator[Callable[[Ingested], None] | None]:
-    """What is to be told of every document; the bar is gone when all is done."""
+    """Yield the function to call after every document, or None; a bar is removed at exit."""
     if callable(progress):
         yield progress
     elif progress and sys.stderr.isatty():

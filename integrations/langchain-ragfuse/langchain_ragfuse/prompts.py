@@ -1,6 +1,6 @@
-"""Prompts in PML as LangChain's: a template whose output `ChatRagFuse` and `RagFuseLLM` answer over encoded modules.
+"""A LangChain prompt template over a PML schema (Prompt Cache), for `ChatRagFuse` and `RagFuseLLM`.
 
-What is handed on is a message, or a text, of a type of its own; a message or a text that only looks like PML is text.
+Its output is a message or text of a special type; an ordinary message or text that looks like PML stays text.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ Syntax = Literal["f-string", "mustache", "jinja2"]
 
 
 class PMLMessage(HumanMessage):
-    """A prompt in PML as a message: its content is for people, models of ragfuse answer what it was made from."""
+    """A message with a filled PML template, which ragfuse's models answer; its content is only for people."""
 
     _filled: Any = PrivateAttr(default=None)
 
     @classmethod
     def of(cls, filled: Filled) -> PMLMessage:
-        """The message of a filled template."""
+        """Return a message with a filled template."""
         made = cls(content=str(filled))
         made._filled = filled
         return made
 
     @property
     def filled(self) -> Filled:
-        """What it was made from."""
+        """The filled template."""
         return cast(Filled, self._filled)
 
 
 class PMLPromptValue(PromptValue):
-    """What a `PMLPromptTemplate` gives: a message for chat models, a text for others."""
+    """The output of a `PMLPromptTemplate`: a message for chat models, a text for text models."""
 
     _filled: Any = PrivateAttr(default=None)
 
     @classmethod
     def of(cls, filled: Filled) -> PMLPromptValue:
-        """The value of a filled template."""
+        """Return a prompt value with a filled template."""
         made = cls()
         made._filled = filled
         return made
 
     def to_string(self) -> str:
-        """A text that models of ragfuse know for a prompt in PML."""
+        """Return the text that `RagFuseLLM` recognises as a filled template."""
         return cast(Filled, self._filled)
 
     def to_messages(self) -> list[BaseMessage]:
@@ -63,19 +63,26 @@ class PMLPromptValue(PromptValue):
 
 
 class PMLPromptTemplate(BasePromptTemplate[str]):
-    """A prompt template whose texts were encoded once: `PMLPromptTemplate(schema, prompt) | llm`.
+    """A prompt template whose fixed texts are encoded once: `PMLPromptTemplate(schema, prompt) | llm`.
 
-    schema: PML, a file, what `parse_schema` gives, or a prompt function. prompt: PML or a file, with `{variable}`
-    wherever text stands (syntax: "mustache" or "jinja2" for `{{ variable }}`); None: the prompt function's parameters
-    are the variables, or the schema's own. question: the text of one more message of a user's. Values are text,
-    whatever they look like. The schema is registered with the model's engine at the first question, or by `register`.
+    Values are always text, even if they look like PML. The schema is registered with the model's engine at the first
+    question, or by `register`.
+
+    Args:
+        schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
+        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None: the variables are
+            the parameters of the prompt function or of the schema.
+        question: Text of a further user message, with variables too.
+        syntax: How variables are written; "mustache" or "jinja2" for `{{ variable }}`.
+        template: A `PMLTemplate`, instead of the arguments above.
+        partial_variables: Values of some of the variables.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     template: PMLTemplate = Field(exclude=True, repr=False)
     progress: Any = Field(default=True, exclude=True, repr=False)
-    """True: a bar on stderr if that is a terminal, while the schema is encoded; a callable hears of every module."""
+    """Progress of encoding. True: a bar on stderr if that is a terminal. A callable: called after every module."""
 
     def __init__(
         self,
@@ -104,16 +111,30 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         syntax: Syntax = "f-string",
         **fields: Any,
     ) -> PMLPromptTemplate:
-        """That of a `ChatPromptTemplate`, a `PromptTemplate`, a text, or (role, text) pairs, by its variables.
+        """Return a PML template made from an ordinary one, whose variables become parameters of the schema.
 
-        name: of the schema. max_tokens: room for every variable, or for each. PMLError for what no schema can hold.
+        Args:
+            name: Name of the schema.
+            template: A `ChatPromptTemplate`, a `PromptTemplate`, a text, or (role, text) pairs.
+            max_tokens: The most tokens of each variable: one number for all, or one by name.
+            question: Text of a further user message, with variables too.
+            syntax: How variables are written in a text, in pairs and in `question`.
+            **fields: Further fields of the template.
+
+        Raises:
+            PMLError: The template uses something that a schema cannot express, such as logic or loops.
         """
         partial = {**(getattr(template, "partial_variables", None) or {}), **fields.pop("partial_variables", {})}
         made = PMLTemplate.of(name, template, max_tokens, question, syntax)
         return cls(template=made, partial_variables=partial, **fields)
 
     def register(self, llm: Any, progress: Progress = True) -> Ingested:
-        """Encode what is not kept yet of the schema's modules, ahead of the questions. llm: a model, bound or not."""
+        """Encode the modules of the schema that are not stored yet, before the first question.
+
+        Args:
+            llm: A ChatRagFuse or RagFuseLLM, bound or not.
+            progress: True shows a bar on stderr if that is a terminal; a callable is called after every module.
+        """
         while isinstance(llm, RunnableBinding):
             llm = llm.bound
         if not isinstance(llm, RagFuseModel):
@@ -122,20 +143,20 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
             return llm.get_engine().register(self.template.schema, report).done
 
     def format_prompt(self, **kwargs: Any) -> PromptValue:
-        """The prompt with these values, for any model of ragfuse."""
+        """Return the prompt with these values, for `ChatRagFuse` or `RagFuseLLM`."""
         return PMLPromptValue.of(self._filled(kwargs))
 
     async def aformat_prompt(self, **kwargs: Any) -> PromptValue:
-        """The same."""
+        """Return the prompt with these values, like `format_prompt`."""
         return self.format_prompt(**kwargs)
 
     def format(self, **kwargs: Any) -> str:
-        """The same as a text that a `RagFuseLLM` knows for a prompt in PML."""
+        """Return the prompt as a text that `RagFuseLLM` recognises as a filled template."""
         return self._filled(kwargs)
 
     @classmethod
     def is_lc_serializable(cls) -> bool:
-        """No: it holds a schema that was read."""
+        """Return False: a parsed schema cannot be serialised."""
         return False
 
     @property
@@ -147,12 +168,12 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 
 
 def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:
-    """The prompt in PML that messages are, None where they are others; InputError where some stand beside one."""
+    """Return the filled template of a single `PMLMessage`, else None; raises InputError if others are beside it."""
     return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
 
 
 def ready(prompt: T | Filled, engine: Engine) -> Any:
-    """What an engine answers; of a prompt in PML, whose schema it knows from now on."""
+    """Return a prompt as the engine takes it; the schema of a filled template is registered with it if necessary."""
     if not isinstance(prompt, Filled):
         return prompt
     if not engine.schemas.has(prompt.schema):

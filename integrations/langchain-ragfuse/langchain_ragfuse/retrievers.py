@@ -1,4 +1,4 @@
-"""A retriever whose results' KV is on its way to memory while the chain still builds the prompt."""
+"""A retriever that prefetches the KV of its results while the chain builds the prompt."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from langchain_ragfuse.documents import PAGE, engine_of, text_of
 
 
 class RagFuseRetriever(BaseRetriever):
-    """Any retriever's documents, in its order, as they are; the store begins to read their KV meanwhile.
+    """A wrapper of a retriever: it returns the same documents and starts copying their stored KV to memory.
 
-    `document_prompt` is the one that the chain formats each document with. What the store does not hold yet is encoded
-    after the answer: documents need no indexing ahead.
+    Documents need no indexing: those that are not stored yet are encoded after the answer. `document_prompt` must be
+    the prompt by which the chain formats each document.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     retriever: Runnable[str, list[Document]]
     llm: Any = Field(repr=False)
-    """The ChatRagFuse or RagFuseLLM that will be asked, bound or not, or its engine."""
+    """The ChatRagFuse or RagFuseLLM that answers, bound or not, or its engine."""
     document_prompt: BasePromptTemplate[str] = PAGE
 
     def _get_relevant_documents(

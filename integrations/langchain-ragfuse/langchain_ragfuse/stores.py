@@ -1,4 +1,4 @@
-"""The disk and Redis stores through LangChain's key-value interface: embeddings and documents beside their KV."""
+"""LangChain's key-value store interface over the tiers of ragfuse, for embeddings and documents."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from ragfuse import ByteStore, Settings
 
 
 class RagFuseByteStore(BaseStore[str, bytes]):
-    """Bytes by name in the tier that keeps chunks' KV, or in another folder or at another URL (redis://, s3://, ...).
+    """Values in bytes by name, in the disk tier of the chunk store or in another place.
 
-    For CacheBackedEmbeddings as it is: what is used longest ago makes room, like any KV. For the documents of a
-    ParentDocumentRetriever, which nobody can make again, `pinned=True`: then a value stays until it is deleted.
+    By default the least recently used values are evicted, like KV, which suits CacheBackedEmbeddings. For documents of
+    a ParentDocumentRetriever, which cannot be recomputed, set `pinned=True`.
+
+    Args:
+        where: A folder or URL (redis://, s3://, ...); None: the disk tier that the settings describe.
+        namespace: Names in different namespaces are independent.
+        pinned: Keep values until they are deleted.
+        settings: None: from the environment, ragfuse.toml and the defaults.
     """
 
     def __init__(
@@ -28,21 +34,21 @@ class RagFuseByteStore(BaseStore[str, bytes]):
         self._bytes = ByteStore(where, namespace, pinned, settings)
 
     def mget(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The value of each key, None where there is none."""
+        """Return the value of each key; None for a key without one."""
         return self._bytes.get(keys)
 
     def mset(self, key_value_pairs: Sequence[tuple[str, bytes]]) -> None:
-        """Keep these values; StoreError for one that is not kept."""
+        """Store these values; raises StoreError for the first that cannot be stored."""
         self._bytes.put(key_value_pairs)
 
     def mdelete(self, keys: Sequence[str]) -> None:
-        """Forget these; unknown keys are no error."""
+        """Delete these keys; unknown keys are ignored."""
         self._bytes.delete(keys)
 
     def yield_keys(self, *, prefix: str | None = None) -> Iterator[str]:
-        """Keys that begin so, in no order."""
+        """Yield the keys that begin with `prefix`, in no particular order."""
         yield from self._bytes.names(prefix or "")
 
     def close(self) -> None:
-        """Let go of all files and connections."""
+        """Close all files and connections."""
         self._bytes.close()

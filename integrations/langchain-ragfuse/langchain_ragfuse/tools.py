@@ -1,6 +1,6 @@
-"""Tools and schemas as LangChain gives them, and the same as ragfuse takes them: OpenAI's form, one word of choice.
+"""Converts LangChain's tools, tool choices and output schemas to the OpenAI form that ragfuse takes.
 
-Nothing here decodes: what an answer must follow is told to the engine, which holds it to that.
+The constraints are passed to the engine, which enforces them during decoding.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ CHOICES = ("auto", "none", "required")
 
 
 def tools_of(tools: Sequence[Any], strict: bool | None = None) -> list[dict[str, Any]]:
-    """Tools in OpenAI's form: functions, classes, LangChain tools, schemas, or that form itself."""
+    """Return tools in OpenAI's form, given functions, classes, LangChain tools, schemas or that form."""
     return [_tool(tool, strict) for tool in tools]
 
 
 def choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    """LangChain's and OpenAI's ways to say whether a tool must be called, as one word; InputError for no such tool.
+    """Return a tool choice in LangChain's or OpenAI's form as "auto", "none", "required" or the name of a tool.
 
-    Where one must be called and there is one, it is its name: that is one call, "required" is one or several.
+    A name means exactly one call, "required" one or several; if there is only one tool, "required" becomes its name.
+
+    Raises:
+        InputError: There is no such tool or choice.
     """
     names = [tool["function"]["name"] for tool in tools]
     word = Ask.tool_choice_of(choice, tools)
@@ -42,7 +45,7 @@ def choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Map
 
 
 def structured(llm: Any, schema: dict[str, Any] | type, method: str, strict: bool | None) -> Runnable[Any, Any]:
-    """The model bound to answer in this form."""
+    """Return the model bound to answers of this schema; raises InputError for an unknown method."""
     told = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
     if method not in METHODS:
         raise InputError(f"with_structured_output knows no method '{method}'; wanted {', '.join(METHODS)}.")
@@ -58,7 +61,7 @@ def structured(llm: Any, schema: dict[str, Any] | type, method: str, strict: boo
 
 
 def parsed_into(llm: Runnable[Any, Any], schema: Any, method: str, include_raw: bool) -> Runnable[Any, Any]:
-    """The model's answers as `schema` says; with `include_raw`, {"raw", "parsed", "parsing_error"}."""
+    """Return a runnable of the parsed answers; include_raw: of {"raw", "parsed", "parsing_error"} instead."""
     parser = RunnableGenerator(_whole, _awhole, name="whole_answer") | _parser(schema, method)
     if not include_raw:
         return llm | parser
@@ -68,7 +71,7 @@ def parsed_into(llm: Runnable[Any, Any], schema: Any, method: str, include_raw: 
 
 
 def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
-    """The same messages; an error behind them if they are not a whole answer."""
+    """Yield the messages, then raise an error if they are not a whole answer."""
     answer: Any = None
     for message in messages:
         answer = message if answer is None else answer + message
@@ -85,7 +88,10 @@ async def _awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage
 
 
 def _check_whole(answer: AIMessage) -> None:
-    """LangChain's parsers close JSON that was cut off and find no call in half of one: both would pass in silence."""
+    """Raise OutputParserException if an answer was cut off.
+
+    LangChain's parsers would not report it: they complete partial JSON and find no call in half of one.
+    """
     if answer.tool_calls:
         return
     text = str(answer.content)
@@ -128,7 +134,7 @@ def _name(tool: Any) -> str:
 
 
 def _json_schema(schema: Any) -> dict[str, Any]:
-    """A JSON schema as it is, or that of a class or of a function."""
+    """Return a JSON schema unchanged, or the JSON schema of a class or function."""
     if isinstance(schema, Mapping) and not {"function", "parameters", "input_schema"} & schema.keys():
         return dict(schema)
     try:

@@ -108,7 +108,8 @@ class Policy(Protocol):
                 the check layer it is measured in `layer` itself, after that in the layer before.
 
         Returns:
-            int64, a sorted subset of `alive`.
+            int64, a sorted subset of `alive`; all of it where `view.ratio` is 1, so that a prompt equals its full
+            prefill. A ratio of 0 never gets here: `HFModel.fuse` takes the policy `none` for it.
         """
         ...
 

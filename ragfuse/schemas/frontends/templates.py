@@ -1,7 +1,7 @@
-"""Templates that people have, as schemas: of LangChain and LlamaIndex, or (role, text) pairs.
+"""Converts prompt templates of LangChain and LlamaIndex, texts, and (role, text) pairs to PML schemas.
 
-No framework is imported: a template is known by what it has. Its variables become parameters of the schema itself, so
-that all its text is encoded once, and `filled` makes the prompt of their values.
+No framework is imported: templates are recognised by their attributes. The variables become parameters of the schema,
+so that the fixed text is encoded once; `filled` makes a prompt from their values.
 """
 
 from __future__ import annotations
@@ -28,10 +28,16 @@ _MUSTACHE = re.compile(r"(?<!{)(?:{{{([^{}]*)}}}|{{([^{}]*)}})")
 
 
 def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int], syntax: Syntax = "f-string") -> Schema:
-    """The schema of a template: a text, (role, text) pairs, or a framework's prompt template.
+    """Return the schema of a template.
 
-    max_tokens: room for every variable, or for each. syntax: of texts and pairs; a framework's templates know theirs.
-    PMLError for what no schema can hold: logic, loops, formats, and places for whole conversations.
+    Args:
+        name: Name of the schema.
+        template: A text, (role, text) pairs, or a prompt template of LangChain or LlamaIndex.
+        max_tokens: The most tokens of each variable: one number for all, or one by name.
+        syntax: How variables are written in a text or in pairs; a framework's templates know their own syntax.
+
+    Raises:
+        PMLError: The template has logic, loops, formats or placeholders for conversations.
     """
     items: list[Item] = []
     for role, text, own in _pairs(name, template, syntax):
@@ -41,12 +47,12 @@ def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int],
 
 
 def filled(schema: Schema, values: Mapping[str, object]) -> PMLPrompt:
-    """The prompt of a template's schema for these values of its variables."""
+    """Return the prompt over the schema of a template, with these values of its variables."""
     return PMLPrompt(schema.name, (), tuple((name, str(value)) for name, value in values.items()))
 
 
 def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
-    """(role, text, syntax) of every message; role "": no message."""
+    """Yield (role, text, syntax) of every message; role "": text outside of messages."""
     if isinstance(template, str):
         yield from _chats(template, syntax)
     elif isinstance(text := getattr(template, "template_str", None), str):  # RichPromptTemplate
@@ -62,7 +68,7 @@ def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str,
 
 
 def _chats(text: str, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
-    """What `{% chat %}` blocks say, where there are some; white space between them is no text."""
+    """Split a jinja2 text into its `{% chat %}` blocks and the text between them, without mere white space."""
     done, dash, opened, has_blocks = 0, "", None, False
     for tag in _CHAT.finditer(text) if syntax == "jinja2" else ():
         before, role, behind = tag.groups()
@@ -79,7 +85,7 @@ def _chats(text: str, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
 
 
 def _bare(text: str, before: str, behind: str) -> str:
-    """A text between two tags of jinja's, of which one with a dash takes the white space beside it."""
+    """Strip a text between two jinja2 tags on the sides where a tag has a dash, as in `{%-`."""
     text = text.lstrip() if before == "-" else text
     return text.rstrip() if behind == "-" else text
 
@@ -101,7 +107,7 @@ def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax]
 
 
 def _syntax_of(prompt: Any) -> Syntax:
-    """What a framework's own prompt is written in: f-strings, unless it says something else."""
+    """Return the syntax of a framework's prompt template, by default "f-string"."""
     return cast(Syntax, getattr(prompt, "template_format", "f-string"))
 
 
@@ -131,7 +137,10 @@ def _param(variable: str, max_tokens: int | Mapping[str, int], at: SourcePositio
 
 
 def parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | None, int]]:
-    """(text, variable behind it or None, where about it stands). name: of the template, for a PMLError."""
+    """Yield (literal text, variable after it or None, its approximate place in the text).
+
+    name: name of the template, for error messages.
+    """
     if syntax == "f-string":
         yield from _formatted(name, text)
         return
@@ -144,7 +153,7 @@ def parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | No
 
 
 def _held(text: str) -> Iterator[tuple[int, int, str | None]]:
-    """Variables and comments (None) of a jinja template, as lo, hi and name."""
+    """Yield (lo, hi, name) of the variables of a jinja2 template, and of its comments (name None)."""
     at = 0
     while found := _JINJA.search(text, at):
         at = found.end()
@@ -162,7 +171,7 @@ def _held(text: str) -> Iterator[tuple[int, int, str | None]]:
 
 
 def _held_by_mustache(text: str) -> Iterator[tuple[int, int, str | None]]:
-    """Variables of a mustache template, as lo, hi and name."""
+    """Yield (lo, hi, name) of the variables of a mustache template."""
     for found in _MUSTACHE.finditer(text):
         yield found.start(), found.end(), found[found.lastindex or 0].strip()
 
@@ -180,7 +189,7 @@ def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
 
 
 def _plain(name: str, text: str, lo: int, hi: int) -> str:
-    """Text between variables; PMLError for what a mustache or jinja template does beside holding variables."""
+    """Return the text lo:hi between variables; raises PMLError if it contains other tags, such as logic."""
     plain = text[lo:hi]
     if logic := re.search(r"{%|{{", plain):
         line = text.count("\n", 0, lo) + plain.count("\n", 0, logic.start()) + 1

@@ -1,4 +1,4 @@
-"""LlamaIndex over ragfuse: an LLM whose retrieved nodes come from a KV store."""
+"""LlamaIndex integration of ragfuse: a local LLM that reuses the KV of retrieved nodes from a store."""
 
 from typing import TYPE_CHECKING
 
@@ -23,4 +23,4 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "synthesizer": ["RagFuseSynthesizer"],
     },
 )
-"""Each public name is imported at its first use: importing the package alone loads neither torch nor frameworks."""
+"""Public names are imported at first use, so that importing the package alone loads neither torch nor LlamaIndex."""

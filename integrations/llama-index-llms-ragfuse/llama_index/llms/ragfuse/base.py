@@ -1,4 +1,4 @@
-"""The LLM: LlamaIndex's calls and parameters on one side, `ragfuse.Engine` on the other."""
+"""The LLM: LlamaIndex's completion and chat interfaces, answered by `ragfuse.Engine`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ import ragfuse
 from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, PMLTemplate, Settings
 
 Prompt = Any
-"""A text, turns, or a prompt in PML: what an engine answers."""
+"""A prompt as an engine takes it: a text, messages, or a prompt in PML."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 ENDS = ("max_tokens", "stop", "timeout", "deadline_s")
@@ -43,14 +43,14 @@ SAID = ("policy", "ratio", "reuse", "overflow", *ENDS, "seed", "generate_kwargs"
 FIELDS = (*SAID, *SAMPLING, *PENALTIES, *TEMPLATE)
 """Fields that a call may override: `llm.chat(messages, ratio=1.0)`."""
 PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "parallel_tool_calls": True, "grammar": None})
-"""What only a call says."""
+"""Options that only a call has, with their defaults."""
 
 
 class RagFuseLLM(Structured, ToolCalling, CustomLLM):
-    """A local LLM that takes the KV of retrieved nodes from a store and computes only what is new.
+    """A local LLM that reuses the stored KV of retrieved nodes and computes only the rest of the prompt.
 
-    Any query engine works unchanged: nodes that were precomputed are found in the prompt's text. The weights are loaded
-    when they are first needed and shared by all of the process that name the same model, dtype and device.
+    Any query engine works unchanged: precomputed nodes are found in the text of the prompt. The weights are loaded at
+    first use and shared by all LLMs of the process with the same model, dtype and device.
     """
 
     model_config = ConfigDict(
@@ -76,7 +76,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     settings: Settings | None = Field(default=None, exclude=True, repr=False, description="Everything else to be set.")
     engine: Engine | None = Field(default=None, exclude=True, repr=False, description="A ready engine, used instead.")
 
-    policy: str | None = Field(default=None, description="Which tokens of cached nodes are computed again.")
+    policy: str | None = Field(default=None, description="Selects the tokens of cached nodes to recompute.")
     ratio: float | None = Field(default=None, ge=0, le=1, description="Share of them: 0 plain reuse, 1 full prefill.")
     reuse: bool = Field(default=True, description="False: the model's own full prefill, for comparison.")
     overflow: Literal["error", "drop"] | None = Field(
@@ -115,7 +115,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     _given: Any = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Read the settings now; whatever they name is made when it is needed."""
+        """Resolve the settings; model and store are opened at first use."""
         super().model_post_init(context)
         if self.engine is not None and (self.model_kwargs or self.tokenizer is not None):
             raise InputError("A ready engine has its model: leave out tokenizer= and model_kwargs=.")
@@ -132,7 +132,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         self.store = None if self._settings.store is None else str(self._settings.store)
 
     def _told(self) -> Settings:
-        """The settings with what was named beside them."""
+        """Return the settings, with model, dtype, device, store and model_kwargs replaced by those of this LLM."""
         named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
         given = {name: value for name, value in named.items() if value is not None}
         base = self.settings or Settings()
@@ -141,7 +141,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return Settings(**{**base.model_dump(), **given}) if given else base
 
     def _handed_over(self) -> Settings:
-        """The settings with a loaded model; InputError where something else is said that cannot be so."""
+        """Return the settings for a loaded model; raises InputError if other fields contradict it."""
         if self.engine is not None:
             raise InputError("A ready engine has its model: leave out model= and tokenizer=.")
         for name in ("dtype", "device"):
@@ -151,19 +151,20 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @classmethod
     def class_name(cls) -> str:
-        """Its name in serialised pipelines."""
+        """Return the name of the class in serialised pipelines."""
         return "RagFuseLLM"
 
     @property
     def model_name(self) -> str:
-        """The model as it was named."""
+        """The model's name in the settings."""
         return self._settings.model
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """All that makes the same model again by `from_dict`, its settings too.
+        """Return all fields and settings, from which `from_dict` makes the same LLM again.
 
-        SettingsError where these hold a secret, which is not written down; InputError for a model that was loaded
-        already, which no other process can find.
+        Raises:
+            SettingsError: The settings contain a secret, which is not serialised.
+            InputError: The model was passed as a loaded object, which another process cannot load.
         """
         if self._given is not None:
             raise InputError(
@@ -173,9 +174,10 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return {**super().to_dict(**kwargs), "settings": self._settings.as_public()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its settings without engine and weights: a copy in another process loads its own.
+        """Return the state without engine and weights: a copy in another process loads its own.
 
-        InputError for a model that was loaded already, which no other process can find.
+        Raises:
+            InputError: The model was passed as a loaded object, which another process cannot load.
         """
         if self._given is not None:
             raise InputError(
@@ -186,14 +188,14 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return super(RagFuseLLM, bare).__getstate__()
 
     def get_engine(self) -> Engine:
-        """The engine behind this model: the one given, or the process's own for these settings."""
+        """Return the engine: the field `engine` if given, else the one that the process shares for these settings."""
         if self.engine is not None:
             return self.engine
         return Engine.shared(self._settings, self._given, tokenizer=self.tokenizer)
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex's prompt helpers go by; loads the model."""
+        """The limits that LlamaIndex's prompt helpers use; loads the model."""
         model = self.get_engine().model
         return LLMMetadata(
             context_window=self.context_window or model.max_context or 4096,
@@ -204,18 +206,21 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """What events say of this model: unlike `metadata`, it loads nothing."""
+        """Return the description of this LLM in events; unlike `metadata`, it does not load the model."""
         return {"class_name": self.class_name(), "model_name": self.model_name}
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """The answer to a text: a user's message, unless it is formatted or the model has no chat template."""
+        """Answer a text as a user message, or continue it if `formatted` or if the model has no chat template.
+
+        Keyword arguments override fields of this LLM (`FIELDS`) for one call.
+        """
         ask, engine = self._ask(kwargs, prompt), self.get_engine()
         return completion(engine.answer(self._prompt(prompt, formatted), ask), engine, ask.reuse)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        """`complete` as it is written; the last response holds usage and trace."""
+        """Stream the answer of `complete`; the last response has usage and trace."""
         ask, engine = self._ask(kwargs, prompt), self.get_engine()
 
         def written() -> CompletionResponseGen:
@@ -230,13 +235,16 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """The answer to messages, by the model's chat template if it has one."""
+        """Answer messages, rendered by the model's chat template if it has one.
+
+        Keyword arguments override fields of this LLM (`FIELDS`) for one call, or are options in `PER_CALL`.
+        """
         ask, engine = self._ask(kwargs, messages), self.get_engine()
         return chat(engine.answer(self._messages(messages), ask), engine, ask.reuse)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """`chat` as it is written; the last response holds usage and trace."""
+        """Stream the answer of `chat`; the last response has usage and trace."""
         ask, engine = self._ask(kwargs, messages), self.get_engine()
 
         def written() -> ChatResponseGen:
@@ -251,14 +259,14 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """`complete` in a thread of its own; cancelling it ends the generation."""
+        """Run `complete` without blocking the event loop; cancelling it stops the generation."""
         ask, engine = self._ask(kwargs, prompt), await asyncio.to_thread(self._loaded)
         asked = await asyncio.to_thread(self._prompt, prompt, formatted)
         return completion(await _awaited(engine.stream(asked, ask)), engine, ask.reuse)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        """`stream_complete`, leaving the event loop free."""
+        """Run `stream_complete` without blocking the event loop."""
         ask, engine = self._ask(kwargs, prompt), await asyncio.to_thread(self._loaded)
         asked = await asyncio.to_thread(self._prompt, prompt, formatted)
 
@@ -276,14 +284,14 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """`chat` in a thread of its own; cancelling it ends the generation."""
+        """Run `chat` without blocking the event loop; cancelling it stops the generation."""
         ask, engine = self._ask(kwargs, messages), await asyncio.to_thread(self._loaded)
         asked = await asyncio.to_thread(self._messages, messages)
         return chat(await _awaited(engine.stream(asked, ask)), engine, ask.reuse)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        """`stream_chat`, leaving the event loop free."""
+        """Run `stream_chat` without blocking the event loop."""
         ask, engine = self._ask(kwargs, messages), await asyncio.to_thread(self._loaded)
         asked = await asyncio.to_thread(self._messages, messages)
 
@@ -300,17 +308,17 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return written()
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """The answer to a formatted prompt template."""
+        """Answer a prompt template filled with `prompt_args`, without blocking the event loop."""
         await asyncio.to_thread(self._loaded)
         return await super().apredict(prompt, **prompt_args)
 
     async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
-        """The same as it is written."""
+        """Stream the answer of `apredict`."""
         await asyncio.to_thread(self._loaded)
         return await super().astream(prompt, **prompt_args)
 
     def _extend_prompt(self, formatted_prompt: str) -> str:
-        """A prompt with what stands around all of them, which none in PML can have."""
+        """Add the LLM's system prompt and wrapper; raises InputError for a PML prompt, to which none can be added."""
         extended: str = super()._extend_prompt(formatted_prompt)
         if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
             raise PMLTemplate.alone(1)
@@ -321,13 +329,13 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return bool(getattr(self.get_engine().model.tokenizer, "chat_template", None))
 
     def _loaded(self) -> Engine:
-        """The engine with its model loaded."""
+        """Load the model if necessary and return the engine."""
         engine = self.get_engine()
         _ = engine.model
         return engine
 
     def _prompt(self, prompt: str, formatted: bool) -> Prompt:
-        """A text as it is, or as the message of a user; of a prompt in PML, what it was made from."""
+        """Return a text for the engine: unchanged, as a user message, or as the PML prompt that it stands for."""
         if isinstance(prompt, PMLTemplate.Filled):
             return ready(prompt, self.get_engine())
         if formatted:
@@ -337,7 +345,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return [ragfuse.ChatMessage("user", [prompt])] if self._has_template else prompt
 
     def _messages(self, messages: Sequence[ChatMessage]) -> Prompt:
-        """Messages for the chat template, or as one text for a model without one; or a prompt in PML."""
+        """Return messages for the engine: as messages, as one text if there is no chat template, or as a PML prompt."""
         if (filled := pml_of(messages)) is not None:
             return ready(filled, self.get_engine())
         turns = turns_of(messages)
@@ -346,7 +354,11 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return str(self.messages_to_prompt(messages))
 
     def _ask(self, call: Mapping[str, Any], prompt: str | Sequence[ChatMessage] = "") -> Ask:
-        """The fields of this model, where the call does not say otherwise, and what was retrieved for it."""
+        """Return the options of a call: its arguments, this LLM's fields for all others, and what was retrieved for it.
+
+        Raises:
+            InputError: The call has an unknown argument.
+        """
         unknown = sorted(set(call) - {*FIELDS, *PER_CALL})
         if unknown:
             raise InputError(
@@ -375,7 +387,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
 
 async def _awaited(stream: AnswerStream) -> Answer:
-    """The whole answer; whoever stops waiting for it ends the generation."""
+    """Wait for the whole answer; cancelling the wait stops the generation."""
     try:
         async for _ in stream:
             pass
@@ -385,12 +397,12 @@ async def _awaited(stream: AnswerStream) -> Answer:
 
 
 def _with(said: str, thought: str, piece: Any) -> tuple[str, str]:
-    """What was said and thought so far, with the next piece of either."""
+    """Return text and reasoning so far, with the next piece added to either."""
     return (said + piece, thought) if isinstance(piece, str) else (said, thought + piece.text)
 
 
 def _options(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of transformers' `generate` besides those that Ask names."""
+    """Return the options of transformers' `generate` that are not fields of `Ask`."""
     options: dict[str, Any] = {name: said[name] for name in PENALTIES if said[name] is not None}
     if said["temperature"]:
         options |= {name: said[name] for name in SAMPLING if said[name] is not None} | {"do_sample": True}

@@ -1,4 +1,4 @@
-"""LlamaIndex messages and nodes as ragfuse takes them, and answers as LlamaIndex takes them."""
+"""Converts LlamaIndex messages and nodes for ragfuse, and answers of ragfuse for LlamaIndex."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from ragfuse import Answer, Engine, InputError, ToolCall
 
 ANSWERS = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
 SILENT = (CachePoint, ThinkingBlock, ToolCallBlock)
-"""Blocks of a message that are no text of it."""
+"""Blocks of a message that are not part of its text."""
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
-    """Return the messages as ragfuse takes them, neighbours of one role joined (`ragfuse.ChatMessage.conversation`)."""
+    """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`).
+
+    Raises:
+        InputError: There are no messages, or one has content other than text.
+    """
     if not messages:
         raise InputError("There is nothing to answer: wanted at least one message, found none.")
     return ragfuse.ChatMessage.conversation(map(_turn, messages))
@@ -54,7 +58,7 @@ def _texts(message: ChatMessage) -> list[str]:
 
 
 def calls_of(message: ChatMessage) -> list[ToolCall]:
-    """The tool calls of a message: its blocks, else OpenAI's form among its additional arguments."""
+    """Return the tool calls of a message: its blocks, else those in OpenAI's form in `additional_kwargs`."""
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if blocks:
         return [
@@ -66,23 +70,26 @@ def calls_of(message: ChatMessage) -> list[ToolCall]:
 
 
 def text_of(node: BaseNode) -> str:
-    """A node's text as synthesizers put it into a prompt."""
+    """Return a node's text as synthesizers put it into a prompt, with the metadata for LLMs."""
     return node.get_content(metadata_mode=MetadataMode.LLM).strip()
 
 
 def source_of(node: BaseNode) -> str:
-    """Where a node came from, for people."""
+    """Return where a node comes from, for people: a file name, else a source, else an id."""
     return str(node.metadata.get("file_name") or node.metadata.get("source") or node.ref_doc_id or node.node_id)
 
 
 def completion(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) -> CompletionResponse:
-    """The whole answer, `delta` being what of it was not said before."""
+    """Return an answer as a completion; delta: its text that was not streamed yet."""
     raw = raw_of(answer, engine, reuse)
     return CompletionResponse(text=answer.text, delta=delta, raw=raw, additional_kwargs=_flat(raw))
 
 
 def chat(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) -> ChatResponse:
-    """The same as a message of the assistant, with its tool calls as blocks and in OpenAI's form."""
+    """Return an answer as an assistant message, with its tool calls as blocks and in OpenAI's form.
+
+    delta: its text that was not streamed yet.
+    """
     raw, calls = raw_of(answer, engine, reuse), answer.tool_calls
     text = _said(answer.text, answer.reasoning, not calls)
     blocks = [
@@ -94,20 +101,20 @@ def chat(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) 
 
 
 def partly(said: str, thought: str, piece: Any) -> ChatResponse:
-    """A message so far; piece: what was added to it. Of a thought it is put where LlamaIndex's agents look for it."""
+    """Return the message streamed up to `piece`; a piece of reasoning becomes the `thinking_delta` that agents read."""
     delta, more = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_said(said, thought))
     return ChatResponse(message=message, delta=delta, additional_kwargs=more)
 
 
 def _said(text: str, thought: str, must: bool = True) -> list[ThinkingBlock | TextBlock]:
-    """What was thought and said as blocks; must: also a text that is empty."""
+    """Return reasoning and text as blocks; must: include the text block even if it is empty."""
     thoughts = [ThinkingBlock(content=thought)] if thought else []
     return [*thoughts, *([TextBlock(text=text)] if text or must else [])]
 
 
 def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:
-    """Usage and trace; cached_tokens were reused, cache_creation_tokens are encoded for next time."""
+    """Return usage and trace; cached_tokens: reused, cache_creation_tokens: misses that are encoded for later."""
     trace, written = answer.trace, len(answer.token_ids)
     note(trace)
     saves = reuse and not engine.model.profile.refusal
@@ -124,5 +131,5 @@ def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:
 
 
 def _flat(raw: dict[str, Any]) -> dict[str, Any]:
-    """What LlamaIndex's token counters read."""
+    """Return the token counts in the form that LlamaIndex's token counters read."""
     return {name: count for name, count in raw["usage"].items() if isinstance(count, int)}
