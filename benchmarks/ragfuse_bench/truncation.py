@@ -72,7 +72,7 @@ def perplexity_after(
 def shortened(model: HFModel, ids: Sequence[int], cut: int, sinks: int = 0) -> tuple[Prefill, ...]:
     """Four prefills of ids of which `cut` behind the first `sinks` are gone.
 
-    KV kept at new positions, computed again, KV kept as it was; and KV kept at new positions of ids without the first
+    KV kept at new positions, recomputed, KV kept as it was; and KV kept at new positions of ids without the first
     `cut`. The last id is computed in all of them.
     """
     whole, n = model.full_prefill(ids[:-1]).kv, len(ids) - 1

@@ -43,7 +43,7 @@ def attention_of(model: HFModel, prefill: Prefill, n_rows: int) -> list[Tensor]:
 
 
 def attention_deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of the difference of two attention matrices [heads, n, T], for each layer: float32 [layers]."""
+    """Return the L2 norm of the difference of two attention matrices [heads, n, T], by layer: float32 [layers]."""
     return torch.stack([torch.linalg.vector_norm(a - b) for a, b in zip(found, wanted, strict=True)])
 
 

@@ -1,7 +1,7 @@
-"""The methods that are compared, and the laboratory that runs them on one model through the product's own engine.
+"""The methods that are compared, and the lab that runs them on one model through ragfuse's own engine.
 
-A method is a policy, a ratio, and what its chunks saw when they were encoded. Full prefill, prefix caching and plain
-reuse are methods like the others.
+A method is a policy, a ratio, and the context its chunks were encoded in (alone, or after filler text). Full prefill,
+prefix caching and plain reuse are methods like the others.
 """
 
 from __future__ import annotations
@@ -36,22 +36,28 @@ Encoded = Literal["filler", "alone"]
 WRONG_MASK = "wrongmask"
 """`hkvd` over chunks encoded alone, under the mask of the code that was released with CacheBlend."""
 ORACLE = "oracle"
-"""Rows by what only a full prefill knows: no way to answer, but a mark to measure other choices by."""
+"""Selects rows by values that only a full prefill knows: a bound to compare policies with, not a way to answer."""
 CHAINS = ("mapreduce", "maprerank")
-"""Methods that ask in several prompts, by chains of LangChain."""
+"""Methods that ask with several prompts, by LangChain's chains."""
 RATIO_BY_NAME = MappingProxyType({"full": 1.0, "prefix": None, "none": 0.0, **dict.fromkeys(CHAINS)})
-"""Methods without a choice of ratio."""
+"""Methods with a fixed ratio, or none."""
 ENCODED_ALONE = ("none", WRONG_MASK)
-"""Methods whose chunks are encoded alone unless told otherwise, as in the papers; `none` is plain reuse."""
+"""Methods whose chunks are encoded alone by default, as in the papers; `none` is plain reuse."""
 NO_STORE = ("full", "prefix", *CHAINS)
-"""Methods that take nothing from a store."""
+"""Methods that read nothing from a store."""
 ROOM = 3 << 30
-"""Bytes of KV kept of each way of encoding."""
+"""Capacity in bytes of the memory store for each way of encoding."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to answer. `name` is how it is reported; ratio None: the policy's own, or there is none."""
+    """One way to answer.
+
+    Args:
+        policy: A selection policy, or one of the special names above.
+        ratio: The recompute ratio; None: the policy's default, or none.
+        encoded: Whether its chunks are encoded alone or after filler text.
+    """
 
     policy: str
     ratio: float | None = None
@@ -59,7 +65,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """policy@encoded, without what goes without saying."""
+        """The name in reports: `policy@encoded`, or only `policy` where `encoded` is its default."""
         usual = self.policy in NO_STORE or self.encoded == _usual(self.policy)
         return self.policy if usual else f"{self.policy}@{self.encoded}"
 
@@ -69,11 +75,15 @@ def _usual(policy: str) -> Encoded:
 
 
 def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) -> list[Method]:
-    """Return every name at every ratio; SettingsError for a name that is none.
+    """Return the methods of all names at all ratios, without repetitions.
 
-    Names: see `Method`, `RATIO_BY_NAME`, `WRONG_MASK`.
+    Args:
+        names: Names as in `Method.name`; "auto" is `default_method`.
+        ratios: Ratios for the policies that have a choice.
+        model: The model, for "auto".
 
-    `auto`: see `default_method`.
+    Raises:
+        SettingsError: A name is unknown.
     """
     found: list[Method] = []
     for name in names:
@@ -98,16 +108,16 @@ def _encoded(name: str, said: str) -> Encoded:
 
 
 def default_method(model: HFModel) -> Method:
-    """What an engine does by default with this model as it comes, where all is in the store.
+    """Return the method that an engine uses by default for this model when all chunks are in the store.
 
-    What was learned of it on some store (`ragfuse calibrate`) is not looked up.
+    Results of `ragfuse calibrate`, which are kept in a store, are not considered.
     """
     return Method(*settle(AUTO, None, model.profile.choice))
 
 
 @dataclass
 class Lab:
-    """One model behind two engines, whose stores hold chunks encoded behind filler text, or alone."""
+    """One model with two engines: the store of one holds chunks encoded after filler text, that of the other alone."""
 
     model: HFModel
     settings: Settings = field(default_factory=Settings)
@@ -116,7 +126,7 @@ class Lab:
         self.engines: dict[Encoded, Engine] = {}
 
     def engine(self, encoded: Encoded) -> Engine:
-        """The engine of one way of encoding."""
+        """Return the engine whose chunks are encoded this way."""
         if encoded not in self.engines:
             filler_context = self.settings.filler_tokens if encoded == "filler" else 0
             settings = self.settings.model_copy(update={"filler_tokens": filler_context})
@@ -124,12 +134,12 @@ class Lab:
         return self.engines[encoded]
 
     def close(self) -> None:
-        """Let go of all stores."""
+        """Close all engines and their stores."""
         for engine in self.engines.values():
             engine.close(0.0)
 
     def prompt(self, case: Case, encoded: Encoded = "filler") -> Prompt:
-        """The case's prompt: the same ids however its chunks are encoded."""
+        """Return the case's prompt; its token ids do not depend on how chunks are encoded."""
         before, after = ASKED[case.task]
         asked = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
         chunks = [part for chunk in case.chunks for part in (Piece("\n\n"), Piece(chunk, "chunk"))]
@@ -138,7 +148,7 @@ class Lab:
         return engine.prompt([("user", pieces)])
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
-        """Let the stores hold the case's chunks, encoded as the methods want them."""
+        """Ingest the case's chunks into the stores, encoded as the methods need them."""
         for encoded in dict.fromkeys(method.encoded for method in methods if method.policy not in NO_STORE):
             engine, prompt = self.engine(encoded), self.prompt(case, encoded)
             first = prompt.segments[0]
@@ -149,7 +159,7 @@ class Lab:
             engine.ingest([(chunk, case.dataset) for chunk in case.chunks])
 
     def prefill(self, method: Method, prompt: Prompt) -> Prefill:
-        """The prompt, prefilled the method's way."""
+        """Prefill the prompt with a method; call `hold` and `before` first."""
         if method.policy == "full":
             return self.model.full_prefill(prompt.token_ids)
         if method.policy == "prefix":
@@ -164,7 +174,7 @@ class Lab:
         return self._held_whole(engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)))
 
     def _held_whole(self, ready: PreparedPrompt) -> Prefill:
-        """A prefill whose every chunk came from the store: one that did not would look closer than it is."""
+        """Return the prefill, after checking that every chunk was a hit: a miss would make the method look better."""
         if ready.plan.fallback_reason:
             raise ModelError(f"{self.model.name} cannot be fused: {ready.plan.fallback_reason}. Measure another model.")
         if ready.plan.misses:
@@ -175,10 +185,10 @@ class Lab:
         return ready.prefill
 
     def before(self, method: Method, prompt: Prompt) -> None:
-        """Have at hand what the method knows before the question: no part of its time.
+        """Compute what a method knows before the question, so that it does not count as its time.
 
-        prefix: the prompt's beginning with its first chunk. oracle: the attention that the last token pays to each row
-        in a full prefill, times how far the row's reused KV is from it.
+        For "prefix" this is the KV of the prompt up to the end of its first chunk. For "oracle" it is a score of each
+        row: the attention that the last token pays to it in a full prefill, times the deviation of its reused KV.
         """
         if method.policy == "prefix":
             self._beginning = self.model.encode(prompt.token_ids[: self._n_prefix(prompt)])
@@ -201,14 +211,14 @@ class Lab:
         return prompt.spans[chunks[0]][1]
 
     def write(self, prefill: Prefill, most: int) -> list[int]:
-        """Ids of the greedy answer, at most so many, the end token left out; the prefill is used up."""
+        """Return the ids of the greedy answer, at most `most`, without end tokens. The prefill cannot be used again."""
         ids = generate(self.model, prefill, {"max_new_tokens": most, "do_sample": False})[0]
         return [token for token in ids if token not in ends_of(self.model)]
 
 
 @contextmanager
 def told(score: Tensor) -> Iterator[None]:
-    """While it lasts, `lexical` goes by a score float32 [T] of a prompt's rows in place of the question's words."""
+    """In this context, the policy `lexical` selects rows by `score` (float32 [T]) instead of the question's words."""
     found = HFModel._nearness
 
     def known(
@@ -226,9 +236,9 @@ def told(score: Tensor) -> Iterator[None]:
 
 @contextmanager
 def wrong_mask() -> Iterator[None]:
-    """While it lasts, R recomputed rows see keys as if they were a prompt's last R: a bottom-right triangle.
+    """In this context, R recomputed rows attend as if they were the prompt's last R rows (a bottom-right triangle).
 
-    So does the released code of CacheBlend; where rows are sparse, each sees tokens that come after it.
+    CacheBlend's released code does so. As recomputed rows are sparse, they then see tokens that come after them.
     """
     right = Fusion.mask
 

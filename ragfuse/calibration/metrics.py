@@ -21,13 +21,13 @@ def normalise(text: str) -> str:
 
 
 def is_right(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether `answer` contains a known answer as whole words; a known answer that normalises to "" never counts."""
+    """Return whether `answer` contains a known answer as whole words; one that normalises to "" never counts."""
     said = f" {normalise(answer)} "
     return any(f" {gold} " in said for gold in map(normalise, golds) if gold)
 
 
 def exact(answer: str, golds: Sequence[str]) -> float:
-    """Return SQuAD's EM: 1.0 where `answer` equals a known answer except for case, punctuation and articles, else 0.0."""
+    """Return SQuAD's EM: 1.0 where `answer` is a known answer except for case, punctuation and articles, else 0.0."""
     return float(any(normalise(answer) == normalise(gold) for gold in golds))
 
 

@@ -1,4 +1,4 @@
-"""Wording of the prompts in calibration and benchmarks: the same for all methods, and what the reader was trained on."""
+"""Wording of calibration's and benchmarks' prompts: the same for all methods, and what the reader was trained on."""
 
 from types import MappingProxyType
 

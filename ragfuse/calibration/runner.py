@@ -1,7 +1,7 @@
-"""What all benchmarks share: fair rounds, two clocks, tuned memory, and a description of where they ran.
+"""Time measurement for calibration and benchmarks: interleaved rounds, two clocks, a tuned allocator, the machine.
 
-Cases take turns (A B C, A B C, ...) after one warm-up each, so that whatever else the machine does hits all of them
-alike; ratios are medians over rounds of what was measured side by side. What is measured is each benchmark's own.
+Cases run in turn (A B C, A B C, ...) after one warm-up each, so that other load on the machine affects all of them
+alike. Ratios are medians over rounds of times measured side by side.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ MALLOC = MappingProxyType(
         "MALLOC_TOP_PAD_": "268435456",
     }
 )
-"""Settings that let glibc keep large buffers. By default it gives each one back to the system and faults it in again
-page by page, which slows full prefill most: untuned, every speedup looks better than it is."""
+"""Settings that let glibc keep large buffers. By default it returns each one to the system and faults it in again page
+by page, which slows full prefill most, so that untuned every speedup looks better than it is."""
 
 Clock = Literal["cpu", "wall"]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of one case: seconds of CPU time over all threads, and by the wall."""
+    """The times of one run of one case: seconds of CPU time over all threads, and of wall time."""
 
     cpu_s: float
     wall_s: float
@@ -49,18 +49,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Times:
-    """All rounds of one case, and the clock that counts: CPU time on a CPU, the wall on an accelerator."""
+    """All rounds of one case, and the clock that counts: CPU time on a CPU, wall time on an accelerator."""
 
     samples: tuple[Sample, ...]
     clock: Clock
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """By the clock that counts, round by round."""
+        """Seconds of each round, by the clock that counts."""
         return self.of(self.clock)
 
     def of(self, clock: Clock) -> tuple[float, ...]:
-        """By either clock, round by round."""
+        """Return the seconds of each round by the given clock."""
         return tuple(sample.cpu_s if clock == "cpu" else sample.wall_s for sample in self.samples)
 
     @property
@@ -69,7 +69,7 @@ class Times:
         return median(self.seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Minimum, median and maximum by both clocks, and every round."""
+        """Return minimum, median, maximum and all rounds by both clocks, in plain JSON types."""
         return {f"{clock}_s": _spread(self.of(clock)) for clock in _CLOCKS}
 
 
@@ -87,21 +87,21 @@ def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Runner:
-    """Measures cases in interleaved rounds on one device; `console` is where the progress is shown."""
+    """Measures cases in interleaved rounds on one device; `console` shows the progress."""
 
     rounds: int
     device: torch.device
     console: Console
 
     def __post_init__(self) -> None:
-        """Set aside what is loaded, once: looking through it for what to clean up takes longer than a short run."""
+        """Exempt all loaded objects from garbage collection, once: scanning them takes longer than a short run."""
         if not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
 
     @property
     def clock(self) -> Clock:
-        """The clock that counts here."""
+        """The clock that counts on this device."""
         return "cpu" if self.device.type == "cpu" else "wall"
 
     def measure(
@@ -110,7 +110,13 @@ class Runner:
         what: str = "measuring",
         before: Callable[[], object] = lambda: None,
     ) -> dict[str, Times]:
-        """Every case once to warm up, then `rounds` times in turn; `before` each of them, outside the clock."""
+        """Run every case once to warm up, then `rounds` times in turn; return the times by name.
+
+        Args:
+            cases: Functions to measure, by name.
+            what: A word for the progress bar.
+            before: Called before each run, outside the measured time.
+        """
         samples: dict[str, list[Sample]] = {name: [] for name in cases}
         with progress(self.console) as bar:
             task = bar.add_task(what, total=(self.rounds + 1) * len(cases))
@@ -125,7 +131,7 @@ class Runner:
         return {name: Times(tuple(each), self.clock) for name, each in samples.items()}
 
     def once(self, case: Callable[[], object]) -> Sample:
-        """One run, with nothing of the runs before left to be cleaned up or to finish on the device."""
+        """Measure one run, after collecting garbage and waiting for the device to finish earlier work."""
         gc.collect()
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -141,14 +147,14 @@ class Runner:
 
 
 def progress(console: Console) -> Progress:
-    """A bar that goes away when it is done, and shows only where somebody looks."""
+    """Return a progress bar that disappears when it is done, and is shown on a terminal only."""
     columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager
 def thread_count(threads: int) -> Iterator[None]:
-    """Let torch compute on so many threads, and on as many as before afterwards."""
+    """Set torch's number of threads within this context, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -158,10 +164,13 @@ def thread_count(threads: int) -> Iterator[None]:
 
 
 def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
-    """Replace this process by one with `MALLOC` set, if glibc would heed it and nothing of it is set yet.
+    """Restart this process with the environment `MALLOC`, if it uses glibc and none of it is set yet.
 
-    It is the same process to whoever started it: exit code and Ctrl-C are the new program's own. command: what to run
-    instead of this process's own command line. Call it before anything is loaded.
+    The process id stays the same (exec), so exit code and Ctrl-C work as before. Call it before anything is loaded.
+
+    Args:
+        console: Where the restart is announced.
+        command: What to run; empty: this process's own command line.
     """
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return
@@ -174,12 +183,12 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
 
 
 def is_glibc() -> bool:
-    """Whether memory comes from glibc's allocator, as far as can be told."""
+    """Return whether this process uses glibc's allocator, as far as can be detected."""
     return sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and "malloc" not in os.getenv("LD_PRELOAD", "")
 
 
 def circumstances(device: torch.device, threads: int) -> dict[str, Any]:
-    """Where and with what: machine, versions, allocator, threads and date, as plain JSON types."""
+    """Return machine, versions, allocator, threads and date, in plain JSON types."""
     return {
         "machine": machine(device),
         "versions": versions(),
@@ -190,7 +199,7 @@ def circumstances(device: torch.device, threads: int) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """CPU model, cores, memory in bytes, load, GPU name ("" on a CPU)."""
+    """Return CPU model, cores, memory in bytes, load average, and GPU name ("" on a CPU)."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": _cpu_name(),
@@ -211,7 +220,7 @@ def _cpu_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that decide speed."""
+    """Return the versions of Python, torch, transformers and ragfuse."""
     packages = {"torch": "torch", "transformers": "transformers", "ragfuse": "ragfuse-kv"}
     return {"python": platform.python_version(), **{name: _version(package) for name, package in packages.items()}}
 
@@ -224,6 +233,6 @@ def _version(package: str) -> str:
 
 
 def malloc_setting() -> dict[str, Any]:
-    """What the environment says to the allocator, and whether that is the tuned setting."""
+    """Return the allocator's settings in the environment, and whether they are those of `MALLOC`."""
     found = {name: os.environ[name] for name in MALLOC if name in os.environ}
     return {"tuned": is_glibc() and found == dict(MALLOC), "settings": found}

@@ -17,12 +17,12 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def difference_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return the mean of ours - theirs, taken question by question, with its confidence interval."""
+    """Return the 95% interval of the mean of ours - theirs, taken question by question."""
     return mean_interval(np.subtract(ours, theirs).tolist())
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return mean(ours) / mean(theirs) with its confidence interval, the questions drawn in pairs."""
+    """Return the 95% interval of mean(ours) / mean(theirs), with the questions resampled in pairs."""
     pair = np.asarray(ours, float), np.asarray(theirs, float)
     return _interval(pair, lambda a, b, axis: a.mean(axis) / b.mean(axis))
 

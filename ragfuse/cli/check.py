@@ -1,4 +1,4 @@
-"""One row of a check-up: what was looked at, its state, what was found, and what to do about it."""
+"""Results of `ragfuse doctor`'s checks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ State = Literal["ok", "note", "bad"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line: what was looked at, how it is, what was found, and what to do about it.
+    """The result of one check.
 
-    note: works, but there is more to be had. bad: needs mending.
+    Args:
+        what: What was checked.
+        state: "ok"; "note": it works, but could be better; "bad": it needs fixing.
+        found: What was found.
+        remedy: What to do about it; "" for nothing.
     """
 
     what: str
@@ -26,7 +30,7 @@ Checked = tuple[str, Callable[[], Iterable[CheckResult]]]
 
 
 def guarded(what: str, check: Callable[[], Iterable[CheckResult]], remedy: str = "") -> Iterator[CheckResult]:
-    """The rows of a check, and one more for what it stumbles over."""
+    """Yield the results of a check; an exception becomes one more result."""
     try:
         yield from check()
     except Exception as error:

@@ -1,5 +1,4 @@
-"""Entries of a store for people and for machines: a table, sums, what was done with many. How they come about is
-`cli/store.py`'s."""
+"""Output of `ragfuse store`: tables and sums of entries, and results of bulk operations, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def show_lines(console: Console, lines: Sequence[EntryRow]) -> None:
-    """A table whose keys, tiers and numbers are whole; texts shrink to the console, wider ones have the chunks' too."""
+    """Print entries as a table. Texts are shortened to fit the console; chunks' texts are shown on wide ones only."""
     has_text, has_levels = console.width >= 100, any(list(line.entry.sizes) != [LEVEL_NAMES[0]] for line in lines)
     rows = [_row(line, has_text, has_levels) for line in lines]
     texts = {"model": 24, "source": 22, "text": 40}
@@ -76,7 +75,7 @@ def _row(line: EntryRow, has_text: bool, has_levels: bool) -> tuple[str, ...]:
 
 
 def _shares(rest: int, wanted: Sequence[int]) -> list[int]:
-    """Widths of as much as is wanted, the narrowest served first; six at least, if so many are wanted."""
+    """Divide `rest` characters among columns of the wanted widths, narrow ones first; each gets at least `_LEAST`."""
     shares = [min(width, _LEAST) for width in wanted]
     for _ in range(rest - sum(shares)):
         growing = [i for i, width in enumerate(wanted) if shares[i] < width]
@@ -86,12 +85,12 @@ def _shares(rest: int, wanted: Sequence[int]) -> list[int]:
 
 
 def counted(n: int, noun: str, nouns: str = "") -> str:
-    """1 text, 2 texts."""
+    """Return a number with its noun, such as "1 text" or "2 texts"."""
     return f"{n:,} {noun if n == 1 else nouns or noun + 's'}"
 
 
 def plain(text: str) -> str:
-    """A foreign text in one line, without anything that a terminal would obey."""
+    """Return a text on one line, without control characters that a terminal would interpret."""
     return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
 
 
@@ -104,7 +103,7 @@ def _ago(when: float) -> str:
 
 
 def described(lines: Sequence[EntryRow]) -> str:
-    """How many entries, how large, and whose, in a few words."""
+    """Return a short description of entries: how many, their size, and their tenants."""
     tenants = dict.fromkeys(line.tenant.name for line in lines)
     whose = ", ".join(list(tenants)[:4]) + (", ..." if len(tenants) > 4 else "")
     nbytes = sum(line.entry.nbytes for line in lines)
@@ -112,7 +111,7 @@ def described(lines: Sequence[EntryRow]) -> str:
 
 
 def tell_outcome(console: Console, done: Outcome, where: str) -> None:
-    """What was done, and what was left out and why."""
+    """Print the result of a bulk operation: what was done, and what was left out and why."""
     chunks = counted(done.chunks, "entry", "entries")
     texts = f" and {counted(done.texts, 'text')}" if done.texts else ""
     said = f"{chunks}{texts} ({done.nbytes / 1e6:,.1f} MB) {where}."
@@ -125,7 +124,7 @@ def tell_outcome(console: Console, done: Outcome, where: str) -> None:
 
 
 def tell_cleared(console: Console, done: Cleared) -> None:
-    """What is gone, and what stayed and where."""
+    """Print the result of `ragfuse store clear`: what was deleted, and what stayed in which tier."""
     texts = f" and {counted(done.texts, 'text')}" if done.texts else ""
     if done.dropped or done.texts:
         said = described(done.dropped) if done.dropped else "0 entries"
@@ -141,7 +140,7 @@ def tell_cleared(console: Console, done: Cleared) -> None:
 
 
 def cleared_dict(done: Cleared) -> dict[str, Any]:
-    """The same as plain JSON types."""
+    """Return the result of `ragfuse store clear` in plain JSON types."""
     counts = {"dropped": len(done.dropped), "nbytes": sum(line.entry.nbytes for line in done.dropped)}
     return {
         **counts,
@@ -153,14 +152,14 @@ def cleared_dict(done: Cleared) -> dict[str, Any]:
 
 
 def outcome_dict(done: Outcome) -> dict[str, Any]:
-    """The same as plain JSON types."""
+    """Return the result of a bulk operation in plain JSON types."""
     troubles = [{"what": trouble.what, "why": trouble.why} for trouble in done.troubles]
     counts = {"entries": done.chunks, "nbytes": done.nbytes, "known": done.known, "texts": done.texts}
     return {**counts, "failed": done.failed, "troubles": troubles}
 
 
 def tier_row(name: str, capacity: int, lines: Sequence[EntryRow]) -> dict[str, Any]:
-    """What a tier holds, as plain JSON types."""
+    """Return the totals of a tier's entries in plain JSON types."""
     here = [line.entry for line in lines if line.entry.tier == name]
     sums: dict[str, Any] = {"entries": len(here), "nbytes": sum(entry.nbytes for entry in here), "capacity": capacity}
     levels = {level: sum(each.sizes.get(level, 0) for each in here) for level in levels_of(here)}
@@ -169,19 +168,19 @@ def tier_row(name: str, capacity: int, lines: Sequence[EntryRow]) -> dict[str, A
 
 
 def levels_of(entries: Sequence[Entry]) -> list[str]:
-    """The levels that some of these are kept at, what loses least first."""
+    """Return the codec levels of these entries, the least lossy first."""
     there = dict.fromkeys(level for entry in entries for level in entry.sizes)
     return sorted(there, key=lambda level: LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES))
 
 
 def told_use(use: TenantUse) -> str:
-    """What a tenant keeps, for people."""
+    """Return what a tenant keeps, in words."""
     sizes = " and ".join(f"{nbytes / 1e6:,.1f} MB in {tier}" for tier, nbytes in use.nbytes.items()) or "0.0 MB"
     return f"{sizes}, {counted(use.texts, 'text', 'texts')}, {counted(use.sessions, 'session', 'sessions')}"
 
 
 def by_tenant(lines: Sequence[EntryRow]) -> list[tuple[Tenant, int, int]]:
-    """(tenant, entries, bytes) of each, the largest first."""
+    """Return (tenant, entries, bytes) of each tenant, largest first."""
     found: dict[Tenant, tuple[int, int]] = {}
     for line in lines:
         entries, nbytes = found.get(line.tenant, (0, 0))

@@ -49,7 +49,7 @@ class FilesToIngest:
 
 
 def find_files(paths: Sequence[Path]) -> FilesToIngest:
-    """All documents at `paths`, folders searched through; InputError when there is none."""
+    """Find all documents at `paths`, folders included; InputError where there is none."""
     files: list[Path] = []
     skipped: list[tuple[Path, str]] = []
     for path in paths:
@@ -99,9 +99,10 @@ def _marked(data: bytes) -> str:
 
 
 def encoding_of(data: bytes) -> str:
-    """How the bytes of a text file are to be read: as marked, else UTF-8, else as old Windows files are.
+    """Return the encoding of a text file: that of its byte order mark, else UTF-8, else Windows-1252, else Latin-1.
 
-    InputError where they are not what they are marked as.
+    Raises:
+        InputError: The bytes do not match their byte order mark.
     """
     marked = _marked(data)
     for encoding in (marked,) if marked else ("utf-8", "cp1252"):
@@ -116,9 +117,12 @@ def encoding_of(data: bytes) -> str:
 
 
 def texts_of(file: Path) -> Iterable[str]:
-    """The texts of a document, by LangChain's loaders where they read its kind.
+    """Return the texts of a document, by LangChain's loaders where they support its type.
 
-    InputError when it cannot be parsed, or holds no text. U+FFFD stands for each half of a character.
+    Halves of surrogate pairs become U+FFFD.
+
+    Raises:
+        InputError: The document cannot be parsed, or holds no text.
     """
     from ragfuse.types.keys import whole_text
 

@@ -94,9 +94,13 @@ def ingest(
 def add_files(
     library: Library, engine: Engine, files: Sequence[Path], console: Console
 ) -> tuple[list[tuple[str, str]], list[tuple[Path, str]]]:
-    """(text, source) of all files' chunks, with a progress bar; and the files that were left out, each with the reason.
+    """Index files with a progress bar; print which ones cannot be parsed or hold no text.
 
-    What cannot be parsed, or holds no text, is named. InputError if there is no text at all.
+    Returns:
+        (text, source) of all chunks, and (file, reason) of the files that were left out.
+
+    Raises:
+        InputError: No file holds text.
     """
     from ragfuse.types.keys import whole_text
 
@@ -124,7 +128,7 @@ def add_files(
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
-    """The KV of all chunks into the store, behind the prompt's own beginning, with a progress bar."""
+    """Compute the KV of all chunks and of the prompt's prefix, and write it to the store, with a progress bar."""
     from ragfuse.cli.prompts import prefix_of
     from ragfuse.engine.engine import Ingested
 
@@ -154,12 +158,12 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """A bar that leaves nothing behind, and shows only where somebody looks."""
+    """Return a progress bar that disappears when it is done, and is shown on a terminal only."""
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def tell_skipped(console: Console, found: FilesToIngest) -> None:
-    """Name the files that are passed over, and why."""
+    """Print which files are skipped, and why."""
     for path, why in found.skipped[:5]:
         line = f"[yellow]passed over[/] {escape(str(path))}: {escape(why)}"
         console.print(line, highlight=False, soft_wrap=True)
@@ -168,12 +172,12 @@ def tell_skipped(console: Console, found: FilesToIngest) -> None:
 
 
 def _refused(engine: Engine) -> dict[str, int]:
-    """How often each tier did not do what it was told to, so far."""
+    """Return how many writes each tier has refused or failed so far."""
     return {tier.name: tier.counts["refused"] + tier.counts["failed"] for tier in engine.store.tiers}
 
 
 def _tell_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, console: Console) -> None:
-    """Which tiers did not take what they were given since `before`, and how many chunks no tier that lasts has."""
+    """Print which tiers refused writes since `before`, and how many chunks no persistent tier holds."""
     most, silent = len(chunks) + 1, engine.store.silent()  # of each chunk and the prefix
     refused = {name: min(most, n - before[name]) for name, n in _refused(engine).items() if n > before[name]}
     if not refused:
@@ -191,7 +195,7 @@ def _tell_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, con
 
 
 def _n_lost(engine: Engine, chunks: Chunks) -> int:
-    """Chunks that are long enough to be kept, and have no entry in a slow tier; without such, in any."""
+    """Count the chunks of at least `min_chunk_tokens` without an entry in a slow tier (in any, if none is slow)."""
     shortest, tiers, encoder = engine.settings.min_chunk_tokens, engine.store.tiers, engine.encoder
     runs = {tuple(ids) for text, _ in chunks if len(ids := engine.tokens(text.strip())) >= shortest}
     keys = [encoder.key(run, encoder.context) for run in runs]
@@ -200,14 +204,14 @@ def _n_lost(engine: Engine, chunks: Chunks) -> int:
 
 
 def homes_of(engine: Engine, n_tokens: int) -> list[str]:
-    """Names of the tiers that new chunks of so many tokens are kept in: slow ones, or where there are none all."""
+    """Return the names of the tiers that new chunks of `n_tokens` are written to: slow ones, or all if none is slow."""
     slow = [tier.name for tier in engine.store.tiers if tier.slow]
     home = engine.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
     return [home] if home is not None else slow or [tier.name for tier in engine.store.tiers]
 
 
 def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
-    """The chunks whose KV the store has room for, from the first on: more would push the first out again."""
+    """Return the first chunks, as many as the store has room for: more would evict the first ones again."""
     sample = [engine.tokens(text) for text, _ in chunks[:: max(1, len(chunks) // 50)]]
     n_tokens = sum(map(len, sample)) / len(sample)
     silent, n_entries = engine.store.silent(), len(chunks)
@@ -229,13 +233,13 @@ def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
 
 
 def _token_nbytes(engine: Engine, tier: str, run: Sequence[int]) -> float:
-    """Bytes of KV that a token takes in a tier, as this run does there where it is packed."""
+    """Return the bytes of KV per token in a tier; where its codec compresses, measured on the tokens `run`."""
     packed = engine.store.levels.of(tier) != ("raw",) and len(run) > 0
     return engine.encoder.nbytes_in(tier, run) / len(run) if packed else engine.model.nbytes_per_token
 
 
 def _room_nbytes(engine: Engine, name: str) -> float:
-    """Bytes of KV that a tier can take, a disk's free space considered."""
+    """Return the bytes of KV that a tier can hold, limited by the free space of its disk."""
     tier = engine.store.tier(name)
     folder = getattr(tier, "path", None)
     if not isinstance(folder, Path):

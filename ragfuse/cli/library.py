@@ -1,7 +1,7 @@
-"""Documents into chunks that can be searched: splitter and vector store are LangChain's.
+"""The command line's search index: documents split and embedded by LangChain, without any KV.
 
-Texts and vectors lie side by side in the index's folder, some chunks of one file together, named by the file's content:
-nothing is embedded twice, and an interrupted ingest goes on where it stopped. KV is the engine's business.
+The index's folder holds texts and vectors in parts, each some chunks of one file, named by a digest of the file's
+content: nothing is embedded twice, and an interrupted ingest continues where it stopped.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ragfuse.types.keys import digest
 log = logging.getLogger("ragfuse.cli")
 
 PART = 128
-"""Chunks that are embedded and kept together: what an interrupted ingest loses at most."""
+"""Chunks that are embedded and written together; an interrupted ingest loses at most these."""
 
 SPLIT_BLOCK_CHARS = 1 << 17
-"""Characters of a long text that are cut into chunks at once."""
+"""Characters of a long text that are split into chunks at once."""
 CUTTING = 0.1
-"""Share of a file's work that cutting is, embedding being the rest: for progress bars."""
+"""Share of a file's progress that splitting counts for; embedding is the rest."""
 
 Progress = Callable[[float], object]
-"""Takes how much of a file is done, 0..1."""
+"""A function that takes the share of a file that is done, 0..1."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,10 @@ class Library:
         self._embeddings: Any = None
 
     def add(self, file: Path, tokenizer: Any, progress: Progress = lambda done: None) -> list[tuple[str, str]]:
-        """(text, source) of a file's chunks, embedded now unless they were; an earlier version of it is replaced."""
+        """Split and embed a file, unless it is indexed already; return (text, source) of its chunks.
+
+        An earlier version of the file is replaced. InputError for a file without text.
+        """
         source = str(file.resolve())
         name = digest("file", source, _bytes_of(file), repr(self._recipe()))
         kept = {part.number: part for part in self._parts(name) if part.vectors() is not None}
@@ -111,7 +114,7 @@ class Library:
         return [(text, source) for text in texts]
 
     def keep_only(self, sources: Collection[Path]) -> None:
-        """Forget files that are not among `sources`."""
+        """Remove all files from the index that are not among `sources`."""
         wanted = {str(source.resolve()) for source in sources}
         self._drop(part for part in self._parts() if part.source not in wanted)
 
@@ -180,7 +183,7 @@ class Library:
 
 
 def cut(file: Path, settings: Settings, tokenizer: Any, progress: Progress = lambda done: None) -> Iterator[str]:
-    """The chunks of a file, as the settings want them."""
+    """Yield the chunks of a file, split as the settings say."""
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter(

@@ -41,7 +41,7 @@ READS_IN_WORDS = MappingProxyType(
         "unknown": "nothing says whether from the medium or from some machine's memory",
     }
 )
-"""What the figures of slow tiers are, by how they were read."""
+"""What the read speed of a slow tier means, by how it was measured."""
 
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
@@ -129,14 +129,14 @@ def explain(
 
 
 def _folder_first(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The first folder among these, which becomes the disk tier, and all others."""
+    """Return the first folder among these, which becomes the disk tier, and all others."""
     folder = next((store for store in stores if "://" not in store), None)
     others = [store for store in stores if store != folder]
     return Path(folder) if folder is not None else None, others
 
 
 def _placed(engine: Engine) -> str:
-    """Which slow tiers get new chunks from now on, where there are several."""
+    """Return a sentence on which slow tiers new chunks are written to, where there are several."""
     n_tokens, slow = engine.settings.chunk_tokens, [tier.name for tier in engine.store.tiers if tier.slow]
     homes = homes_of(engine, n_tokens)
     if len(slow) < 2:
@@ -152,18 +152,18 @@ def _placed(engine: Engine) -> str:
 
 
 def _leveled(engine: Engine) -> Iterator[str]:
-    """At which level tiers are written whose level is chosen."""
+    """Yield a sentence for each tier whose codec level is chosen automatically."""
     n_tokens = engine.settings.chunk_tokens
     chosen = engine.encoder.levels(n_tokens, n_tokens * engine.model.nbytes_per_token)
     for tier, (level,) in chosen.items():
         yield (
             f"New chunks of {n_tokens} tokens are written into {tier} as {level}: of the levels whose loading hides "
-            "behind computing it loses least; where none does, it loads soonest."
+            "behind computing it loses least; where none does, it loads fastest."
         )
 
 
 def _show(machine: MachineProfile, name: str, console: Console) -> None:
-    """The figures as tables."""
+    """Print the measurements as tables."""
     fixed, linear, square = machine.prefill
     threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
     table = Table(title=f"Full prefill of {Path(name).name}, {threads}")
@@ -191,7 +191,7 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
 
 
 def _show_levels(machine: MachineProfile, console: Console) -> None:
-    """What decoding takes, and what levels weigh."""
+    """Print the decoding time and the size of each codec level."""
     if not machine.decode:
         return
     table = Table(title="Codec levels")
@@ -203,5 +203,5 @@ def _show_levels(machine: MachineProfile, console: Console) -> None:
 
 
 def _mbps(byte_s: float) -> str:
-    """Megabytes (10^6 bytes) a second, or that bytes cost nothing."""
+    """Return megabytes (10^6 bytes) per second, or that reading costs nothing, from seconds per byte."""
     return f"{1e-6 / byte_s:,.0f}" if byte_s > 1e-11 else "shared, not copied"

@@ -1,4 +1,4 @@
-"""What the commands of `ragfuse store` share: opening it, which entries are meant, asking first, the bar meanwhile."""
+"""Helpers of the `ragfuse store` commands: open the store, select entries, ask for confirmation, show progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(folder: Path | None, console: Console, is_new: bool = False) -> Iterator[StoreAdmin]:
-    """The store of the settings. Unless it may be new, one that is not there is told and not made."""
+    """Open the store of the settings; unless `is_new`, raise InputError for a store that does not exist yet."""
     settings = settings_of(store=folder)
     if not is_new and not settings.tiers and settings.disk_bytes and not _is_there(settings.store_path):
         raise InputError(
@@ -53,7 +53,20 @@ def wish_of(
     all_: bool = False,
     must: str = "",
 ) -> EntryFilter:
-    """Which entries are meant by what was given; InputError where it `must` be said and is not."""
+    """Return the filter that the options describe.
+
+    Args:
+        keys: Beginnings of chunk keys.
+        tier: Name of a tier.
+        source: Part of the source.
+        model: A model's name, or the beginning of a digest.
+        tenant: A salt.
+        all_: Whether --all was given.
+        must: The command's verb, where it needs either conditions or --all; "": it does not.
+
+    Raises:
+        InputError: `must` is given, and there are neither conditions nor --all, or both.
+    """
     from ragfuse.admin.store_admin import EntryFilter
 
     wish = EntryFilter(tuple(keys or ()), tier, model, tenant, source)
@@ -67,7 +80,11 @@ def wish_of(
 
 
 def lines_of(keeping: StoreAdmin, console: Console, wish: EntryFilter | None, done: str = "") -> list[EntryRow]:
-    """Those that are meant. Silent tiers are told; they end what is to be `done` where nothing else is found."""
+    """Return the selected entries, and print which tiers do not answer.
+
+    With `done` (what the command does, as a participle), raise StoreError where nothing was found and a selected tier
+    does not answer.
+    """
     from ragfuse.admin.store_admin import EntryFilter
 
     with console.status("reading the store"):
@@ -89,14 +106,14 @@ def lines_of(keeping: StoreAdmin, console: Console, wish: EntryFilter | None, do
 
 
 def refuse(silent: Sequence[str], so: str) -> NoReturn:
-    """StoreError: these tiers do not answer, and what follows from it."""
+    """Raise StoreError: these tiers do not answer, with the consequence `so`."""
     from ragfuse.admin.store_admin import unanswered
 
     raise StoreError(unanswered(silent, so))
 
 
 def confirm(question: str, yes: bool, command: str) -> None:
-    """Go on if a person says so; InputError where there is none to ask."""
+    """Ask for confirmation, unless `yes`; InputError without a terminal to ask at."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -108,7 +125,7 @@ def confirm(question: str, yes: bool, command: str) -> None:
 
 @contextmanager
 def bar_for(console: Console, doing: str, stopped: str) -> Iterator[Callable[[int, int], object]]:
-    """Takes progress. stopped: what is true where it ends by Ctrl-C."""
+    """Yield a function (done, total) that updates a progress bar; `stopped` is the message after Ctrl-C."""
     columns = (TextColumn(doing), BarColumn(20), DownloadColumn(), TimeRemainingColumn())
     with progress(console, *columns) as bar:
         task = bar.add_task(doing, total=None)

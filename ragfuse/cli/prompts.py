@@ -1,4 +1,4 @@
-"""How the command line asks: an instruction, the chunks, the question. The same text before the first chunk always."""
+"""The command line's prompt: an instruction, the chunks, the question. All prompts share the text before the chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILLER = "A passage long enough to be reused, whatever the model. " * 8
 
 
 def rag_prompt(engine: Engine, question: str, chunks: Sequence[tuple[str, str]]) -> str | list[tuple[str, Content]]:
-    """One user message with (text, source) chunks as exact pieces; marked text for a model without chat template."""
+    """Return a user message with (text, source) chunks as pieces; for a model without chat template, marked text."""
     if not getattr(engine.model.tokenizer, "chat_template", None):
         marked = [f"{engine.marker.mark(text, source)}\n\n" for text, source in chunks]
         return f"{INSTRUCTION}{''.join(marked)}Question: {question}\nAnswer:"
@@ -23,5 +23,5 @@ def rag_prompt(engine: Engine, question: str, chunks: Sequence[tuple[str, str]])
 
 
 def prefix_of(engine: Engine) -> tuple[int, ...]:
-    """The ids that stand before the first chunk of every such prompt."""
+    """Return the token ids before the first chunk, which all these prompts share."""
     return engine.prefix(rag_prompt(engine, "?", [(FILLER, "")]))

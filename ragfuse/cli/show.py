@@ -18,7 +18,7 @@ REUSED, RECOMPUTED, FRESH = "blue", "dark_orange", "grey50"
 
 
 def show_trace(console: Console, trace: Trace) -> None:
-    """What was reused, from where, and why not."""
+    """Print a trace: what was reused from which tier, and why the rest was not."""
     table = Table("segment", box=None, pad_edge=False)
     table.add_column("tokens", justify="right")
     for heading in ("from", "recomputed", "why"):
@@ -49,7 +49,7 @@ def show_trace(console: Console, trace: Trace) -> None:
 
 
 def _show_stream(console: Console, stream: StreamTrace) -> None:
-    """What came over a line, piece by piece, and whether that was in time."""
+    """Print the pieces of a stream, and whether the first token came within the deadline."""
     table = Table("piece", box=None, pad_edge=False)
     for heading in ("tokens", "at s", "MB", "s", "MB/s"):
         table.add_column(heading, justify="right")
@@ -64,18 +64,18 @@ def _show_stream(console: Console, stream: StreamTrace) -> None:
 
 
 def short(name: str) -> str:
-    """A file's name in 22 characters at most, its beginning and its end."""
+    """Shorten a file name to at most 22 characters by leaving out its middle."""
     return name if len(name) <= 22 else f"{name[:9]}...{name[-10:]}"
 
 
 class WrappedOutput:
-    """Text that is printed as it comes, broken between words at the console's width; `column` is where it stands."""
+    """Prints streamed text with line breaks between words at the console's width; `column` is the first column."""
 
     def __init__(self, console: Console, column: int = 0) -> None:
         self._console, self._column = console, column
 
     def say(self, text: str) -> None:
-        """The next piece."""
+        """Print the next piece."""
         for word in re.findall(r"\n|[^\S\n]+|\S+", text):
             if self._console.is_terminal and self._column and self._column + len(word) > self._console.width:
                 self._put("\n")
@@ -88,7 +88,7 @@ class WrappedOutput:
 
 
 def strip(trace: Trace, width: int) -> Text:
-    """The prompt from left to right: blue reused, orange where rows were recomputed, grey computed fresh."""
+    """Return the prompt as a coloured strip: blue for reused, orange for recomputed, grey for fresh tokens."""
     recomputed = set(trace.recomputed_rows)
     cached = [s for s in trace.segments if s.hit]
     text = Text()

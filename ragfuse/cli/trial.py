@@ -62,7 +62,7 @@ class PairedAnswers:
 
 
 def tried(settings: Settings, console: Console, said: dict[str, Any]) -> Iterator[CheckResult]:
-    """Rows about the model, what is known of it, and the question; `said` takes the answers as plain JSON types."""
+    """Yield the results of checking the model and a question to it; the answers are put into `said` as JSON types."""
     with ExitStack() as stack:
         rows: list[CheckResult] = []
         engine = _loaded(settings, console, stack, rows)

@@ -19,9 +19,10 @@ def corpus_path() -> Path:
 
 
 def questions() -> dict[str, Any]:
-    """`template`, `chosen_how`, `questions` and one `long` question, each {id, question, answers, article}.
+    """Return the demo's questions: `template`, `chosen_how`, `questions`, and one `long` question.
 
-    The questions are those of ragfuse's own set (`ragfuse bench quality --data demo`) that questions.json names.
+    Each question is {id, question, answers, article}. questions.json names them; they come from ragfuse's own set
+    (`ragfuse bench quality --data demo`).
     """
     said: dict[str, Any] = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
     own = json.loads((files("ragfuse") / "demo" / "all_questions.json").read_text(encoding="utf-8"))

@@ -24,12 +24,15 @@ CHUNK_TOKENS = 230
 """Most tokens of a chunk; the splitter fills them to 160 on average."""
 
 WARM_UP = "What is told here?"
-"""A question that is none of those that are timed: what they begin with must not be known before."""
+"""A question to warm up with. It differs from the timed ones, whose beginnings must not be in the store before."""
 
 
 @dataclass(frozen=True)
 class DemoAnswer:
-    """One question asked twice. Times in seconds to the first token; kl_* to full prefill, in nats per token."""
+    """One question answered by full prefill and by ragfuse.
+
+    Times are seconds to the first token; `kl_fused` and `kl_reuse` are the KL to full prefill, in nats per token.
+    """
 
     question: str
     gold: str
@@ -50,7 +53,7 @@ class DemoAnswer:
 
 
 def run(engine: Engine, console: Console) -> dict[str, Any]:
-    """Ingest, ask everything, and give the report: the keys of demo-report.json."""
+    """Ingest the corpus, ask all questions, and return the report, which becomes demo-report.json."""
     said = questions()
     short = Demo(engine, said["template"], chunk_tokens=CHUNK_TOKENS)
     long = Demo(engine, said["template"], chunk_tokens=512)
@@ -71,7 +74,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
 
 
 def report(asked: Sequence[DemoAnswer], longest: DemoAnswer, engine: Engine) -> dict[str, Any]:
-    """Means and all questions, plain JSON types."""
+    """Return the means and all answers in plain JSON types."""
     return {
         "mean_speedup": mean(a.ttft_full_s for a in asked) / mean(a.ttft_fused_s for a in asked),
         "long_speedup": longest.speedup,
@@ -102,9 +105,9 @@ class Demo:
         self.retriever: Any = None
 
     def ingest(self, asked: Sequence[str], console: Console) -> None:
-        """All chunks into the FAISS index; those that the questions find into the store, behind the prompt's beginning.
+        """Index all chunks with FAISS, and compute the KV of the prompt's prefix and of the chunks the questions find.
 
-        KV of the others would change nothing but how long one waits for the first question.
+        KV of the other chunks would only delay the first question.
         """
         console.print(f"Indexing {len(self.texts)} chunks (FAISS, MiniLM) ...")
         with console.status("indexing"):
@@ -128,7 +131,7 @@ class Demo:
         self._warm()
 
     def _warm(self) -> None:
-        """Into memory, as after an ingest, what an earlier run left on disk: every run measures the same."""
+        """Load entries that an earlier run left on disk into memory, where an ingest puts them: runs start alike."""
         engine, entries = self.engine, self.engine.store.entries()
         there = {entry.key for entry in entries if entry.tier != "disk"}
         for entry in entries:
@@ -136,19 +139,19 @@ class Demo:
                 engine.store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
 
     def ingest_only_for(self, question: str, console: Console) -> None:
-        """The documents that one question's chunks come from."""
+        """Index all chunks, and compute the KV of the documents that one question's chunks come from."""
         with console.status("indexing and encoding longer chunks"):
             self._index()
             found = {document.metadata["source"] for document in self.retriever.invoke(question)}
             self.engine.ingest([(text, source) for text, source in self.texts if source in found], self._prefix())
 
     def warm_up(self, question: str) -> None:
-        """Both ways once, unmeasured, so that neither pays for what a process does only once."""
+        """Answer a question both ways, unmeasured, so that first-call costs of the process are not measured."""
         for reuse in (False, True):
             self._invoke(question, reuse)
 
     def ask(self, question: str, golds: Sequence[str]) -> DemoAnswer:
-        """Both ways, one after the other, then how far fused and reused KV are from full prefill's distribution."""
+        """Answer a question both ways, then measure the KL of fused and of plainly reused KV to full prefill."""
         full, fused = self._invoke(question, reuse=False), self._invoke(question, reuse=True)
         ours, theirs = fused.response_metadata["ragfuse"], full.response_metadata["ragfuse"]
         close = self._fidelity(question, full.content)
@@ -210,7 +213,7 @@ class Demo:
 
 
 def _cut(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
-    """(text, source) of the corpus in chunks of at most so many tokens, by LangChain's splitter."""
+    """Split the corpus with LangChain's splitter; return (text, source) of chunks of at most `chunk_tokens` tokens."""
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(

@@ -1,6 +1,6 @@
-"""Background encoding: chunks that a question missed, or that load too slowly, are encoded after the answer.
+"""Background jobs after an answer: encode chunks that it missed, and copy slowly loading ones to a faster tier.
 
-This file decides which jobs there are and runs them one by one; the engine defines what a job does.
+This file makes the jobs of a plan and runs them one by one; `remember.py` carries them out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EncodeJob:
         tokens: The token ids to encode.
         text: The chunk's text; "" where only its ids are known.
         source: Where its text came from, for people.
-        far: Key of a stored entry that loads too slowly from its tier and was therefore recomputed.
+        far: Key of a stored entry that loads too slowly from its tier and was not read; it is copied to a faster tier.
         used: Keys of chunks that were used and may deserve a faster tier; nothing is encoded.
         run: A run of a schema, to be encoded as a whole at its positions.
         prompt: A prompt to search for recurring passages; nothing is encoded.

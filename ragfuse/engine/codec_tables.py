@@ -70,7 +70,7 @@ def made_tables(model: HFModel, *, rope: bool = True, queries: bool = True, cost
     if found:
         tables = profile_tables(chunks, *known, found)
     told = model.name, time.perf_counter() - began, tables.digest
-    log.info("How %s's KV is spread was seen on text that comes along, in %.1f s: tables %s", *told)
+    log.info("Codec tables of %s made from sample texts in %.1f s: %s", *told)
     return tables
 
 

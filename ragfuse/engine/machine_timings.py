@@ -135,8 +135,10 @@ class MachineTimings:
                 known.seen = forgotten_after(known.seen, [f.tier for f in plan.unread if f.tier not in read])
 
     def row_s(self, model: HFModel) -> float | None:
-        """Return the seconds per computed row in the last prefills, for an unmeasured machine; None before the
-        first."""
+        """Return the seconds per computed row, from the last prefills; None before the first.
+
+        It serves machines that were not measured.
+        """
         with self._lock:
             return row_s(self._of(model).rows)
 

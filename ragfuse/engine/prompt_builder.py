@@ -243,7 +243,7 @@ class PromptBuilder:
         turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
         if ask.continue_final_message and (turns[-1].role != "assistant" or not turns[-1].says_something):
             raise InputError(
-                "continue_final_message goes on with an answer that is begun: wanted a last message of role "
+                "continue_final_message continues an answer that is begun: wanted a last message of role "
                 f"'assistant' with a text, found role '{turns[-1].role}'. Add one, or leave the option out."
             )
         if check:

@@ -184,9 +184,9 @@ class SchemaService:
             OverlongError: It can never fit the model's context.
         """
         if ask.session is not None:
-            raise InputError("A prompt in PML goes on with no session: leave out `session`, or ask by messages.")
+            raise InputError("A prompt in PML cannot continue a session: leave out `session`, or ask by messages.")
         if ask.tools:
-            raise InputError("A prompt in PML tells of no tools: leave out `tools`, or ask by messages.")
+            raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask by messages.")
         kept, encoder = self._registry.get(request.schema), self._runtime.encoder
         if kept is None:
             wanted = self._registry.names_told()

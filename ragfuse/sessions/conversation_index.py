@@ -1,8 +1,7 @@
-"""Whose KV is whose, and who reads it next: what an engine's own tiers go by when they drop something, and what is
-brought to memory for requests that wait (AttentionStore 3.3).
+"""The conversation index: which conversation each KV entry belongs to, and when it is read next (AttentionStore 3.3).
 
-Known by heart, so that a tier that makes room asks no file. Orders and windows are `plan`'s; sessions are
-`sessions.py`'s.
+Eviction and prefetching use it. It is kept in memory, so that a tier that makes room reads no file. `plan` has the
+eviction orders and windows, `session_store.py` the sessions.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ Known = Iterable[tuple[Name, ChunkKey]]
 
 
 class ConversationIndex:
-    """The conversations that keys belong to, and where in the queue each one's next request waits.
+    """The conversations that keys belong to, and the place of each one's next request in the queue.
 
-    One for all engines whose requests wait in one queue. Thread-safe; what a tier asks under its own lock waits for
-    none but, once, the catalog's.
+    Engines whose requests wait in one queue share an index. Thread-safe. A tier that looks up a key while it holds its
+    own lock waits for nothing, except once for the catalog, from which earlier processes' sessions are read.
     """
 
     def __init__(self) -> None:
@@ -34,9 +33,9 @@ class ConversationIndex:
         self._start_over()
 
     def _start_over(self) -> None:
-        """Know nothing but whom to ask."""
+        """Empty the index, except for the sources that `recall` added."""
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
-        self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one that had the last turn at the end
+        self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one with the latest turn last
         self._told: dict[str, dict[str, float]] = {}
         self._places: Mapping[Name, float] = MappingProxyType({})
         self._unread = list(self._recalled)
@@ -44,25 +43,28 @@ class ConversationIndex:
     # what is known
 
     def note(self, name: Name, session: Session) -> None:
-        """The KV of a conversation as it is now: of all that a prompt of it still has."""
+        """Set a conversation's keys: those of spans that its prompts still use."""
         self._note(name, tuple(dict.fromkeys(each.key for each in session.stretches if each.n_kept)))
 
     def forget(self, name: Name) -> None:
-        """There is no such conversation any more."""
+        """Remove a conversation."""
         self._note(name, ())
 
     def recall(self, known: Callable[[], Known | None]) -> None:
-        """What was noted in earlier processes, asked for when it is first needed; None: it cannot be said now."""
+        """Add a source of the conversations of earlier processes.
+
+        It is called when they are first needed, and again later while it returns None.
+        """
         with self._lock:
             self._recalled.append(known)
             self._unread.append(known)
 
     def keys(self, name: Name) -> tuple[ChunkKey, ...]:
-        """Of a conversation's KV, in its order; () where none is known."""
+        """Return the keys of a conversation's KV, in order; () where none are known."""
         return self._keys.get(name, ())
 
     def expect(self, digest: str, waiting: Mapping[str, float]) -> None:
-        """Where this tenant's conversations wait, in place of what was told before; the first has the least number."""
+        """Set where a tenant's conversations wait in the queue (session name to place; the next one has the lowest)."""
         with self._lock:
             self._told[digest] = dict(waiting)
             self._places = {(whose, name): at for whose, told in self._told.items() for name, at in told.items()}
@@ -70,14 +72,17 @@ class ConversationIndex:
     # what tiers ask
 
     def evict(self, settings: Settings) -> Evict:
-        """The policy that the settings name, by what is known here."""
+        """Return the eviction policy that the settings name; it looks up conversations and places in this index."""
         if settings.evict == "lru":
             return lru
         return evictor(settings.evict, self.conversation_of, self.places)
 
     def conversation_of(self, key: ChunkKey) -> Hashable:
-        """Whose KV this is; of several that begin alike the one that is read first, else the one that had the last
-        turn."""
+        """Return the conversation that a key belongs to; None where none is known.
+
+        Of several that share it, this is the one whose request comes first in the queue, else the one with the latest
+        turn.
+        """
         if self._unread:
             self._read()
         owners, places = self._owners.get(key, ()), self._places
@@ -85,7 +90,7 @@ class ConversationIndex:
         return min(waiting, key=places.__getitem__) if waiting else owners[-1] if owners else None
 
     def places(self) -> Mapping[Hashable, float]:
-        """Where each conversation waits."""
+        """Return the place in the queue of each waiting conversation."""
         return self._places  # type: ignore[return-value]  # a name is a Hashable
 
     # inside
@@ -113,5 +118,5 @@ class ConversationIndex:
             for name, key in told or ():
                 found.setdefault(name, []).append(key)
         for name, keys in found.items():
-            if name not in self._keys:  # what is known since then is right
+            if name not in self._keys:  # a newer note takes precedence
                 self._note(name, tuple(keys))

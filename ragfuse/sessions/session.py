@@ -1,7 +1,7 @@
-"""A conversation's turns as stretches of tokens, each with the key of its KV. Values only: no model, no store, no I/O.
+"""Conversations as values: turns, and spans of tokens with the key of their KV. No model, no store, no I/O.
 
-A stretch is found by its tokens and by what they attended to before themselves, never by where it stands: truncation
-changes which of its rows are used and where they start, and no byte (AttentionStore 3.4).
+The key of a span depends on its tokens and their context, not on its position. Truncation therefore only changes which
+rows of it are used and where they start; the stored bytes stay the same (AttentionStore 3.4).
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import ChunkKey, digest
 
 VERSION = 1
-"""Of a session as it is written down; others are none."""
+"""Version of the stored form of a session; sessions of other versions are not read."""
 
 Part = tuple[str, str, str]
-"""A piece of a message: its text, "fresh", "chunk", or "found" for a chunk that a text holds without saying so, and
-where a chunk came from."""
+"""A piece of a message: text, kind and source. The kind is "fresh", "chunk" (marked by the caller) or "found" (a known
+chunk found in a text); the source says where a chunk came from."""
 
 
 @dataclass(frozen=True)
 class HistoryMessage:
-    """What one side said, in pieces that are tokenised apart, with the calls of tools that it makes or answers."""
+    """A message of a stored conversation.
+
+    Args:
+        role: "system", "user", "assistant" or "tool".
+        parts: The pieces of its text, which are tokenised separately.
+        tool_calls: Tool calls that an assistant makes.
+        tool_call_id: Of a tool's result: the call that it answers.
+        name: Of a tool's result: the tool.
+        reasoning: What an assistant thought before its answer.
+    """
 
     role: str
     parts: tuple[Part, ...] = ()
@@ -37,24 +46,24 @@ class HistoryMessage:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(part[0] for part in self.parts)
 
     @cached_property
     def digest(self) -> str:
-        """The same for messages that say the same; white space around what an assistant said does not count."""
+        """A digest of role, text, tool calls and name, without white space around an assistant's text."""
         text = self.text.strip() if self.role == "assistant" else self.text
         calls = [[call.name, dict(call.arguments)] for call in self.tool_calls]
         return digest("message", self.role, text, json.dumps(calls, sort_keys=True), self.name)
 
     @property
     def has_chunks(self) -> bool:
-        """Whether any of its pieces is one."""
+        """Whether any of its pieces is a chunk."""
         return any(kind != "fresh" for _, kind, _ in self.parts)
 
     @property
     def bare(self) -> HistoryMessage | None:
-        """The message without the chunks around its own text; None where there are none, or some stand inside it."""
+        """The message without the chunks before and after its own text; None where it has none, or some in between."""
         says = [at for at, (text, kind, _) in enumerate(self.parts) if kind == "fresh" and text.strip()]
         inside = replace(self, parts=self.parts[says[0] : says[-1] + 1] if says else ())
         if not says or inside.has_chunks or len(inside.parts) == len(self.parts):
@@ -63,18 +72,21 @@ class HistoryMessage:
 
 
 def prefix_digests(messages: Sequence[HistoryMessage]) -> list[str]:
-    """For each message a digest of all up to it: what stands for a conversation's beginning."""
+    """Return for each message the digest of all messages up to it, which identifies a conversation up to there."""
     return list(accumulate((message.digest for message in messages), lambda before, each: digest(before, each)))
 
 
 def is_same(given: HistoryMessage, said: HistoryMessage) -> bool:
-    """Whether two messages say the same."""
+    """Return whether two messages have the same content."""
     return given.digest == said.digest
 
 
 def is_again(given: HistoryMessage, said: HistoryMessage) -> bool:
-    """Whether a message is one of the same conversation, sent again: the same, or a user's without the chunks that were
-    retrieved for it. One that comes with chunks is compared as a whole: other chunks are another question."""
+    """Return whether `given` is the stored message `said`, sent again.
+
+    A user's message may come without the chunks that were retrieved for it. If it has chunks they must be the same, as
+    other chunks make it another question.
+    """
     bare = said.bare if given.role == "user" and not given.has_chunks else None
     if bare is None:
         return is_same(given, said)
@@ -83,7 +95,13 @@ def is_again(given: HistoryMessage, said: HistoryMessage) -> bool:
 
 @dataclass(frozen=True)
 class KVSpan:
-    """Token ids in a row that share an entry of KV. kept: which of them a prompt still has, as lo:hi in order."""
+    """Consecutive tokens of a conversation whose KV is one entry of the store.
+
+    Args:
+        tokens: The token ids.
+        key: The entry's key.
+        kept: Ranges lo:hi, in order, of the tokens that prompts still use; truncation drops the others.
+    """
 
     tokens: tuple[int, ...]
     key: ChunkKey
@@ -91,16 +109,16 @@ class KVSpan:
 
     @classmethod
     def whole(cls, tokens: Sequence[int], key: ChunkKey) -> KVSpan:
-        """A stretch of which nothing is dropped."""
+        """Return a span of which all tokens are kept."""
         return cls(tuple(tokens), key, ((0, len(tokens)),))
 
     @property
     def n_kept(self) -> int:
-        """Tokens that a prompt still has."""
+        """Number of tokens that prompts still use."""
         return sum(hi - lo for lo, hi in self.kept)
 
     def without(self, first: int, count: int) -> KVSpan:
-        """Without `count` of its kept tokens, from the `first` of these on."""
+        """Return the span with `count` of its kept tokens dropped, from index `first` among these on."""
         left: list[tuple[int, int]] = []
         at = 0
         for lo, hi in self.kept:
@@ -112,9 +130,12 @@ class KVSpan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: the messages that were new in it, the answer as the last of them, and the stretches they made.
+    """One turn of a conversation.
 
-    said: the ids that the answer was generated as, which tokenising its text again may not give.
+    Args:
+        messages: The new messages; the last one is the answer.
+        said: The answer's generated ids, which tokenising its text may not give.
+        stretches: The spans of KV that the turn added.
     """
 
     messages: tuple[HistoryMessage, ...]
@@ -123,54 +144,54 @@ class Turn:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of its stretches, kept or not."""
+        """Number of tokens of its spans, dropped ones included."""
         return sum(len(stretch.tokens) for stretch in self.stretches)
 
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: its name and its turns. It is never changed; the next turn makes another one."""
+    """A conversation: its name and its turns. Immutable; each turn makes a new value."""
 
     id: str
     turns: tuple[Turn, ...] = ()
 
     @property
     def messages(self) -> tuple[HistoryMessage, ...]:
-        """All messages, answers among them."""
+        """All messages, including answers."""
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
     def stretches(self) -> tuple[KVSpan, ...]:
-        """Of all turns, in order."""
+        """The spans of all turns, in order."""
         return tuple(stretch for turn in self.turns for stretch in turn.stretches)
 
     @property
     def n_tokens(self) -> int:
-        """All its tokens."""
+        """Number of tokens of all turns, dropped ones included."""
         return sum(turn.n_tokens for turn in self.turns)
 
     @property
     def dropped(self) -> int:
-        """Tokens that prompts no longer have."""
+        """Number of tokens that prompts no longer use."""
         return self.n_tokens - sum(stretch.n_kept for stretch in self.stretches)
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """Of all its KV, that of dropped tokens too."""
+        """The keys of all its KV, including that of dropped tokens."""
         return tuple(dict.fromkeys(stretch.key for stretch in self.stretches))
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """What stands for its messages at the end of each turn."""
+        """For each turn, the digest of all messages up to its end (`prefix_digests`)."""
         beginnings = prefix_digests(self.messages)
         return tuple(beginnings[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns))
 
     def upto(self, turns: int) -> Session:
-        """Its first turns alone."""
+        """Return the session with its first `turns` turns only."""
         return replace(self, turns=self.turns[:turns])
 
     def with_stretches(self, stretches: Sequence[KVSpan]) -> Session:
-        """The same with others in their place, turn by turn by their tokens."""
+        """Return the session with its spans replaced; they are assigned to turns by their numbers of tokens."""
         given, turns = list(stretches), list[Turn]()
         for turn in self.turns:
             mine: list[KVSpan] = []
@@ -180,7 +201,7 @@ class Session:
         return replace(self, turns=tuple(turns))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the session in plain JSON types."""
         turns = [
             {
                 "messages": [asdict(message) for message in turn.messages],
@@ -196,7 +217,7 @@ class Session:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Session | None:
-        """What `as_dict` gave; None where it is of another version, or no session."""
+        """Read the result of `as_dict`; return None for another version, or a dict that is not a session."""
         try:
             if found["version"] != VERSION:
                 return None
@@ -224,10 +245,19 @@ def _message(found: Mapping[str, Any]) -> HistoryMessage:
 
 
 def truncated(stretches: Sequence[KVSpan], room: int, window: int, ratio: float, sinks: int = 0) -> tuple[KVSpan, ...]:
-    """Stretches without as many of their earliest tokens as it takes for `room` (AttentionStore 3.4).
+    """Drop the earliest tokens of a history until at most `room` tokens are left (AttentionStore 3.4).
 
-    Dropped is a share `ratio` of `window` tokens at a time, so that the next turns fit too. The first `sinks` tokens
-    stay. Nothing changes where all fit; what cannot be dropped stays. No key changes.
+    Tokens are dropped in steps of `ratio * window`, so that the next turns fit too. Keys do not change.
+
+    Args:
+        stretches: The history's spans.
+        room: Most tokens that are left.
+        window: Tokens of the context window.
+        ratio: The share of the window that one step drops, 0..1.
+        sinks: How many first tokens always stay (attention sinks).
+
+    Returns:
+        The spans; unchanged if they fit already. More than `room` tokens are left only where sinks need them.
     """
     past = sum(stretch.n_kept for stretch in stretches)
     if past <= room:
@@ -243,7 +273,7 @@ def truncated(stretches: Sequence[KVSpan], room: int, window: int, ratio: float,
 
 
 def matched(stretches: Sequence[KVSpan], token_ids: Sequence[int]) -> tuple[KVSpan, ...]:
-    """The longest beginning of these whose tokens begin `token_ids`, of which at least one is left."""
+    """Return the first spans, as many as equal the first of `token_ids`; at least one id stays unmatched."""
     at, count = 0, 0
     ids = tuple(token_ids)
     for stretch in stretches:
@@ -258,7 +288,13 @@ def agreed(
     given: Sequence[HistoryMessage],
     matches: Callable[[HistoryMessage, HistoryMessage], bool] = is_same,
 ) -> Session:
-    """A session's turns as far as these messages begin with theirs; `matches`: whether one is what was said."""
+    """Return the session with its first turns, as many as the given messages begin with.
+
+    Args:
+        session: The session.
+        given: The messages of a new question.
+        matches: Whether a given message is the stored one.
+    """
     left = list(given)
     for count, turn in enumerate(session.turns):
         mine, left = left[: len(turn.messages)], left[len(turn.messages) :]
@@ -268,19 +304,24 @@ def agreed(
 
 
 def names_of(session: Session) -> dict[ChunkKey, str]:
-    """Of each stretch, whose it is, for people."""
+    """Return for each span's key the name of its turn, such as "turn 2", for traces."""
     return {stretch.key: f"turn {number}" for number, turn in enumerate(session.turns, 1) for stretch in turn.stretches}
 
 
 @dataclass(frozen=True)
 class PendingTurn:
-    """A conversation that a question goes on with, before it is answered.
+    """The turn of a conversation that is being answered.
 
-    session: its turns so far, those that the question goes on from. messages: those that are new. version: of the
-    session as it was read, 0 for a new one; previous_keys: keys of that. persistent: whether it is written down;
-    keep_chunks: whether retrieved chunks do. history: the stretches that the prompt begins with, as they are used in
-    it. omitted: tokens of turns that were left out as a whole, behind the row before which they stood; then there is no
-    history.
+    Args:
+        session: The conversation with the earlier turns that the question continues.
+        messages: The new messages.
+        version: Version of the stored session; 0 for a new one.
+        persistent: Whether the session is written to the catalog.
+        keep_chunks: Whether retrieved chunks are kept as part of the conversation.
+        previous_keys: Keys of the stored session's KV.
+        history: The spans that the prompt begins with, truncated as they are used in it.
+        omitted: Where whole turns were left out: the row before which they stood, and their tokens. There is no history
+            then.
     """
 
     session: Session
@@ -298,6 +339,6 @@ class PendingTurn:
         return self.session.id
 
     def placed(self) -> Iterator[tuple[int, int, KVSpan]]:
-        """What the prompt has of its history in order: rows lo:hi of a stretch."""
+        """Yield lo, hi and span for each range of rows that the prompt uses of its history, in order."""
         for stretch in self.history:
             yield from ((lo, hi, stretch) for lo, hi in stretch.kept)

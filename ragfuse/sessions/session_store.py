@@ -1,7 +1,7 @@
-"""Sessions listed, shown, exported, shortened and deleted, with or without a model.
+"""The session store: list, show, export, truncate and delete conversations, with or without a model.
 
-Sessions that somebody asked to keep are in the store's catalog. The latest of the others are in this process alone, and
-so is a turn that the catalog did not take: it is written with the next one. `session.py` says what a session is,
+Persistent sessions are in the store's catalog. The most recent other sessions are in this process only, and so is a
+turn that could not be written to the catalog; it is written with the next one. `session.py` defines a session,
 `engine/history.py` adds turns to it.
 """
 
@@ -32,14 +32,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("ragfuse.engine")
 
 HERE = 256
-"""Sessions that a process remembers of those that nobody asked to keep, used last."""
+"""Most sessions that are not persistent; the least recently used one is dropped first."""
 READ = 32
-"""Sessions that a process remembers as the catalog had them, used last: to go on from while that does not answer."""
+"""Most sessions of the catalog that are cached, for use while the catalog does not answer."""
 
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """A session in a line: name, tenant's digest, turns, tokens, when it was used last, whether it is written down."""
+    """A summary of a session.
+
+    Args:
+        id: Its name.
+        model: The digest of its model and tenant.
+        turns: Number of turns.
+        tokens: Number of tokens.
+        used: When it was last used, in seconds since the epoch.
+        persistent: Whether it is in the catalog.
+    """
 
     id: str
     model: str
@@ -49,13 +58,20 @@ class SessionInfo:
     persistent: bool = True
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the summary in plain JSON types."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Deleted:
-    """What deleting sessions came to: how many, entries of KV and their bytes. silent: tiers that did not answer."""
+    """The result of deleting sessions.
+
+    Args:
+        sessions: Number of sessions deleted.
+        entries: Number of KV entries deleted.
+        nbytes: Their bytes.
+        silent: Names of tiers that did not answer and may still have some.
+    """
 
     sessions: int = 0
     entries: int = 0
@@ -63,7 +79,7 @@ class Deleted:
     silent: tuple[str, ...] = ()
 
     def plus(self, other: Deleted) -> Deleted:
-        """Both."""
+        """Return the sum of both results."""
         silent = tuple(dict.fromkeys((*self.silent, *other.silent)))
         sessions, entries = self.sessions + other.sessions, self.entries + other.entries
         return Deleted(sessions, entries, self.nbytes + other.nbytes, silent)
@@ -71,8 +87,15 @@ class Deleted:
 
 @dataclass(frozen=True)
 class KeptSession:
-    """A session in memory. base: the version of it in the catalog that it goes on from (0: there is none), where it
-    belongs there and could not be written; None where nobody asked to keep it."""
+    """A session in memory.
+
+    Args:
+        version: Its version.
+        used: When it was last used, in seconds since the epoch.
+        session: The session.
+        base: For a persistent session that could not be written: the version in the catalog that it continues (0: the
+            catalog has none). None for a session that is not persistent.
+    """
 
     version: int
     used: float
@@ -83,9 +106,15 @@ class KeptSession:
 class SessionStore:
     """The sessions of a store. Threads and processes may share it.
 
-    whose: digests of the tenants that are meant where none is named, None: all. ttl_s: a session unused for so long is
-    gone when it is asked for, and deleted when others are written. settle: waits for what is on its way into the store,
-    so that it can be deleted; later: does so behind that, in nobody's way. index: hears which keys each has.
+    Args:
+        store: Where KV is kept.
+        catalog: Where persistent sessions are kept.
+        whose: Returns the digests of the tenants whose sessions are listed; None for all.
+        ttl_s: Seconds without use after which a session counts as gone; it is deleted when others are written.
+        clock: Returns seconds since the epoch.
+        settle: Waits for pending saves, so that their KV can be deleted.
+        later: Runs a job in the background, after pending saves.
+        index: Notified of the keys of each session.
     """
 
     def __init__(
@@ -101,7 +130,7 @@ class SessionStore:
     ) -> None:
         self._store, self._catalog, self._whose, self._ttl_s, self._clock = store, catalog, whose, ttl_s, clock
         self._lock, self._settle, self._later = ForkLock(), settle, later
-        self._here: dict[tuple[str, str], KeptSession] = {}  # the last turn's at the end
+        self._here: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last
         self._read = LRU[tuple[str, str], KeptSession](READ)  # of the catalog
         self._swept, self._met, self._index = 0.0, set[str](), index or ConversationIndex()
         self._index.recall(self._owned)
@@ -109,12 +138,16 @@ class SessionStore:
     # for people and programs
 
     def ls(self) -> list[SessionInfo]:
-        """All of them, used last first."""
+        """Return all sessions, the most recently used one first."""
         whose = self._whose()
         return [info for info in self._all() if whose is None or info.model in whose]
 
     def show(self, id: str) -> Session:
-        """The session of that name; InputError if there is none, or several tenants have one."""
+        """Return the session of this name.
+
+        Raises:
+            InputError: There is none, several tenants have one, or it cannot be read.
+        """
         info = self._one(id)
         found = self.get(info.model, id)
         if found is None:
@@ -122,13 +155,22 @@ class SessionStore:
         return found[1]
 
     def export(self, id: str) -> dict[str, Any]:
-        """All that is known of a session in plain JSON types: its messages as OpenAI has them, its turns' tokens."""
+        """Return a session in plain JSON types, with its messages in OpenAI's form and its turns with their tokens.
+
+        Raises:
+            InputError: As for `show`.
+        """
         info, session = self._one(id), self.show(id)
         messages = [{"role": message.role, "content": message.text} for message in session.messages]
         return {"model": info.model, "used": info.used, "messages": messages, **session.as_dict()}
 
     def delete(self, *ids: str) -> Deleted:
-        """Forget sessions, and every entry of KV in every tier that no other session has."""
+        """Delete sessions and, in every tier, the KV entries that no other session uses.
+
+        Raises:
+            InputError: There is no session of a name, or several tenants have one; nothing is deleted then.
+            StoreError: The catalog does not answer.
+        """
         done, found = Deleted(), [self._one(id) for id in dict.fromkeys(ids)]
         self._settle()
         for info in found:
@@ -138,7 +180,11 @@ class SessionStore:
         return done
 
     def truncate(self, id: str, tokens: int, sinks: int = SINKS) -> Session:
-        """Let the next prompt have so many of a session's tokens at most: the first `sinks`, and the last ones."""
+        """Truncate a session to at most `tokens` tokens: the first `sinks`, and the last ones.
+
+        Raises:
+            InputError: There is no such session, or another turn was added meanwhile.
+        """
         info = self._one(id)
         version, session = self.get(info.model, id) or (0, Session(id))
         shorter = session.with_stretches(truncated(session.stretches, tokens, 1, 1.0, min(sinks, tokens)))
@@ -147,12 +193,12 @@ class SessionStore:
         return shorter
 
     def expire(self, ttl_s: float) -> Deleted:
-        """Delete all that was not used for so many seconds."""
+        """Delete all sessions that were not used for `ttl_s` seconds."""
         self._settle()
         return self._expire(self.ls(), ttl_s)
 
     def keep_latest(self, most: int) -> Deleted:
-        """Delete those that are written down, used longest ago first, until so many of them are left."""
+        """Delete persistent sessions, the least recently used ones, until at most `most` of them are left."""
         self._settle()
         done = Deleted()
         for info in [info for info in self.ls() if info.persistent][most:]:
@@ -162,7 +208,10 @@ class SessionStore:
     # for `engine/history.py`
 
     def get(self, model: str, id: str) -> tuple[int, Session] | None:
-        """Version and session of a tenant, None where there is none; one that was not used for too long is deleted."""
+        """Return version and value of a tenant's session; None where there is none.
+
+        A session that was not used for the store's `ttl_s` is deleted.
+        """
         answered, found = self._catalog.try_session(model, id)
         held = self._held((model, id), answered, found[0] if found is not None else 0)
         used = min(held.used if held is not None else found[1] if found is not None else math.inf, self._clock())
@@ -180,7 +229,13 @@ class SessionStore:
         return found[0], session if session is not None else Session(id)
 
     def ending(self, model: str, beginnings: Sequence[str], persistent: bool) -> tuple[int, Session] | None:
-        """The session that has the longest of these beginnings of messages at the end of a turn, and its version."""
+        """Return version and value of the session in which a turn ends with the longest of these message prefixes.
+
+        Args:
+            model: The digest of model and tenant.
+            beginnings: Digests of ever longer prefixes of the messages (`prefix_digests`).
+            persistent: Whether the catalog is searched too, not only this process.
+        """
         there: dict[str, str] = self._catalog.sessions.ending(model, beginnings) if persistent else {}
         with self._lock:
             for (whose, id), held in self._here.items():
@@ -190,9 +245,9 @@ class SessionStore:
         return self.get(model, longest) if longest is not None else None
 
     def put(self, model: str, session: Session, version: int, persistent: bool) -> bool:
-        """Keep a session in place of its `version` (0: there is none yet); False if another writer was first.
+        """Replace `version` of a session (0: it is new); return False if another writer replaced that version first.
 
-        What the catalog does not take stays in memory, and is written with the session's next turn.
+        A session that cannot be written to the catalog stays in memory, and is written with its next turn.
         """
         now, name = self._clock(), (model, session.id)
         line = SessionRow(model, session.id, version, now, len(session.turns), session.n_tokens)
@@ -223,7 +278,7 @@ class SessionStore:
         return kept
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
-        """Drop the KV of those of these keys that no session has."""
+        """Drop the KV of those keys that no session uses; of none while the catalog does not answer."""
         with self._lock:
             left = set(keys) - self._keys_here()
         try:
@@ -237,7 +292,7 @@ class SessionStore:
     # inside
 
     def _sweep(self, ttl_s: float) -> Deleted:
-        """Delete what is overdue of every tenant that a session was written for here."""
+        """Delete the expired sessions of every tenant for which this process has written one."""
         try:
             return self._expire([info for info in self._all() if info.model in self._met], ttl_s)
         except StoreError as error:
@@ -245,15 +300,18 @@ class SessionStore:
             return Deleted()
 
     def _overdue(self, model: str, id: str) -> None:
-        """Delete a session that was not used for too long; where that cannot be done now, it is passed over."""
+        """Delete an expired session; do nothing while the catalog does not answer."""
         try:
             self._delete(model, id)
         except StoreError as error:
             log.debug("The overdue session %s stays for now: %s", id, error)
 
     def _held(self, name: tuple[str, str], answered: bool, version: int) -> KeptSession | None:
-        """What memory has of a session, where that is what counts: nobody asked to keep it, the catalog does not
-        answer, or it lacks turns that go on from the version that it has."""
+        """Return the session in memory where it takes precedence over the catalog's.
+
+        It does if it is not persistent, if the catalog does not answer, or if it has turns that are not written yet and
+        that continue the catalog's `version`.
+        """
         with self._lock:
             here = self._here.get(name)
             if here is not None and here.base is not None and answered and here.base != version:
@@ -272,7 +330,7 @@ class SessionStore:
         return done
 
     def _all(self) -> list[SessionInfo]:
-        """Of every tenant, used last first; StoreError where the catalog cannot be read."""
+        """Return all tenants' sessions, the most recently used first; raise StoreError for an unreadable catalog."""
         lines: list[SessionRow] = self._catalog.strict.sessions.rows()
         now = self._clock()
         with self._lock:
@@ -305,7 +363,7 @@ class SessionStore:
         return True
 
     def _owned(self) -> Known | None:
-        """Whose KV is whose in the catalog, None while it cannot be asked."""
+        """Return the (session, key) pairs in the catalog; None while it does not answer."""
         try:
             rows: list[tuple[str, str, str]] = self._catalog.strict.sessions.owned()
         except StoreError:
@@ -321,7 +379,7 @@ class SessionStore:
         raise InputError(f"There is no session '{id}'. `ragfuse sessions ls` lists them.")
 
     def _delete(self, model: str, id: str, before: float = math.inf) -> Deleted:
-        """Forget a session that was used last before that time."""
+        """Delete a session and its KV, if it was last used before the time `before`."""
         with self._lock:
             here = self._here.get((model, id))
             here = self._here.pop((model, id)) if here is not None and here.used < before else None
@@ -339,7 +397,7 @@ class SessionStore:
         return {key for held in self._here.values() for key in held.session.keys}
 
     def _in_book(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those of these keys that sessions have that are written down; StoreError where that cannot be asked."""
+        """Return those keys that sessions in the catalog use; raise StoreError while it does not answer."""
         names = [str(key) for key in keys]
         found: list[str] = self._catalog.strict.sessions.having(names)
         return {ChunkKey.parse(name) for name in found}

@@ -1,5 +1,6 @@
-"""What a prompt that was computed leaves for the next one of its conversation: stretches of tokens, their keys, and
-which of its rows they are. Values only: `engine/history.py` decides what is saved of it, and when.
+"""The KV that a computed prompt leaves for the next turn of its conversation: spans of tokens, their keys, their rows.
+
+Values only: `engine/history.py` decides what is saved, and when.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan
 
 Spans = tuple[tuple[int, int], ...]
-"""Rows of a prompt, lo:hi in order."""
+"""Ranges lo:hi of a prompt's rows, in order."""
 Saves = tuple[tuple[KVSpan, Spans], ...]
-"""Stretches to save, with their rows of a prompt."""
+"""Spans to save, each with its rows of the prompt."""
 
 
 @dataclass(frozen=True)
 class TurnKV:
-    """What a prompt leaves for the next one of its conversation.
+    """The KV that a prompt leaves for the next turn of its conversation.
 
-    history: the stretches that it began with; those whose KV was lost and computed anew, under its keys. asked: what
-    was new, and what was left out of that. behind: the context of what follows the prompt. saves: stretches to save,
-    with their rows of the prompt.
+    Args:
+        history: The spans that it began with. A span whose KV was lost is recomputed and has a new key.
+        asked: The spans of its new tokens, and of turns that were left out.
+        behind: The context (`ChunkKey.context`) of tokens that follow the prompt.
+        saves: The spans to save, with their rows of the prompt.
     """
 
     history: tuple[KVSpan, ...]
@@ -35,15 +38,23 @@ class TurnKV:
 
 
 def left_by(plan: LoadPlan, talk: PendingTurn, key_of: Callable[[Sequence[int], str], ChunkKey]) -> TurnKV:
-    """What a prompt that was computed by `plan` leaves. KV that saw nothing but exact rows of the tokens before itself
-    has these for its context; other KV a mark of how it was made, so that it is never taken for exact."""
+    """Return the KV that a prompt leaves for the next turn.
+
+    KV that attended to exact rows only gets the tokens before it as its context. Other KV gets a digest of how it was
+    computed, so that it is never taken for exact.
+
+    Args:
+        plan: The plan by which the prompt was computed.
+        talk: The turn that it answers.
+        key_of: Makes the key of token ids and their context.
+    """
     prompt, ids, history = plan.prompt, plan.prompt.token_ids, list[KVSpan]()
     saves, at, end = list[tuple[KVSpan, Spans]](), 0, len(plan.prompt.segments)
     lost = {segment for segment, _ in plan.misses} - {fetch.segment for fetch in plan.unread}
     inexact = [f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(prompt, f)]
 
     def key(tokens: Sequence[int], segment: int, row: int, alone: bool = True) -> ChunkKey:
-        """Of rows that were computed behind `row` rows of the prompt, those of all segments before this one."""
+        """Return the key of tokens computed after the first `row` rows, which are all segments before `segment`."""
         if alone and segment <= min(inexact, default=end):
             return key_of(tokens, token_digest(ids[:row]) if row else "")
         return key_of(tokens, filler_context(digest("history", _made(plan), str(row))))
@@ -84,7 +95,7 @@ def left_by(plan: LoadPlan, talk: PendingTurn, key_of: Callable[[Sequence[int], 
 
 
 def _cut(stretch: KVSpan, segments: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """All tokens of a stretch as lo:hi, with the segments of those that are kept; -1: dropped."""
+    """Yield all tokens of a span as lo, hi and the prompt's segment that has them; -1 for dropped tokens."""
     done = 0
     for (lo, hi), segment in zip(stretch.kept, segments, strict=True):
         if done < lo:
@@ -96,14 +107,14 @@ def _cut(stretch: KVSpan, segments: Sequence[int]) -> Iterator[tuple[int, int, i
 
 
 def _made(plan: LoadPlan) -> str:
-    """A mark of how a prompt was computed."""
+    """Return a digest of how a prompt was computed: tokens, policy, ratio and entries read."""
     read = [f"{fetch.segment} {fetch.key} {fetch.level}" for fetch in plan.fetches]
     prompt = token_digest(plan.prompt.token_ids)
     return digest("made", prompt, plan.policy, repr(plan.ratio), *read)
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> Spans:
-    """The same rows in as few spans as can be."""
+    """Return the same rows with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for lo, hi in spans:
         if joined and joined[-1][1] == lo:

@@ -1,7 +1,7 @@
-"""What an engine counts over its answers, by low-cardinality names: never a document, a question or a key.
+"""Counters over all answers of an engine, with few fixed names: never a document, a question or a key.
 
-The figures of one answer are in its trace (`engine/trace_builder.py`) and its spans (`otel.py`); `prometheus.py` shows
-these counts.
+The figures of a single answer are in its trace (`engine/trace_builder.py`) and its spans (`otel.py`); `prometheus.py`
+exports these counters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ragfuse.types import reasons
 from ragfuse.types.answer import Answer, Trace
 
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
-"""Upper ends of the buckets that times to the first token are counted in; one more takes the rest."""
+"""Upper bounds, in seconds, of the histogram buckets of the time to first token; one more bucket has longer times."""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
-"""What became of a prompt's tokens."""
+"""The kinds of a prompt's tokens: reused from the store, reused and recomputed, or computed fresh."""
 WHY = ("asked", "nothing_stored", "too_short", "altered", "faster", "inexact", "unsafe", "model")
 """Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they were too short; their
 retrieved documents stood in them altered; full prefill was predicted to be faster; `verify` or `calibrate` advises
@@ -44,7 +44,7 @@ _WHY_BY_REASON = MappingProxyType(
 
 
 def why_of(refusal: str) -> str:
-    """Return which of `WHY` a reason for full prefill is, "" for a prompt that was fused."""
+    """Return the name in `WHY` of a plan's reason for a full prefill; "" for a prompt that was fused."""
     return next(
         (why for reason, why in _WHY_BY_REASON.items() if refusal.startswith(reason)), "model" if refusal else ""
     )
@@ -52,7 +52,13 @@ def why_of(refusal: str) -> str:
 
 @dataclass(frozen=True)
 class CounterSnapshot:
-    """Sums since an engine was made, by name, and of times to the first token: answers in each bucket, seconds."""
+    """The counts of an engine at one moment.
+
+    Args:
+        sums: Counts since the engine was made, by name.
+        ttft: Number of answers in each bucket of `TTFT_S`, and of those above the last.
+        ttft_s: Sum of all times to first token, in seconds.
+    """
 
     sums: Counter[str]
     ttft: Sequence[int]
@@ -60,26 +66,26 @@ class CounterSnapshot:
 
 
 class Waiting(Protocol):
-    """A queue."""
+    """A queue of background jobs."""
 
     @property
     def waiting(self) -> int:
-        """How many jobs wait in it."""
+        """Number of jobs that wait in it."""
         ...
 
 
 class Failing(Protocol):
-    """What may fail beside an answer."""
+    """A part that counts its failures, which do not fail answers."""
 
     failures: int
 
 
 class AnswerCounters:
-    """Adds up an engine's answers, exact under threads.
+    """The counters of one engine's answers. Thread-safe.
 
     Args:
-        jobs: The queue of runs that wait to be encoded.
-        catalog: Counts how often it could not be read or written, and the engine went on without.
+        jobs: The queue of background encoding.
+        catalog: The store's catalog; it counts how often it could not be read or written.
     """
 
     def __init__(self, jobs: Waiting, catalog: Failing) -> None:
@@ -90,11 +96,11 @@ class AnswerCounters:
 
     @property
     def waiting(self) -> int:
-        """Runs of tokens that wait to be encoded."""
+        """Number of background jobs that wait."""
         return self._jobs.waiting
 
     def renew(self) -> None:
-        """Count from nothing: what was answered before a fork is counted by the process that did it."""
+        """Reset all counts; in a forked process too, as the parent counts its own answers."""
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
         self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
@@ -117,7 +123,7 @@ class AnswerCounters:
             self._sums["failed"] += 1
 
     def now(self) -> CounterSnapshot:
-        """The sums up to now, all of one moment."""
+        """Return a consistent snapshot of all counts."""
         with self._lock:
             sums = Counter(self._sums)
             sums["catalog_failures"] = self._catalog.failures
@@ -128,13 +134,13 @@ class AnswerCounters:
         self._at_close.append(do)
 
     def close(self) -> None:
-        """The engine is closed."""
+        """Call the functions given to `when_closed`; the engine calls this when it is closed."""
         while self._at_close:
             self._at_close.pop()()
 
 
 def _looked_up(trace: Trace, why: str) -> Iterator[str]:
-    """What became of each entry that was looked for: "hit" and its tier, or "missed"."""
+    """Yield "hit <tier>" or "missed" for each entry that was looked up."""
     if why in ("", "nothing_stored"):
         for segment in trace.segments:
             if segment.goes_on:

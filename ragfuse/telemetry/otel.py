@@ -1,8 +1,8 @@
-"""Spans of an answer for OpenTelemetry: plan, load, fuse and decode under one `ragfuse.answer`.
+"""OpenTelemetry spans of an answer: plan, load, fuse and decode under one `ragfuse.answer`.
 
-Only opentelemetry-api is used, and only if it is installed; without an SDK nothing is recorded and next to nothing
-spent. Names are those of the semantic conventions for generative AI where there are any. No text of a question, a
-document or an answer is ever among them. What is counted over many answers is `counters.py`'s.
+Only opentelemetry-api is used, and only if it is installed; without an SDK nothing is recorded, at almost no cost.
+Attributes have the names of the semantic conventions for generative AI where these have one. They never contain text of
+a question, document or answer. Counts over many answers are in `counters.py`.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from ragfuse.types.plan import LoadPlan
 log = logging.getLogger("ragfuse")
 
 Span = Any
-"""A span of opentelemetry."""
+"""An OpenTelemetry span."""
 Tracer = Any
-"""Who makes them."""
+"""An OpenTelemetry tracer, which makes spans."""
 P = ParamSpec("P")
 R = TypeVar("R")
 Attributes = dict[str, str | bool | int | float | list[str]]
 
 
 class Answering(Protocol):
-    """An engine, as far as spans are made of it."""
+    """An engine, as far as spans need it."""
 
     settings: Settings
     counters: AnswerCounters
 
 
 class Options(Protocol):
-    """How a question is to be answered: an `Ask`."""
+    """The options of an answer: an `Ask`."""
 
     @property
     def max_tokens(self) -> int | None:
-        """New tokens at most."""
+        """Most tokens of the answer."""
         ...
 
     @property
@@ -53,12 +53,12 @@ class Options(Protocol):
 
     @property
     def seed(self) -> int | None:
-        """The seed of sampled tokens."""
+        """The seed for sampling."""
         ...
 
 
 class Reader(Protocol):
-    """What reads the layers of a plan, and its times in seconds."""
+    """A reader of a plan's layers, with its times in seconds."""
 
     load_s: float
     wait_s: float
@@ -70,16 +70,16 @@ class Reader(Protocol):
 
 
 class Computed(Protocol):
-    """A prompt that was prefilled."""
+    """A prefilled prompt."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Its ids."""
+        """Its token ids."""
         ...
 
     @property
     def mean_ratio(self) -> float:
-        """The share of cached rows that was recomputed, over all layers."""
+        """The share of cached rows that were recomputed, on average over the layers."""
         ...
 
 
@@ -90,7 +90,7 @@ L = TypeVar("L", bound=Reader)
 
 @contextmanager
 def span(name: str) -> Iterator[Span | None]:
-    """A span under the one that is current; None where nobody records it. What is raised in it is recorded."""
+    """Open a span `ragfuse.<name>` under the current one, which also records exceptions; None without a recorder."""
     tracer = _tracer()
     if tracer is None:
         yield None
@@ -100,7 +100,7 @@ def span(name: str) -> Iterator[Span | None]:
 
 
 def spanned(name: str, of: Callable[[Any], Attributes]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Gives a function a span, with what `of` says of its result."""
+    """Return a decorator that gives each call a span, with the attributes that `of` derives from the result."""
 
     def around(do: Callable[P, R]) -> Callable[P, R]:
         @wraps(do)
@@ -117,16 +117,16 @@ def spanned(name: str, of: Callable[[Any], Attributes]) -> Callable[[Callable[P,
 
 
 class Asked(Protocol):
-    """A question on its way to an answer."""
+    """The request for an answer."""
 
     @property
     def ask(self) -> Options:
-        """How it is to be answered."""
+        """Its options."""
         ...
 
     @property
     def say(self) -> object | None:
-        """Hears the answer as it is written; None: nobody does."""
+        """Receives the answer as it is streamed; None where it is not streamed."""
         ...
 
 
@@ -134,7 +134,7 @@ R2 = TypeVar("R2", bound=Asked)
 
 
 def answered(write: Callable[[E, R2], Answer]) -> Callable[[E, R2], Answer]:
-    """Gives an engine's way to an answer its span, the root of all others, and counts it."""
+    """Decorate an engine's answer method: give it the root span, and count and log its answers."""
 
     @wraps(write)
     def call(engine: E, request: R2) -> Answer:
@@ -154,7 +154,7 @@ def answered(write: Callable[[E, R2], Answer]) -> Callable[[E, R2], Answer]:
 def batched(
     write: Callable[Concatenate[E, Any, Q, P], list[Answer]],
 ) -> Callable[Concatenate[E, Any, Q, P], list[Answer]]:
-    """The same for answers to several prompts, which are decoded together."""
+    """Decorate an engine's method that answers several prompts as one batch, like `answered`."""
 
     @wraps(write)
     def call(engine: E, prompts: Any, ask: Q, /, *args: P.args, **kwargs: P.kwargs) -> list[Answer]:
@@ -172,7 +172,7 @@ def batched(
 
 @contextmanager
 def loading(reader: L, plan: LoadPlan) -> Iterator[L]:
-    """Opens a reader, with a span from then until it has read its last layer: beside the span of what it reads for."""
+    """Open a reader, with a span that lasts until its last layer is read; it runs beside the span of the prefill."""
     tracer = _tracer() if plan.fetches else None
     made = tracer.start_span("ragfuse.load", attributes=of_reads(plan)) if tracer is not None else None
     try:
@@ -186,7 +186,7 @@ def loading(reader: L, plan: LoadPlan) -> Iterator[L]:
 
 
 def of_plan(plan: LoadPlan) -> Attributes:
-    """What was decided for one prompt."""
+    """Return span attributes of a plan."""
     said: Attributes = {
         "ragfuse.policy": plan.policy,
         "ragfuse.ratio": plan.ratio,
@@ -201,7 +201,7 @@ def of_plan(plan: LoadPlan) -> Attributes:
 
 
 def of_reads(plan: LoadPlan) -> Attributes:
-    """What is read for one prompt."""
+    """Return span attributes of the reads of a plan."""
     return {
         "ragfuse.tiers": sorted({fetch.tier for fetch in plan.fetches}),
         "ragfuse.nbytes": sum(fetch.nbytes for fetch in plan.fetches),
@@ -210,12 +210,15 @@ def of_reads(plan: LoadPlan) -> Attributes:
 
 
 def of_prefill(prefill: Computed) -> Attributes:
-    """What was computed of one prompt."""
+    """Return span attributes of a prefill."""
     return {"ragfuse.tokens": len(prefill.token_ids), "ragfuse.mean_ratio": prefill.mean_ratio}
 
 
 def of_answers(answers: Sequence[Answer]) -> Attributes:
-    """What was reused for these together, and how long they took; of one answer, how it came about, too."""
+    """Return span attributes of answers: what all together reused, and the longest times.
+
+    For a single answer they include its policy, ratios, forecast and reason for a full prefill.
+    """
     traces = [answer.trace for answer in answers]
     segments = [segment for trace in traces for segment in trace.segments]
     said: Attributes = {
@@ -248,12 +251,12 @@ def of_answers(answers: Sequence[Answer]) -> Attributes:
 
 
 planned, fused = spanned("plan", of_plan), spanned("fuse", of_prefill)
-"""The spans of what gives a plan, and of what gives a prefill."""
+"""Decorators that give spans to functions that return a plan, and to functions that return a prefill."""
 
 
 @contextmanager
 def _asked(name: str, engine: Answering, ask: Options, streams: bool) -> Iterator[Span | None]:
-    """The span of what was asked of an engine; what fails is counted."""
+    """Open the root span of a request, and count the request as failed if it raises."""
     try:
         with span(name) as made:
             if made is not None:
@@ -277,7 +280,7 @@ def _of_question(settings: Settings, ask: Options, streams: bool) -> Attributes:
 
 
 def _tracer() -> Tracer | None:
-    """Whoever makes spans now; None without opentelemetry-api, or while no SDK is set up, which may still come."""
+    """Return the current tracer; None without opentelemetry-api, or until an SDK is set up."""
     api = _api()
     if api is None:
         return None

@@ -1,6 +1,7 @@
-"""An engine's counts and its tiers' for Prometheus, behind one call.
+"""Prometheus metrics of an engine and its tiers, registered by one call (`metrics`).
 
-Read when they are asked for: nothing here adds up or waits for an answer. Labels are names of engines, tiers and kinds.
+Values are read when Prometheus collects them, so answers are not slowed down. Labels are names of engines, tiers and
+kinds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Registry = Any
 Metric = Any
 """A metric family of prometheus_client."""
 Rows = dict[tuple[str, ...], float]
-"""Values by the labels behind the engine's."""
+"""Values by their labels, without the label of the engine."""
 
 ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[CounterSnapshot], Rows]]] = (
     (
@@ -66,7 +67,7 @@ ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[CounterSnapshot], R
         lambda counted: {(): counted.sums["written"]},
     ),
 )
-"""Counters of answers: name, what it is, labels, and the values."""
+"""Counters of answers: name, help text, labels, and a function that returns the values."""
 TIER_COUNTS = MappingProxyType(
     {
         "evicted": ("ragfuse_tier_evictions", "Entries that made room for others."),
@@ -76,7 +77,7 @@ TIER_COUNTS = MappingProxyType(
         "promoted": ("ragfuse_tier_promotions", "Entries copied in because they are used often."),
     }
 )
-"""Counters of a tier, by their name in its counts: name and what it is."""
+"""Counters of a tier: name and help text, by their key in `Tier.counts`."""
 TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
     ("ragfuse_tier_bytes", "Bytes kept in a tier.", lambda tier: tier.nbytes),
     ("ragfuse_tier_capacity_bytes", "Bytes that a tier may keep.", lambda tier: tier.capacity),
@@ -91,13 +92,13 @@ TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
         lambda tier: isinstance(tier, Breaks) and tier.breaker.is_open,
     ),
 )
-"""Gauges of a tier: name, what it is, and the value. The breaker comes last: the others ask the medium."""
+"""Gauges of a tier: name, help text, and value. The breaker is last, as reading the others may open it."""
 SHARED_GAUGES = frozenset({"ragfuse_tier_bytes", "ragfuse_tier_entries"})
-"""Those that count what all tenants of a tier keep."""
+"""Gauges that include the entries of all tenants of a tier."""
 
 
 class MeteredEngine(Protocol):
-    """What has counts and tiers: an engine."""
+    """An engine, as far as metrics need it."""
 
     settings: Settings
     store: KVStore
@@ -105,11 +106,16 @@ class MeteredEngine(Protocol):
 
 
 def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False) -> None:
-    """Show an engine's counts to Prometheus, in the given registry or the default one, until the engine is closed.
+    """Export an engine's metrics to Prometheus until the engine is closed. A second call for an engine does nothing.
 
-    name: its label `engine`; its model's name unless given, with a number where another has that already. Calling it
-    again for the same engine changes nothing. shares: other tenants use the same slow tiers, so that bytes and entries
-    in these are not shown. InputError without prometheus_client.
+    Args:
+        engine: The engine.
+        registry: The `CollectorRegistry`; None for the default one.
+        name: The value of the label `engine`; "" for the model's name. A number is added where it is taken.
+        shares: Whether other tenants use the same slow tiers, whose bytes and entries are then not exported.
+
+    Raises:
+        InputError: prometheus-client is not installed.
     """
     try:
         from prometheus_client import REGISTRY
@@ -124,7 +130,7 @@ def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str =
 
 
 class _Shown:
-    """All engines that one registry shows: it takes a metric's name once, so they share a collector."""
+    """The collector of all engines in one registry; they share it, as a registry accepts each metric name once."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry, self._lock, self._over = registry, ForkLock(), False
@@ -132,7 +138,7 @@ class _Shown:
         self._shares = set[str]()
 
     def show(self, engine: MeteredEngine, name: str, shares: bool) -> bool:
-        """From now on under this name, or one like it; False where the last one has just gone."""
+        """Add an engine under this name, numbered if taken; return False if the collector was just unregistered."""
         with self._lock:
             if self._over or engine in self._engines.values():
                 return not self._over
@@ -147,11 +153,11 @@ class _Shown:
         return True
 
     def describe(self) -> Iterable[Metric]:
-        """What will come: no tier is asked for it."""
+        """Return the metrics without values, for registration; no tier is queried."""
         return self._read({})
 
     def collect(self) -> Iterable[Metric]:
-        """Everything, as it is now."""
+        """Return all metrics with their current values."""
         with self._lock:
             engines = dict(self._engines)
         return self._read(engines)
@@ -186,7 +192,7 @@ def _of_answers(counted: Mapping[str, CounterSnapshot]) -> Iterator[Metric]:
 
 
 def _times(counted: Mapping[str, CounterSnapshot]) -> Metric:
-    """Times to the first token, as a histogram."""
+    """Return the histogram of the time to first token."""
     from prometheus_client.core import HistogramMetricFamily
 
     metric = HistogramMetricFamily("ragfuse_ttft_seconds", "Time to the first token.", labels=["engine"])
@@ -199,7 +205,7 @@ def _times(counted: Mapping[str, CounterSnapshot]) -> Metric:
 def _of_tiers(
     engines: Mapping[str, MeteredEngine], counted: Mapping[str, CounterSnapshot], shares: Collection[str]
 ) -> Iterator[Metric]:
-    """shares: names of engines that share slow tiers with other tenants."""
+    """Yield the metrics of tiers; `shares` names the engines that share slow tiers with other tenants."""
     tiers = [(name, tier) for name, engine in engines.items() for tier in engine.store.tiers]
     for count, (title, what) in TIER_COUNTS.items():
         metric = _counter(title, what, ("tier",))

@@ -1,4 +1,4 @@
-"""How a text that is not found in a prompt was changed on its way into it, in words."""
+"""Describes how a prompt contains texts in a changed form, which are therefore not found as chunks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 EDGE_CHARS = 40
-"""Letters by which a text's beginning or end is known again."""
+"""Characters of a text's beginning or end by which a part of it is recognised."""
 MAX_COMPARED_TEXTS = 32
-"""Texts that are looked for: each takes as long as reading the prompt some times."""
+"""The most texts that are searched; each needs several searches of the prompt."""
 
 
 def altered(prompt: str, texts: Sequence[str]) -> str:
-    """Say what was done to those of the texts that stand in the prompt otherwise than they are; "" where none does.
+    """Describe how the prompt changed texts: escaped as JSON, with other white space, or cut; "" if none is changed.
 
-    Only the first `MAX_COMPARED_TEXTS` texts are looked for.
+    Only the first `MAX_COMPARED_TEXTS` texts are searched, and only those of at least `EDGE_CHARS` characters.
     """
     squashed, found, texts = " ".join(prompt.split()), Counter[str](), texts[:MAX_COMPARED_TEXTS]
     for text in texts:

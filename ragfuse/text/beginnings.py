@@ -1,10 +1,9 @@
-"""The longest known text that begins at a place of a prompt, found for many places at once.
+"""Finds the longest known text that begins at each of many places of a prompt.
 
-A known text is met by the fingerprints of a few of its beginnings: those as long as the text itself with more and more
-of the low bits of its length cleared (of 13 letters, 0b1101: 8, 12 and 13). A search goes through the bits of a length,
-the highest first, and takes each with which the beginning is still known. So it takes as many steps as a length has
-bits, however many texts are known and however much of them is alike. Beside each fingerprint stands the longest known
-text that this beginning begins with, which is the answer. Fingerprints are only believed once letters were compared.
+A known text is indexed by the fingerprints of a few of its prefixes, whose lengths are that of the text with its low
+bits cleared (13 letters, 0b1101: prefixes of 8, 12 and 13). A search tries the bits of a length, highest first, and
+keeps each bit with which the prefix is still indexed, so it takes one step per bit, however many texts are known. Each
+fingerprint leads to the longest known text that its prefix begins with. A match is confirmed by comparing letters.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ragfuse.text.fingerprints import MODULUS, EvaluationPoint, Fingerprints
 Places = NDArray[np.int64]
 
 LETTER = r"[^\W\u0e00-\U0010ffff]"
-"""Letters of scripts that put space between words."""
+"""Letters of scripts that separate words by spaces."""
 _STOP = re.compile(rf"(?!{LETTER})|(?<!{LETTER})")
 _AT_ONCE = 1 << 15
-"""Places that are looked at together."""
+"""Places that are searched in one batch."""
 _BATCH = 1 << 18
-"""Letters of known texts that are read together."""
+"""Letters of known texts that are fingerprinted in one batch."""
 
 
 def cuts_no_word(text: str, at: int) -> bool:
@@ -38,7 +37,7 @@ def cuts_no_word(text: str, at: int) -> bool:
 
 @dataclass(slots=True)
 class Family:
-    """Known texts that begin alike. order: those that can be found, sorted; fresh: those that were added since."""
+    """Known texts with a common beginning. order: indexed texts, sorted; fresh: texts that are not indexed yet."""
 
     order: list[str] = field(default_factory=list)
     fresh: set[str] = field(default_factory=set)
@@ -49,10 +48,11 @@ class Family:
 
 
 class Beginnings:
-    """Families of known texts, and which text of them begins where. Not thread-safe.
+    """An index of known texts by their prefixes. Not thread-safe.
 
-    steps: letters that were read or compared and fingerprints that were looked up, since it was set to 0. What adding
-    and discarding do is not counted: it happens once for each text.
+    Attributes:
+        steps: Letters compared and fingerprints looked up by searches since it was set to 0; adding and discarding
+            are not counted, as they happen once for each text.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class Beginnings:
         self._whole: dict[str, str] = {}  # the same, of those that end no word of it in two
 
     def add(self, family: Family, text: str) -> None:
-        """Find this text from now on."""
+        """Add a text, which is found after the next `settle`."""
         family.fresh.add(text)
         family.longest = max(family.longest, len(text))
 
     def discard(self, family: Family, text: str) -> None:
-        """Find it no more."""
+        """Remove a text."""
         for print in self._prints.pop(text, ()):
             self._marks.pop(print, None)
         self._parents.pop(text, None)
@@ -81,7 +81,7 @@ class Beginnings:
             family.order.clear()
 
     def settle(self, family: Family) -> None:
-        """Let the texts be found that were added since the last time."""
+        """Index the texts that were added since the last call."""
         if not family.fresh:
             return
         texts = sorted(family.fresh)
@@ -113,7 +113,7 @@ class Beginnings:
                     done = place + len(known)
 
     def _longest(self, prints: Fingerprints, places: Places, longest: int) -> Sequence[str]:
-        """Of each place the longest known text that begins there, whether it cuts a word in two or not; "": none."""
+        """Return the longest known text that begins at each place, even if it ends within a word; "": none."""
         size, found = np.zeros(len(places), np.int64), [""] * len(places)
         for bit in reversed(range(longest.bit_length())):
             rows = np.flatnonzero(places + size + (1 << bit) <= len(prints))

@@ -1,6 +1,6 @@
-"""Marks in what a template writes: letters exchanged for private characters, or such beside a word.
+"""Marks in messages: private-use characters in place of letters or beside words, found again in the rendered text.
 
-Where a rendering with marks agrees otherwise with the one without, they say where what was marked stands in that.
+If a rendering with marks equals the one without them in all else, the marks locate the marked text in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 from ragfuse.errors import InputError
 
 MARK_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
-"""Code points without a meaning."""
+"""Private-use code points, which have no meaning of their own."""
 _PRIVATE = re.compile(r"[\ue000-\uf8ff\U000f0000-\U000ffffd]")
 _ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})|\\u(db[89a-f][0-9a-f])\\{1,8}u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
 _MARK = re.compile(f"{_PRIVATE.pattern}|{_ESCAPED.pattern}", re.IGNORECASE)
@@ -24,10 +24,17 @@ _MARK = re.compile(f"{_PRIVATE.pattern}|{_ESCAPED.pattern}", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class MarkSpot:
-    """A character of a leaf that is marked. at: where in the content; kind: what for.
+    """The place of a mark in a message, tool or call.
 
-    is_inserted: the mark stands beside `word`, which begins at `start`, in nobody's place. n_beside: marks that are to
-    stand beside the word in what the template wrote, for the word to be the content's own; 0: it is.
+    Attributes:
+        letter: The replaced letter; "" if the mark was inserted.
+        kind: What is marked: text that looks like a control token, a piece, or a message.
+        at: Place in the content.
+        message: Index of the message; -1: not in a content.
+        number: Index of the piece.
+        word: The text that looks like a control token.
+        is_inserted: The mark was inserted beside `word`, which begins at `start`, and replaces no letter.
+        n_beside: Marks that must be beside the word in the rendering for it to come from the content; 0: not needed.
     """
 
     letter: str
@@ -43,7 +50,7 @@ class MarkSpot:
 
 @dataclass(frozen=True, slots=True)
 class FoundMark:
-    """A mark at characters lo:hi of what the template wrote."""
+    """A mark that was found at characters lo:hi of the rendered text."""
 
     spot: MarkSpot
     lo: int
@@ -52,24 +59,27 @@ class FoundMark:
 
 @dataclass
 class Marks:
-    """Private characters, each for one spot."""
+    """A supply of unused private-use characters, and the spot that each one marks."""
 
     free: Iterator[int]
     spots: dict[str, MarkSpot] = field(default_factory=dict)
 
     @classmethod
     def but(cls, used: Collection[int]) -> Marks:
-        """All but these code points."""
+        """Return a supply without these code points."""
         return cls(code for code in chain(*MARK_RANGES) if code not in used)
 
     @staticmethod
     def room(used: Collection[int]) -> int:
-        """How many marks there can be at once."""
+        """Return how many marks there are besides the used code points."""
         return sum(map(len, MARK_RANGES)) - len(used)
 
     def new(self, spot: MarkSpot) -> str:
-        """A character for it. Where there are no more, its own letter, but InputError for what looks like a control
-        token, which would become one."""
+        """Return an unused character for a spot; if none is left, its own letter.
+
+        Raises:
+            InputError: None is left for text that looks like a control token, which would become one.
+        """
         code = next(self.free, None)
         if code is None:
             if spot.kind == "forged":
@@ -80,7 +90,7 @@ class Marks:
 
 
 def too_many() -> InputError:
-    """What is said where there are more words to mark than marks."""
+    """Return the error for more words to mark than marks."""
     n = sum(map(len, MARK_RANGES))
     return InputError(
         f"The messages hold more than {n:,} words that look like control tokens of the model, or private characters, "
@@ -89,7 +99,7 @@ def too_many() -> InputError:
 
 
 def marked(text: str, spots: Iterable[tuple[int, MarkSpot]], marks: Marks) -> str:
-    """The text with marks at these places, which increase."""
+    """Return the text with marks at these places, which are sorted."""
     pieces, done = list[str](), 0
     for at, spot in spots:
         pieces += [text[done:at], marks.new(spot)]
@@ -98,7 +108,7 @@ def marked(text: str, spots: Iterable[tuple[int, MarkSpot]], marks: Marks) -> st
 
 
 def used_of(texts: Iterable[str]) -> set[int]:
-    """Private code points that texts hold, or an escaped form of them."""
+    """Return the private-use code points that texts contain, also in JSON escapes."""
     used = set[int]()
     for text in texts:
         used.update(map(ord, _PRIVATE.findall(text)))
@@ -114,14 +124,14 @@ def _code(escaped: re.Match[str]) -> int:
 
 
 def _letter_of(mark: re.Match[str]) -> str:
-    """The private character that a match of `_MARK` is, or stands for."""
+    """Return the character of a match of `_MARK`, unescaped."""
     return mark[0] if len(mark[0]) == 1 else chr(_code(mark))
 
 
 def _start_of(mark: re.Match[str]) -> int:
-    """Where a match of `_MARK` begins, with the backslashes that are its own where texts were escaped more than once.
+    """Return where a match of `_MARK` begins, including its own backslashes in a text that was escaped repeatedly.
 
-    Escaping n times gives a mark 2 ** (n - 1) of them, and each backslash before it twice as many.
+    Escaping n times gives a mark 2 ** (n - 1) backslashes, and each backslash before it twice as many.
     """
     start = mark.start()
     if len(mark[0]) == 1:
@@ -134,7 +144,7 @@ def _start_of(mark: re.Match[str]) -> int:
 
 
 def cut(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[list[str], list[tuple[MarkSpot, str]]]:
-    """The texts around the marks of a rendering; the marks, and how each is written."""
+    """Split a rendering at its marks: return the texts around them, and (spot, text) of each mark."""
     texts, found, done = list[str](), list[tuple[MarkSpot, str]](), 0
     for mark in _MARK.finditer(rendered):
         if (spot := marks.get(_letter_of(mark))) is not None:
@@ -146,7 +156,7 @@ def cut(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[list[str], list[t
 
 
 def aligned(rendered: str, marks: Mapping[str, MarkSpot], text: str) -> list[FoundMark] | None:
-    """Where marks stand in the text that is written without them; None where that differs otherwise, too."""
+    """Locate the marks of a rendering in `text`, rendered without marks; None if the two differ in anything else."""
     texts, found = cut(rendered, marks)
     if not text.startswith(texts[0]):
         return None
@@ -164,7 +174,7 @@ def aligned(rendered: str, marks: Mapping[str, MarkSpot], text: str) -> list[Fou
 
 
 def put_back(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[str, list[FoundMark]]:
-    """A rendering with the letters themselves in place of marks, and where these stand."""
+    """Replace the marks of a rendering by their letters; return the text and the place of each mark."""
     texts, found = cut(rendered, marks)
     pieces, seen, at = [texts[0]], list[FoundMark](), len(texts[0])
     for (spot, written), behind in zip(found, texts[1:], strict=True):
@@ -176,7 +186,7 @@ def put_back(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[str, list[Fo
 
 
 def _forms(letter: str) -> Iterator[str]:
-    """How a template may write a letter."""
+    """Yield the forms in which a template may write a letter: other cases and escapes."""
     yield letter
     yield from (letter.upper(), letter.lower())
     escaped = [json.dumps(letter)[1:-1], json.dumps(letter, ensure_ascii=False)[1:-1], f"\\u{ord(letter):04x}"]

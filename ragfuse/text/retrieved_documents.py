@@ -1,4 +1,4 @@
-"""Documents that a framework retrieved and nobody has encoded yet, found in prompts by their token ids."""
+"""Finds retrieved documents that are not encoded yet in prompts, by their token ids."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.span_runs import MIN_RUN_TOKENS
 
 MAX_DOCUMENTS = 4096
-"""Documents that are looked for at once; those that were retrieved, or found in a prompt, longest ago go first."""
+"""The most documents that are searched; the least recently retrieved or found are dropped first."""
 MAX_RETRIEVED_TOKENS = 1 << 22
-"""Their tokens together."""
+"""The most tokens of these documents together."""
 COVERED_SHARE = 0.75
-"""Share of what a prompt holds of a document that encoded chunks have to say, for it to be taken from these."""
+"""If encoded chunks cover at least this share of a document's tokens in a prompt, they are used instead of it."""
 
 
 class RetrievedDocuments:
-    """Documents that may stand in the next prompts. Each is tokenised once. Thread-safe.
+    """An index of documents that the next prompts may contain. Each is tokenised once. Thread-safe.
 
     Args:
-        shortest: Tokens of the shortest document that is worth keeping.
-        tokens: Gives a text's token ids.
+        shortest: The least tokens of a document that is kept.
+        tokens: Returns the token ids of a text.
     """
 
     def __init__(self, shortest: int, tokens: Callable[[str], Sequence[int]]) -> None:
@@ -35,13 +35,13 @@ class RetrievedDocuments:
         self._start_over()
 
     def _start_over(self) -> None:
-        """Know no documents."""
+        """Forget all documents."""
         least = max(MIN_RUN_TOKENS + 2, self._shortest)
         self._spans = KnownSpans(least, max(MIN_ALTERED_TOKENS, least), MAX_DOCUMENTS, MAX_RETRIEVED_TOKENS)
         self._lengths: LRUCache[bytes, int] = LRUCache(MAX_DOCUMENTS)  # digest of a text -> its tokens
 
     def add(self, text: str, source: str, known: KnownSpans) -> bool:
-        """Look for a document from now on, unless it is known as a chunk; whether it is long enough to be kept."""
+        """Add a document, unless it is in `known`, the encoded chunks; return whether it is long enough to be kept."""
         digest = _digest(text)
         with self._lock:
             length = self._lengths.get(digest)
@@ -55,17 +55,17 @@ class RetrievedDocuments:
         return length >= self._shortest
 
     def discard(self, tokens: Sequence[int], text: str = "") -> None:
-        """Look for it no more; text: nor remember that it was met."""
+        """Remove a document; text: also forget that it was added, so that it can be added again."""
         self._spans.discard(tokens)
         if text:
             with self._lock:
                 self._lengths.pop(_digest(text), None)
 
     def find(self, ids: Sequence[int], found: Sequence[Match]) -> list[Match]:
-        """Where documents stand in ids beside `found` chunks, by place and none overlapping.
+        """Find documents in ids and merge them with the chunks in `found`, sorted and not overlapping.
 
-        Of a document that chunks say less than `COVERED_SHARE` of, what stands there is its own, and chunks have the
-        rest.
+        If chunks cover less than `COVERED_SHARE` of a document's matches, the document has these tokens and the chunks
+        keep the rest; else the chunks have them.
         """
         matches = self._spans.find(ids) if len(self._spans) else []
         if not matches:
@@ -80,7 +80,7 @@ class RetrievedDocuments:
 
 
 def _beside(matches: Sequence[Match], others: Sequence[Match]) -> Iterator[tuple[Match, Sequence[Match]]]:
-    """Each match with those of the others that overlap it. Both are sorted, and none overlaps another of its own."""
+    """Yield each match with the others that overlap it. Both inputs are sorted and free of overlaps in themselves."""
     first = 0
     for match in matches:
         while first < len(others) and others[first].hi <= match.lo:
@@ -92,7 +92,7 @@ def _beside(matches: Sequence[Match], others: Sequence[Match]) -> Iterator[tuple
 
 
 def _outside(match: Match, others: Sequence[Match]) -> Iterator[Match]:
-    """What of a match stands outside of others, but for pieces that are too short to be worth a segment."""
+    """Yield the parts of a match outside of others, except for those shorter than `MIN_RUN_TOKENS`."""
     ends = [match.lo, *(each.hi for each in others)]
     begins = [*(each.lo for each in others), match.hi]
     for lo, hi in zip(ends, begins, strict=True):

@@ -1,8 +1,8 @@
 """Anchors of known spans: hashes of a few successive tokens, chosen by winnowing, in sorted arrays.
 
-Winnowing (Schleimer et al., 2003) takes the least hash of every `WINDOW` successive ones. So whatever agrees along
-`gram + WINDOW - 1` tokens has an anchor in it, though only every fourth or fifth hash is kept. A hash that says "here"
-is never believed: whoever asks compares ids.
+Winnowing (Schleimer et al., 2003) keeps the least of every `WINDOW` successive hashes. Thus any agreement of
+`gram + WINDOW - 1` tokens contains an anchor, although only every fourth or fifth hash is kept. A hash may match by
+chance, so the caller must compare ids.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class AnchorLevels:
         return sum(level.nbytes for level in self._levels) + self._bits.nbytes
 
     def add(self, entries: Array) -> None:
-        """Take in sorted entries, whose places lie behind all others'."""
+        """Add sorted entries, whose places are greater than all earlier ones."""
         if not len(entries):
             return
         merged = entries
@@ -181,7 +181,7 @@ class AnchorLevels:
         return index, place
 
     def count(self, hashes: Array) -> Array:
-        """How many places each of them has."""
+        """Return the number of places of each hash."""
         total = np.zeros(len(hashes), np.int64)
         at = np.flatnonzero(self._maybe(hashes))
         wanted = hashes[at] << _HALF

@@ -1,7 +1,7 @@
-"""Where ids agree with known spans: from anchors to runs, from runs to chains of one span, and which of these stand.
+"""Finds where ids agree with known spans: anchors grow to runs, runs of one span form chains, and the best are chosen.
 
-All steps are over arrays, and every one has a bound that grows with the prompt alone: places are thinned out where one
-span agrees with itself shifted, and ids are compared until a budget is spent, the best candidates first.
+All steps work on arrays, and their cost is bounded by the length of the prompt: candidates are thinned out where a
+span repeats itself, and ids are compared until a budget is spent, the best candidates first.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from ragfuse.text.span_anchors import Array, ranks, spread
 
 MIN_RUN_TOKENS = 4
-"""Tokens of a run."""
+"""The least tokens of a run."""
 SKIP = 16
-"""Tokens left out between two runs of a chain, on either side, at most."""
+"""The most tokens between two runs of a chain, in the prompt and in the span."""
 COMPARED_TOKENS = 8
 """Tokens compared at first on either side of anchors, and tokens between anchors that are looked at together."""
 STRETCH = 32
@@ -46,11 +46,11 @@ class Runs:
         return len(self.lo)
 
     def taken(self, rows: Array) -> Runs:
-        """Only these rows."""
+        """Return only these rows."""
         return Runs(self.number[rows], self.shift[rows], self.lo[rows], self.hi[rows])
 
     def beside(self, other: Runs) -> Runs:
-        """Both."""
+        """Return these runs followed by the others."""
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("number", "shift", "lo", "hi"))
         return Runs(*(np.concatenate(pair) for pair in pairs))
 
@@ -76,7 +76,13 @@ class Search:
         self.budget = PER_TOKEN * (len(self.ids) + 64)
 
     def find(self, at: Array, place: Array, number: Array) -> list[tuple[int, int, int, int]]:
-        """(lo, hi, number, place of the first) of what stands, by lo, from places that may agree."""
+        """Return the chosen matches as sorted (lo, hi, number of the span, place of `lo` in the arena).
+
+        Args:
+            at: Places in the prompt where an anchor of a span was found.
+            place: Places of these anchors in the arena.
+            number: Spans of these anchors.
+        """
         runs = self._grown(*self._begun(at, place - at, number), STRETCH)
         runs = self._promising(_apart(runs), self.altered // 2)
         runs = self._promising(_apart(self._with_neighbours(runs)), self.altered)
@@ -87,7 +93,7 @@ class Search:
         return self._standing(list(self._chains(runs.taken(few))))
 
     def whole(self, number: Array, lo: Array, hi: Array) -> Array:
-        """Whether places lo:hi are all of a span but its ends."""
+        """Return whether places lo:hi are a whole span, possibly without its first and last token."""
         size = self.ends[number] - self.starts[number]
         all_of: Array = (lo <= self.starts[number] + 1) & (hi >= self.ends[number] - 1) & (size >= self.shortest)
         return all_of

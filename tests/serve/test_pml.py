@@ -247,7 +247,7 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
         ({"pml": TRIP}, "pml", "found <schema>; wanted <prompt>"),
         ({"pml": ""}, "pml", "at least 1 character"),
         ({"pml": PROMPT, **with_documents(1)}, "documents", "modules, no documents"),
-        ({"pml": PROMPT, "session_id": "s"}, None, "no session"),
+        ({"pml": PROMPT, "session_id": "s"}, None, "cannot continue a session"),
         ({"pml": PROMPT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "no tools"),
         ({"messages": []}, "messages", "no text"),
     ],

@@ -29,7 +29,7 @@ ANSWER_S = 600.0
 
 @dataclass(frozen=True)
 class Prompted:
-    """One prompt: its ids, what was found of it as (lo, hi, share computed again), seconds to the first token."""
+    """One prompt: its ids, what was found of it as (lo, hi, share recomputed), seconds to the first token."""
 
     ids: tuple[int, ...]
     found: tuple[tuple[int, int, float], ...]
@@ -62,7 +62,7 @@ class Place(Protocol):
 
 
 def prompted(ids: Sequence[int], trace: Mapping[str, Any], first_s: float) -> Prompted:
-    """What a trace says of a prompt. Rows are computed again among the chunks that are not exact as they are."""
+    """What a trace says of a prompt. Rows are recomputed among the chunks that are not exact as they are."""
     hits = [each for each in trace["segments"] if each["hit"]]
     blended = sum(each["n_tokens"] for each in hits if _is_blended(each))
     again = trace["tokens_recomputed"] / blended if blended else 0.0

@@ -60,7 +60,7 @@ def _hits(wanted: Wanted) -> Rows:
 
 
 def _pairs(wanted: Wanted) -> Iterator[tuple[str, Server, Tally, Tally]]:
-    """Each model with KV kept and with all computed again."""
+    """Each model with KV kept and with all recomputed."""
     for name, server, load, bench, given in _each(wanted):
         kept = bench.run(load, given, name)
         yield name, server, kept, bench.run(load, replace(given, policy="none"), f"{name}: recomputed")

@@ -33,7 +33,7 @@ class Given:
     """What is simulated: the server, its tiers in bytes, the policy by name (none: nothing is kept).
 
     whole_queue: the policy knows all that wait; else those in the paper's eviction window, others count as idle.
-    decoupled: KV is kept without positions, so that a conversation may be cut; else what is cut must be computed again.
+    decoupled: KV is kept without positions, so that a conversation may be cut; else what is cut must be recomputed.
     warm_turns: taken before counting begins. ttl_s: what is unused for longer is lost.
     """
 
@@ -52,7 +52,7 @@ class Given:
 class Tally:
     """Counts after the warm-up. Turns: first ones (no history, or all of it cut), and where the others' KV was found.
 
-    first_token_s: from being taken to the first token, summed; saved_tokens: of history that was not computed again.
+    first_token_s: from being taken to the first token, summed; saved_tokens: of history that was not recomputed.
     waiting: how many waited when a turn was taken, summed. gpu_s: the GPUs' time, prefilling and decoding in full
     batches. begun_s, ended_s: of the counted time. events, fetched: of all time. mean_bytes: S_kv at the end.
     """

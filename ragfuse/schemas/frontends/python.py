@@ -1,9 +1,9 @@
-"""Python functions as prompts: compiled through `ast` to a schema, called for a prompt over it (Prompt Cache 3.2.4).
+"""Prompt functions: Python functions compiled to a schema, which return a prompt over it (Prompt Cache 3.2.4).
 
-A text that stands as a statement is text, an f-string's parameters are PML's, `if` is a module, `if` with `else` and
-`match` are a union, a call of another prompt function is a module in this one, `with user:` a message. A function's
-docstring is not part of it. Nothing else can be said; what cannot be compiled is refused with its line, when the
-function is defined. Conditions are run by Python, when it is called.
+A string statement is text, the parameters in an f-string are PML parameters, `if` is a module, `if` with `else` and
+`match` are a union, a call of another prompt function is a nested module, and `with user:` is a message. The docstring
+is ignored. Anything else raises a PMLError with its line when the function is defined. Conditions are evaluated when
+the function is called.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _SAYS = "texts, f-strings of parameters, if, match, with system, user or assista
 
 @dataclass(frozen=True)
 class MaxTokens:
-    """How many tokens an argument has at most: `days: Annotated[str, MaxTokens(8)]`."""
+    """The most tokens of an argument: `days: Annotated[str, MaxTokens(8)]`."""
 
     n: int
 
 
 @dataclass(frozen=True)
 class MessageBlock:
-    """What `with` opens in a prompt function: a message of this role."""
+    """A message of this role, as the context of a `with` block in a prompt function."""
 
     role: RoleName
 
     def __enter__(self) -> None:
-        """Never run: prompt functions are compiled."""
+        """Do nothing; never called, as prompt functions are compiled."""
 
     def __exit__(self, *_: object) -> None:
-        """Never run either."""
+        """Do nothing; never called either."""
 
 
 system, user, assistant = MessageBlock("system"), MessageBlock("user"), MessageBlock("assistant")
@@ -74,10 +74,14 @@ def program(*, max_tokens: Mapping[str, int]) -> Callable[[Callable[P, Any]], Ca
 def program(
     function: Callable[..., Any] | None = None, *, max_tokens: Mapping[str, int] | None = None
 ) -> Callable[..., Any]:
-    """A prompt function: called as it was defined, it gives the prompt; `schema_of` gives its schema.
+    """Decorate a function as a prompt function, which returns a prompt; `schema_of` returns its schema.
 
-    max_tokens: room for the arguments of parameters that stand in its texts; `MaxTokens` in an annotation says it too.
-    PMLError with file and line for what cannot be compiled.
+    Args:
+        function: The function.
+        max_tokens: The most tokens of each parameter that its texts contain; or annotate it with `MaxTokens`.
+
+    Raises:
+        PMLError: The function cannot be compiled; with file and line.
     """
     if function is None:
         return lambda function: _Compiler(function, max_tokens or {}).made()
@@ -85,7 +89,7 @@ def program(
 
 
 def schema_of(function: Callable[..., Any]) -> Schema:
-    """The schema that a prompt function was compiled to; PMLError for any other function."""
+    """Return the schema of a prompt function; raises PMLError for any other function."""
     found = getattr(function, _PML, None)
     if not isinstance(found, Schema):
         raise PMLError(f"{function!r}", "a function that is decorated with `program`")
@@ -93,7 +97,7 @@ def schema_of(function: Callable[..., Any]) -> Schema:
 
 
 class _Said:
-    """What one call of a prompt function says: arguments and imports of one module."""
+    """The arguments and imports of one module, recorded during a call of a prompt function."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -101,41 +105,41 @@ class _Said:
         self.items: list[Import | _Said] = []
 
     def module(self, name: str) -> _Said:
-        """A branch that was taken."""
+        """Record that a branch was taken, and return the record of its module."""
         self.items.append(made := _Said(name))
         return made
 
     def argument(self, name: str, value: object) -> None:
-        """What a parameter holds."""
+        """Record the value of a parameter."""
         self.args[name] = str(value)
 
     def called(self, name: str, request: PMLPrompt) -> None:
-        """What another prompt function said."""
+        """Record a call of another prompt function, which returned `request`."""
         self.items.append(Import(name, request.args, request.items))
 
     def imports(self) -> tuple[Import, ...]:
-        """All that was said, in order."""
+        """Return all recorded imports, in order."""
         said = (item if isinstance(item, Import) else item.as_import() for item in self.items)
         return tuple(said)
 
     def as_import(self) -> Import:
-        """This as a module of another."""
+        """Return this record as an import of a nested module."""
         return Import(self.name, tuple(self.args.items()), self.imports())
 
     def request(self) -> PMLPrompt:
-        """This as a whole prompt."""
+        """Return this record as a whole prompt."""
         return PMLPrompt(self.name, self.imports(), tuple(self.args.items()))
 
 
 @dataclass
 class _Scope:
-    """A module that is being compiled: the variable that holds what is said in it, and names that it has."""
+    """A module that is being compiled: the variable that holds its record, and the names used in it."""
 
     variable: str
     names: set[str] = field(default_factory=set)
 
     def unique(self, wish: str) -> str:
-        """A name for a module of this one, as close to the wish as PML allows."""
+        """Return an unused name for a nested module, as close to `wish` as PML allows."""
         name = re.sub(r"[^\w.-]+", "-", wish).strip("-.")[:40]
         if not is_name(name) or name in PML_TAGS:
             name = f"case-{name}" if is_name(f"case-{name}") else "case"
@@ -148,7 +152,7 @@ class _Scope:
 
 
 class _Compiler:
-    """Compiles one function: to a schema, and to a function that says what is imported."""
+    """A compiler of one function to a schema and to a function that returns a prompt over it."""
 
     def __init__(self, function: Callable[..., Any], max_tokens: Mapping[str, int]) -> None:
         if not isinstance(function, FunctionType):
@@ -165,7 +169,7 @@ class _Compiler:
                 raise self._error(self.definition, f"max_tokens of '{name}'", "a parameter of the function")
 
     def made(self) -> Callable[..., PMLPrompt]:
-        """The function that gives prompts, with its schema."""
+        """Return the compiled function, with its schema as an attribute."""
         scope = self._scope()
         body = self.definition.body
         items, said = self._body(body[1:] if ast.get_docstring(self.definition, clean=False) else body, scope)
@@ -214,7 +218,7 @@ class _Compiler:
         return self._spot(node).error(found, wanted)
 
     def _value(self, node: ast.expr) -> Any:
-        """What a name, or an attribute of one, stands for where the function was defined; None where it is unknown."""
+        """Return the value of a name, or of an attribute, where the function was defined; None if it is unknown."""
         if isinstance(node, ast.Name):
             return None if node.id in self.parameters else self.outside.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -254,7 +258,7 @@ class _Compiler:
                 raise self._error(node, f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function", _SAYS)
 
     def _text(self, node: ast.expr, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
-        """A text, an f-string, or a name that stands for a text."""
+        """Compile a string, an f-string, or a name whose value is a string."""
         value = node.value if isinstance(node, ast.Constant) else self._value(node)
         if isinstance(value, str):
             return [TextNode(value, self._spot(node))] if value else [], []
@@ -296,7 +300,7 @@ class _Compiler:
         return [whole], [statement]
 
     def _branches(self, node: ast.If, scope: _Scope, modules: list[Module]) -> ast.stmt:
-        """The same statement that says which of its branches was taken; each is a module."""
+        """Return the `if` with statements that record the branch taken, and add each branch to `modules`."""
         said = self._branch(_called(node.test), node.body, node, scope, modules)
         if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
             other = [self._branches(node.orelse[0], scope, modules)]
@@ -326,7 +330,7 @@ class _Compiler:
     # and back to a function
 
     def _function(self, scope: _Scope, said: list[ast.stmt]) -> FunctionType:
-        """A function with the same parameters that says what it imports, over the very names around it."""
+        """Return a function with the same parameters, globals and closure that records and returns its prompt."""
         free = ("__say__", *self.function.__code__.co_freevars)
         maker = ast.parse(f"def make({', '.join(free)}): pass")
         opened = ast.parse(f"{scope.variable} = __say__({self.function.__name__!r})").body
@@ -352,7 +356,7 @@ class _Compiler:
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:
-    """What a function's own surroundings hold, as far as it is there."""
+    """Return the values in a function's closure, except for those not assigned yet."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -368,7 +372,7 @@ def _do(scope: _Scope, method: str, *args: ast.expr) -> ast.Expr:
 
 
 def _called(test: ast.expr) -> str:
-    """What a condition's module is called."""
+    """Return a name for the module of a condition."""
     match test:
         case ast.Name(name) | ast.Attribute(_, name):
             return name
@@ -381,7 +385,7 @@ def _called(test: ast.expr) -> str:
 
 
 def _cased(node: ast.Match, case: ast.match_case) -> str:
-    """What a case's module is called."""
+    """Return a name for the module of a `case`."""
     match case.pattern:
         case ast.MatchValue(ast.Constant(value)) | ast.MatchSingleton(value):
             return str(value)

@@ -1,6 +1,6 @@
-"""A listener to what retrievers return, so that an LLM knows the chunks of its prompt without precomputing them.
+"""Handlers that record retrieved nodes, so that they are recognised in prompts without precomputing them.
 
-LlamaIndex hands it every span of the process: it is registered once, when the LLM is first imported.
+They are registered for all LlamaIndex spans and events of the process when the LLM is first imported.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from llama_index.llms.ragfuse.convert import source_of, text_of
 from ragfuse import RetrievalRuns
 
 MAX_NODES = 256
-"""Nodes that are taken from one list."""
+"""The most nodes that are taken from one list."""
 
 QUERIES = RetrievalRuns("llama_index", outlasts=True)
-"""The nodes that were met in each query: what retrievers and postprocessors return, what synthesizers are given."""
+"""The nodes of each open query: results of retrievers and postprocessors, inputs of synthesizers."""
 
 
 class RetrievalSpans(BaseSpanHandler[BaseSpan]):
-    """Tells of spans; keeps none."""
+    """A span handler that records the nodes in the inputs and results of spans."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -41,21 +41,21 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
     def new_span(
         self, id_: str, bound_args: inspect.BoundArguments, parent_span_id: str | None = None, **kwargs: Any
     ) -> None:
-        """Tell of one that begins."""
+        """Record the start of a span and the nodes in its arguments."""
         texts = [text for value in bound_args.arguments.values() for text in _texts(value)]
         QUERIES.begin(id_, parent_span_id, texts)
 
     def prepare_to_exit_span(self, id_: str, result: Any = None, **kwargs: Any) -> None:
-        """Tell of one that ends; the LLM of a streamed response may be asked only when that is read."""
+        """Record the end of a span and its nodes; a streamed response may call the LLM only when it is read."""
         QUERIES.end(id_, _texts(result), unread=isinstance(result, AsyncStreamingResponse | StreamingResponse))
 
     def prepare_to_drop_span(self, id_: str, **kwargs: Any) -> None:
-        """Tell of one that fails."""
+        """Record the end of a span that failed."""
         QUERIES.end(id_)
 
 
 class RetrievalEvents(BaseEventHandler):
-    """Tells of nodes that were retrieved or ranked anew."""
+    """An event handler that records retrieved and reranked nodes."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -63,7 +63,7 @@ class RetrievalEvents(BaseEventHandler):
         return "RagFuseRetrievalEvents"
 
     def handle(self, event: Any, **kwargs: Any) -> None:
-        """Tell of an event's nodes."""
+        """Record the nodes of an event."""
         if isinstance(event, RetrievalEndEvent | ReRankEndEvent):
             QUERIES.hear(event.span_id, _texts(event.nodes))
 
@@ -82,7 +82,7 @@ def _said(prompt: str | Sequence[ChatMessage]) -> str:
 
 
 def _texts(value: Any) -> list[tuple[str, str, str]]:
-    """The nodes in a list, as synthesizers put them into a prompt."""
+    """Return (text as in a prompt, source, text without metadata) of the nodes in a list."""
     if not (isinstance(value, list | tuple) and value and isinstance(value[0], NodeWithScore)):
         return []
     nodes = [each.node for each in islice(value, MAX_NODES) if isinstance(each, NodeWithScore)]

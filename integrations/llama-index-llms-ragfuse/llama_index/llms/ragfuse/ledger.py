@@ -1,6 +1,6 @@
-"""Which version of which document has which texts: what tells the KV that no document uses any more.
+"""Records the texts of each version of each document, to find the KV that no document uses any more.
 
-One small SQLite file in the store's folder, for all processes on that store; in memory for a store without a disk.
+It is one small SQLite file in the store's folder, shared by all processes, or in memory for a store without a disk.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _TABLES = (
 )
 _WAIT_S = 60.0
 _PAUSE_S = 5.0
-"""Seconds that a fork waits, at most, for a change that another thread is making."""
+"""The most seconds that a fork waits for another thread to finish a change."""
 
 Keep = Callable[[str, str, bool, str], bool]
-"""Whether a text is in use still: its document, that one's version, whether this is the newest version, the text."""
+"""Tells whether a text is still in use, given (document, version, whether that is the newest version, text)."""
 
 
 class Ledger:
@@ -42,21 +42,21 @@ class Ledger:
         _follow_forks(self)
 
     def pause(self) -> None:
-        """Wait for the change at hand, before the process is forked: SQLite wants no file to be open then."""
+        """Wait for the current change before the process is forked: SQLite allows no open file in a fork."""
         self._is_paused = self._lock.acquire(timeout=_PAUSE_S)
 
     def resume(self) -> None:
-        """Go on in the process that was forked."""
+        """Allow changes again in the parent process after a fork."""
         if self._is_paused:
             self._is_paused = False
             self._lock.release()
 
     def renew(self) -> None:
-        """Begin anew in a forked process."""
+        """Create a new lock, at the start and in a forked child."""
         self._lock, self._is_paused = Lock(), False
 
     def note(self, model: str, collection: str, uses: Iterable[tuple[str, str, str]]) -> None:
-        """These (document, version, text) are in use now, and these versions are the newest of their documents."""
+        """Record that these (document, version, text) are in use, and these versions the newest of their documents."""
         rows = [tuple(map(_plain, use)) for use in uses]
         with self._changing() as tables:
             last = tables.execute("SELECT coalesce(max(noted), 0) FROM versions").fetchone()[0]
@@ -70,9 +70,13 @@ class Ledger:
             )
 
     def collect(self, model: str, collection: str, keep: Keep, forget: Callable[[list[str]], int]) -> int:
-        """What `forget` gives for the texts that no document uses any more; uses that `keep` denies are taken out.
+        """Remove the uses that `keep` rejects, and call `forget` with the texts that have no use left.
 
-        A text is handed over only if no other document, version or collection has it. Where `forget` fails, all stays.
+        A text is passed to `forget` only if no other document, version or collection uses it. If `forget` fails, all
+        changes are undone.
+
+        Returns:
+            The result of `forget`; 0 if there is nothing to forget.
         """
         with self._changing() as tables:
             gone = [use for use, newest in _uses(tables, model, collection) if not keep(*use[:2], newest, use[2])]
@@ -97,7 +101,7 @@ class Ledger:
             return forget(free)
 
     def collected(self, model: str, collection: str) -> int:
-        """How often texts were forgotten: a pipeline's cache must not skip a step for what it did before that."""
+        """Return how often texts were forgotten; part of a pipeline's cache key, so that forgotten texts are redone."""
         with self._changing() as tables:
             found = tables.execute(
                 "SELECT times FROM collected WHERE model = ? AND collection = ?", (model, collection)
@@ -106,7 +110,7 @@ class Ledger:
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """The tables, for one change of all or nothing."""
+        """Yield the tables in one transaction."""
         try:
             with self._lock, self._opened() as tables, tables:
                 tables.execute("BEGIN IMMEDIATE")
@@ -127,7 +131,7 @@ class Ledger:
             return
         assert self._path is not None
         if not self._path.exists():
-            # Who may use the folder may use what is in it: this user, or the group of one that is shared (02770).
+            # The file is open to whoever may use the folder: this user, or the group if the folder is shared (02770).
             is_shared = self._path.parent.stat().st_mode & 0o2020 == 0o2020
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             if is_shared:
@@ -137,7 +141,7 @@ class Ledger:
 
 
 def _follow_forks(ledger: Ledger) -> None:
-    """Let a ledger hear of forks, before the engine does, whose locks a change may wait for."""
+    """Pause a ledger at forks, before the engine's locks are taken, as a change may need these."""
     mine = ref(ledger)
 
     def tell(what: Callable[[Ledger], None]) -> None:
@@ -154,12 +158,12 @@ def _follow_forks(ledger: Ledger) -> None:
 
 
 def _plain(text: str) -> str:
-    """A text as SQLite takes it: U+FFFD for halves of characters."""
+    """Replace lone surrogates by U+FFFD, as SQLite does not accept them."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _uses(tables: sqlite3.Connection, model: str, collection: str) -> list[tuple[tuple[str, str, str], bool]]:
-    """((document, version, text), whether that is the document's newest version) of a collection."""
+    """Return all ((document, version, text), whether that is the document's newest version) of a collection."""
     rows = tables.execute(
         "SELECT document, version, text, noted = max(noted) OVER (PARTITION BY document) FROM texts "
         "JOIN versions USING (model, collection, document, version) WHERE model = ? AND collection = ?",

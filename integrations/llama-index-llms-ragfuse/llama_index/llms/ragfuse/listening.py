@@ -1,4 +1,4 @@
-"""What answers reused, for whoever asks from outside an index, a query engine, a chat engine or an agent."""
+"""Collects the traces of answers, also of those inside an index, a query engine, a chat engine or an agent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LISTENING: ContextVar[tuple[list[Trace], ...]] = ContextVar("ragfuse_traces", d
 
 @contextmanager
 def traces() -> Iterator[list[Trace]]:
-    """A list that gets the trace of every answer that ends inside the `with`, or in tasks and threads begun there.
+    """Yield a list that receives the trace of every answer that ends in the `with`, or in tasks or threads begun there.
 
-    Answers to other tasks and threads are not in it. A stream counts where it is read to its end.
+    Answers in other tasks and threads are not included. A stream counts where it is read to its end.
     """
     seen: list[Trace] = []
     token = _LISTENING.set((*_LISTENING.get(), seen))
@@ -26,6 +26,6 @@ def traces() -> Iterator[list[Trace]]:
 
 
 def note(trace: Trace) -> None:
-    """One more answer has ended."""
+    """Add the trace of a finished answer to all lists of `traces` that are open in this context."""
     for seen in _LISTENING.get():
         seen.append(trace)

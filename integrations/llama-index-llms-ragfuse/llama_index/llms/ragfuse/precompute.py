@@ -1,4 +1,4 @@
-"""Nodes into the store, as the texts that they will be in a prompt; and out of it, when no document has them more."""
+"""Encodes nodes into the chunk store, as the text that they will be in a prompt, and removes KV of deleted nodes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from ragfuse import Ingested, InputError
 
 
 class KVPrecompute(TransformComponent):
-    """Encodes nodes ahead of the questions: the last step of an ingestion pipeline, behind the splitter.
+    """Encodes nodes ahead of questions, as the last step of an ingestion pipeline, after the splitter.
 
-    A pipeline with a cache skips its steps for nodes that it has met before; call `ensure(nodes)` where the store may
-    have been emptied since. `collect(docstore)` gives back the room of what documents lost since. `collection` names
-    the documents that are kept in one docstore: give each docstore its own where several share a chunk store.
+    A pipeline with a cache skips its steps for nodes that it has seen; call `ensure(nodes)` if the store may have been
+    emptied since. `collect(docstore)` deletes the KV of nodes that were removed or changed.
+
+    Args:
+        llm: The LLM that will answer.
+        collection: Name of the documents of one docstore; docstores that share a chunk store need different names.
+        show_progress: Show a bar if stderr is a terminal.
     """
 
     llm: RagFuseLLM = Field(exclude=True)
@@ -36,18 +40,18 @@ class KVPrecompute(TransformComponent):
 
     @classmethod
     def class_name(cls) -> str:
-        """Its name in serialised pipelines."""
+        """Return the name of the class in serialised pipelines."""
         return "KVPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """What a pipeline's cache goes by: another model, dtype or tenant means other KV, and some may be forgotten."""
+        """Return the key for a pipeline's cache: it changes with model, dtype and tenant, and when KV was deleted."""
         model = self.llm.get_engine().digest
         collected = self.ledger.collected(model, self.collection)
         return {**super().to_dict(**kwargs), "model": model, "collected": collected}
 
     @property
     def ledger(self) -> Ledger:
-        """Which document has which texts, as far as this step or another on the same store has seen them."""
+        """The record of each document's texts, as seen by this step and others on the same store."""
         if self._ledger is None:
             settings = self.llm.get_engine().settings
             self._ledger = Ledger(settings.store_path if settings.disk_bytes else None)
@@ -59,7 +63,13 @@ class KVPrecompute(TransformComponent):
         progress: Callable[[Ingested], None] | None = None,
         show_progress: bool | None = None,
     ) -> Ingested:
-        """Encode and keep what is not kept yet; `progress` hears of every node."""
+        """Encode the nodes that are not stored yet.
+
+        Args:
+            nodes: The nodes; those without text are skipped.
+            progress: Called after every node with the totals so far.
+            show_progress: Show a bar if stderr is a terminal; None: the field of that name.
+        """
         engine, meant = self.llm.get_engine(), [node for node in nodes if text_of(node)]
         shown = self.show_progress if show_progress is None else show_progress
         bar = tqdm(meant, desc="Encoding nodes", unit="node", disable=None if shown else True)  # None: on terminals
@@ -68,11 +78,16 @@ class KVPrecompute(TransformComponent):
         return done
 
     def collect(self, alive: BaseDocumentStore | Iterable[BaseNode], none_left: bool = False) -> int:
-        """Forget the KV of what no document has any more; bytes that this freed.
+        """Delete the KV of texts that no document contains any more; return the freed bytes.
 
-        `alive` is the docstore of the pipeline or index after its documents were updated or deleted, or all nodes that
-        there are. What another document, version or collection uses stays, and so does what never came through here.
-        `none_left`: there may be none at all, else that is an InputError, as a docstore that was not loaded has none.
+        Texts that another document, version or collection uses stay, and so do those that this step never encoded.
+
+        Args:
+            alive: The docstore after its documents were updated or deleted, or all nodes that still exist.
+            none_left: Allow that no document is left at all.
+
+        Raises:
+            InputError: No document is left and `none_left` is false: the docstore may not have been loaded.
         """
         alive = alive if isinstance(alive, BaseDocumentStore) else list(alive)
         if not (none_left or (alive.docs if isinstance(alive, BaseDocumentStore) else alive)):
@@ -85,16 +100,16 @@ class KVPrecompute(TransformComponent):
         return self.ledger.collect(engine.digest, self.collection, keep, engine.forget)
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """The same nodes, whose KV is in the store now."""
+        """Encode the nodes and return them unchanged."""
         self.ensure(nodes)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """The same in a thread of its own."""
+        """Encode the nodes in a thread and return them unchanged."""
         return await asyncio.to_thread(self.__call__, nodes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be sent to another process."""
+        """Raise InputError: the step cannot be sent to another process."""
         raise InputError(
             "KVPrecompute stays in its process: wanted a pipeline with num_workers=None, found one whose workers would "
             "each load the model. Run the pipeline without this step, then KVPrecompute(llm).ensure(nodes)."
@@ -102,13 +117,13 @@ class KVPrecompute(TransformComponent):
 
 
 def _version(node: BaseNode) -> tuple[str, str]:
-    """The document of a node and that one's hash; a node of no document stands for itself."""
+    """Return id and hash of a node's document, or of the node itself if it has no document."""
     source = node.source_node
     return (node.node_id, node.hash) if source is None else (source.node_id, source.hash or "")
 
 
 def _in_docstore(docstore: BaseDocumentStore) -> Keep:
-    """Uses by a document's version of now; the newest one stays too, should the docstore not know its hash."""
+    """Keep the texts of each document's version in the docstore, and of the newest, whose hash may be unknown."""
     hashes: dict[str, str | None] = {}
 
     def keep(document: str, version: str, newest: bool, text: str) -> bool:

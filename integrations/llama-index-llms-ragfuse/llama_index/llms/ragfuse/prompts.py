@@ -1,6 +1,6 @@
-"""Prompts in PML as LlamaIndex's: a prompt template whose output `RagFuseLLM` answers over encoded modules.
+"""A LlamaIndex prompt template over a PML schema (Prompt Cache), for `RagFuseLLM`.
 
-What is handed on is a message, or a text, of a type of its own; a message or a text that only looks like PML is text.
+Its output is a message or text of a special type; an ordinary message or text that looks like PML stays text.
 """
 
 from __future__ import annotations
@@ -23,30 +23,36 @@ Progress = Callable[[Ingested], None]
 
 
 class PMLMessage(ChatMessage):
-    """A prompt in PML as a message: its content is for people, `RagFuseLLM` answers what it was made from."""
+    """A message with a filled PML template, which `RagFuseLLM` answers; its content is only for people."""
 
     _filled: Any = PrivateAttr(default=None)
 
     @classmethod
     def of(cls, filled: Filled) -> PMLMessage:
-        """The message of a filled template."""
+        """Return a message with a filled template."""
         made = cls(role=MessageRole.USER, content=str(filled))
         made._filled = filled
         return made
 
     @property
     def filled(self) -> Filled | None:
-        """What it was made from."""
+        """The filled template."""
         return cast("Filled | None", self._filled)
 
 
 class PMLPromptTemplate(BasePromptTemplate):
-    """A prompt template whose texts were encoded once: `llm.predict(PMLPromptTemplate(schema, prompt), **values)`.
+    """A prompt template whose fixed texts are encoded once: `llm.predict(PMLPromptTemplate(schema, prompt), **values)`.
 
-    schema: PML, a file, what `parse_schema` gives, or a prompt function. prompt: PML or a file, with `{variable}`
-    wherever text stands (syntax: "mustache" or "jinja2" for `{{ variable }}`); None: the prompt function's parameters
-    are the variables, or the schema's own. question: the text of one more message of a user's. Values are text,
-    whatever they look like. The schema is registered with the LLM's engine at the first question, or by `register`.
+    Values are always text, even if they look like PML. The schema is registered with the LLM's engine at the first
+    question, or by `register`.
+
+    Args:
+        schema: PML text, the path of a PML file, a parsed schema, or a prompt function.
+        prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None: the variables are
+            the parameters of the prompt function or of the schema.
+        question: Text of a further user message, with variables too.
+        syntax: How variables are written; "mustache" or "jinja2" for `{{ variable }}`.
+        template: A `PMLTemplate`, instead of the arguments above.
     """
 
     template: PMLTemplate = Field(exclude=True, repr=False)
@@ -87,10 +93,19 @@ class PMLPromptTemplate(BasePromptTemplate):
         syntax: Syntax = "jinja2",
         **fields: Any,
     ) -> PMLPromptTemplate:
-        """That of a `RichPromptTemplate`, `ChatPromptTemplate`, `PromptTemplate`, a text, or (role, text) pairs.
+        """Return a PML template made from an ordinary one, whose variables become parameters of the schema.
 
-        name: of the schema. max_tokens: room for every variable, or for each. Values that the template holds, and its
-        mappings, are kept. PMLError for what no schema can hold.
+        Args:
+            name: Name of the schema.
+            template: A `RichPromptTemplate`, `ChatPromptTemplate`, `PromptTemplate`, a text, or (role, text) pairs;
+                its partial values and mappings are kept.
+            max_tokens: The most tokens of each variable: one number for all, or one by name.
+            question: Text of a further user message, with variables too.
+            syntax: How variables are written in a text, in pairs and in `question`.
+            **fields: Further fields of the template.
+
+        Raises:
+            PMLError: The template uses something that a schema cannot express, such as logic or loops.
         """
         held = {"template_var_mappings", "function_mappings"}
         kept = {each: getattr(template, each, None) for each in held}
@@ -99,25 +114,25 @@ class PMLPromptTemplate(BasePromptTemplate):
         return cls(template=made, **{**kept, **values, **fields})
 
     def register(self, llm: Any, progress: Progress | None = None) -> Ingested:
-        """Encode what is not kept yet of the schema's modules, ahead of the questions; `progress` hears of each."""
+        """Encode the modules of the schema that are not stored yet; `progress` is called after each."""
         if not hasattr(llm, "get_engine"):
             raise InputError(f"Wanted a RagFuseLLM for a schema, found a {type(llm).__name__}.")
         return _registered(llm.get_engine(), self.template.schema, self.show_progress, progress)
 
     def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
-        """The same with some of its values."""
+        """Return a copy of this template with some values set."""
         return self.model_copy(update={"kwargs": {**self.kwargs, **kwargs}})
 
     def format(self, llm: BaseLLM | None = None, **kwargs: Any) -> str:
-        """The prompt as a text that a `RagFuseLLM` knows for one in PML: `llm.complete(text, formatted=True)`."""
+        """Return the prompt as a text that `RagFuseLLM` recognises: `llm.complete(text, formatted=True)`."""
         return self._filled(kwargs)
 
     def format_messages(self, llm: BaseLLM | None = None, **kwargs: Any) -> list[ChatMessage]:
-        """The prompt as one message, for `llm.chat`."""
+        """Return the prompt as one message for `llm.chat`."""
         return [PMLMessage.of(self._filled(kwargs))]
 
     def get_template(self, llm: BaseLLM | None = None) -> str:
-        """What it is, for events."""
+        """Return a description of the template, for events."""
         return repr(self.template)
 
     def _filled(self, given: Mapping[str, Any]) -> Filled:
@@ -126,12 +141,12 @@ class PMLPromptTemplate(BasePromptTemplate):
 
 
 def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
-    """The prompt in PML that messages are, None where they are others; InputError where some stand beside one."""
+    """Return the filled template of a single `PMLMessage`, else None; raises InputError if others are beside it."""
     return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
 
 
 def ready(prompt: T | Filled, engine: Engine) -> Any:
-    """What an engine answers; of a prompt in PML, whose schema it knows from now on."""
+    """Return a prompt as the engine takes it; the schema of a filled template is registered with it if necessary."""
     if not isinstance(prompt, Filled):
         return prompt
     if not engine.schemas.has(prompt.schema):

@@ -1,4 +1,4 @@
-"""Structured prediction: the model writes nothing but JSON of the schema, so that a small model holds it as well."""
+"""Structured prediction: decoding is constrained to JSON of the schema, so that small models follow it too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ dispatcher = get_dispatcher(__name__)
 
 
 class Structured(LLM):
-    """An LLM whose `chat` takes a `grammar`; a program mode other than the default goes LlamaIndex's own way."""
+    """An LLM with structured prediction by a `grammar` of its `chat`.
+
+    With a `pydantic_program_mode` other than the default, LlamaIndex's own implementation is used.
+    """
 
     @dispatcher.span
     def structured_predict(
@@ -32,7 +35,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        """An object of `output_cls`, as the answer to a prompt."""
+        """Answer a prompt with an object of `output_cls`; raises InputError if the answer is cut off."""
         if not self._is_held:
             return super().structured_predict(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
         _began(output_cls, prompt, prompt_args)
@@ -47,7 +50,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Any:
-        """The same, leaving the event loop free."""
+        """Run `structured_predict` without blocking the event loop."""
         if not self._is_held:
             return await super().astructured_predict(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
         _began(output_cls, prompt, prompt_args)
@@ -61,7 +64,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
-        """What of the object is written so far, and the whole at last."""
+        """Yield the object as far as it is written, and at last the whole object."""
         if not self._is_held:
             yield from super()._structured_stream_call(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
             return
@@ -81,7 +84,7 @@ class Structured(LLM):
         llm_kwargs: Mapping[str, Any] | None = None,
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
-        """The same, leaving the event loop free."""
+        """Stream the object without blocking the event loop."""
         if not self._is_held:
             return await super()._structured_astream_call(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
         stream = await self.astream_chat(
@@ -105,7 +108,7 @@ class Structured(LLM):
     def messages_for(
         self, output_cls: type[BaseModel], prompt: BasePromptTemplate, values: Mapping[str, Any]
     ) -> list[ChatMessage]:
-        """A prompt's messages, the last of which shows the schema."""
+        """Return the messages of a prompt, with the schema added to the last one."""
         messages = self._extend_messages(prompt.format_messages(llm=self, **values))
         return messages[:-1] + [shown(output_cls, message) for message in messages[-1:]]
 
@@ -120,12 +123,12 @@ def shown(output_cls: type[BaseModel], message: ChatMessage) -> ChatMessage:
 
 
 def grammar_of(output_cls: type[BaseModel]) -> Grammar:
-    """What holds an answer to the JSON of a class."""
+    """Return the grammar of the JSON of a class."""
     return Grammar.json(output_cls.model_json_schema())
 
 
 def object_of(output_cls: type[BaseModel], response: ChatResponse | None) -> BaseModel:
-    """The object that a whole answer is; InputError where the answer was cut off."""
+    """Parse an answer as an object of a class; raises InputError if the answer was cut off."""
     text = (response.message.content or "") if response is not None else ""
     raw = response.raw if response is not None and isinstance(response.raw, dict) else {}
     if raw.get("finish_reason") == "length":
@@ -138,12 +141,12 @@ def object_of(output_cls: type[BaseModel], response: ChatResponse | None) -> Bas
 
 
 def _held(output_cls: type[BaseModel], given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Arguments of a call that must follow a schema."""
+    """Return the arguments of a call with the grammar of a class."""
     return {**_plain(given), "grammar": grammar_of(output_cls)}
 
 
 def _plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The caller's arguments without those that programs add for tools."""
+    """Return the caller's arguments without `tool_choice`, which LlamaIndex's programs add."""
     return {name: value for name, value in (given or {}).items() if name != "tool_choice"}
 
 

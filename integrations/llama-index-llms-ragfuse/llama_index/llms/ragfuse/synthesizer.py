@@ -1,4 +1,4 @@
-"""A response synthesizer that says where each node begins and ends, so that nothing has to be found in the text."""
+"""A response synthesizer that marks each node in the prompt as a chunk, so that nodes need not be found by text."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from llama_index.llms.ragfuse.structured import grammar_of
 from ragfuse import InputError
 
 TEMPLATE_TOKENS = 64
-"""Room left for what a chat template writes around the messages."""
+"""Tokens reserved for the text that a chat template adds around messages."""
 SMALLEST = 64
-"""Tokens below which a context is of no use."""
+"""The least tokens of a context; with less room there is an error."""
 
 
 class RagFuseSynthesizer(BaseSynthesizer):
-    """One prompt with as many whole nodes as fit, each marked as one chunk; what is left refines the answer.
+    """A synthesizer that puts as many whole nodes as fit into one prompt and refines the answer with the others.
 
-    Nodes need no precomputing: what a question meets first is encoded after its answer and reused from then on. With
-    `output_cls`, or over `llm.as_structured_llm(...)`, the last answer is an object of that class; streamed, its JSON.
+    Each node is marked as one chunk and needs no precomputing: a chunk that is not stored yet is encoded after the
+    answer and reused from then on. With `output_cls`, or over `llm.as_structured_llm(...)`, the last answer is an
+    object of that class; a stream yields its JSON.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class RagFuseSynthesizer(BaseSynthesizer):
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
 
     def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> Any:
-        """The response to a query from nodes."""
+        """Answer a query from nodes."""
         return super().synthesize(query, nodes, *args, sources=_sources(nodes), **kwargs)
 
     async def asynthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> Any:
-        """The same, leaving the event loop free."""
+        """Answer a query from nodes without blocking the event loop."""
         return await super().asynthesize(query, nodes, *args, sources=_sources(nodes), **kwargs)
 
     def get_response(
@@ -79,7 +80,15 @@ class RagFuseSynthesizer(BaseSynthesizer):
         sources: Sequence[str] = (),
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        """The answer to a query from texts, each a chunk; `sources` name them."""
+        """Answer a query from texts, each of which becomes a chunk.
+
+        Args:
+            query_str: The query.
+            text_chunks: The texts; one that is longer than a prompt is split.
+            prev_response: An answer to refine.
+            sources: Where each text comes from, for people.
+            **response_kwargs: Values of further variables of the templates.
+        """
         if not any(text.strip() for text in text_chunks):
             return self._empty_response_generator() if self._streaming else self._empty_response
         *first, last = self._contexts(query_str, text_chunks, sources)
@@ -98,7 +107,7 @@ class RagFuseSynthesizer(BaseSynthesizer):
         sources: Sequence[str] = (),
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
-        """The same, leaving the event loop free."""
+        """Run `get_response` without blocking the event loop."""
         if not any(text.strip() for text in text_chunks):
             return self._empty_response_agenerator() if self._streaming else self._empty_response
         *first, last = await asyncio.to_thread(self._contexts, query_str, text_chunks, sources)
@@ -110,7 +119,7 @@ class RagFuseSynthesizer(BaseSynthesizer):
         return await self._asaid(template, {**values, **response_kwargs})
 
     def _said(self, template: BasePromptTemplate, values: dict[str, Any]) -> Any:
-        """The last answer: whole or as it is written, text or of the class that is wanted."""
+        """Return the last answer: whole or as a stream, as text or as an object of `output_cls`."""
         llm, wanted = self._fused, self._output_cls
         if wanted is None:
             return llm.stream(template, **values) if self._streaming else llm.predict(template, **values)
@@ -120,7 +129,7 @@ class RagFuseSynthesizer(BaseSynthesizer):
         return stream_chat_response_to_tokens(llm.stream_chat(messages, grammar=grammar_of(wanted)))
 
     async def _asaid(self, template: BasePromptTemplate, values: dict[str, Any]) -> Any:
-        """The same, leaving the event loop free."""
+        """Return the last answer without blocking the event loop."""
         llm, wanted = self._fused, self._output_cls
         if wanted is None:
             return await (llm.astream(template, **values) if self._streaming else llm.apredict(template, **values))
@@ -130,13 +139,13 @@ class RagFuseSynthesizer(BaseSynthesizer):
         return await astream_chat_response_to_tokens(await llm.astream_chat(messages, grammar=grammar_of(wanted)))
 
     def _step(self, query: str, context: str, answer: str | None) -> tuple[BasePromptTemplate, dict[str, str]]:
-        """The template and its values: a first answer, or one refined."""
+        """Return the template and its values, for a first answer or to refine `answer`."""
         if answer is None:
             return self._text_qa_template, {"query_str": query, "context_str": context}
         return self._refine_template, {"query_str": query, "context_msg": context, "existing_answer": answer}
 
     def _contexts(self, query: str, texts: Sequence[str], sources: Sequence[str]) -> list[str]:
-        """Marked texts, as many to a context as fit into a prompt; at least one context."""
+        """Join marked texts to contexts, as many in each as fit into a prompt; at least one context."""
         engine, room = self._fused.get_engine(), self._room(query)
         between = len(engine.tokens(self._separator))
         contexts: list[list[str]] = [[]]
@@ -151,7 +160,7 @@ class RagFuseSynthesizer(BaseSynthesizer):
         return [self._separator.join(marked) for marked in contexts]
 
     def _fitting(self, texts: Sequence[str], sources: Sequence[str], room: int) -> Iterator[tuple[str, str]]:
-        """(text, source), those that are longer than a prompt in parts."""
+        """Yield (text, source), with texts that do not fit into a prompt split."""
         count = self._fused.get_engine().tokens
         splitter = TokenTextSplitter(chunk_size=room - 16, chunk_overlap=0, tokenizer=count)
         for text, source in zip_longest((text.strip() for text in texts), sources, fillvalue=""):
@@ -159,7 +168,7 @@ class RagFuseSynthesizer(BaseSynthesizer):
             yield from ((part, source or "node") for part in parts if part)
 
     def _room(self, query: str) -> int:
-        """Tokens that a prompt has for its context."""
+        """Return the tokens that a prompt has left for its context; raises InputError if they are too few."""
         metadata, engine = self._fused.metadata, self._fused.get_engine()
         steps = [self._step(query, "", answer) for answer in (None, "")]
         messages = [template.format_messages(llm=self._fused, **values) for template, values in steps]

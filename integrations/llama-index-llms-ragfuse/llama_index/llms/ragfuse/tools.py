@@ -1,4 +1,4 @@
-"""Function calling as LlamaIndex asks for it: its tools as schemas, a model's calls as its selections."""
+"""LlamaIndex's function calling interface: it passes tools as schemas and returns calls as tool selections."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ToolCalling(FunctionCallingLLM):
         tool_choice: str | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What `chat` is called with."""
+        """Return the keyword arguments for `chat`."""
         messages = list(chat_history or ())
         if user_msg:
             given = isinstance(user_msg, ChatMessage)
@@ -46,7 +46,7 @@ class ToolCalling(FunctionCallingLLM):
         allow_parallel_tool_calls: bool = False,
         **kwargs: Any,
     ) -> ChatResponse:
-        """The response, with its first call alone where several are not wanted."""
+        """Return the response, with only its first call unless parallel calls are allowed."""
         message = response.message
         if not allow_parallel_tool_calls:
             calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
@@ -58,7 +58,7 @@ class ToolCalling(FunctionCallingLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """The calls of a response, [] or an error where there are none."""
+        """Return the calls of a response; without any, raise InputError if `error_on_no_tool_call`, else return []."""
         calls = calls_of(response.message)
         if not calls and error_on_no_tool_call:
             raise InputError(
