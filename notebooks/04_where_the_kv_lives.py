@@ -37,8 +37,8 @@ from ragfuse.demo import corpus_path
 from ragfuse.measure import measure
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.evict import lru
+from ragfuse.plan.explanation import in_words
 from ragfuse.plan.tiers import choose_tier, store_cost
-from ragfuse.plan.words import in_words
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 
 folder = Path(tempfile.mkdtemp())  # everything of this notebook, removed at its end

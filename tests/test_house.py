@@ -46,8 +46,19 @@ ROOMS: dict[str, set[str]] = {
     "admin": {*VALUES, "engine", "plan", "schemas", "sessions", "store"},
     "calibration": BELOW_DOORS,
     "demo": {*BELOW_DOORS, "calibration"},
-    "serve": {*VALUES, "admin", "engine", "plan.words", "sessions", "telemetry", "text"},
-    "cli": {*VALUES, "admin", "calibration", "demo", "engine", "models", "serve", "store", "text.Piece", "plan.words"},
+    "serve": {*VALUES, "admin", "engine", "plan.explanation", "sessions", "telemetry", "text"},
+    "cli": {
+        *VALUES,
+        "admin",
+        "calibration",
+        "demo",
+        "engine",
+        "models",
+        "serve",
+        "store",
+        "text.Piece",
+        "plan.explanation",
+    },
     "__init__": {*VALUES, "admin", "engine", "schemas.pml_template", "telemetry", "text"},
 }
 # Room -> all that it may import besides the standard library and ragfuse.

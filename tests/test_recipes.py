@@ -77,7 +77,7 @@ def by_size(item: EvictionItem, place: float | None) -> tuple[int, float]:
 PROGRAM = """
 import json, sys
 from ragfuse import Ask, Engine, Settings
-from ragfuse.plan.words import in_words
+from ragfuse.plan.explanation import in_words
 from tests.tiny import CHUNKS, ingest, messages
 
 settings = Settings(

@@ -76,7 +76,7 @@ def root() -> Any:
     """The whole command line as one click command."""
     import typer.main
 
-    from ragfuse.cli.door import app
+    from ragfuse.cli.main import app
 
     return typer.main.get_command(app)
 

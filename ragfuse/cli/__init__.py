@@ -9,7 +9,7 @@ def app() -> None:
         from rich.console import Console
 
         with Console(stderr=True).status("starting"):
-            from ragfuse.cli.door import app
+            from ragfuse.cli.main import app
         app()
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)

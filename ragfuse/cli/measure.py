@@ -32,7 +32,7 @@ from ragfuse.cli.options import (
     write_json,
 )
 from ragfuse.errors import InputError
-from ragfuse.plan.words import as_dict, in_words
+from ragfuse.plan.explanation import as_dict, in_words
 
 READS_IN_WORDS = MappingProxyType(
     {

@@ -13,28 +13,28 @@ from fastapi.responses import JSONResponse, Response
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import Ask
 from ragfuse.engine.question import Question
-from ragfuse.plan.words import as_dict, in_words
+from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.guard import unless_gone
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.logprobs import Likely
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.replies import ResponseWriter
-from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextDelta
-from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest
-from ragfuse.serve.service import Service
-from ragfuse.serve.stats import store_of
-from ragfuse.serve.wishes import (
+from ragfuse.serve.requests import (
     allowed_of,
-    chat_wishes,
+    chat_requests,
     goes_on,
     ids_of,
     in_session,
     question_of,
     text_of,
-    text_wishes,
+    text_requests,
     told_of,
 )
+from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextDelta
+from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest
+from ragfuse.serve.service import Service
+from ragfuse.serve.stats import store_of
 
 T = TypeVar("T")
 SLOW_S = 30.0
@@ -53,7 +53,7 @@ def router(service: Service) -> APIRouter:
         def make(engine: Engine) -> list[AnswerRequest]:
             told = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
             template = engine.template if any(each is not None for each in told) else None
-            return chat_wishes(body, salt, template)
+            return chat_requests(body, salt, template)
 
         return await _answer(service, request, body, make, True, bool(body.logprobs))
 
@@ -63,7 +63,7 @@ def router(service: Service) -> APIRouter:
         salt = _tenant(request).salt
 
         def make(engine: Engine) -> list[AnswerRequest]:
-            return text_wishes(body, salt, engine.marker.mark, len(engine.model.tokenizer))
+            return text_requests(body, salt, engine.marker.mark, len(engine.model.tokenizer))
 
         return await _answer(service, request, body, make, False, body.logprobs is not None)
 

@@ -7,7 +7,7 @@ documents.
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import ChunkSpan, KnownChunks, Marker, Piece, chunk_id, peel, pieces
 from ragfuse.text.filler import filler_text, sample
-from ragfuse.text.retrieved import RetrievalRuns
+from ragfuse.text.retrieval_runs import RetrievalRuns
 
 __all__ = [
     "Assembler",

@@ -38,7 +38,7 @@ def lean(contents: Sequence[Sequence[Piece]], n: int, asked: int = -1) -> Shorte
 
 
 def _places(contents: Sequence[Sequence[Piece]], asked: int) -> Iterator[tuple[int, int]]:
-    """Where chunks stand that may be left out."""
+    """Yield (message, piece) indices of the chunks that may be dropped."""
     for index, pieces in enumerate(contents):
         said = any(piece.kind == "fresh" and piece.text.strip() for piece in pieces)
         if said or index != asked:
@@ -46,7 +46,7 @@ def _places(contents: Sequence[Sequence[Piece]], asked: int) -> Iterator[tuple[i
 
 
 def _without(pieces: Sequence[Piece], doomed: Collection[int]) -> list[Piece]:
-    """A content without these chunks, which are its last ones."""
+    """Return a content without these chunks, which are its last ones, and without the separators before them."""
     if not doomed:
         return list(pieces)
     groups, first = list(_groups(pieces)), min(doomed)
@@ -63,7 +63,7 @@ def _without(pieces: Sequence[Piece], doomed: Collection[int]) -> list[Piece]:
 
 
 def _groups(pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], int | None]]:
-    """Fresh text and the place of the chunk behind it; at last what stands behind all chunks."""
+    """Yield fresh text and the index of the chunk after it; at last the text after all chunks, with None."""
     gap: list[Piece] = []
     for at, piece in enumerate(pieces):
         if piece.kind == "fresh":
@@ -75,12 +75,12 @@ def _groups(pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], int | None]]
 
 
 def _separates(text: str, gaps: Counter[str]) -> bool:
-    """Whether what stands between two chunks only parts them: no letter is in it, or others are parted so too."""
+    """Return whether a text between two chunks is a separator: it has no letters, or occurs between others too."""
     return gaps[text] > 1 or not any(letter.isalpha() for letter in text)
 
 
 def _strip(kept: list[Piece]) -> None:
-    """Take off the white space at the end of its fresh text."""
+    """Remove white space at the end of the last fresh text."""
     while kept and kept[-1].kind == "fresh":
         text = kept.pop().text.rstrip()
         if text:

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 WINDOW = 8
-"""Successive hashes of which the least is kept."""
+"""Number of successive hashes of which the least is kept."""
 OLDEST, NEWEST = 2, 6
-"""Places that one hash leads to, at most: its first ones and its last ones. Who is among the first stays there, so
-that a span with one such anchor is met whatever is added behind it."""
+"""The most places that one hash leads to: its oldest and its newest ones. A place among the oldest stays there, so a
+span with such an anchor is found whatever is added later."""
 MOST_LENGTHS = 64
-"""Different lengths of spans that are met by a hash of the whole."""
+"""The most different lengths of spans that are found by a hash of the whole span."""
 _ODD = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 _NONE = np.uint64((1 << 64) - 1)
 _LOW = np.uint64((1 << 32) - 1)
@@ -31,7 +31,7 @@ _BITS_EACH = 16
 
 
 def few(counts: Array, oldest: int = OLDEST, newest: int = NEWEST) -> tuple[Array, Array]:
-    """(group, offset in it) of at most the first `oldest` and the last `newest` of groups of so many."""
+    """Return (group, offset) of at most the first `oldest` and last `newest` members of groups of these sizes."""
     taken = np.minimum(counts, oldest + newest)
     group, offset = spread(taken)
     skipped = (counts - taken)[group]
@@ -39,14 +39,14 @@ def few(counts: Array, oldest: int = OLDEST, newest: int = NEWEST) -> tuple[Arra
 
 
 def spread(counts: Array) -> tuple[Array, Array]:
-    """(group, 0, 1, 2... in it) of groups of so many."""
+    """Return (group, offset) of all members of groups of these sizes."""
     group = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts
     return group, np.arange(len(group)) - firsts[group]
 
 
 def ranks(*columns: Array) -> Array:
-    """0, 1, 2... of each row among the rows of the same values, which stand together."""
+    """Return the rank (0, 1, 2, ...) of each row among adjacent rows with the same values."""
     n = len(columns[0])
     fresh = np.ones(n, bool)
     if n:
@@ -57,7 +57,7 @@ def ranks(*columns: Array) -> Array:
 
 
 def mixed(ids: Array) -> Array:
-    """uint64 of ids whose bits all depend on all of theirs."""
+    """Return a uint64 hash of each id."""
     x = ids.astype(np.uint64) + np.uint64(_ODD[0])
     for odd, shift in ((_ODD[1], 30), (_ODD[2], 27)):
         x ^= x >> np.uint64(shift)
@@ -67,7 +67,7 @@ def mixed(ids: Array) -> Array:
 
 
 def grams(words: Array, size: int) -> Array:
-    """uint64 below 2**32: the hash of each `size` successive words of `mixed`."""
+    """Return the hash of each `size` successive words (from `mixed`), uint64 below 2**32."""
     count = max(0, len(words) - size + 1)
     total = np.zeros(count, np.uint64)
     for index in range(size):
@@ -78,7 +78,7 @@ def grams(words: Array, size: int) -> Array:
 
 
 def wholes(words: Array, lengths: Sequence[int]) -> list[Array]:
-    """As `grams`, of any lengths, each in as few steps."""
+    """Return hashes like those of `grams` for each of these lengths, in constant time per place."""
     powers = np.cumprod(np.full(len(words) + 1, _ODD[3], np.uint64))
     back = np.cumprod(np.full(len(words) + 1, pow(_ODD[3], -1, 1 << 64), np.uint64))
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words * powers[:-1])])
@@ -91,7 +91,7 @@ def wholes(words: Array, lengths: Sequence[int]) -> list[Array]:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Sorted entries, and where those with the same first bits begin: a search in all of them waits for memory."""
+    """Sorted entries, with an index of their first bits, as a binary search over all is slowed by cache misses."""
 
     entries: Array
     firsts: Array
@@ -115,7 +115,7 @@ class _Level:
         return self.entries.nbytes + self.firsts.nbytes
 
     def below(self, wanted: Array) -> Array:
-        """How many entries are less, for each."""
+        """Return for each wanted value how many entries are less."""
         bucket = (wanted >> np.uint64(self.shift)).astype(np.int64)
         lo = self.firsts[bucket].astype(np.int64)
         left = self.firsts[bucket + 1] - lo
@@ -127,7 +127,7 @@ class _Level:
         return lo
 
     def few(self, wanted: Array) -> tuple[Array, Array]:
-        """(index into `wanted`, place) of the few entries with such a hash, older ones first."""
+        """Return (index into `wanted`, place) of the oldest and newest entries of each hash, older ones first."""
         lo = self.below(wanted)
         there = np.flatnonzero(self.entries[np.minimum(lo, len(self.entries) - 1)] & ~_LOW == wanted)
         lo = lo[there]
@@ -165,7 +165,7 @@ class AnchorLevels:
         self._mark([entries])
 
     def find(self, hashes: Array) -> tuple[Array, Array]:
-        """(index into `hashes`, place) of the few places of each, older ones first."""
+        """Return (index into `hashes`, place) of the oldest and newest places of each hash, older ones first."""
         at = np.flatnonzero(self._maybe(hashes))
         wanted = hashes[at] << _HALF
         if not len(wanted):
@@ -190,7 +190,7 @@ class AnchorLevels:
         return total
 
     def move(self, moved: Callable[[Array], Array]) -> None:
-        """Give every place its new one, which keeps their order; -1: gone."""
+        """Replace every place by `moved(places)`, which must keep their order; -1 removes a place."""
         levels, self._levels = self._levels, []
         for level in levels:
             places = moved((level.entries & _LOW).astype(np.int64))
@@ -218,10 +218,10 @@ class AnchorLevels:
 
 
 class Anchors:
-    """Anchors of spans that lie one behind the other in one array of ids.
+    """Anchors of spans that are stored one after another in one array of ids.
 
-    Each span of `shortest` tokens has an anchor between its first and its last token. Where all of them are already
-    the anchors of others, it gets a rarer one; where it has none, a hash of all between its ends.
+    Each span of at least `shortest` tokens has an anchor between its first and last token. If others have its anchors
+    already, it gets a rarer one; if it has none, a hash of all tokens between its ends.
     """
 
     def __init__(self, shortest: int) -> None:
@@ -240,7 +240,7 @@ class Anchors:
         return self._gram
 
     def find(self, ids: Array) -> tuple[Array, Array]:
-        """(index into ids, place in the array) that may agree from there on."""
+        """Return (index into ids, place in the array) pairs from which on the ids may agree."""
         words = mixed(ids)
         at, place = self._short.find(grams(words, self._gram))
         lengths = sorted((length for length in self._lengths if length <= len(ids)), reverse=True)
@@ -253,14 +253,14 @@ class Anchors:
         return np.append(at, begin[order]), np.append(place, where[order])
 
     def move(self, moved: Callable[[Array], Array]) -> None:
-        """Give every place its new one, which keeps their order; -1: gone."""
+        """Replace every place by `moved(places)`, which must keep their order; -1 removes a place."""
         self._short.move(moved)
         self._whole.move(moved)
         if not len(self._whole):
             self._lengths.clear()
 
     def add(self, ids: Array, base: int, lengths: Array) -> None:
-        """Take in spans of these lengths, which fill ids, at place `base` and on. A length below 0: leave it out."""
+        """Add consecutive spans of these lengths in `ids`, stored from place `base` on; negative: skipped."""
         size = np.abs(lengths)
         ends = np.cumsum(size)
         starts, owner = ends - size, np.repeat(np.arange(len(size)), size)

@@ -19,16 +19,17 @@ MIN_RUN_TOKENS = 4
 SKIP = 16
 """The most tokens between two runs of a chain, in the prompt and in the span."""
 COMPARED_TOKENS = 8
-"""Tokens compared at first on either side of anchors, and tokens between anchors that are looked at together."""
+"""Tokens that are compared at first on either side of anchors."""
 STRETCH = 32
-"""Tokens of the prompt in which few shifts of one span are looked at: `THIN`; of a span no longer than this, all."""
+"""Anchors at most this many tokens apart are grouped; in as many tokens of the prompt only `THIN` shifts of a span are
+tried, unless the span is no longer than this."""
 THIN = 6
 ROUNDS = 24
-"""Times that runs are sought beside the runs found last."""
+"""The most rounds of searching for neighbours of the runs found in the round before."""
 BACK = 8
-"""Runs before a run to which it may be chained, and times that a chain is weighed again once others took its tokens."""
+"""The most earlier runs that a run may be chained to, and how often a chain is weighed again after losing tokens."""
 PER_TOKEN = 256
-"""Ids compared for each token of the prompt, at most."""
+"""The most ids that are compared for each token of the prompt."""
 _REACH = SKIP + MIN_RUN_TOKENS
 _NOTHING, _NOWHERE = -1, -2
 
@@ -101,7 +102,7 @@ class Search:
     # runs
 
     def _begun(self, at: Array, shift: Array, number: Array) -> tuple[Runs, Array, Array]:
-        """Runs around anchors, and whether each may go on to the left and to the right."""
+        """Return runs around anchors, and whether each may be extended to the left and to the right."""
         order = np.argsort(shift * (len(self.ids) + 1) + at)  # on one shift spans stand in the order of places
         at, shift, number = at[order], shift[order], number[order]
         first = np.ones(len(at), bool)
@@ -150,7 +151,7 @@ class Search:
         return order[(ranks(number[order], begin[order] // STRETCH) < THIN) | short[order]]
 
     def _grown(self, runs: Runs, left: Array, right: Array, block: int) -> Runs:
-        """The runs as long as they agree, to the sides that are open."""
+        """Extend the runs as far as ids agree, on the sides in `left` and `right`."""
         lo, hi = runs.lo.copy(), runs.hi.copy()
         least = np.maximum(self.starts[runs.number] - runs.shift, 0)
         most = np.minimum(self.ends[runs.number] - runs.shift, len(self.ids))
@@ -179,7 +180,7 @@ class Search:
         return Runs(runs.number, runs.shift, lo, hi)
 
     def _promising(self, runs: Runs, least: int) -> Runs:
-        """Without runs of spans of which too little agrees, and without those that a longer run stands over anyway."""
+        """Drop runs of spans with fewer than `least` agreeing tokens, and runs covered by a longer run."""
         size = runs.hi - runs.lo
         _, each = np.unique(runs.number, return_inverse=True)
         total = np.bincount(each, size).astype(np.int64)[each]
@@ -195,7 +196,7 @@ class Search:
         return runs.taken(np.flatnonzero(~covered))
 
     def _with_neighbours(self, runs: Runs) -> Runs:
-        """The runs, and those right behind and right before them, and right behind and right before these."""
+        """Add the runs right after and before these, and in turn the neighbours of the added ones."""
         seen = set(_edges(runs))
         fresh, way = self._open(runs)
         for _ in range(ROUNDS):
@@ -278,7 +279,7 @@ class Search:
                 yield chain[::-1]
 
     def _standing(self, chains: list[list[tuple[int, int, int, int]]]) -> list[tuple[int, int, int, int]]:
-        """The longest chain first, then what it leaves of the others; (lo, hi, number, place), by lo."""
+        """Choose the longest chain, then what it leaves of the others; return sorted (lo, hi, number, place)."""
         taken = bytearray(len(self.ids))
         heap = [(-sum(hi - lo for lo, hi, *_ in chain), chain[0][0], index, 0) for index, chain in enumerate(chains)]
         heapq.heapify(heap)
@@ -298,7 +299,7 @@ class Search:
         return sorted(found)
 
     def _left(self, chain: list[tuple[int, int, int, int]], taken: bytearray) -> Iterator[tuple[int, int, int, int]]:
-        """What is free of a chain. Of tokens that two of its runs agree with, the first one has them."""
+        """Yield the parts of a chain whose tokens are not taken; tokens of two runs belong to the first."""
         stop = place = 0
         for begin, hi, number, shift in chain:
             lo = max(begin, stop, place - shift)
@@ -326,7 +327,7 @@ def _edges(runs: Runs) -> list[tuple[int, int, int]]:
 
 
 def _apart(runs: Runs) -> Runs:
-    """Without what another run on the same shift holds already."""
+    """Drop runs that another run of the same span and shift contains."""
     order = np.lexsort((-runs.hi, runs.lo, runs.shift, runs.number))
     runs = runs.taken(order)
     if len(runs) < 2:

@@ -16,7 +16,7 @@ THOUGHT_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
 )
-"""What models write around their thoughts; which of these a model has is looked up, not known by its name."""
+"""Known reasoning tags (opening, closing); a model's own are found in its template or vocabulary, not by its name."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class Thoughts:
     close: str
 
     def is_open(self, prompt: str, within: bool = False) -> bool:
-        """Whether a prompt ends in an opening tag, so that an answer begins with a thought; within: or in a thought."""
+        """Return whether a prompt ends with an opening tag, so that the answer begins with reasoning.
+
+        within: return whether the prompt ends anywhere inside reasoning.
+        """
         if within:
             return prompt.rfind(self.open) > prompt.rfind(self.close)
         return prompt.rstrip().endswith(self.open)

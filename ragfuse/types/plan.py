@@ -109,7 +109,7 @@ class LoadPlan:
         )
 
     def explain(self) -> str:
-        """Return the plan in one readable line; `plan.words.in_words` has all of it."""
+        """Return the plan in one readable line; `plan.explanation.in_words` has all of it."""
         if self.fallback_reason:
             known = f", {self.n_before} of them from an earlier prompt's state" if self.n_before else ""
             return f"full prefill of {len(self.prompt)} tokens{known}: {self.fallback_reason}"

@@ -10,7 +10,7 @@ from ragfuse_bench.matching import FORMS, MatchingOptions, run_matching
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 from ragfuse.errors import InputError, SettingsError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer.testing import CliRunner
 
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 
 
 def test_a_result_that_can_be_written_nowhere_is_told_before_anything_is_measured(tmp_path):

@@ -19,7 +19,7 @@ from ragfuse_bench.sessions.trace import Turn, described, drawn, mooncake
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 from ragfuse.errors import InputError
 from ragfuse.plan.ranks import RANKS
 from ragfuse.settings import Settings

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse import Settings
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 from ragfuse.cli.show import WrappedOutput, show_trace, strip
 from ragfuse.types.answer import SegmentTrace, Trace
 

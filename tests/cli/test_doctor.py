@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from ragfuse import Engine
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.store.redis import RedisTier

@@ -12,7 +12,7 @@ from ragfuse_bench.quality import report
 from typer.testing import CliRunner
 
 from ragfuse.calibration import runner
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
 from tests.store.kit import key, kv

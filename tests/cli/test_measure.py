@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ragfuse import measure as measuring
-from ragfuse.cli.door import app
-from ragfuse.plan.words import UNMEASURED
+from ragfuse.cli.main import app
+from ragfuse.plan.explanation import UNMEASURED
 from ragfuse.types.profiles import MachineProfile
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse import Engine, ModelError
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 from ragfuse.models import prepare, resolve_llm
 from tests.tiny import ROOT
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ragfuse import Engine
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 from tests.engine.test_schema_service import PROMPT, TRIP
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
-from ragfuse.cli.door import app
 from ragfuse.cli.entries import show_lines
+from ragfuse.cli.main import app
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings

@@ -12,7 +12,7 @@ from ragfuse import Ask, Engine, Settings
 from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
-from ragfuse.plan.words import in_words
+from ragfuse.plan.explanation import in_words
 from ragfuse.store import CatalogFile, DiskTier
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import TABLES_RECHECK_S, CodecRegistry, _key, wants_tables

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from ragfuse import Ask, Engine, InputError, Piece, SettingsError
-from ragfuse.plan.words import in_words
+from ragfuse.plan.explanation import in_words
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, chunk_hits, ingest, messages
 
 SOURCES = tuple(f"book-{number}" for number in range(len(CHUNKS)))

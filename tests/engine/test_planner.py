@@ -9,8 +9,8 @@ from ragfuse_bench.throttle import ThrottledTier
 from ragfuse import Ask, Engine, Settings
 from ragfuse.engine.placement import MAX_PROMOTIONS
 from ragfuse.plan.evict import lru
+from ragfuse.plan.explanation import in_words
 from ragfuse.plan.tiers import OFTEN
-from ragfuse.plan.words import in_words
 from ragfuse.store import DiskTier, KVStore, bulk
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import TierSpeed

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, T5Confi
 from typer.testing import CliRunner
 
 from ragfuse import Ask, Engine, InputError, ModelError, Settings
-from ragfuse.cli.door import app
+from ragfuse.cli.main import app
 from ragfuse.errors import SettingsError
 from ragfuse.hf import model as hf_model
 from ragfuse.models.loader import load_model

@@ -149,7 +149,7 @@ def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(tiny_settings
 def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings: Settings) -> None:
     from typer.testing import CliRunner
 
-    from ragfuse.cli.door import app
+    from ragfuse.cli.main import app
 
     told = {
         f"RAGFUSE_{name.upper()}": str(getattr(tiny_settings, name)) for name in ("model", "dtype", "store", "home")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.schema import (
     ChatRequest,
     CompletionRequest,
@@ -18,7 +19,6 @@ from ragfuse.serve.schema import (
     StreamOptions,
     TextRequest,
 )
-from ragfuse.serve.wishes import chat_wishes
 from tests.serve.kit import Served, said, with_documents
 from tests.tiny import ROOT
 
@@ -324,13 +324,13 @@ def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> No
 def test_what_an_assistant_thought_is_handed_to_the_template(served: Served) -> None:
     for name in ("reasoning_content", "reasoning"):
         messages = [said(), {**said("Hm", "assistant"), name: "I count."}, {**said("Sure?"), name: "not mine"}]
-        ask = chat_wishes(ChatRequest(model="m", messages=messages), "")[0]
+        ask = chat_requests(ChatRequest(model="m", messages=messages), "")[0]
         assert [turn.reasoning for turn in ask.question] == ["", "I count.", ""]
         assert asked(served, "chat", {"messages": messages}).status_code == 200
 
 
 def test_the_name_of_whoever_says_a_message_is_handed_to_the_template(served: Served) -> None:
-    ask = chat_wishes(ChatRequest(model="m", messages=[{**said(), "name": "Ann"}, said("Hm", "assistant")]), "")[0]
+    ask = chat_requests(ChatRequest(model="m", messages=[{**said(), "name": "Ann"}, said("Hm", "assistant")]), "")[0]
     assert [turn.name for turn in ask.question] == ["Ann", ""]
     for name in ("<|user|>", "two words", "a" * 65, ""):
         answer = asked(served, "chat", {"messages": [{**said(), "name": name}]})

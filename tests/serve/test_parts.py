@@ -12,8 +12,8 @@ from ragfuse import Piece, StoreError
 from ragfuse.engine.options import Ask
 from ragfuse.serve.logprobs import ZERO_LOGPROB, Noted, as_text
 from ragfuse.serve.refusals import APIError, refusal_of
+from ragfuse.serve.requests import chat_requests, text_requests, turns_of
 from ragfuse.serve.schema import ChatRequest, Document, RequestMessage, TextRequest
-from ragfuse.serve.wishes import chat_wishes, text_wishes, turns_of
 
 
 def chat(**fields: object) -> ChatRequest:
@@ -70,23 +70,23 @@ def test_parts_that_say_so_are_chunks_as_documents_are() -> None:
     ],
 )
 def test_tokens_are_drawn_only_where_a_temperature_says_so(told: dict[str, float], options: dict[str, object]) -> None:
-    (wish,) = chat_wishes(chat(**told), "")
+    (wish,) = chat_requests(chat(**told), "")
     assert dict(wish.ask.options) == options
 
 
 def test_each_of_several_answers_has_a_seed_of_its_own() -> None:
-    assert [wish.ask.seed for wish in chat_wishes(chat(n=3, seed=5), "")] == [5, 6, 7]
-    assert [wish.ask.seed for wish in chat_wishes(chat(n=2), "")] == [None, None]
+    assert [wish.ask.seed for wish in chat_requests(chat(n=3, seed=5), "")] == [5, 6, 7]
+    assert [wish.ask.seed for wish in chat_requests(chat(n=2), "")] == [None, None]
 
 
 def test_a_conversation_goes_on_with_one_answer() -> None:
     with pytest.raises(APIError, match="one answer"):
-        chat_wishes(chat(n=2, session_id="s"), "")
+        chat_requests(chat(n=2, session_id="s"), "")
 
 
 def test_every_prompt_has_as_many_wishes_as_answers_are_wanted() -> None:
     request = TextRequest.model_validate({"model": "m", "prompt": ["a", "b"], "n": 2, "documents": ["c"]})
-    wishes = text_wishes(request, "", lambda text, source: f"<{source}:{text}>")
+    wishes = text_requests(request, "", lambda text, source: f"<{source}:{text}>")
     assert [wish.question for wish in wishes] == ["<document 1:c>\n\na"] * 2 + ["<document 1:c>\n\nb"] * 2
 
 

@@ -41,7 +41,7 @@ from langchain_ragfuse import ChatRagFuse, RagFuseLLM, RagFuseRetriever, callbac
 from langchain_ragfuse.callbacks import LISTENER
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.text.retrieved import MAX_TEXTS
+from ragfuse.text.retrieval_runs import MAX_TEXTS
 
 PROMPT = ChatPromptTemplate.from_template("Passages:\n\n{context}\n\nQuestion: {input}")
 TEXT_PROMPT = PromptTemplate.from_template("Passages:\n\n{context}\n\nQuestion: {input}")
@@ -302,7 +302,7 @@ def test_the_newest_documents_are_kept_by_hand(llm: ChatRagFuse, asks: list[Ask]
     found = asks[-1].documents
     assert len(found) == MAX_TEXTS
     assert found[:2] == texts(f"harbour {MAX_TEXTS - 1}")
-    monkeypatch.setattr("ragfuse.text.retrieved.MAX_RETRIEVED_CHARS", sum(len(text) for text, _ in found[:4]))
+    monkeypatch.setattr("ragfuse.text.retrieval_runs.MAX_RETRIEVED_CHARS", sum(len(text) for text, _ in found[:4]))
     llm.invoke(f"When?\n{said}{joined(Shelf().invoke('mill'))}")
     assert asks[-1].documents[:2] == texts("mill")
     assert 2 < len(asks[-1].documents) <= 5

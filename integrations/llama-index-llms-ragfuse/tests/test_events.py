@@ -33,7 +33,7 @@ from llama_index.llms.ragfuse import RagFuseLLM, RagFuseSynthesizer, events
 from llama_index.llms.ragfuse.events import QUERIES
 
 from ragfuse import Ask, Engine
-from ragfuse.text.retrieved import MAX_TEXTS
+from ragfuse.text.retrieval_runs import MAX_TEXTS
 
 Heard = tuple[tuple[str, str], ...]
 MODES = [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE, ResponseMode.SIMPLE_SUMMARIZE]
@@ -300,7 +300,9 @@ def test_the_newest_nodes_are_kept_by_hand(llm: RagFuseLLM, asks: list[Ask], mon
     found = asks[-1].documents
     assert len(found) == MAX_TEXTS
     assert found[:2] == bare(f"harbour {MAX_TEXTS - 1}")
-    monkeypatch.setattr("ragfuse.text.retrieved.MAX_RETRIEVED_CHARS", sum(len(text) for text, _ in texts("x") * 2) + 60)
+    monkeypatch.setattr(
+        "ragfuse.text.retrieval_runs.MAX_RETRIEVED_CHARS", sum(len(text) for text, _ in texts("x") * 2) + 60
+    )
     llm.complete(f"When?\n{said}{joined(Shelf().retrieve('mill'))}")
     assert asks[-1].documents[:2] == bare("mill")
     assert 2 < len(asks[-1].documents) <= 5

@@ -11,7 +11,7 @@ import pytest
 
 from ragfuse import RetrievalRuns
 from ragfuse.text import retrieved
-from ragfuse.text.retrieved import RetrievedText
+from ragfuse.text.retrieval_runs import RetrievedText
 
 
 def letter(name: str) -> RetrievedText:

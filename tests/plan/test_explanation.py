@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ragfuse.fuse.select import POLICIES
-from ragfuse.plan.words import UNMEASURED, in_words
+from ragfuse.plan.explanation import UNMEASURED, in_words
 from ragfuse.types.prompt import Prompt
 from tests.plan.kit import LoadingController, machine, plan, prompt_of
 

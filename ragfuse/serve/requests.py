@@ -34,7 +34,7 @@ COOL = 1e-3
 """Temperatures below this mean greedy decoding: dividing logits by them would overflow."""
 
 
-def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None = None) -> list[AnswerRequest]:
+def chat_requests(request: ChatRequest, tenant: str, template: ChatTemplate | None = None) -> list[AnswerRequest]:
     """Convert a chat request into `n` answer requests, one for each answer that it asks for.
 
     Args:
@@ -64,7 +64,7 @@ def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None
     return [_wish(question, ask, number, noted) for number in range(request.n or 1)]
 
 
-def text_wishes(request: TextRequest, tenant: str, mark: Any, n_tokens: int | None = None) -> list[AnswerRequest]:
+def text_requests(request: TextRequest, tenant: str, mark: Any, n_tokens: int | None = None) -> list[AnswerRequest]:
     """Convert a text request into answer requests: `n` for each of its prompts.
 
     Args:
