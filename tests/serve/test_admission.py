@@ -110,7 +110,7 @@ def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served, path: str)
     body = {"model": two.service.model, "max_tokens": 1}
     body |= {"messages": [said()]} if "chat" in path else {"prompt": "Who?"}
     with pytest.MonkeyPatch.context() as patch:
-        real = f"ragfuse.serve.routes.{'chat' if 'chat' in path else 'text'}_wishes"
+        real = f"ragfuse.serve.routes.{'chat' if 'chat' in path else 'text'}_requests"
         module = __import__("ragfuse.serve.routes", fromlist=["_"])
         gate = Gate(getattr(module, real.rpartition(".")[2]))
         patch.setattr(real, gate)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ragfuse import RetrievalRuns
-from ragfuse.text import retrieved
+from ragfuse.text import retrieval_runs
 from ragfuse.text.retrieval_runs import RetrievedText
 
 
@@ -123,23 +123,23 @@ def test_a_thread_that_serves_several_tenants_tells_none_what_was_retrieved_for_
 def test_the_newest_texts_are_kept_in_number_and_in_characters(
     runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in range(retrieved.MAX_TEXTS + 3):
+    for number in range(retrieval_runs.MAX_TEXTS + 3):
         runs.hear(None, [letter(f"{number:02}")])
-    assert told(runs) == [f"{number:02}.txt" for number in reversed(range(3, retrieved.MAX_TEXTS + 3))]
-    monkeypatch.setattr(retrieved, "MAX_RETRIEVED_CHARS", 3 * len(letter("00")[0]))
+    assert told(runs) == [f"{number:02}.txt" for number in reversed(range(3, retrieval_runs.MAX_TEXTS + 3))]
+    monkeypatch.setattr(retrieval_runs, "MAX_RETRIEVED_CHARS", 3 * len(letter("00")[0]))
     runs.hear(None, [letter("xx")])
     assert len(told(runs)) == 3
     assert told(runs)[0] == "xx.txt"
 
 
 def test_runs_that_never_end_are_given_up(runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retrieved, "MAX_RUNS", 3)
+    monkeypatch.setattr(retrieval_runs, "MAX_RUNS", 3)
     for number in range(5):
         runs.begin(f"chain {number}", None, [letter(str(number))])
         runs.begin(f"retriever {number}", f"chain {number}")
     assert [bool(told(runs, f"chain {number}")) for number in range(5)] == [False, False, True, True, True]
     assert len(runs) == 6
-    monkeypatch.setattr(retrieved, "MAX_AGE_S", -1.0)
+    monkeypatch.setattr(retrieval_runs, "MAX_AGE_S", -1.0)
     runs.begin("last", None, [letter("last")])
     runs.end("chain 0")
     assert told(runs, "chain 0", "chain 4", "last") == ["last.txt"]
