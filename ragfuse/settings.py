@@ -27,6 +27,7 @@ from pydantic_settings import (
 )
 
 from ragfuse.errors import SettingsError
+from ragfuse.types.eviction import EVICTION_NAMES
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.tiers import TIER_KINDS
 
@@ -140,7 +141,7 @@ class Settings(BaseSettings):
         default="look-ahead",
         description="Eviction policy of memory and disk. look-ahead: evict whole conversations, first those that no "
         "waiting request continues, least recently used first. lru: evict entry by entry, least recently used first. "
-        "Others: ragfuse.plan.ranks.RANKS.",
+        "Others: ragfuse.types.eviction.",
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -339,6 +340,14 @@ class Settings(BaseSettings):
         except (TypeError, KeyError, ValueError) as error:
             told = str(error) if isinstance(error, _Told) else "found something else than lists of levels by tier"
             raise ValueError(f'{told}; write it so: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\'') from None
+
+    @field_validator("evict", mode="after")
+    @classmethod
+    def _known_eviction(cls, given: str) -> str:
+        """Refuse a policy that tiers do not have."""
+        if given not in EVICTION_NAMES:
+            raise ValueError(f"found '{given}'; wanted one of: {', '.join(EVICTION_NAMES)}")
+        return given
 
     @field_validator("home", "store", mode="after")
     @classmethod

@@ -122,9 +122,8 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = '    TierKind("toy", ("toy",), "ragfuse.store.toy:ToyTier"),\n'
     _insert(folder / "ragfuse/types/tiers.py", '    TierKind("objects"', line)
     (folder / "ragfuse/plan/evict_by_size.py").write_text(EVICTION, encoding="utf-8")
-    ranks = folder / "ragfuse/plan/ranks.py"
-    _insert(ranks, "RANKS: Mapping", "from ragfuse.plan.evict_by_size import by_size\n\n")
-    _insert(ranks, '"fifo": by_arrival', '"by-size": by_size, ')
+    line = '    EvictionPolicy("by-size", "ragfuse.plan.evict_by_size:by_size"),\n'
+    _insert(folder / "ragfuse/types/eviction.py", '    EvictionPolicy("fifo"', line)
     return folder
 
 

@@ -1,12 +1,14 @@
-"""The eviction policies. Each is a rank function with an entry in `RANKS`."""
+"""The eviction policies. Each is a rank function that `types.eviction` names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
 
 from ragfuse.errors import SettingsError
 from ragfuse.plan.eviction_item import EvictionItem, Rank
+from ragfuse.types.eviction import EVICTION_POLICIES
 
 
 def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
@@ -27,8 +29,15 @@ def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
     return (0, item.last_used) if place is None else (1, -place)
 
 
-RANKS: Mapping[str, Rank] = MappingProxyType({"lru": by_use, "fifo": by_arrival, "look-ahead": by_next_use})
-"""The eviction policies, by name."""
+def _rank(home: str) -> Rank:
+    """Import a rank function by `module:function`."""
+    module, _, name = home.partition(":")
+    found: Rank = getattr(import_module(module), name)
+    return found
+
+
+RANKS: Mapping[str, Rank] = MappingProxyType({policy.name: _rank(policy.home) for policy in EVICTION_POLICIES})
+"""The rank function of every policy, by name."""
 
 
 def rank_named(name: str) -> Rank:

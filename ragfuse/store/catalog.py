@@ -6,6 +6,7 @@ An answer must not fail because the catalog does, so `Catalog` returns defaults 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
@@ -25,11 +26,12 @@ LOCK_WAIT_S = 3.0
 """Most seconds that an answer waits for another process that is writing the file."""
 
 
-class CatalogQueries:
+class CatalogQueries(ABC):
     """The queries of a catalog; a subclass decides what happens when its file cannot be used."""
 
+    @abstractmethod
     def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
-        raise NotImplementedError
+        """Return what `query` says of the file, or `default`."""
 
     @property
     def sessions(self) -> SessionQueries:
