@@ -346,7 +346,7 @@ class Settings(BaseSettings):
     def _known_eviction(cls, given: str) -> str:
         """Refuse a policy that tiers do not have."""
         if given not in EVICTION_NAMES:
-            raise ValueError(f"found '{given}'; wanted one of: {', '.join(EVICTION_NAMES)}")
+            raise ValueError(f"wanted one of: {', '.join(EVICTION_NAMES)}")
         return given
 
     @field_validator("home", "store", mode="after")
