@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ragfuse_bench.options import ControllerOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.rig import Rig, foreseen
 from rich.console import Console
@@ -22,10 +22,9 @@ from rich.table import Table
 from ragfuse.calibration.plots import require_plotting, saved
 from ragfuse.calibration.runner import Runner, circumstances, progress, thread_count
 from ragfuse.engine.engine import Ask, Engine
-from ragfuse.errors import ModelError, SettingsError
+from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import settle
-from ragfuse.settings import Settings
 from ragfuse.types.prompt import Prompt
 
 SIZES = (128, 256, 384, 512)
@@ -39,27 +38,6 @@ SWEEP = 6, 512
 STEP, TIE = 0.02, 1.02
 BEYOND, PATIENCE = 1.15, 3
 """A sweep ends when so many ratios in a row take so much longer than the least."""
-
-
-@dataclass(frozen=True)
-class ControllerOptions:
-    """What to measure. mbps: speeds of the tiers; plans: how many, dealt out over the speeds in turn."""
-
-    model: str = "q05"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    mbps: tuple[float, ...] = (30.0, 100.0, 300.0)
-    plans: int = 60
-    threads: int = 1
-    rounds: int = 3
-    plot: Path | None = None
-    home: Path = field(default_factory=lambda: Settings().home)
-
-    def __post_init__(self) -> None:
-        if min(self.plans, self.threads, self.rounds) < 1:
-            raise SettingsError("Plans, threads and rounds are whole numbers from 1 on.")
-        if not self.mbps or min(self.mbps) <= 0:
-            raise SettingsError("The speeds of the tiers are megabytes a second, each above 0.")
 
 
 def run_controller(options: ControllerOptions, console: Console) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from ragfuse_bench.dialogues import Dialogue, dialogue_of
+from ragfuse_bench.options import ConversationOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.truncation import Perplexity, perplexity_after
 from rich.console import Console
@@ -27,24 +27,6 @@ from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
 
 NAME = "measured"
-
-
-@dataclass(frozen=True)
-class ConversationOptions:
-    """What is measured: turns, tokens of an answer, of the first message and of the window that is overflowed."""
-
-    model: str = "smollm2-135m"
-    dtype: str = "float32"
-    device: str = "cpu"
-    turns: int = 8
-    answer_tokens: int = 384
-    opening_tokens: int = 1400
-    window: int = 2048
-    texts: int = 4
-    rounds: int = 3
-    threads: int = 1
-    data: Path | None = None
-    plot: Path | None = None
 
 
 def run_conversation(options: ConversationOptions, console: Console) -> dict[str, Any]:

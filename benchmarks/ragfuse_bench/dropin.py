@@ -18,7 +18,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from difflib import SequenceMatcher
 from importlib import import_module
 from importlib.resources import files
@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 from ragfuse_bench.chains.asks import MAKERS, Ask, Said
+from ragfuse_bench.options import DROPIN_CHUNKS, DropinOptions
 from ragfuse_bench.unprepared import (
-    DOORS,
-    PASSAGES,
     Embedders,
     Run,
     draw_shares,
@@ -70,42 +69,8 @@ NAMES = MappingProxyType({"langchain": "LangChain", "llama_index": "LlamaIndex"}
 THEIRS = MappingProxyType({"langchain": "HuggingFacePipeline", "llama_index": "HuggingFaceLLM"})
 OURS = MappingProxyType({"langchain": "ChatRagFuse", "llama_index": "RagFuseLLM"})
 """The classes that are swapped, by framework."""
-TOP = 6
-"""Chunks of a prompt."""
 ROOM = 6 << 30
 """Bytes of KV kept in memory."""
-
-
-@dataclass(frozen=True)
-class DropinOptions:
-    """What to measure. questions: of the demo's, all on one article; splits: the article's first so many chunks.
-
-    swap: whether Hugging Face's classes are measured beside ours. doors: names of `unprepared.DOORS`; asked: questions
-    that go through each.
-    """
-
-    model: str = "smollm2-135m-reader"
-    dtype: str = "auto"
-    article: str = "french-and-indian-war"
-    questions: int = 4
-    splits: int = 24
-    chunk_tokens: int = 512
-    rounds: int = 3
-    threads: int = 1
-    swap: bool = True
-    doors: tuple[str, ...] = tuple(DOORS)
-    asked: int = PASSAGES
-    plot: Path | None = None
-    home: Path = field(default_factory=lambda: Settings().home)
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise SettingsError(f"--dtype is '{self.dtype}'; wanted auto, float32 or bfloat16.")
-        if min(self.questions, self.rounds, self.threads) < 1 or self.splits < TOP or self.chunk_tokens < 16:
-            raise SettingsError(f"Questions and rounds are from 1 on, chunks from {TOP} on, of 16 tokens or more.")
-        held_out(self.asked)  # so many questions there are
-        if not self.swap and not self.doors:
-            raise SettingsError("Nothing is left to measure: leave out --no-swap, or name --doors.")
 
 
 def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
@@ -125,7 +90,7 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
         "clock": "wall",
         "timed": "from the question to the first text of the answer's stream, retrieval included",
         "options": given,
-        "chunks": TOP,
+        "chunks": DROPIN_CHUNKS,
         "rounds": options.rounds,
         **circumstances(torch.device("cpu"), options.threads),
     }
@@ -197,9 +162,9 @@ def _material(options: DropinOptions, engine: Engine) -> tuple[list[dict[str, An
     file = files("ragfuse") / "demo" / "corpus" / f"{options.article}.md"
     text = file.read_text("utf-8") if file.is_file() else ""
     splits = [split.strip() for split in splitter.split_text(text)][: options.splits]
-    if not mine or len(splits) < TOP:
+    if not mine or len(splits) < DROPIN_CHUNKS:
         raise SettingsError(
-            f"Wanted an article of the demo with questions and {TOP} chunks, found '{options.article}'."
+            f"Wanted an article of the demo with questions and {DROPIN_CHUNKS} chunks, found '{options.article}'."
         )
     return mine[: options.questions], splits
 
@@ -262,7 +227,7 @@ def question_row(item: Mapping[str, Any], pairs: Sequence[tuple[Said, Said]]) ->
         "agree": normalise(first.text) == normalise(ours_said.text),
         "right_theirs": is_right(first.text, item["answers"]),
         "right_ours": is_right(ours_said.text, item["answers"]),
-        "same_documents": all(a.documents == b.documents and len(a.documents) == TOP for a, b in pairs),
+        "same_documents": all(a.documents == b.documents and len(a.documents) == DROPIN_CHUNKS for a, b in pairs),
         "tokens": ours_said.tokens,
         "tokens_reused": ours_said.reused,
         "ttft_ratio": speedup(theirs.of("wall"), ours.of("wall")),
@@ -335,7 +300,9 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
 
 def _show_swap(result: Mapping[str, Any], console: Console) -> None:
     """Hugging Face's classes and ours, side by side."""
-    table = Table(title=f"The model swapped, {TOP} chunks a prompt (median of {result['rounds']} rounds, wall time)")
+    table = Table(
+        title=f"The model swapped, {DROPIN_CHUNKS} chunks a prompt (median of {result['rounds']} rounds, wall time)"
+    )
     for column in ("framework", "model class", "first token", "faster", "tokens reused", "right", "same answer"):
         table.add_column(column, justify="left" if column in ("framework", "model class") else "right")
     for name in FRAMEWORKS:
@@ -352,7 +319,7 @@ def _show_swap(result: Mapping[str, Any], console: Console) -> None:
     for name in FRAMEWORKS:
         row, cost = result[name], result[name]["lines"]
         console.print(
-            f"{NAMES[name]}: the same {TOP} chunks for both; {row['tokens']:,} prompt tokens. Changed: "
+            f"{NAMES[name]}: the same {DROPIN_CHUNKS} chunks for both; {row['tokens']:,} prompt tokens. Changed: "
             f"{cost['changed']} line of {cost['of']} and its import; added: {cost['added']}.",
             highlight=False,
         )
@@ -368,7 +335,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             _draw_swap(result, rows[0])
         if doors:
             draw_shares(rows[1].subplots(), result)
-        about = f"{result['model']}, {TOP} chunks, threads: {result['threads']}"
+        about = f"{result['model']}, {DROPIN_CHUNKS} chunks, threads: {result['threads']}"
         figure.suptitle(f"{about}; bars: medians" if swap else about, fontsize=9)
 
 

@@ -10,6 +10,7 @@ from textwrap import fill
 from typing import Any
 
 import torch
+from ragfuse_bench.options import CONTEXT_TOKENS
 from ragfuse_bench.quality.cases import set_name
 from rich.console import Console
 from rich.table import Table
@@ -58,7 +59,7 @@ class Wanted:
     rows: Path | None
     console: Console
     quick: bool = False
-    context_tokens: int = 6000
+    context_tokens: int = CONTEXT_TOKENS
     kept: Path | None = None
 
     @property

@@ -9,10 +9,10 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ragfuse_bench.options import LoadOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.throttle import ThrottledTier
 from ragfuse_bench.workload import Workload
@@ -22,8 +22,7 @@ from rich.table import Table
 from ragfuse.calibration.plots import require_plotting, saved
 from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Ask, Engine
-from ragfuse.errors import ModelError, SettingsError
-from ragfuse.fuse.select import policy_named
+from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.evict import lru
@@ -31,34 +30,6 @@ from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 
 HEADLINE_MBPS = 100.0
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """What to measure. mbps: speeds of the slow tier, in megabytes (10^6 bytes) a second."""
-
-    model: str = "q05"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    chunks: int = 6
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    ratio: float = 0.15
-    policy: str = "hkvd"
-    mbps: tuple[float, ...] = (50.0, 100.0, 200.0, 500.0)
-    threads: int = 1
-    rounds: int = 3
-    plot: Path | None = None
-    home: Path = field(default_factory=lambda: Settings().home)
-
-    def __post_init__(self) -> None:
-        if min(self.chunks, self.chunk_tokens, self.question_tokens, self.threads, self.rounds) < 1:
-            raise SettingsError("Chunks, tokens, threads and rounds are whole numbers from 1 on.")
-        if not self.mbps or min(self.mbps) <= 0:
-            raise SettingsError("The speeds of the slow tier are megabytes a second, each above 0.")
-        if not 0 < self.ratio <= 1:
-            raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share above 0, at most 1.")
-        policy_named(self.policy)
 
 
 def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import re
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -22,14 +22,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from ragfuse_bench.options import PASSAGES_OF_A_LONG_PROMPT, MatchingOptions
 from ragfuse_bench.presets import bench_model
 from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.runner import circumstances, progress, thread_count
-from ragfuse.errors import InputError, SettingsError
+from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
-from ragfuse.settings import Settings
 from ragfuse.text.known_spans import KnownSpans, Match
 
 Parts = list[tuple[str, bool]]
@@ -39,35 +39,8 @@ Form = Callable[[Sequence[str], random.Random], Parts]
 
 OTHERS = 2
 """Articles that nothing is known of: what else stands in prompts."""
-IN_A_PROMPT, IN_A_LONG_ONE = 6, 12
-"""Passages of a prompt, and of one whose time is taken."""
-
-
-@dataclass(frozen=True)
-class MatchingOptions:
-    """What to measure. known: spans among which time is taken; least, longest: tokens of a passage; prompts: of each
-    form; prompt_tokens: of a prompt whose time is taken.
-    """
-
-    model: str = "smollm2-135m-reader"
-    passages: int = 200
-    least: int = 60
-    longest: int = 400
-    prompts: int = 8
-    prompt_tokens: int = 8192
-    known: tuple[int, ...] = (1_000, 10_000, 100_000)
-    rounds: int = 30
-    threads: int = 1
-    home: Path = field(default_factory=lambda: Settings().home)
-
-    def __post_init__(self) -> None:
-        if min(self.prompts, self.rounds, self.threads) < 1 or self.passages < IN_A_LONG_ONE or not self.known:
-            raise SettingsError(
-                f"Prompts, rounds and threads are whole numbers from 1 on, passages from {IN_A_LONG_ONE} on, and of "
-                "known spans at least one number is wanted."
-            )
-        if min(self.known) < self.passages:
-            raise SettingsError(f"known is {min(self.known)}; wanted at least the {self.passages} passages.")
+IN_A_PROMPT = 6
+"""Passages of a prompt."""
 
 
 def run_matching(options: MatchingOptions, console: Console) -> dict[str, Any]:
@@ -135,10 +108,10 @@ def _passages(articles: Sequence[Sequence[str]], words: _Words, options: Matchin
         text = textwrap.fill(paragraph, 72) if len(found) % 2 else paragraph
         if len(found) < options.passages and options.least <= len(words.ids(text)) <= options.longest:
             found.append(text)
-    if len(found) < IN_A_LONG_ONE:
+    if len(found) < PASSAGES_OF_A_LONG_PROMPT:
         raise InputError(
             f"Of the articles {len(found)} paragraphs have {options.least} to {options.longest} tokens; wanted "
-            f"{IN_A_LONG_ONE} at least. Give wider bounds."
+            f"{PASSAGES_OF_A_LONG_PROMPT} at least. Give wider bounds."
         )
     return found
 
@@ -261,7 +234,7 @@ def _speeds(
     console: Console,
 ) -> tuple[list[dict[str, Any]], int]:
     """Milliseconds to look through a long prompt among so many known spans, and how many matched ids differ."""
-    drawn, known, rows, wrong = random.Random(0), KnownSpans(most=max(options.known)), [], 0
+    drawn, known, rows, wrong = random.Random(0), KnownSpans(max_spans=max(options.known)), [], 0
     sentences = [
         words.ids(f" {sentence}")
         for article in articles
@@ -296,7 +269,7 @@ def _long_prompt(
     passages: Sequence[str], others: Sequence[str], words: _Words, options: MatchingOptions, drawn: random.Random
 ) -> list[int]:
     """Passages in several forms, among other text."""
-    texts, parts, forms = drawn.sample(list(passages), IN_A_LONG_ONE), Parts(), list(FORMS.values())
+    texts, parts, forms = drawn.sample(list(passages), PASSAGES_OF_A_LONG_PROMPT), Parts(), list(FORMS.values())
     for text in texts:
         parts += [
             (drawn.choice(others), False),

@@ -19,6 +19,7 @@ import torch
 from ragfuse_bench.codec.figures import CACHEGEN
 from ragfuse_bench.figure import Figure, Rows, Wanted, by_random_tokens, run_figure
 from ragfuse_bench.modules.figures import PROMPTCACHE
+from ragfuse_bench.options import QualityOptions, TtftOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.quality.cases import Packing, read_cases
 from ragfuse_bench.quality.run import Plan, drawn, measure
@@ -28,7 +29,7 @@ from ragfuse_bench.sessions.figures import ATTENTIONSTORE
 from ragfuse_bench.sessions.loading import LOADING
 from ragfuse_bench.storage import by_device, draw_by_device, draw_pick, pick
 from ragfuse_bench.throughput.figure import FIG14
-from ragfuse_bench.ttft import TtftOptions, run_ttft
+from ragfuse_bench.ttft import run_ttft
 from rich.console import Console
 
 from ragfuse.calibration.case import Case
@@ -155,8 +156,8 @@ def _ranks(wanted: Wanted) -> Rows:
 def _quality(wanted: Wanted, names: Sequence[str], ratios: Sequence[float]) -> Rows:
     model = _model(wanted)
     methods = tuple(methods_of(names, ratios, model))
-    plan = Plan(wanted.sets, methods, wanted.limit, chunk_tokens=wanted.chunk_tokens, rows=wanted.rows)
-    rows = results_of(measure(plan, model, wanted.console))
+    options = QualityOptions(sets=wanted.sets, limit=wanted.limit, chunk_tokens=wanted.chunk_tokens)
+    rows = results_of(measure(Plan(options, methods, wanted.rows), model, wanted.console))
     return [{**row, "score": row["f1"] if row["rouge_l"] is None else row["rouge_l"]} for row in rows]
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from ragfuse_bench.options import PrefixOptions
 from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import Ask
-from ragfuse.errors import SettingsError
 from ragfuse.settings import Settings
 from ragfuse.text.filler import sample
 
@@ -35,23 +35,6 @@ QUESTIONS = (
 IDENTICAL = "What does the second rule say, and since when?"
 ROOM = 6 << 30
 """Bytes of KV kept in memory."""
-
-
-@dataclass(frozen=True)
-class PrefixOptions:
-    """What to measure. system_tokens: of the system prompt that all questions share."""
-
-    model: str = "smollm2-135m-reader"
-    dtype: str = "auto"
-    system_tokens: int = 2048
-    answer_tokens: int = 16
-    rounds: int = 3
-    threads: int = 1
-    home: Path = field(default_factory=lambda: Settings().home)
-
-    def __post_init__(self) -> None:
-        if min(self.system_tokens, self.answer_tokens, self.rounds, self.threads) < 1:
-            raise SettingsError("Tokens, rounds and threads are from 1 on.")
 
 
 def run_prefix(options: PrefixOptions, console: Console) -> dict[str, Any]:

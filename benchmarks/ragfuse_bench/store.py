@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import torch
+from ragfuse_bench.options import CHUNKS_OF_A_LOOKUP, StoreOptions
 from ragfuse_bench.presets import bench_model
 from rich.console import Console
 from rich.table import Table
@@ -27,7 +28,7 @@ from rich.table import Table
 from ragfuse.calibration.runner import Runner, Times, circumstances, progress, speedup, thread_count
 from ragfuse.codec import RAW
 from ragfuse.engine.engine import Ask, Engine
-from ragfuse.errors import SettingsError, StoreError
+from ragfuse.errors import StoreError
 from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
@@ -40,34 +41,6 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 
 BLOCK = 8 << 20
 """Bytes of one read of the plain file."""
-CHUNKS_A_PROMPT = 6
-
-
-@dataclass(frozen=True)
-class StoreOptions:
-    """What to measure. chunks: entries written to and read from each tier; urls: further tiers than memory, a disk
-    folder and objects in files; index_rows: entries among which is looked up. A chunk is of `layers` layers with keys
-    and values of bfloat16 [heads, tokens, dims]: q05's by default.
-    """
-
-    chunks: int = 48
-    tokens: int = 512
-    layers: int = 24
-    heads: int = 2
-    dims: int = 64
-    index_rows: int = 1_000_000
-    lookups: int = 2000
-    requests: int = 8
-    model: str = "smollm2-135m-reader"
-    rounds: int = 3
-    threads: int = 1
-    urls: tuple[str, ...] = ()
-    home: Path = field(default_factory=lambda: Settings().home)
-
-    def __post_init__(self) -> None:
-        counts = (self.chunks, self.tokens, self.layers, self.heads, self.dims, self.lookups, self.requests)
-        if min(*counts, self.rounds, self.threads) < 1 or self.index_rows < CHUNKS_A_PROMPT:
-            raise SettingsError("Chunks, rounds, rows and requests are whole numbers from 1 on, rows from 6 on.")
 
 
 def run_store(options: StoreOptions, console: Console) -> dict[str, Any]:
@@ -170,8 +143,8 @@ def _row(
                 raise StoreError(f"The tier {tier.name} keeps nothing; is there room in '{folder}'?")
 
     def read() -> None:
-        for at in range(0, len(keys), CHUNKS_A_PROMPT):
-            prompt = keys[at : at + CHUNKS_A_PROMPT]
+        for at in range(0, len(keys), CHUNKS_OF_A_LOOKUP):
+            prompt = keys[at : at + CHUNKS_OF_A_LOOKUP]
             if isinstance(tier, Expects):
                 tier.expect(prompt, 0, len(meta.layers))
             if not all(tier.read(key, 0, len(meta.layers)) for key in prompt):
@@ -216,7 +189,7 @@ def _lookups(options: StoreOptions, console: Console) -> dict[str, Any]:
         keys = _fill(folder / "index.sqlite", options, console)
         before = process.memory_info().rss
         for _ in range(options.lookups):
-            wanted = [keys[pick] for pick in torch.randperm(len(keys), generator=drawn)[:CHUNKS_A_PROMPT].tolist()]
+            wanted = [keys[pick] for pick in torch.randperm(len(keys), generator=drawn)[:CHUNKS_OF_A_LOOKUP].tolist()]
             began = time.perf_counter()
             found = store.lookup(wanted)
             seconds.append(time.perf_counter() - began)
@@ -290,7 +263,7 @@ def _slowdown(options: StoreOptions, console: Console) -> dict[str, Any]:
 def _new_prompt(serial: int, engine: Engine) -> str:
     """A text with six chunks that were never seen before, behind a beginning that was not either."""
     chunks = []
-    for index in range(CHUNKS_A_PROMPT):
+    for index in range(CHUNKS_OF_A_LOOKUP):
         text = " ".join(
             f"Report {serial}.{index}.{line} says {(serial + 7 * index) * line % 997}." for line in range(12)
         )

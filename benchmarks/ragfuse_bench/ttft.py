@@ -9,11 +9,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ragfuse_bench.ideal import FORMULA, PREFIX_AWARE, Work
+from ragfuse_bench.options import HEADLINE_CHUNKS, TtftOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.workload import Workload
 from rich.console import Console
@@ -32,8 +33,6 @@ from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
 from ragfuse.types.prompt import Prompt
 
-Place = Literal["memory", "pinned", "gpu", "disk"]
-HEADLINE_CHUNKS = 6
 RATIO_WORDS = (
     "r counts context rows that are not exact prefix: the first chunk stands where it was encoded and is never "
     "recomputed. mean_ratio is their share that was recomputed, as measured, over the layers from the check layer on."
@@ -42,53 +41,6 @@ PREFIX_WORDS = (
     "only the first chunk is reused, through ragfuse's own attention and with free loading; where that was slower than "
     "full prefill, full prefill is what is reported (prefix_measured_x has it as it was)"
 )
-
-
-@dataclass(frozen=True)
-class TtftOptions:
-    """What to measure. lego_tokens: first tokens of each chunk, for the policy lego (0: as many as `ratio` allows).
-
-    chunks: one prompt for each number of chunks. kv: where the chunks' KV lies when the clock starts.
-    """
-
-    model: str = "q05"
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    chunks: tuple[int, ...] = (HEADLINE_CHUNKS,)
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    ratio: float = 0.15
-    policy: str = "hkvd"
-    lego_tokens: int = 0
-    kv: Place = "memory"
-    threads: int = 1
-    rounds: int = 3
-    plot: Path | None = None
-    home: Path = field(default_factory=lambda: Settings().home)
-
-    def __post_init__(self) -> None:
-        positive = (*self.chunks, self.chunk_tokens, self.question_tokens, self.threads, self.rounds)
-        if not self.chunks or min(positive) < 1 or self.lego_tokens < 0:
-            raise SettingsError("Chunks, tokens, threads and rounds are whole numbers from 1 on.")
-        if not 0 < self.ratio <= 1:
-            raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share above 0, at most 1.")
-        if self.lego_tokens and self.policy != "lego":
-            raise SettingsError(f"--lego-tokens belongs to --policy lego; found --policy {self.policy}.")
-        if self.kv not in get_args(Place):
-            raise SettingsError(f"No place '{self.kv}' for KV. It is one of: {', '.join(get_args(Place))}.")
-        if self.kv in ("pinned", "gpu") and not self.device.startswith("cuda"):
-            raise SettingsError(f"--kv {self.kv} needs --device cuda; found --device {self.device}.")
-        policy_named(self.policy_name)
-
-    @property
-    def policy_name(self) -> str:
-        """The policy with its count of tokens."""
-        return f"lego-{self.lego_tokens}" if self.lego_tokens else self.policy
-
-    @property
-    def nominal_ratio(self) -> float:
-        """Share of a blended chunk's rows that are asked for."""
-        return min(1.0, self.lego_tokens / self.chunk_tokens) if self.lego_tokens else self.ratio
 
 
 def run_ttft(options: TtftOptions, console: Console | None = None) -> dict[str, Any]:

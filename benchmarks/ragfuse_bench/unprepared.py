@@ -27,6 +27,7 @@ from typing import Any
 from ragfuse_bench.chains import doors as programs
 from ragfuse_bench.chains.doors import TOP, Program, Wording
 from ragfuse_bench.chains.places import ANSWER_S, Here, Place, Prompted, Recorder, Reply, There
+from ragfuse_bench.options import QUESTIONS_PREPARED
 from ragfuse_bench.throughput.served import require_server, serving
 from rich.console import Console
 from rich.table import Table
@@ -41,8 +42,6 @@ from ragfuse.settings import Settings
 
 ARTICLE = "1973 oil crisis"
 """Of the held-out set: the reader was not trained on it."""
-PASSAGES = 12
-"""Passages that are retrieved from, and questions at most: each passage holds the answer to one."""
 LINES = 1
 """Lines that a program changes: where its model, or its client, is made."""
 TIMED = "from a prompt to its first token; of a server, from the request to the first text of the answer's stream"
@@ -83,7 +82,7 @@ class Embedders:
         return cls(HuggingFaceEmbeddings(model_name=path), HuggingFaceEmbedding(model_name=path, device="cpu"))
 
 
-def held_out(n_questions: int = PASSAGES, article: str = ARTICLE) -> Material:
+def held_out(n_questions: int = QUESTIONS_PREPARED, article: str = ARTICLE) -> Material:
     """The first passages of an article of the held-out set, and the first question on each."""
     own = json.loads((files("ragfuse_bench") / "sets" / "squad_held_out.json").read_text("utf-8"))
     paragraphs = [part for each in own["data"] if each["title"] == article for part in each["paragraphs"]]
@@ -93,11 +92,12 @@ def held_out(n_questions: int = PASSAGES, article: str = ARTICLE) -> Material:
         if asked is not None:
             answers = dict.fromkeys(answer["text"] for answer in asked["answers"])
             pairs.append((paragraph["context"].strip(), Question(asked["question"].strip(), tuple(answers))))
-    if not 1 <= n_questions <= PASSAGES or len(pairs) < PASSAGES:
+    if not 1 <= n_questions <= QUESTIONS_PREPARED or len(pairs) < QUESTIONS_PREPARED:
         raise SettingsError(
-            f"Wanted 1 to {PASSAGES} questions on an article of the held-out set, found {n_questions} on '{article}'."
+            f"Wanted 1 to {QUESTIONS_PREPARED} questions on an article of the held-out set, found {n_questions} on "
+            f"'{article}'."
         )
-    pairs = pairs[:PASSAGES]
+    pairs = pairs[:QUESTIONS_PREPARED]
     return Material(tuple(question for _, question in pairs[:n_questions]), tuple(text for text, _ in pairs))
 
 
@@ -270,17 +270,6 @@ DOORS: Mapping[str, Door] = MappingProxyType(
 """All ways that are measured, by name."""
 NEEDED = MappingProxyType({"langchain_classic": "ragfuse-kv[demo]", "faiss": "ragfuse-kv[demo]"})
 """What they import beside the two frameworks and what ties them to ours, and what brings it."""
-
-
-def doors_named(names: str) -> tuple[str, ...]:
-    """A list with commas as names of doors; "all" and "none" are what they say."""
-    if names.strip() in ("all", "none"):
-        return tuple(DOORS) if names.strip() == "all" else ()
-    given = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    unknown = [name for name in given if name not in DOORS]
-    if unknown or not given:
-        raise SettingsError(f"--doors is '{names}'; wanted all, none or some of {', '.join(DOORS)}.")
-    return given
 
 
 def require_doors(names: Sequence[str], settings: Settings) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from ragfuse_bench import controller
-from ragfuse_bench.controller import ControllerOptions, best_ratio, run_controller
+from ragfuse_bench.controller import best_ratio, run_controller
+from ragfuse_bench.options import ControllerOptions
 from rich.console import Console
 
 from ragfuse.errors import SettingsError

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
-from ragfuse_bench.conversation import ConversationOptions, run_conversation
+from ragfuse_bench.conversation import run_conversation
 from ragfuse_bench.dialogues import dialogue_of
+from ragfuse_bench.options import ConversationOptions
 from ragfuse_bench.truncation import perplexity_after, shortened
 from rich.console import Console
 

@@ -11,7 +11,8 @@ import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from llama_index.core.embeddings import MockEmbedding
 from ragfuse_bench import dropin
-from ragfuse_bench.dropin import FRAMEWORKS, DropinOptions, counted, draw, lines, require_packages, run_dropin
+from ragfuse_bench.dropin import FRAMEWORKS, counted, draw, lines, require_packages, run_dropin
+from ragfuse_bench.options import DropinOptions
 from ragfuse_bench.unprepared import Embedders, Material, Question, Run
 from rich.console import Console
 

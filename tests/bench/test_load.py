@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ragfuse_bench.load import LoadOptions, run_load
+from ragfuse_bench.load import run_load
+from ragfuse_bench.options import LoadOptions
 from ragfuse_bench.throttle import ThrottledTier
 from rich.console import Console
 

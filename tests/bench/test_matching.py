@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ragfuse_bench.matching import FORMS, MatchingOptions, run_matching
+from ragfuse_bench.matching import FORMS, run_matching
+from ragfuse_bench.options import MatchingOptions
 from rich.console import Console
 from typer.testing import CliRunner
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ragfuse_bench.figure import Wanted
+from ragfuse_bench.options import SessionOptions
 from ragfuse_bench.paper import run_paper
 from ragfuse_bench.sessions import figures, run, simulate
 from ragfuse_bench.sessions.lengths import PAPER_TURNS, Lengths, packaged, read_lengths, talks_of, tokens_of
-from ragfuse_bench.sessions.run import Load, SessionOptions, run_sessions
+from ragfuse_bench.sessions.run import Load, run_sessions
 from ragfuse_bench.sessions.server import GB, SERVERS, Server
 from ragfuse_bench.sessions.simulate import Given, Simulation
 from ragfuse_bench.sessions.tiers import Tiers

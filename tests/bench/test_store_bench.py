@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ragfuse_bench.store import StoreOptions, run_store
+from ragfuse_bench.options import StoreOptions
+from ragfuse_bench.store import run_store
 from rich.console import Console
 
 from ragfuse.errors import SettingsError

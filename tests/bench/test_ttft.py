@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from ragfuse_bench import ttft
-from ragfuse_bench.ttft import TtftOptions, run_ttft
+from ragfuse_bench.options import TtftOptions
+from ragfuse_bench.ttft import run_ttft
 from rich.console import Console
 
 from ragfuse.calibration.runner import Runner, Sample, Times

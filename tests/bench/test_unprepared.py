@@ -18,6 +18,7 @@ from ragfuse_bench import unprepared
 from ragfuse_bench.chains import doors as programs
 from ragfuse_bench.chains.doors import TOP
 from ragfuse_bench.chains.places import Prompted, Reply, prompted
+from ragfuse_bench.options import doors_named
 from ragfuse_bench.unprepared import (
     DOORS,
     Embedders,
@@ -25,7 +26,6 @@ from ragfuse_bench.unprepared import (
     Material,
     Question,
     Run,
-    doors_named,
     held_out,
     means,
     measure,

@@ -1,15 +1,21 @@
 """`ragfuse bench ...`: one file a group of commands. `ragfuse` finds `bench` by its entry point."""
 
-from ragfuse_bench.cli import codec, conversation, matching, modules, prefix, sessions, throughput
-from ragfuse_bench.cli.speed import bench
+import typer
+from ragfuse_bench.cli.codec import codec, stream
+from ragfuse_bench.cli.conversation import conversation, sessions
+from ragfuse_bench.cli.matching import matching
+from ragfuse_bench.cli.modules import modules
+from ragfuse_bench.cli.parameters import with_options
+from ragfuse_bench.cli.prefix import prefix
+from ragfuse_bench.cli.quality import paper, quality
+from ragfuse_bench.cli.speed import controller, dropin, load, store, ttft
+from ragfuse_bench.cli.throughput import throughput
 
 __all__ = ["bench"]
 
-bench.command("codec")(codec.codec)
-bench.command("stream")(codec.stream)
-bench.command("conversation")(conversation.conversation)
-bench.command("throughput")(throughput.throughput)
-bench.command("sessions")(sessions.sessions)
-bench.command("modules")(modules.modules)
-bench.command("matching")(matching.matching)
-bench.command("prefix")(prefix.prefix)
+bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
+SPEED = (ttft, load, controller, store, dropin)
+QUALITY = (quality, paper, codec, stream)
+REUSE = (conversation, throughput, sessions, modules, matching, prefix)
+for command in (*SPEED, *QUALITY, *REUSE):
+    bench.command(command.__name__)(with_options(command))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from ragfuse_bench.options import USES
 from ragfuse_bench.quality.cases import Packing, read_cases
 from ragfuse_bench.quality.run import drawn
 
@@ -21,8 +22,6 @@ from ragfuse.schemas.nodes import Import, Item, MessageNode, Module, PMLPrompt, 
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.schemas.pml_writer import NO_TEXT
 
-USES = ("code", "cooking", "trip")
-"""Code generation, personalisation, a trip with parameters: figures 6 to 8 of the paper, in our own words."""
 USE_TOKENS = 64
 FOLDER_SETS = ("musique", "2wikimqa", "multi_news", "hotpotqa")
 """Data sets that are taken of a folder: those of LongBench that the paper has, and one more of its kind."""

@@ -19,7 +19,6 @@ from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.types.keys import digest
 
-LENGTHS = (512, 1024, 2048, 3072)
 MODULE_TOKENS = 256
 LONG, MOSTLY = 2048, 0.95
 """Tokens and cached share of the prompt on which the cache's worth is told in one number."""

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ import psutil
 from ragfuse_bench.modules.asked import engine_over, model_of
 from ragfuse_bench.modules.cases import long_schema, over_all
 from ragfuse_bench.modules.lengths import notes
+from ragfuse_bench.options import Batch
 from torch import Tensor
 
 from ragfuse.calibration.runner import is_glibc, thread_count
@@ -48,20 +49,6 @@ QUESTIONS = (
     "What is still unknown?",
     "How would you call these notes?",
 )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """How many prompts share a module of so many tokens, and how many tokens each answer has.
-
-    longer: the tokens of other modules. A model and its libraries take what they take: what sharing saves of the whole
-    process grows with the module.
-    """
-
-    prompts: int = 8
-    tokens: int = 1024
-    answer_tokens: int = 32
-    longer: tuple[int, ...] = (4096,)
 
 
 def batch_memory(settings: Settings, batch: Batch, threads: int) -> dict[str, Any]:

@@ -6,15 +6,15 @@ What a case is, is told by `cases`; how one is asked, by `asked`; how it is show
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from ragfuse_bench.modules.asked import engine_over, mean_of, measured, model_of
-from ragfuse_bench.modules.cases import USES, documents, uses
-from ragfuse_bench.modules.lengths import LENGTHS, LONG, growth, mostly_cached, slope
-from ragfuse_bench.modules.memory import Batch, batch_memory
+from ragfuse_bench.modules.cases import documents, uses
+from ragfuse_bench.modules.lengths import LONG, growth, mostly_cached, slope
+from ragfuse_bench.modules.memory import batch_memory
 from ragfuse_bench.modules.report import draw_modules, show_modules
+from ragfuse_bench.options import ModuleOptions
 from ragfuse_bench.quality.cases import Packing, set_name
 from rich.console import Console
 
@@ -26,29 +26,6 @@ PAPER = (
     "1.5-3x faster with modules in host memory and 5-10x in GPU memory, up to 70x on a CPU (Llama2 7B, 5K tokens); "
     "computing grows quadratically with the length, the cache linearly; the same answers in quality."
 )
-
-
-@dataclass(frozen=True)
-class ModuleOptions:
-    """What is measured: uses, questions of each set (0: all), tokens of a prompt's documents and of long prompts.
-
-    batch: None where a batch's memory is not measured, as on a GPU, where the process's is not what it takes.
-    """
-
-    uses: tuple[str, ...] = USES
-    sets: tuple[str, ...] = ("held-out",)
-    limit: int = 12
-    context_tokens: int = 2600
-    lengths: tuple[int, ...] = LENGTHS
-    batch: Batch | None = field(default_factory=Batch)
-    rounds: int = 3
-    threads: int = 1
-    plot: Path | None = None
-
-    def quick(self) -> ModuleOptions:
-        """Less of everything: two questions of each set, two lengths, one round, short answers of the batch."""
-        batch = self.batch and Batch(answer_tokens=8, longer=())
-        return replace(self, limit=2, rounds=1, lengths=(512, 2048), batch=batch)
 
 
 def run_modules(settings: Settings, options: ModuleOptions, console: Console) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.quality.cases import set_name
 from ragfuse_bench.quality.run import Plan, measure
@@ -20,12 +21,9 @@ from ragfuse.models import adapters
 from ragfuse.models.dtypes import settled
 from ragfuse.settings import Settings
 
-QUICK = Plan(sets=("held-out",), limit=64)
-QUICK_METHODS = ("full", "none", "auto")
-
 
 def run_quality(
-    settings: Settings, plan: Plan, names: Sequence[str], ratios: Sequence[float], console: Console
+    settings: Settings, options: QualityOptions, console: Console, rows: Path | None = None
 ) -> dict[str, Any]:
     """The result as plain JSON types; ModelError for a model that cannot be fused or reads no text."""
     settings = settled(settings)
@@ -34,9 +32,8 @@ def run_quality(
         raise ModelError(f"{settings.model} cannot be fused: {model.profile.refusal} Measure another model.")
     if not model.has_tokenizer:
         raise ModelError(f"{settings.model} has no tokenizer: it cannot be asked questions. Measure a trained model.")
-    methods = methods_of(names, ratios, model)
-    plan = replace(plan, methods=tuple(methods))
-    results = results_of(measure(plan, model, console))
+    methods = tuple(methods_of(options.methods, options.ratios, model))
+    results = results_of(measure(Plan(options, methods, rows), model, console))
     show_quality(results, console)
     default = default_method(model)
     return {
@@ -46,11 +43,11 @@ def run_quality(
         **_adapter(settings.model, results),
         "dtype": settings.dtype,
         "options": {
-            "sets": [set_name(name) for name in plan.sets],
-            "limit": plan.limit,
-            "chunk_tokens": plan.chunk_tokens,
-            "context_tokens": plan.context_tokens,
-            "passages": plan.passages,
+            "sets": [set_name(name) for name in options.sets],
+            "limit": options.limit,
+            "chunk_tokens": options.chunk_tokens,
+            "context_tokens": options.context_tokens,
+            "passages": options.passages,
         },
         "ttft_is": "full prefill's CPU time over the method's, both summed over the questions, measured side by side",
         **circumstances(model.device, torch.get_num_threads()),

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.quality.cases import Packing, read_cases
 from ragfuse_bench.quality.chains import run_chain
 from rich.console import Console
@@ -30,22 +31,20 @@ from ragfuse.types.keys import digest
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: cases of each set (0: all), whether answers are written, where the rows are kept."""
+    """What to measure: the options, the methods that they name, and the file that keeps the rows (None: none)."""
 
-    sets: tuple[str, ...]
+    options: QualityOptions
     methods: tuple[Method, ...] = ()
-    limit: int = 0
-    answers: bool = True
-    chunk_tokens: int = 0
-    context_tokens: int = 2600
-    passages: int = 6
     rows: Path | None = None
 
 
 def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
     """All rows of the plan, those that the rows file already has included."""
-    packing = Packing(lambda text: len(model.tokens(text)), plan.chunk_tokens, plan.context_tokens, plan.passages)
-    cases = [case for name in plan.sets for case in drawn(read_cases(name, packing), plan.limit)]
+    options = plan.options
+    packing = Packing(
+        lambda text: len(model.tokens(text)), options.chunk_tokens, options.context_tokens, options.passages
+    )
+    cases = [case for name in plan.options.sets for case in drawn(read_cases(name, packing), plan.options.limit)]
     lab, runner = Lab(model), Runner(1, model.device, console)
     methods = tuple(dict.fromkeys((FULL, *plan.methods)))
     chains = [method.policy for method in methods if method.policy in CHAINS]
@@ -59,13 +58,13 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
             warm = False
             for case in cases:
                 done = {method: rows.get((case.id, case.dataset, method.name, method.ratio)) for method in methods}
-                missing = [method for method, row in done.items() if not _is_done(row, plan.answers)]
+                missing = [method for method, row in done.items() if not _is_done(row, plan.options.answers)]
                 bar.update(task, description=f"{case.dataset}: {len(missing)} methods")
                 if missing:
                     if not warm:
                         list(ask(lab, runner, case, methods, False, run_chain))
                         warm = True
-                    for row in ask(lab, runner, case, missing, plan.answers, run_chain):
+                    for row in ask(lab, runner, case, missing, plan.options.answers, run_chain):
                         rows[row.case, *row.by] = row
                         _append(plan.rows, stamps[case], row)
                 bar.advance(task)
@@ -94,7 +93,13 @@ def _stamp(plan: Plan, lab: Lab, case: Case) -> str:
         versions(),
         can_pack(model.device, model.dtype),
     )
-    how = plan.chunk_tokens, plan.context_tokens, plan.passages, settings.filler_tokens, settings.min_chunk_tokens
+    how = (
+        plan.options.chunk_tokens,
+        plan.options.context_tokens,
+        plan.options.passages,
+        settings.filler_tokens,
+        settings.min_chunk_tokens,
+    )
     parts = case.dataset, case.id, case.question, *case.answers, *case.chunks
     return digest(model.fingerprint, str(where), str(how), *parts)[:16]
 

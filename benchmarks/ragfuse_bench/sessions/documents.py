@@ -14,9 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from ragfuse_bench.conversation import ConversationOptions, talking_engine, timed_turns
+from ragfuse_bench.conversation import talking_engine, timed_turns
 from ragfuse_bench.dialogues import dialogue_of
 from ragfuse_bench.figure import Figure, Rows, Wanted
+from ragfuse_bench.options import ConversationOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.truncation import FOLLOWING, perplexity_after
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ragfuse_bench.options import SessionOptions
 from ragfuse_bench.sessions.lengths import Lengths, packaged, read_lengths
 from ragfuse_bench.sessions.server import GB, SERVERS, Server
 from ragfuse_bench.sessions.simulate import Given, Simulation, Tally
@@ -30,16 +31,6 @@ SETTINGS = (("128G/2T", 128 * GB, 2000 * GB), ("128G/10T", 128 * GB, 10_000 * GB
 POLICIES = ("look-ahead", "lru", "fifo")
 TRACE_SERVER = replace(SERVERS["LLaMA-70B"], window=None)
 """That serves Mooncake's requests, which are longer than any of the paper's windows: none is cut."""
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """What to simulate. data: a folder of data sets. quick: a sixth of the conversations, on a sixth of the bytes."""
-
-    data: Path | None = None
-    quick: bool = False
-    seed: int = 0
-    plot: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class Simulation:
     def _done(self, told: tuple[Job[int], int]) -> None:
         """An answer is there: its KV is saved, its conversation goes on, and the next turn is taken."""
         job, tokens = told
-        talk, given = job.what, self._given
+        talk, given = job.work, self._given
         self._queue.done(job)
         self._free += 1
         if given.policy != "none":
@@ -167,7 +167,7 @@ class Simulation:
 
     def _begin(self, job: Job[int]) -> None:
         """A turn is taken: its KV is found or not, it is prefilled after those before it, and decoded in the batch."""
-        talk = job.what
+        talk = job.work
         self._places[talk].popleft()
         turn = self._talks[talk][self._next[talk]]
         self._next[talk] += 1

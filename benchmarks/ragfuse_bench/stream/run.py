@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from ragfuse_bench.codec.coded import Codecs, codecs_of
 from ragfuse_bench.codec.contexts import Reading
 from ragfuse_bench.line import constant, line_to
+from ragfuse_bench.options import StreamOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.stream.lines import Course, PacedTier, Scale, drawn_by_piece, published
 from ragfuse_bench.stream.material import Cut, Judge, Worth, context_kv, long_readings
@@ -29,7 +29,7 @@ from ragfuse.calibration.plots import require_plotting
 from ragfuse.calibration.runner import circumstances, progress, thread_count
 from ragfuse.codec import RAW, Codec
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
-from ragfuse.errors import ModelError, SettingsError
+from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
 from ragfuse.measure.tiers import UNLIMITED
@@ -38,46 +38,9 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 
 METHODS = ("text", "int8", "fixed", "adaptive")
-CURVE = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Gbit/s of the paper's at which a line that does not change is tried."""
 AT_GBPS = 3.0
 SILENCE_S = 30.0
 """A line may stand still for so long before Redis is given up."""
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """What to measure. deadlines: in seconds of the paper's, see `lines.Scale`; fixed: the level, "": the medium one.
-
-    traces: random ones and measured ones, half of each. questions: for each context, to judge what came.
-    """
-
-    model: str = "smollm2-135m-reader"
-    dtype: str = "float32"
-    device: str = "cpu"
-    tokens: int = 6000
-    piece_tokens: int = 1000
-    contexts: int = 2
-    questions: int = 15
-    traces: int = 20
-    deadlines: tuple[float, ...] = (1.0, 2.0)
-    levels: tuple[str, ...] = ("int8", "cg1", "cg2", "cg3", "cg4")
-    fixed: str = ""
-    adapt: str = "refine"
-    curve: tuple[float, ...] = CURVE
-    threads: int = 1
-    data: Path | None = None
-    plot: Path | None = None
-    home: Path = field(default_factory=lambda: Settings().home)
-
-    def __post_init__(self) -> None:
-        least = (self.tokens, self.piece_tokens, self.contexts, self.questions, self.traces, self.threads)
-        if min(least) < 1:
-            raise SettingsError("Tokens, contexts, questions, traces and threads are whole numbers from 1 on.")
-        if not self.deadlines or min(self.deadlines) <= 0 or not all(gbps > 0 for gbps in self.curve):
-            raise SettingsError("Deadlines are seconds above 0, bandwidths Gbit/s above 0.")
-        if "int8" not in self.levels or (self.fixed and self.fixed not in self.levels):
-            raise SettingsError(f"The levels must hold int8 and the fixed one; found {', '.join(self.levels)}.")
 
 
 @dataclass(frozen=True)

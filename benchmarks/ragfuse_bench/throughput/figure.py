@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ragfuse_bench.figure import Figure, Rows, Wanted, shown
+from ragfuse_bench.options import ThroughputOptions
 from ragfuse_bench.throughput.report import draw_curves
-from ragfuse_bench.throughput.run import QUICK, ThroughputOptions, measured_throughput
+from ragfuse_bench.throughput.run import measured_throughput
 from ragfuse_bench.throughput.served import require_server
 
 COMMAND = "throughput"
@@ -17,8 +18,8 @@ COMMAND = "throughput"
 def options_of(wanted: Wanted) -> ThroughputOptions:
     """What a figure is measured with: its rates, and no load that goes on."""
     usual = ThroughputOptions(sets=wanted.sets, chunk_tokens=wanted.chunk_tokens, minutes=0.0)
-    quick: dict[str, Any] = dict(QUICK) if wanted.quick else {}
-    return replace(usual, cases=min(wanted.limit or usual.cases, usual.cases), **quick)
+    options = replace(usual, cases=min(wanted.limit or usual.cases, usual.cases))
+    return options.quick() if wanted.quick else options
 
 
 def _under_load(wanted: Wanted) -> Rows:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from ragfuse_bench.options import ThroughputOptions
 from ragfuse_bench.quality.cases import Packing, read_cases, set_name
 from ragfuse_bench.throughput.asked import Request, drawn, each_once
 from ragfuse_bench.throughput.load import SKIPPED, Heard, arrivals, offer, one_by_one, summed
@@ -49,42 +50,6 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProx
 )
 """For each method, the fields of its requests and the options of its server. Where all rows of chunks are recomputed,
 exact beginnings alone are reused: prefix caching."""
-
-
-@dataclass(frozen=True)
-class ThroughputOptions:
-    """What is measured. sets: files of questions, or sets that come along. cases: questions, drawn from a seed.
-
-    shares: rates, of what a method's server can do. seconds: at each of them. minutes: of the load that goes on; 0: the
-    growth is seen at the rates alone. together: answers for `batch_x`, each of so many tokens.
-    """
-
-    sets: tuple[str, ...] = ("held-out",)
-    cases: int = 12
-    chunk_tokens: int = 0
-    answer_tokens: int = 16
-    shares: tuple[float, ...] = (0.3, 0.5, 0.7, 0.9)
-    seconds: float = 120.0
-    minutes: float = 30.0
-    together: int = 8
-    together_tokens: int = 64
-    threads: int = 1
-    seed: int = 0
-    plot: Path | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.cases, self.answer_tokens, self.together, self.together_tokens, self.threads) < 1:
-            raise SettingsError("Questions, tokens, answers and threads are whole numbers from 1 on.")
-        if not self.shares or not all(0 < share <= 2 for share in self.shares):
-            raise SettingsError(
-                f"Rates are {self.shares}; wanted shares of what a server can do, above 0 and at most 2."
-            )
-        if self.seconds <= 0 or self.minutes < 0:
-            raise SettingsError("Loads take seconds above 0, and minutes from 0 on.")
-
-
-QUICK: Mapping[str, Any] = MappingProxyType({"shares": (0.5, 0.9), "seconds": 50.0, "minutes": 0.0})
-"""Two rates for each of three methods: five minutes of load."""
 
 
 @dataclass(frozen=True)

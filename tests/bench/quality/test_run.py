@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.quality import run
 from ragfuse_bench.quality.report import run_quality
 from ragfuse_bench.quality.run import Plan, measure
@@ -155,7 +156,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     model: HFModel, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    plan = Plan((str(file),), tuple(methods_of(("none",), (), model)), rows=rows)
+    plan = Plan(QualityOptions((str(file),)), tuple(methods_of(("none",), (), model)), rows)
     whole = measure(plan, model, Console(quiet=True))
     assert [(row.case, row.method) for row in whole] == [(str(i), m) for i in range(3) for m in ("full", "none")]
     lines = rows.read_text().splitlines(keepends=True)
@@ -181,7 +182,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 
 def test_rows_of_another_model_are_not_taken(model: HFModel, file: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    plan = Plan((str(file),), (), limit=1, rows=rows)
+    plan = Plan(QualityOptions((str(file),), limit=1), (), rows)
     measure(plan, model, Console(quiet=True))
     other = [line.replace('"stamp": "', '"stamp": "0') for line in rows.read_text().splitlines(keepends=True)]
     rows.write_text("".join(other))
@@ -216,7 +217,7 @@ def test_results_are_worked_out_as_by_hand() -> None:
 def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path, file: Path, tmp_path: Path) -> None:
     out = Console(file=io.StringIO(), width=160)
     settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
-    result = run_quality(settings, Plan((str(file), str(file))[:1]), ("full", "none", "auto"), (), out)
+    result = run_quality(settings, QualityOptions((str(file),), ("full", "none", "auto"), ()), out)
     assert json.loads(json.dumps(result)) == result
     keys = {"dataset", "method", "ratio", "n", "f1", "f1_ci", "em", "rouge_l", "kl", "top1", "identical", "ttft_x"}
     assert all(keys <= set(each) for each in result["results"])
@@ -230,4 +231,4 @@ def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path
 
 def test_a_model_without_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer"):
-        run_quality(Settings(model="tiny", home=tmp_path), Plan(("demo",)), ("full",), (), Console(quiet=True))
+        run_quality(Settings(model="tiny", home=tmp_path), QualityOptions(("demo",), ("full",)), Console(quiet=True))

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragfuse_bench.cli.throughput import sets_of
 from ragfuse_bench.figure import Wanted
+from ragfuse_bench.options import ThroughputOptions
 from ragfuse_bench.paper import run_paper
 from ragfuse_bench.throughput import figure
 from ragfuse_bench.throughput.run import (
     SOONER,
     Measured,
-    ThroughputOptions,
     better,
     compared,
     grown,

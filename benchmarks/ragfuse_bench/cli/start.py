@@ -1,0 +1,33 @@
+"""How a benchmark that goes by the settings starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ragfuse.cli.options import console_for, settings_of
+from ragfuse.settings import Settings
+
+
+def start(json: Path | None, plot: Path | None, **named: Any) -> tuple[Console, Settings]:
+    """Return the console and the settings, in a process with a tuned allocator.
+
+    Args:
+        json: The target of `--json`.
+        plot: The picture to draw; None for none.
+        **named: Settings given on the command line: model, dtype, device.
+
+    Raises:
+        SettingsError: A picture is wanted and matplotlib is missing, or a setting is invalid.
+    """
+    from ragfuse.calibration.plots import require_plotting
+    from ragfuse.calibration.runner import tune_malloc
+    from ragfuse.models.dtypes import settled
+
+    console, settings = console_for(json), settled(settings_of(**named))
+    if plot is not None:
+        require_plotting()
+    tune_malloc(console)
+    return console, settings

@@ -1,0 +1,595 @@
+"""The options of every benchmark, each declared once: its name, type, default, help and limits.
+
+A field with a `typer.Option` is also an option of the command (`cli.parameters.with_options`); the other fields are for
+callers in Python. This module imports no torch, so `ragfuse bench ... --help` is quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+from ragfuse.errors import InputError, SettingsError
+from ragfuse.settings import Settings
+
+KVPlace = Literal["memory", "pinned", "gpu", "disk"]
+HEADLINE_CHUNKS = 6
+CONTEXT_TOKENS, QUICK_TOKENS = 6000, 1000
+CHUNKS_OF_A_LOOKUP = 6
+"""Chunks of a prompt that `bench store` looks up at once."""
+PASSAGES_OF_A_LONG_PROMPT = 12
+"""Passages in a prompt of `bench matching` whose time is taken."""
+QUESTIONS_PREPARED = 12
+"""Questions of the held-out article that `bench dropin` can ask."""
+DROPIN_CHUNKS = 6
+"""Chunks that `bench dropin` retrieves for a question."""
+DOOR_NAMES = ("chain", "lcel", "agent", "compact", "refine", "tree", "chat", "server")
+"""Programs that `bench dropin` measures with nothing indexed."""
+USES = ("code", "cooking", "trip")
+"""Code generation, personalisation, a trip with parameters: figures 6 to 8 of Prompt Cache, in our own words."""
+LENGTHS = (512, 1024, 2048, 3072)
+"""Tokens of prompts whose time `bench modules` fits by a line."""
+
+
+@dataclass(frozen=True)
+class FromText:
+    """How the text of a command line option becomes the value of its field.
+
+    parse: Called with the text and the option's name; raises SettingsError. default: The text that stands for the
+    field's default; None: the default's parts, joined by commas.
+    """
+
+    parse: Callable[[str, str], Any]
+    default: str | None = None
+
+
+def _integers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"{option} is '{text}'; wanted a whole number, or several as in 2,4,6.") from error
+
+
+def _floats(text: str, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"{option} is '{text}'; wanted a number, or several as in 0.05,0.15.") from error
+
+
+def _shares(text: str, option: str) -> tuple[float, ...]:
+    shares = _floats(text, option)
+    if not all(0 <= share <= 1 for share in shares):
+        raise SettingsError(f"{option} is '{text}'; wanted shares from 0 to 1.")
+    return shares
+
+
+def _names(text: str, option: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def doors_named(text: str, option: str = "--doors") -> tuple[str, ...]:
+    """Return the names in a list with commas; "all" names all of them, "none" none.
+
+    Raises:
+        SettingsError: A name is not in `DOOR_NAMES`, or there is none.
+    """
+    if text.strip() in ("all", "none"):
+        return DOOR_NAMES if text.strip() == "all" else ()
+    given = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not given or not set(given) <= set(DOOR_NAMES):
+        raise SettingsError(f"{option} is '{text}'; wanted all, none or some of {', '.join(DOOR_NAMES)}.")
+    return given
+
+
+# what several benchmarks share
+
+Shape = Annotated[str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")]
+BenchDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+BenchDevice = Annotated[str, typer.Option(help="cpu or cuda.")]
+ChunkTokens = Annotated[int, typer.Option(help="Tokens of a chunk.")]
+PackedTokens = Annotated[int, typer.Option(help="Pack passages into chunks of at most this many tokens; 0: do not.")]
+Share = Annotated[float, typer.Option(help="Share of reused context tokens to recompute.")]
+PolicyName = Annotated[str, typer.Option(help="Selection policy.")]
+Threads = Annotated[int, typer.Option(help="Threads of torch.")]
+Rounds = Annotated[int, typer.Option(help="Interleaved rounds.")]
+Seed = Annotated[int, typer.Option(help="Seed of what is drawn at random.")]
+TierSpeeds = Annotated[
+    tuple[float, ...], typer.Option(help="Speeds of the slow tier, megabytes a second."), FromText(_floats)
+]
+
+
+def _plot(what: str) -> Any:
+    return typer.Option(help=f"Draw {what} to this file (PNG).")
+
+
+def _home() -> Path:
+    return Settings().home
+
+
+def _check_policy(name: str) -> None:
+    from ragfuse.fuse.select import policy_named
+
+    policy_named(name)
+
+
+def _check_ratio(ratio: float) -> None:
+    if not 0 < ratio <= 1:
+        raise SettingsError(f"The recompute ratio is {ratio}; wanted a share above 0, at most 1.")
+
+
+def _check_speeds(mbps: tuple[float, ...]) -> None:
+    if not mbps or min(mbps) <= 0:
+        raise SettingsError("The speeds of the slow tier are megabytes a second, each above 0.")
+
+
+def _check_folder(data: Path | None) -> None:
+    if data is not None and not data.is_dir():
+        raise InputError(f"--data is '{data}'; wanted a folder of data sets.")
+
+
+# the benchmarks of speed
+
+
+@dataclass(frozen=True)
+class TtftOptions:
+    """What `bench ttft` measures: one prompt for each number of `chunks`."""
+
+    model: Shape = "q05"
+    dtype: BenchDtype = "bfloat16"
+    device: BenchDevice = "cpu"
+    chunks: Annotated[
+        tuple[int, ...],
+        typer.Option(help="Chunks of a prompt; several, as in 2,4,6, show growth."),
+        FromText(_integers),
+    ] = (HEADLINE_CHUNKS,)
+    chunk_tokens: ChunkTokens = 512
+    question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32
+    ratio: Share = 0.15
+    policy: PolicyName = "hkvd"
+    lego_tokens: Annotated[
+        int, typer.Option(help="First tokens of each chunk, for --policy lego; 0: as many as the ratio allows.")
+    ] = 0
+    kv: Annotated[KVPlace, typer.Option(help="Where the KV lies when the clock starts.")] = "memory"
+    threads: Threads = 1
+    rounds: Rounds = 3
+    plot: Annotated[Path | None, _plot("speedup against context tokens")] = None
+    home: Path = field(default_factory=_home)
+
+    def __post_init__(self) -> None:
+        positive = (*self.chunks, self.chunk_tokens, self.question_tokens, self.threads, self.rounds)
+        if not self.chunks or min(positive) < 1 or self.lego_tokens < 0:
+            raise SettingsError("Chunks, tokens, threads and rounds are whole numbers from 1 on.")
+        _check_ratio(self.ratio)
+        if self.lego_tokens and self.policy != "lego":
+            raise SettingsError(f"--lego-tokens belongs to --policy lego; found --policy {self.policy}.")
+        if self.kv not in get_args(KVPlace):
+            raise SettingsError(f"No place '{self.kv}' for KV. It is one of: {', '.join(get_args(KVPlace))}.")
+        if self.kv in ("pinned", "gpu") and not self.device.startswith("cuda"):
+            raise SettingsError(f"--kv {self.kv} needs --device cuda; found --device {self.device}.")
+        _check_policy(self.policy_name)
+
+    @property
+    def policy_name(self) -> str:
+        """The policy with its count of tokens."""
+        return f"lego-{self.lego_tokens}" if self.lego_tokens else self.policy
+
+    @property
+    def nominal_ratio(self) -> float:
+        """Share of a blended chunk's rows that are asked for."""
+        return min(1.0, self.lego_tokens / self.chunk_tokens) if self.lego_tokens else self.ratio
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `bench load` measures."""
+
+    model: Shape = "q05"
+    dtype: BenchDtype = "bfloat16"
+    device: BenchDevice = "cpu"
+    chunks: Annotated[int, typer.Option(help="Chunks of the prompt.")] = 6
+    chunk_tokens: ChunkTokens = 512
+    question_tokens: int = 32
+    ratio: Share = 0.15
+    policy: PolicyName = "hkvd"
+    mbps: TierSpeeds = (50.0, 100.0, 200.0, 500.0)
+    threads: Threads = 1
+    rounds: Rounds = 3
+    plot: Annotated[Path | None, _plot("the time against the tier's speed")] = None
+    home: Path = field(default_factory=_home)
+
+    def __post_init__(self) -> None:
+        if min(self.chunks, self.chunk_tokens, self.question_tokens, self.threads, self.rounds) < 1:
+            raise SettingsError("Chunks, tokens, threads and rounds are whole numbers from 1 on.")
+        _check_speeds(self.mbps)
+        _check_ratio(self.ratio)
+        _check_policy(self.policy)
+
+
+@dataclass(frozen=True)
+class ControllerOptions:
+    """What `bench controller` measures: `plans` plans, dealt out over the speeds in turn."""
+
+    model: Shape = "q05"
+    dtype: BenchDtype = "bfloat16"
+    device: BenchDevice = "cpu"
+    mbps: TierSpeeds = (30.0, 100.0, 300.0)
+    plans: Annotated[int, typer.Option(help="Plans whose time is predicted and measured.")] = 60
+    threads: Threads = 1
+    rounds: Annotated[int, typer.Option(help="Times that each is measured; the median counts.")] = 3
+    plot: Annotated[Path | None, _plot("predictions and ratios")] = None
+    home: Path = field(default_factory=_home)
+
+    def __post_init__(self) -> None:
+        if min(self.plans, self.threads, self.rounds) < 1:
+            raise SettingsError("Plans, threads and rounds are whole numbers from 1 on.")
+        _check_speeds(self.mbps)
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """What `bench store` measures. A chunk has `layers` layers of bfloat16 keys and values [heads, tokens, dims]."""
+
+    chunks: Annotated[int, typer.Option(help="Entries written to and read from each tier.")] = 48
+    tokens: int = 512
+    layers: int = 24
+    heads: int = 2
+    dims: int = 64
+    urls: Annotated[
+        tuple[str, ...], typer.Option("--tier", help="A further tier, as in redis:// or s3://. Repeat for more.")
+    ] = ()
+    index_rows: Annotated[int, typer.Option("--rows", help="Entries of the index that is looked up in.")] = 1_000_000
+    lookups: int = 2000
+    model: str = "smollm2-135m-reader"
+    rounds: Rounds = 3
+    requests: Annotated[int, typer.Option(help="Rounds of requests, with saving and without.")] = 8
+    threads: Threads = 1
+    home: Path = field(default_factory=_home)
+
+    def __post_init__(self) -> None:
+        counts = (self.chunks, self.tokens, self.layers, self.heads, self.dims, self.lookups, self.requests)
+        if min(*counts, self.rounds, self.threads) < 1 or self.index_rows < CHUNKS_OF_A_LOOKUP:
+            raise SettingsError("Chunks, rounds, rows and requests are whole numbers from 1 on, rows from 6 on.")
+
+
+@dataclass(frozen=True)
+class DropinOptions:
+    """What `bench dropin` measures: questions of the demo's, all on one article, and `asked` through each door."""
+
+    model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id or folder; the same weights for both.")] = (
+        "smollm2-135m-reader"
+    )
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto: the faster one on this CPU.")] = "auto"
+    article: str = "french-and-indian-war"
+    questions: Annotated[int, typer.Option(help="Questions, of the demo's on one article.")] = 4
+    splits: Annotated[int, typer.Option(help="First chunks of the article, which are retrieved from.")] = 24
+    chunk_tokens: ChunkTokens = 512
+    rounds: Rounds = 3
+    threads: Threads = 1
+    swap: Annotated[bool, typer.Option(help="Compare with Hugging Face's model classes.")] = True
+    doors: Annotated[
+        tuple[str, ...],
+        typer.Option(help=f"Programs to measure with nothing indexed: {','.join(DOOR_NAMES)}; or all, none."),
+        FromText(doors_named, "all"),
+    ] = DOOR_NAMES
+    asked: Annotated[int, typer.Option(help="Questions that each program is asked twice, 1 to 12.")] = (
+        QUESTIONS_PREPARED
+    )
+    plot: Annotated[Path | None, _plot("times, and what is reused when,")] = None
+    home: Path = field(default_factory=_home)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise SettingsError(f"--dtype is '{self.dtype}'; wanted auto, float32 or bfloat16.")
+        if min(self.questions, self.rounds, self.threads) < 1 or self.splits < DROPIN_CHUNKS or self.chunk_tokens < 16:
+            raise SettingsError(
+                f"Questions and rounds are from 1 on, chunks from {DROPIN_CHUNKS} on, of 16 tokens or more."
+            )
+        if not 1 <= self.asked <= QUESTIONS_PREPARED:
+            raise SettingsError(
+                f"Wanted 1 to {QUESTIONS_PREPARED} questions on an article of the held-out set, found {self.asked}."
+            )
+        if not self.swap and not self.doors:
+            raise SettingsError("Nothing is left to measure: leave out --no-swap, or name --doors.")
+
+
+# quality
+
+
+@dataclass(frozen=True)
+class QualityOptions:
+    """What `bench quality` measures."""
+
+    sets: Annotated[
+        tuple[str, ...],
+        typer.Option("--data", help="Data set: held-out or demo, which come along, or a file. Repeat for more."),
+    ] = ()
+    methods: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help="full; prefix (caching); none (plain reuse); auto (the default); mapreduce, maprerank (LangChain's); "
+            "wrongmask (an ablation); oracle (knows full prefill); a policy. @alone, @filler: what chunks saw."
+        ),
+        FromText(_names),
+    ] = ("full", "prefix", "none", "auto")
+    ratios: Annotated[
+        tuple[float, ...], typer.Option(help="Ratios of the policies among the methods."), FromText(_shares)
+    ] = (0.15,)
+    limit: Annotated[int, typer.Option(help="Questions of each set, drawn at random by a fixed seed; 0: all.")] = 0
+    chunk_tokens: PackedTokens = 0
+    context_tokens: Annotated[int, typer.Option(help="Most tokens of passages; longer ones are cut evenly.")] = 2600
+    passages: Annotated[int, typer.Option(min=1, help="Passages of a SQuAD or demo prompt.")] = 6
+    answers: Annotated[bool, typer.Option(help="Write each method's own answer; without, KL and top-1 only.")] = True
+
+    def quick(self) -> QualityOptions:
+        """Return the options of `--quick`: 64 held-out questions by three methods.
+
+        Raises:
+            InputError: Sets, methods or a limit were named, too.
+        """
+        usual = QualityOptions()
+        if self.sets or self.limit or self.methods != usual.methods:
+            raise InputError("--quick has its own questions and methods: leave out --data, --limit and --methods.")
+        return replace(self, sets=("held-out",), limit=64, methods=("full", "none", "auto"))
+
+
+# the codec
+
+
+@dataclass(frozen=True)
+class CodecOptions:
+    """What `bench codec` measures."""
+
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with musique, SQuAD and LongChat; without, texts that come along.")
+    ] = None
+    contexts: Annotated[int, typer.Option(min=1, help="Contexts of each set.")] = 4
+    context_tokens: Annotated[int, typer.Option(min=100, help="Tokens of a context.")] = CONTEXT_TOKENS
+    questions: Annotated[int, typer.Option(min=1, help="Questions that F1 is taken on.")] = 300
+    keep_kv: Annotated[Path | None, typer.Option(help="A folder for raw KV, which the next run takes from there.")] = (
+        None
+    )
+    plot: Annotated[Path | None, _plot("size against quality")] = None
+
+    def __post_init__(self) -> None:
+        _check_folder(self.data)
+
+    def quick(self) -> CodecOptions:
+        """Return the options of `--quick`: one short context of each set, at most 12 questions."""
+        tokens = min(self.context_tokens, QUICK_TOKENS)
+        return replace(self, contexts=1, context_tokens=tokens, questions=min(self.questions, 12))
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What `bench stream` measures. Deadlines and bandwidths are the paper's; `lines.Scale` scales them."""
+
+    model: Shape = "smollm2-135m-reader"
+    dtype: BenchDtype = "float32"
+    device: BenchDevice = "cpu"
+    tokens: Annotated[int, typer.Option(help="Tokens of a context, about.")] = 6000
+    piece_tokens: Annotated[int, typer.Option(help="Tokens of a piece, about.")] = 1000
+    contexts: Annotated[int, typer.Option(help="Contexts that take turns.")] = 2
+    questions: Annotated[int, typer.Option(help="Questions on each context, which judge the KV that arrived.")] = 15
+    traces: Annotated[int, typer.Option(help="Bandwidth traces: half drawn, half measured ones.")] = 20
+    deadlines: Annotated[
+        tuple[float, ...],
+        typer.Option(help="Deadlines in the paper's seconds, scaled to this machine."),
+        FromText(_floats),
+    ] = (1.0, 2.0)
+    levels: tuple[str, ...] = ("int8", "cg1", "cg2", "cg3", "cg4")
+    fixed: Annotated[str, typer.Option(help="Level of the method with one fixed level; empty: the middle one.")] = ""
+    adapt: Annotated[
+        str,
+        typer.Option(
+            help="refine (a coarse level of every piece first), paper (CacheGen, section 5.3), algorithm (algorithm 1)."
+        ),
+    ] = "refine"
+    curve: Annotated[
+        tuple[float, ...],
+        typer.Option("--bandwidths", help="The paper's bandwidths of the curve, Gbit/s."),
+        FromText(_floats),
+    ] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+    threads: Threads = 1
+    data: Annotated[Path | None, typer.Option(help="Folder of data sets: SQuAD, published bandwidths.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve here (PNG), a timeline beside it.")] = None
+    home: Path = field(default_factory=_home)
+
+    def __post_init__(self) -> None:
+        counts = (self.tokens, self.piece_tokens, self.contexts, self.questions, self.traces, self.threads)
+        if min(counts) < 1:
+            raise SettingsError("Tokens, contexts, questions, traces and threads are whole numbers from 1 on.")
+        if not self.deadlines or min(self.deadlines) <= 0 or not all(gbps > 0 for gbps in self.curve):
+            raise SettingsError("Deadlines are seconds above 0, bandwidths Gbit/s above 0.")
+        if "int8" not in self.levels or (self.fixed and self.fixed not in self.levels):
+            raise SettingsError(f"The levels must hold int8 and the fixed one; found {', '.join(self.levels)}.")
+
+
+# conversations, modules, servers
+
+
+@dataclass(frozen=True)
+class ConversationOptions:
+    """What `bench conversation` measures."""
+
+    model: Shape = "smollm2-135m"
+    dtype: BenchDtype = "float32"
+    device: BenchDevice = "cpu"
+    turns: Annotated[int, typer.Option(min=2, help="Turns of the conversation.")] = 8
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 384
+    opening_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the first message, about.")] = 1400
+    window: Annotated[int, typer.Option(min=8, help="Tokens of a text before it is shortened, for perplexity.")] = 2048
+    texts: Annotated[int, typer.Option(min=1, help="Texts for perplexity, at most.")] = 4
+    rounds: Rounds = 3
+    threads: Threads = 1
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of multi-turn dialogues; without, notes that come along.")
+    ] = None
+    plot: Annotated[Path | None, _plot("seconds by turn")] = None
+
+    def __post_init__(self) -> None:
+        _check_folder(self.data)
+
+    def quick(self) -> ConversationOptions:
+        """Return the options of `--quick`: three short turns, one short text."""
+        return replace(self, turns=3, answer_tokens=16, opening_tokens=200, window=256, texts=1, rounds=1)
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What `bench sessions` simulates."""
+
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of data sets: lengths are counted from them, and Mooncake's trace is replayed."),
+    ] = None
+    quick: Annotated[bool, typer.Option(help="A sixth of the conversations on a sixth of the bytes.")] = False
+    seed: Seed = 0
+    plot: Annotated[Path | None, _plot("the hit rates")] = None
+
+    def __post_init__(self) -> None:
+        _check_folder(self.data)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How many prompts share a module of so many tokens, and how many tokens each answer has.
+
+    longer: Tokens of further modules: a model and its libraries take the same memory for all, so that sharing saves a
+    larger part of the process's memory the longer the module is.
+    """
+
+    prompts: int = 8
+    tokens: int = 1024
+    answer_tokens: int = 32
+    longer: tuple[int, ...] = (4096,)
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """What `bench modules` measures.
+
+    lengths: Tokens of the prompts whose time is fitted by a line. batch: None where a batch's memory is not measured,
+    as on a GPU, where the process's memory does not tell it.
+    """
+
+    uses: tuple[str, ...] = USES
+    sets: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--data",
+            help="Questions over documents: held-out or demo, which come along, a file as for `bench quality`, or a "
+            "folder of such files. Repeat for more.",
+        ),
+    ] = ("held-out",)
+    limit: Annotated[
+        int, typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all.")
+    ] = 12
+    context_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a question's documents.")] = 2600
+    lengths: tuple[int, ...] = LENGTHS
+    batch: Batch | None = field(default_factory=Batch)
+    rounds: Rounds = 3
+    threads: Threads = 1
+    plot: Annotated[Path | None, _plot("times and lengths")] = None
+
+    def quick(self) -> ModuleOptions:
+        """Return the options of `--quick`: two questions of each set, two lengths, one round, short answers."""
+        batch = self.batch and Batch(answer_tokens=8, longer=())
+        return replace(self, limit=2, rounds=1, lengths=(512, 2048), batch=batch)
+
+
+@dataclass(frozen=True)
+class MatchingOptions:
+    """What `bench matching` measures. least, longest: Bounds of a passage's tokens."""
+
+    model: Shape = "smollm2-135m-reader"
+    passages: Annotated[int, typer.Option(help="Known passages that stand in the prompts.")] = 200
+    least: int = 60
+    longest: int = 400
+    prompts: Annotated[int, typer.Option(help="Prompts of each form.")] = 8
+    prompt_tokens: int = 8192
+    known: Annotated[
+        tuple[int, ...], typer.Option(help="Numbers of known spans for which time is taken."), FromText(_integers)
+    ] = (1_000, 10_000, 100_000)
+    rounds: Annotated[int, typer.Option(help="Times that each prompt is searched.")] = 30
+    threads: Threads = 1
+    home: Path = field(default_factory=_home)
+
+    def __post_init__(self) -> None:
+        least = PASSAGES_OF_A_LONG_PROMPT
+        if min(self.prompts, self.rounds, self.threads) < 1 or self.passages < least or not self.known:
+            raise SettingsError(
+                f"Prompts, rounds and threads are whole numbers from 1 on, passages from {least} on, and of known "
+                "spans at least one number is wanted."
+            )
+        if min(self.known) < self.passages:
+            raise SettingsError(f"known is {min(self.known)}; wanted at least the {self.passages} passages.")
+
+
+@dataclass(frozen=True)
+class PrefixOptions:
+    """What `bench prefix` measures. system_tokens: Tokens of the system prompt that all questions share."""
+
+    model: str = "smollm2-135m-reader"
+    dtype: str = "auto"
+    system_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the system prompt.")] = 2048
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answers that are compared.")] = 16
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds, after one to warm up.")] = 5
+    threads: Threads = 1
+    home: Path = field(default_factory=_home)
+
+    def __post_init__(self) -> None:
+        if min(self.system_tokens, self.answer_tokens, self.rounds, self.threads) < 1:
+            raise SettingsError("Tokens, rounds and threads are from 1 on.")
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """What `bench throughput` measures. shares: Rates, as shares of what a method's server can do."""
+
+    sets: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--data",
+            help="Questions: a set that comes along (held-out, demo), a file as for `bench quality`, or a folder with "
+            "files of musique and 2wikimqa. Repeat for more.",
+        ),
+    ] = ("held-out",)
+    cases: Annotated[
+        int,
+        typer.Option("--questions", min=1, help="Questions, drawn at random; each is asked in many wordings."),
+    ] = 12
+    chunk_tokens: PackedTokens = 0
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 16
+    shares: Annotated[
+        tuple[float, ...],
+        typer.Option("--rates", help="Rates, as shares of the requests a second that a method can do."),
+        FromText(_floats),
+    ] = (0.3, 0.5, 0.7, 0.9)
+    seconds: Annotated[float, typer.Option(help="Seconds of load at each rate, for each method.")] = 120.0
+    minutes: Annotated[
+        float, typer.Option(help="Minutes of steady load, to see whether memory or files grow; 0: none.")
+    ] = 30.0
+    together: Annotated[int, typer.Option(min=1, help="Answers decoded together.")] = 8
+    together_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these.")] = 64
+    threads: Threads = 1
+    seed: Seed = 0
+    plot: Annotated[Path | None, _plot("time against rate")] = None
+
+    def __post_init__(self) -> None:
+        if min(self.cases, self.answer_tokens, self.together, self.together_tokens, self.threads) < 1:
+            raise SettingsError("Questions, tokens, answers and threads are whole numbers from 1 on.")
+        if not self.shares or not all(0 < share <= 2 for share in self.shares):
+            raise SettingsError(
+                f"Rates are {self.shares}; wanted shares of what a server can do, above 0 and at most 2."
+            )
+        if self.seconds <= 0 or self.minutes < 0:
+            raise SettingsError("Loads take seconds above 0, and minutes from 0 on.")
+
+    def quick(self) -> ThroughputOptions:
+        """Return the options of `--quick`: two rates for each of three methods, five minutes of load."""
+        return replace(self, shares=(0.5, 0.9), seconds=50.0, minutes=0.0)

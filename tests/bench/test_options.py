@@ -1,0 +1,108 @@
+"""Benchmark options: each is declared once, and the command line gives what its text says."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, get_type_hints
+
+import pytest
+import typer
+from ragfuse_bench import options
+from ragfuse_bench.cli import bench
+from ragfuse_bench.cli.parameters import with_options
+from ragfuse_bench.options import FromText, QualityOptions, TtftOptions
+from typer.testing import CliRunner
+
+from ragfuse.errors import InputError, SettingsError
+
+GIVEN: list[object] = []
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Options of every kind."""
+
+    numbers: Annotated[tuple[int, ...], typer.Option(help="Numbers."), FromText(options._integers)] = (1, 2)
+    urls: Annotated[tuple[str, ...], typer.Option("--url", help="Repeat for more.")] = ()
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens.")] = 5
+    inner: str = "not on the command line"
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens == 13:
+            raise SettingsError("Not 13.")
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    def toy(options: Toy, loud: bool = False) -> None:
+        """A toy."""
+        GIVEN.append((options, loud))
+
+    toy.__annotations__ = {"options": Toy, "loud": bool, "return": None}
+    app = typer.Typer()
+    app.command()(with_options(toy))
+    GIVEN.clear()
+    return app
+
+
+def test_a_field_with_an_option_is_one_of_the_command(app: typer.Typer) -> None:
+    assert CliRunner().invoke(app, []).exit_code == 0
+    line = ["--numbers", "3,4,5", "--url", "a", "--url", "b", "--chunk-tokens", "7", "--loud"]
+    assert CliRunner().invoke(app, line).exit_code == 0
+    assert [(Toy(), False), (Toy((3, 4, 5), ("a", "b"), 7), True)] == GIVEN
+
+
+def test_help_shows_defaults_as_they_are_typed_and_no_other_field(app: typer.Typer) -> None:
+    shown = CliRunner().invoke(app, ["--help"]).output
+    assert "[default: 1,2]" in shown
+    assert "--url" in shown
+    assert "inner" not in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [(["--numbers", "x"], "--numbers is 'x'; wanted a whole"), (["--chunk-tokens", "13"], "Not 13.")],
+)
+def test_what_the_dataclass_refuses_the_command_refuses(app: typer.Typer, line: list[str], message: str) -> None:
+    error = CliRunner().invoke(app, line).exception
+    assert isinstance(error, SettingsError)
+    assert message in str(error)
+
+
+def test_every_dataclass_of_options_belongs_to_one_command() -> None:
+    taken = [
+        hint
+        for command in bench.registered_commands
+        for hint in get_type_hints(inspect.unwrap(command.callback or bench)).values()
+        if is_dataclass(hint)
+    ]
+    declared = [each for name, each in vars(options).items() if name.endswith("Options")]
+    assert sorted(map(str, taken)) == sorted(map(str, declared))
+    assert len(bench.registered_commands) == len(declared) + 1  # `paper` alone has none: it chooses by the figure
+
+
+def test_every_command_has_help() -> None:
+    for each in bench.registered_commands:
+        assert CliRunner().invoke(bench, [str(each.name), "--help"]).exit_code == 0
+
+
+def test_help_of_a_benchmark_needs_no_torch() -> None:
+    code = "import sys, ragfuse_bench.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_quick_quality_has_its_own_questions() -> None:
+    quick = QualityOptions(passages=3).quick()
+    assert (quick.sets, quick.limit, quick.passages) == (("held-out",), 64, 3)
+    with pytest.raises(InputError, match="its own questions"):
+        QualityOptions(limit=2).quick()
+
+
+def test_defaults_in_python_and_on_the_command_line_are_the_same() -> None:
+    shown = " ".join(CliRunner().invoke(bench, ["ttft", "--help"], env={"COLUMNS": "300"}).output.split())
+    for each in fields(TtftOptions):
+        if each.name in ("model", "dtype", "chunk_tokens", "ratio", "policy", "rounds"):
+            assert f"[default: {each.default}]" in shown
