@@ -135,7 +135,7 @@ class Settings(BaseSettings):
         default=0.0,
         ge=0,
         le=0.9,
-        description="Share of the memory tier that writes keep free, as room for what is fetched next.",
+        description="Share of the memory tier that writes keep free, as space for what is fetched next.",
     )
     evict: str = Field(
         default="look-ahead",
@@ -309,7 +309,9 @@ class Settings(BaseSettings):
         """Accept a list of strings, or one string with commas."""
         parts = given.split(",") if isinstance(given, str) else given
         if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-            raise ValueError("wanted texts, found something else; write them so: RAGFUSE_API_KEYS=KEY,SALT:KEY")
+            raise ValueError(
+                "wanted keys with commas between them, found something else; example: RAGFUSE_API_KEYS=KEY,SALT:KEY"
+            )
         return tuple(part.strip() for part in parts if part.strip())
 
     @field_validator("tiers", mode="before")
@@ -324,7 +326,7 @@ class Settings(BaseSettings):
                 given = None
         if not isinstance(given, list | tuple):
             raise ValueError(
-                "wanted URLs, found something else; write them so: RAGFUSE_TIERS='[\"redis://cache:6379/0\"]'"
+                "wanted a list of URLs, found something else; example: RAGFUSE_TIERS='[\"redis://cache:6379/0\"]'"
             )
         return given
 
@@ -335,11 +337,15 @@ class Settings(BaseSettings):
         try:
             given = json.loads(given or "{}") if isinstance(given, str) else given
             pairs = given.items() if isinstance(given, Mapping) else tuple(given)
-            listed = ((tier, (told,) if isinstance(told, str) else tuple(told)) for tier, told in pairs)
+            listed = ((tier, (levels,) if isinstance(levels, str) else tuple(levels)) for tier, levels in pairs)
             return tuple((_tier_named(tier), _levels_named(levels)) for tier, levels in listed)
         except (TypeError, KeyError, ValueError) as error:
-            told = str(error) if isinstance(error, _Told) else "found something else than lists of levels by tier"
-            raise ValueError(f'{told}; write it so: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\'') from None
+            problem = (
+                str(error)
+                if isinstance(error, _InvalidSettingError)
+                else "wanted lists of levels by tier, found something else"
+            )
+            raise ValueError(f'{problem}; example: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\'') from None
 
     @field_validator("evict", mode="after")
     @classmethod
@@ -378,16 +384,16 @@ class Settings(BaseSettings):
         if secret:
             variables = ", ".join(PREFIX + name.upper() for name in secret)
             raise SettingsError(
-                f"Wanted settings that may be written down, found a secret in {' and '.join(secret)}. Leave it to the "
-                f"environment ({variables}) of the process that reads them, or give that one its settings by itself: "
-                "settings=Settings(...)."
+                f"These settings cannot be saved or sent to another process: there is a secret in "
+                f"{' and '.join(secret)}. Set {variables} in the environment of the process that reads them, or give "
+                "that process settings=Settings(...)."
             )
         try:
             json.dumps(dict(self.model_kwargs))
         except (TypeError, ValueError) as error:
             raise SettingsError(
-                f"Wanted options of loading that may be written down, found in model_kwargs what JSON has no form for: "
-                f"{error}. Name dtypes and devices by text, or save the model to a folder as it was loaded."
+                f"model_kwargs has a value that cannot be saved as JSON: {error}. Give dtypes and devices as strings, "
+                "or save the loaded model to a folder and use that as the model."
             ) from error
         return self.model_dump(mode="json")
 
@@ -452,33 +458,35 @@ def _model_placed(name: str) -> str:
     return str(_placed(name)) if is_folder else name
 
 
-class _Told(ValueError):
+class _InvalidSettingError(ValueError):
     """An invalid setting, with a message for people."""
 
 
 def _loading(given: Any) -> LoadingOptions:
     """Return loading options from a mapping or its JSON; only names in `LOADING` are allowed."""
-    told = given
+    options = given
     if isinstance(given, str):
         try:
-            told = json.loads(given or "{}")
+            options = json.loads(given or "{}")
         except ValueError:
-            told = None
-    if not isinstance(told, Mapping):
+            options = None
+    if not isinstance(options, Mapping):
         raise ValueError(
-            'wanted options by name, found something else; write them so: RAGFUSE_MODEL_KWARGS=\'{"revision": "main"}\''
+            'wanted options by name, found something else; example: RAGFUSE_MODEL_KWARGS=\'{"revision": "main"}\''
         )
-    strange = next((str(name) for name in told if name not in LOADING), None)
+    strange = next((str(name) for name in options if name not in LOADING), None)
     if strange is not None:
         near = get_close_matches(strange, LOADING, 1)
-        meant = f"; did you mean {near[0]}?" if near else f"; it is one of: {', '.join(LOADING)}"
-        raise ValueError(f"'{strange}' is no option that a model is loaded with{meant}")
-    return LoadingOptions({str(name): value for name, value in told.items()})
+        meant = f"; did you mean {near[0]}?" if near else f"; the options are: {', '.join(LOADING)}"
+        raise ValueError(f"'{strange}' is not an option for loading a model{meant}")
+    return LoadingOptions({str(name): value for name, value in options.items()})
 
 
 def _tier_named(name: object) -> str:
     if not isinstance(name, str) or re.sub(r"-[0-9]+$", "", name) not in TIER_NAMES:
-        raise _Told(f"wanted a tier ({', '.join(TIER_NAMES)}, redis-2 ...), found {name!r:.60}")
+        raise _InvalidSettingError(
+            f"wanted the name of a tier ({', '.join(TIER_NAMES)}, redis-2 ...), found {name!r:.60}"
+        )
     return name
 
 
@@ -488,7 +496,7 @@ def _levels_named(levels: tuple[object, ...]) -> tuple[str, ...]:
     strange = [level for level in levels if level not in LEVEL_NAMES]
     if strange or not levels:
         found = repr(strange[0])[:60] if strange else "none"
-        raise _Told(f"wanted levels of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone, found {found}")
+        raise _InvalidSettingError(f"wanted some of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone, found {found}")
     return tuple(level for level in LEVEL_NAMES if level in levels)
 
 

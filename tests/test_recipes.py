@@ -39,9 +39,9 @@ class EverySecond(Static):
         """Half of the rows."""
         return PolicyCost(fixed_share=0.5)
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Rows at even places of their chunks; all of them at ratio 1."""
-        return alive if layer or view.ratio >= 1 else alive[view.offset % 2 == 0]
+        return active if layer or candidates.ratio >= 1 else active[candidates.offset % 2 == 0]
 '''
 
 TIER = '''"""Entries in the memory of the process, by the URL toy://NAME."""

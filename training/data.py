@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragfuse.calibration.prompts import ASKED
+from ragfuse.calibration.prompts import PROMPT_TEXTS
 from training.rules import Passage, Question, questions, tidy
 
 HELD_OUT = 3
@@ -45,7 +45,7 @@ TEMPLATES = (
         6,
         Template(
             "",
-            "{context}".join(ASKED["answer"]),
+            "{context}".join(PROMPT_TEXTS["answer"]),
         ),
     ),
     (1, Template("", "{context}\n\nQuestion: {question}")),

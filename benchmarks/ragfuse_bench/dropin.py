@@ -49,7 +49,7 @@ from ragfuse.calibration.runner import Times, circumstances, progress, speedup, 
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import quietly
-from ragfuse.models.dtypes import settled
+from ragfuse.models.dtypes import resolve_auto
 from ragfuse.settings import Settings
 
 NEEDED = MappingProxyType(
@@ -82,7 +82,7 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
         if options.swap:
             result |= _swapped(options, console)
         if options.doors:
-            settings = settled(_settings(options))
+            settings = resolve_auto(_settings(options))
             run = Run(settings, held_out(options.asked), Embedders.embedded(settings), options.threads)
             result |= {"dtype": settings.dtype, **run_unprepared(run, options.doors, console)}
     given = {key: value for key, value in asdict(options).items() if key not in ("home", "plot")}

@@ -6,12 +6,29 @@ callers in Python. This module imports no torch, so `ragfuse bench ... --help` i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import typer
+from ragfuse_bench.option_types import (
+    BenchDevice,
+    BenchDtype,
+    ChunkTokens,
+    FromText,
+    PackedTokens,
+    PolicyName,
+    Rounds,
+    Seed,
+    Shape,
+    Share,
+    Threads,
+    TierSpeeds,
+    floats,
+    integers,
+    names,
+    shares_of,
+)
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
@@ -35,43 +52,6 @@ LENGTHS = (512, 1024, 2048, 3072)
 """Tokens of prompts whose time `bench modules` fits by a line."""
 
 
-@dataclass(frozen=True)
-class FromText:
-    """How the text of a command line option becomes the value of its field.
-
-    parse: Called with the text and the option's name; raises SettingsError. default: The text that stands for the
-    field's default; None: the default's parts, joined by commas.
-    """
-
-    parse: Callable[[str, str], Any]
-    default: str | None = None
-
-
-def _integers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise SettingsError(f"{option} is '{text}'; wanted a whole number, or several as in 2,4,6.") from error
-
-
-def _floats(text: str, option: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise SettingsError(f"{option} is '{text}'; wanted a number, or several as in 0.05,0.15.") from error
-
-
-def _shares(text: str, option: str) -> tuple[float, ...]:
-    shares = _floats(text, option)
-    if not all(0 <= share <= 1 for share in shares):
-        raise SettingsError(f"{option} is '{text}'; wanted shares from 0 to 1.")
-    return shares
-
-
-def _names(text: str, option: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
-
-
 def doors_named(text: str, option: str = "--doors") -> tuple[str, ...]:
     """Return the names in a list with commas; "all" names all of them, "none" none.
 
@@ -84,23 +64,6 @@ def doors_named(text: str, option: str = "--doors") -> tuple[str, ...]:
     if not given or not set(given) <= set(DOOR_NAMES):
         raise SettingsError(f"{option} is '{text}'; wanted all, none or some of {', '.join(DOOR_NAMES)}.")
     return given
-
-
-# what several benchmarks share
-
-Shape = Annotated[str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")]
-BenchDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-BenchDevice = Annotated[str, typer.Option(help="cpu or cuda.")]
-ChunkTokens = Annotated[int, typer.Option(help="Tokens of a chunk.")]
-PackedTokens = Annotated[int, typer.Option(help="Pack passages into chunks of at most this many tokens; 0: do not.")]
-Share = Annotated[float, typer.Option(help="Share of reused context tokens to recompute.")]
-PolicyName = Annotated[str, typer.Option(help="Selection policy.")]
-Threads = Annotated[int, typer.Option(help="Threads of torch.")]
-Rounds = Annotated[int, typer.Option(help="Interleaved rounds.")]
-Seed = Annotated[int, typer.Option(help="Seed of what is drawn at random.")]
-TierSpeeds = Annotated[
-    tuple[float, ...], typer.Option(help="Speeds of the slow tier, megabytes a second."), FromText(_floats)
-]
 
 
 def _plot(what: str) -> Any:
@@ -144,17 +107,20 @@ class TtftOptions:
     device: BenchDevice = "cpu"
     chunks: Annotated[
         tuple[int, ...],
-        typer.Option(help="Chunks of a prompt; several, as in 2,4,6, show growth."),
-        FromText(_integers),
+        typer.Option(help="Chunks of a prompt; a list as in 2,4,6 shows how times grow."),
+        FromText(integers),
     ] = (HEADLINE_CHUNKS,)
     chunk_tokens: ChunkTokens = 512
     question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32
     ratio: Share = 0.15
     policy: PolicyName = "hkvd"
     lego_tokens: Annotated[
-        int, typer.Option(help="First tokens of each chunk, for --policy lego; 0: as many as the ratio allows.")
+        int,
+        typer.Option(help="For --policy lego: first tokens of each chunk to recompute; 0: as many as the ratio says."),
     ] = 0
-    kv: Annotated[KVPlace, typer.Option(help="Where the KV lies when the clock starts.")] = "memory"
+    kv: Annotated[KVPlace, typer.Option(help="Where the KV is when the clock starts; pinned and gpu need CUDA.")] = (
+        "memory"
+    )
     threads: Threads = 1
     rounds: Rounds = 3
     plot: Annotated[Path | None, _plot("speedup against context tokens")] = None
@@ -218,9 +184,11 @@ class ControllerOptions:
     dtype: BenchDtype = "bfloat16"
     device: BenchDevice = "cpu"
     mbps: TierSpeeds = (30.0, 100.0, 300.0)
-    plans: Annotated[int, typer.Option(help="Plans whose time is predicted and measured.")] = 60
+    plans: Annotated[
+        int, typer.Option(help="Number of load plans whose predicted time is compared with the measured one.")
+    ] = 60
     threads: Threads = 1
-    rounds: Annotated[int, typer.Option(help="Times that each is measured; the median counts.")] = 3
+    rounds: Annotated[int, typer.Option(help="How often each plan is measured; the median counts.")] = 3
     plot: Annotated[Path | None, _plot("predictions and ratios")] = None
     home: Path = field(default_factory=_home)
 
@@ -242,11 +210,13 @@ class StoreOptions:
     urls: Annotated[
         tuple[str, ...], typer.Option("--tier", help="A further tier, as in redis:// or s3://. Repeat for more.")
     ] = ()
-    index_rows: Annotated[int, typer.Option("--rows", help="Entries of the index that is looked up in.")] = 1_000_000
+    index_rows: Annotated[int, typer.Option("--rows", help="Entries of the index in which look-ups are timed.")] = (
+        1_000_000
+    )
     lookups: int = 2000
     model: str = "smollm2-135m-reader"
     rounds: Rounds = 3
-    requests: Annotated[int, typer.Option(help="Rounds of requests, with saving and without.")] = 8
+    requests: Annotated[int, typer.Option(help="Rounds of requests, each timed with and without saving KV.")] = 8
     threads: Threads = 1
     home: Path = field(default_factory=_home)
 
@@ -260,23 +230,25 @@ class StoreOptions:
 class DropinOptions:
     """What `bench dropin` measures: questions of the demo's, all on one article, and `asked` through each door."""
 
-    model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id or folder; the same weights for both.")] = (
-        "smollm2-135m-reader"
-    )
+    model: Annotated[
+        str, typer.Option(help="Model as for `ragfuse ask --model`; Hugging Face's classes load the same weights.")
+    ] = "smollm2-135m-reader"
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto: the faster one on this CPU.")] = "auto"
     article: str = "french-and-indian-war"
-    questions: Annotated[int, typer.Option(help="Questions, of the demo's on one article.")] = 4
-    splits: Annotated[int, typer.Option(help="First chunks of the article, which are retrieved from.")] = 24
+    questions: Annotated[int, typer.Option(help="How many of the demo's questions on one article to ask.")] = 4
+    splits: Annotated[int, typer.Option(help="Retrieve from the first so many chunks of the article.")] = 24
     chunk_tokens: ChunkTokens = 512
     rounds: Rounds = 3
     threads: Threads = 1
     swap: Annotated[bool, typer.Option(help="Compare with Hugging Face's model classes.")] = True
     doors: Annotated[
         tuple[str, ...],
-        typer.Option(help=f"Programs to measure with nothing indexed: {','.join(DOOR_NAMES)}; or all, none."),
+        typer.Option(
+            help=f"Kinds of programs to run with nothing ingested before: {', '.join(DOOR_NAMES)}; all or none."
+        ),
         FromText(doors_named, "all"),
     ] = DOOR_NAMES
-    asked: Annotated[int, typer.Option(help="Questions that each program is asked twice, 1 to 12.")] = (
+    asked: Annotated[int, typer.Option(help="Number of questions, 1 to 12; each program is asked each one twice.")] = (
         QUESTIONS_PREPARED
     )
     plot: Annotated[Path | None, _plot("times, and what is reused when,")] = None
@@ -306,24 +278,29 @@ class QualityOptions:
 
     sets: Annotated[
         tuple[str, ...],
-        typer.Option("--data", help="Data set: held-out or demo, which come along, or a file. Repeat for more."),
+        typer.Option("--data", help="Data set: held-out or demo (both included), or a file. Repeat for more."),
     ] = ()
     methods: Annotated[
         tuple[str, ...],
         typer.Option(
-            help="full; prefix (caching); none (plain reuse); auto (the default); mapreduce, maprerank (LangChain's); "
-            "wrongmask (an ablation); oracle (knows full prefill); a policy. @alone, @filler: what chunks saw."
+            help="full (prefill); prefix (caching); none (plain reuse, nothing recomputed); auto (ragfuse's default); "
+            "mapreduce, maprerank (LangChain's chains); wrongmask (an ablation); oracle (recomputes what differs most "
+            "from full prefill); or a policy. NAME@alone, NAME@filler: chunks are encoded alone or after filler."
         ),
-        FromText(_names),
+        FromText(names),
     ] = ("full", "prefix", "none", "auto")
     ratios: Annotated[
-        tuple[float, ...], typer.Option(help="Ratios of the policies among the methods."), FromText(_shares)
+        tuple[float, ...], typer.Option(help="Ratios of the policies among the methods."), FromText(shares_of)
     ] = (0.15,)
     limit: Annotated[int, typer.Option(help="Questions of each set, drawn at random by a fixed seed; 0: all.")] = 0
     chunk_tokens: PackedTokens = 0
-    context_tokens: Annotated[int, typer.Option(help="Most tokens of passages; longer ones are cut evenly.")] = 2600
+    context_tokens: Annotated[
+        int, typer.Option(help="Most tokens of all passages together; beyond that each is cut by the same share.")
+    ] = 2600
     passages: Annotated[int, typer.Option(min=1, help="Passages of a SQuAD or demo prompt.")] = 6
-    answers: Annotated[bool, typer.Option(help="Write each method's own answer; without, KL and top-1 only.")] = True
+    answers: Annotated[
+        bool, typer.Option(help="Also generate each method's answer; --no-answers: only KL and top-1 agreement.")
+    ] = True
 
     def quick(self) -> QualityOptions:
         """Return the options of `--quick`: 64 held-out questions by three methods.
@@ -345,14 +322,14 @@ class CodecOptions:
     """What `bench codec` measures."""
 
     data: Annotated[
-        Path | None, typer.Option(help="Folder with musique, SQuAD and LongChat; without, texts that come along.")
+        Path | None, typer.Option(help="Folder with musique, SQuAD and LongChat. Default: included texts.")
     ] = None
     contexts: Annotated[int, typer.Option(min=1, help="Contexts of each set.")] = 4
     context_tokens: Annotated[int, typer.Option(min=100, help="Tokens of a context.")] = CONTEXT_TOKENS
     questions: Annotated[int, typer.Option(min=1, help="Questions that F1 is taken on.")] = 300
-    keep_kv: Annotated[Path | None, typer.Option(help="A folder for raw KV, which the next run takes from there.")] = (
-        None
-    )
+    keep_kv: Annotated[
+        Path | None, typer.Option(help="Keep the contexts' raw KV in this folder, for the next run.")
+    ] = None
     plot: Annotated[Path | None, _plot("size against quality")] = None
 
     def __post_init__(self) -> None:
@@ -371,32 +348,47 @@ class StreamOptions:
     model: Shape = "smollm2-135m-reader"
     dtype: BenchDtype = "float32"
     device: BenchDevice = "cpu"
-    tokens: Annotated[int, typer.Option(help="Tokens of a context, about.")] = 6000
-    piece_tokens: Annotated[int, typer.Option(help="Tokens of a piece, about.")] = 1000
-    contexts: Annotated[int, typer.Option(help="Contexts that take turns.")] = 2
-    questions: Annotated[int, typer.Option(help="Questions on each context, which judge the KV that arrived.")] = 15
-    traces: Annotated[int, typer.Option(help="Bandwidth traces: half drawn, half measured ones.")] = 20
+    tokens: Annotated[int, typer.Option(help="Approximate tokens of a context.")] = 6000
+    piece_tokens: Annotated[
+        int,
+        typer.Option(help="Approximate tokens of each part that is sent at one level (a chunk in CacheGen's words)."),
+    ] = 1000
+    contexts: Annotated[int, typer.Option(help="Number of contexts; requests use them in turn.")] = 2
+    questions: Annotated[
+        int, typer.Option(help="Questions on each context, to measure the quality of the KV that arrived.")
+    ] = 15
+    traces: Annotated[int, typer.Option(help="Number of bandwidth traces: half random, half recorded.")] = 20
     deadlines: Annotated[
         tuple[float, ...],
-        typer.Option(help="Deadlines in the paper's seconds, scaled to this machine."),
-        FromText(_floats),
+        typer.Option(help="Deadlines in seconds on the CacheGen paper's hardware; scaled to this machine's speed."),
+        FromText(floats),
     ] = (1.0, 2.0)
     levels: tuple[str, ...] = ("int8", "cg1", "cg2", "cg3", "cg4")
-    fixed: Annotated[str, typer.Option(help="Level of the method with one fixed level; empty: the middle one.")] = ""
+    fixed: Annotated[
+        str, typer.Option(help="Level of the method that always sends one level; empty: the middle one.")
+    ] = ""
     adapt: Annotated[
         str,
         typer.Option(
-            help="refine (a coarse level of every piece first), paper (CacheGen, section 5.3), algorithm (algorithm 1)."
+            help="How levels are chosen: refine (a coarse level of everything first), paper (CacheGen, section 5.3) or "
+            "algorithm (its algorithm 1)."
         ),
     ] = "refine"
     curve: Annotated[
         tuple[float, ...],
-        typer.Option("--bandwidths", help="The paper's bandwidths of the curve, Gbit/s."),
-        FromText(_floats),
+        typer.Option(
+            "--bandwidths", help="Bandwidths, in Gbit/s as in the paper, at which time to first token is measured."
+        ),
+        FromText(floats),
     ] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
     threads: Threads = 1
     data: Annotated[Path | None, typer.Option(help="Folder of data sets: SQuAD, published bandwidths.")] = None
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve here (PNG), a timeline beside it.")] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw time to first token against bandwidth to this file (PNG), and a timeline to a second one."
+        ),
+    ] = None
     home: Path = field(default_factory=_home)
 
     def __post_init__(self) -> None:
@@ -421,14 +413,12 @@ class ConversationOptions:
     device: BenchDevice = "cpu"
     turns: Annotated[int, typer.Option(min=2, help="Turns of the conversation.")] = 8
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 384
-    opening_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the first message, about.")] = 1400
-    window: Annotated[int, typer.Option(min=8, help="Tokens of a text before it is shortened, for perplexity.")] = 2048
-    texts: Annotated[int, typer.Option(min=1, help="Texts for perplexity, at most.")] = 4
+    opening_tokens: Annotated[int, typer.Option(min=1, help="Approximate tokens of the first message.")] = 1400
+    window: Annotated[int, typer.Option(min=8, help="For perplexity: tokens after which a text is truncated.")] = 2048
+    texts: Annotated[int, typer.Option(min=1, help="For perplexity: number of texts, at most.")] = 4
     rounds: Rounds = 3
     threads: Threads = 1
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of multi-turn dialogues; without, notes that come along.")
-    ] = None
+    data: Annotated[Path | None, typer.Option(help="Folder of multi-turn dialogues. Default: included notes.")] = None
     plot: Annotated[Path | None, _plot("seconds by turn")] = None
 
     def __post_init__(self) -> None:
@@ -445,9 +435,11 @@ class SessionOptions:
 
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder of data sets: lengths are counted from them, and Mooncake's trace is replayed."),
+        typer.Option(
+            help="Folder of data sets: conversation lengths are taken from them, and Mooncake's trace is replayed."
+        ),
     ] = None
-    quick: Annotated[bool, typer.Option(help="A sixth of the conversations on a sixth of the bytes.")] = False
+    quick: Annotated[bool, typer.Option(help="A sixth of the conversations, with a sixth of the storage.")] = False
     seed: Seed = 0
     plot: Annotated[Path | None, _plot("the hit rates")] = None
 
@@ -482,7 +474,7 @@ class ModuleOptions:
         tuple[str, ...],
         typer.Option(
             "--data",
-            help="Questions over documents: held-out or demo, which come along, a file as for `bench quality`, or a "
+            help="Questions over documents: held-out or demo (both included), a file as for `bench quality`, or a "
             "folder of such files. Repeat for more.",
         ),
     ] = ("held-out",)
@@ -507,15 +499,17 @@ class MatchingOptions:
     """What `bench matching` measures. least, longest: Bounds of a passage's tokens."""
 
     model: Shape = "smollm2-135m-reader"
-    passages: Annotated[int, typer.Option(help="Known passages that stand in the prompts.")] = 200
+    passages: Annotated[int, typer.Option(help="Number of known passages, from which the prompts are made.")] = 200
     least: int = 60
     longest: int = 400
-    prompts: Annotated[int, typer.Option(help="Prompts of each form.")] = 8
+    prompts: Annotated[int, typer.Option(help="Prompts for each kind of change (numbered, escaped, cut, ...).")] = 8
     prompt_tokens: int = 8192
     known: Annotated[
-        tuple[int, ...], typer.Option(help="Numbers of known spans for which time is taken."), FromText(_integers)
+        tuple[int, ...],
+        typer.Option(help="Sizes of the index (known spans) for which the search is timed."),
+        FromText(integers),
     ] = (1_000, 10_000, 100_000)
-    rounds: Annotated[int, typer.Option(help="Times that each prompt is searched.")] = 30
+    rounds: Annotated[int, typer.Option(help="How often each prompt is searched.")] = 30
     threads: Threads = 1
     home: Path = field(default_factory=_home)
 
@@ -538,7 +532,9 @@ class PrefixOptions:
     dtype: str = "auto"
     system_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the system prompt.")] = 2048
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answers that are compared.")] = 16
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds, after one to warm up.")] = 5
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of rounds, after one to warm up; each measures every method once.")
+    ] = 5
     threads: Threads = 1
     home: Path = field(default_factory=_home)
 
@@ -555,8 +551,8 @@ class ThroughputOptions:
         tuple[str, ...],
         typer.Option(
             "--data",
-            help="Questions: a set that comes along (held-out, demo), a file as for `bench quality`, or a folder with "
-            "files of musique and 2wikimqa. Repeat for more.",
+            help="Questions: held-out or demo (both included), a file as for `bench quality`, or a folder with files "
+            "of musique and 2wikimqa. Repeat for more.",
         ),
     ] = ("held-out",)
     cases: Annotated[
@@ -567,15 +563,15 @@ class ThroughputOptions:
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 16
     shares: Annotated[
         tuple[float, ...],
-        typer.Option("--rates", help="Rates, as shares of the requests a second that a method can do."),
-        FromText(_floats),
+        typer.Option("--rates", help="Request rates, as shares of each method's own highest rate."),
+        FromText(floats),
     ] = (0.3, 0.5, 0.7, 0.9)
     seconds: Annotated[float, typer.Option(help="Seconds of load at each rate, for each method.")] = 120.0
     minutes: Annotated[
         float, typer.Option(help="Minutes of steady load, to see whether memory or files grow; 0: none.")
     ] = 30.0
-    together: Annotated[int, typer.Option(min=1, help="Answers decoded together.")] = 8
-    together_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these.")] = 64
+    together: Annotated[int, typer.Option(min=1, help="Answers decoded in one batch.")] = 8
+    together_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer of the batch.")] = 64
     threads: Threads = 1
     seed: Seed = 0
     plot: Annotated[Path | None, _plot("time against rate")] = None

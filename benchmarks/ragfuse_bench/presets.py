@@ -15,7 +15,7 @@ from ragfuse.errors import SettingsError
 from ragfuse.hf.blank import random_model
 from ragfuse.hf.model import HFModel
 from ragfuse.models import quietly, resolve_llm
-from ragfuse.models.dtypes import quick_dtype
+from ragfuse.models.dtypes import auto_dtype
 from ragfuse.models.loader import load_model
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -62,7 +62,7 @@ def preset(name: str) -> Preset | None:
 
 def bench_model(name: str, dtype: str, device: str, home: Path) -> HFModel:
     """The model to measure: a preset, an embedded name, a Hugging Face id or a folder."""
-    dtype = quick_dtype(device) if dtype == "auto" else dtype
+    dtype = auto_dtype(device) if dtype == "auto" else dtype
     if dtype not in DTYPES:
         raise SettingsError(f"No dtype '{dtype}'. It is one of: {', '.join(DTYPES)}.")
     known = preset(name)

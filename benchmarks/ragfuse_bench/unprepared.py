@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.metrics import is_right, normalise
-from ragfuse.calibration.prompts import ASKED, NEW_TOKENS
+from ragfuse.calibration.prompts import NEW_TOKENS, PROMPT_TEXTS
 from ragfuse.calibration.runner import progress
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
@@ -177,7 +177,7 @@ class Run:
     material: Material
     embedders: Embedders
     threads: int = 1
-    wording: Wording = ASKED["answer"]
+    wording: Wording = PROMPT_TEXTS["answer"]
 
 
 Opened = AbstractContextManager[Place]

@@ -38,11 +38,11 @@ def positions() -> Picture:
         y = TOP + row * ROW
         p.words(LEFT - 12, y + 18, NAMES.get(place.path, place.name), 12.5, at="end")
         p.line((LEFT, y + HIGH + 4), (LEFT + last * scale, y + HIGH + 4), fill="hint")
-        for stretch in place.own:
-            x, width = LEFT + stretch.start * scale, len(stretch.tokens) * scale - 1.5
-            if stretch.param:
+        for part in place.ranges:
+            x, width = LEFT + part.start * scale, len(part.tokens) * scale - 1.5
+            if part.param:
                 p.box(x, y, width, HIGH, "", edge="soft")
-                p.words(x + width / 2, y + 17, stretch.param, 11, "soft", at="middle")
+                p.words(x + width / 2, y + 17, part.param, 11, "soft", at="middle")
             else:
                 p.box(x, y, width, HIGH, "reused")
     y = TOP + ROW * len(places) + 34

@@ -45,7 +45,7 @@ class ByteStore:
     ) -> None:
         self._settings, self._namespace, self._pinned = (settings or Settings()).placed(), namespace, pinned
         self._digest = digest("bytes", namespace, self._settings.salt)
-        self._store = self._opened(where)
+        self._store = self._open(where)
         self._tier = self._store.tiers[0]
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
@@ -60,17 +60,17 @@ class ByteStore:
             key = self._key(name)
             if not self._tier.write(key, *as_entry(name, value)):
                 raise StoreError(
-                    f"'{name}' of {len(value):,} bytes was not kept in tier {self._tier.name}: it answers no write, "
-                    f"or has no room for it in its {self._tier.capacity:,} bytes. Look: ragfuse store stats"
+                    f"'{name}' ({len(value):,} bytes) could not be stored in tier {self._tier.name}: the tier does not "
+                    f"answer, or its {self._tier.capacity:,} bytes have too little space left. See: ragfuse store stats"
                 )
             if self._pinned:
                 self._tier.pin([key], True)
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete values; unknown names are ignored. StoreError if the tier does not answer."""
-        left = self._store.drop([self._key(name) for name in names])
-        if left:
-            raise StoreError(unanswered(list(left), "what was to be deleted may still be there"))
+        remaining = self._store.drop([self._key(name) for name in names])
+        if remaining:
+            raise StoreError(unanswered(list(remaining), "what was to be deleted may still be there"))
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that begin with `prefix`, in no particular order."""
@@ -92,19 +92,22 @@ class ByteStore:
 
     # inside
 
-    def _opened(self, where: str | Path | None) -> KVStore:
+    def _open(self, where: str | Path | None) -> KVStore:
         settings = self._settings
-        own = settings.store_path.resolve()
-        if where is None or ("://" not in str(where) and Path(where).expanduser().resolve() == own):
+        disk_folder = settings.store_path.resolve()
+        if where is None or ("://" not in str(where) and Path(where).expanduser().resolve() == disk_folder):
             if not settings.disk_bytes:
-                raise StoreError("disk_bytes is 0: the settings describe no disk tier. Name a folder or a URL instead.")
-            # `ragfuse store ls` then shows what these entries are and whose.
-            with CatalogFile(settings.store_path, settings.shared_with) as file:
-                said = {"model": f"bytes of '{self._namespace}'", "dtype": "", "tenant": hidden(settings.salt)}
-                file.settle(f"tenant-{self._digest}", said)
+                raise StoreError(
+                    "disk_bytes is 0, so there is no disk tier to store values in. Set disk_bytes, or pass a folder or "
+                    "URL."
+                )
+            # `ragfuse store ls` shows these fields as the model and the tenant of the entries.
+            with CatalogFile(settings.store_path, settings.shared_with) as catalog:
+                fields = {"model": f"bytes of '{self._namespace}'", "dtype": "", "tenant": hidden(settings.salt)}
+                catalog.settle(f"tenant-{self._digest}", fields)
             return open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0, "tiers": ()}))
-        alone = {"gpu_bytes": 0, "memory_bytes": 0, "disk_bytes": 0, "tiers": (str(where),)}
-        return open_kept(settings.model_copy(update=alone).placed())
+        changes = {"gpu_bytes": 0, "memory_bytes": 0, "disk_bytes": 0, "tiers": (str(where),)}
+        return open_kept(settings.model_copy(update=changes).placed())
 
     def _key(self, name: str) -> ChunkKey:
         return ChunkKey(self._digest, digest("name", name.encode("utf-8", "surrogatepass")))

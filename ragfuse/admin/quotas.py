@@ -40,7 +40,7 @@ class Quota:
     sessions: int | None = None
     parts: int = 1
 
-    def most_in(self, capacity: int) -> int | None:
+    def byte_limit(self, capacity: int) -> int | None:
         """Return the bytes that the tenant may keep in a tier of this capacity; None: no limit."""
         return self.nbytes if self.nbytes is not None else capacity // self.parts if self.parts > 1 else None
 
@@ -59,7 +59,7 @@ class TenantUse:
 
 
 class QuotaOwner(Protocol):
-    """The part of an engine that quotas need: one tenant's store, catalog and sessions."""
+    """The part of an engine that quotas need: the store, catalog and sessions of one tenant."""
 
     store: KVStore
     catalog: Catalog
@@ -79,16 +79,16 @@ class QuotaOwner(Protocol):
         ...
 
 
-def written_use(catalog: CatalogQueries, digest: str) -> tuple[int, int]:
-    """Return a tenant's numbers of texts and sessions in the catalog; StoreError where it cannot be read."""
+def catalog_use(catalog: CatalogQueries, digest: str) -> tuple[int, int]:
+    """Return how many texts and sessions of a tenant the catalog has; StoreError where it cannot be read."""
     return catalog.count_texts(digest), catalog.sessions.count(digest)
 
 
 class QuotaKeeper:
-    """Keeps one tenant within its quota. `keep` may take long; reading `use` and `evicted` never waits.
+    """Keeps one tenant within its quota. `enforce` may take long; reading `use` and `evicted` never waits.
 
     Args:
-        holder: The tenant's engine.
+        owner: The tenant's engine.
         quota: Its limits.
         clock: A monotonic clock, in seconds.
 
@@ -97,12 +97,14 @@ class QuotaKeeper:
         evicted: Numbers deleted so far: entries under "bytes", "texts", "sessions".
     """
 
-    def __init__(self, holder: QuotaOwner, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, owner: QuotaOwner, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
         self.quota, self.use, self.evicted = quota, TenantUse(), Counter[str]()
-        self._holder, self._clock, self._lock = holder, clock, threading.Lock()
-        self._counted: dict[str, tuple[int, float, int]] = {}  # by tier: its bytes and the time then, and the tenant's
+        self._owner, self._clock, self._lock = owner, clock, threading.Lock()
+        self._counts: dict[
+            str, tuple[int, float, int]
+        ] = {}  # tier -> (its bytes, time of the count in seconds, the tenant's bytes)
 
-    def keep(self) -> TenantUse:
+    def enforce(self) -> TenantUse:
         """Count what the tenant has, delete the oldest over the quota, and return what is left.
 
         A catalog or tier that does not answer is skipped until the next call.
@@ -117,70 +119,70 @@ class QuotaKeeper:
 
     def limits(self) -> dict[str, int]:
         """Return the tenant's limits by kind, without kinds that have none; for bytes, the smallest over all tiers."""
-        bounds = [self.quota.most_in(tier.capacity) for tier in self._holder.store.tiers if tier.slow]
-        nbytes = min((most for most in bounds if most is not None), default=None)
-        told = {"bytes": nbytes, "texts": self.quota.texts, "sessions": self.quota.sessions}
-        return {kind: most for kind, most in told.items() if most is not None}
+        byte_limits = [self.quota.byte_limit(tier.capacity) for tier in self._owner.store.tiers if tier.slow]
+        nbytes = min((limit for limit in byte_limits if limit is not None), default=None)
+        limits = {"bytes": nbytes, "texts": self.quota.texts, "sessions": self.quota.sessions}
+        return {kind: limit for kind, limit in limits.items() if limit is not None}
 
     def _texts(self) -> int:
-        catalog, most = self._holder.catalog.strict, self.quota.texts
-        n = written_use(catalog, self._holder.digest)[0]
-        if most is None or n <= most:
+        catalog, limit = self._owner.catalog.strict, self.quota.texts
+        n = catalog_use(catalog, self._owner.digest)[0]
+        if limit is None or n <= limit:
             return n
-        oldest = catalog.oldest_texts(self._holder.digest, n - _low(most))
-        self._holder.forget({known.text for known in oldest})
-        left = catalog.count_texts(self._holder.digest)
-        self.evicted["texts"] += n - left
-        return left
+        oldest = catalog.oldest_texts(self._owner.digest, n - _target(limit))
+        self._owner.forget({known.text for known in oldest})
+        remaining = catalog.count_texts(self._owner.digest)
+        self.evicted["texts"] += n - remaining
+        return remaining
 
     def _sessions(self) -> int:
-        catalog, most = self._holder.catalog.strict, self.quota.sessions
-        n = written_use(catalog, self._holder.digest)[1]
-        if most is None or n <= most:
+        catalog, limit = self._owner.catalog.strict, self.quota.sessions
+        n = catalog_use(catalog, self._owner.digest)[1]
+        if limit is None or n <= limit:
             return n
-        self._holder.sessions.keep_latest(_low(most))
-        left = catalog.sessions.count(self._holder.digest)
-        self.evicted["sessions"] += n - left
-        return left
+        self._owner.sessions.keep_latest(_target(limit))
+        remaining = catalog.sessions.count(self._owner.digest)
+        self.evicted["sessions"] += n - remaining
+        return remaining
 
     def _nbytes(self) -> dict[str, int]:
         """Delete the oldest entries over the quota; return the tenant's bytes by tier afterwards."""
         found = {}
-        for tier in self._holder.store.tiers:
+        for tier in self._owner.store.tiers:
             if not tier.slow:
                 continue
-            all_bytes, counted = tier.nbytes, self._counted.get(tier.name)
-            most = self.quota.most_in(tier.capacity)
-            if counted is None or (all_bytes != counted[0] and self._may_be_over(all_bytes, counted, most)):
-                digest = self._holder.digest
-                mine = [entry for entry in tier.entries().values() if entry.key.model == digest]
-                counted = all_bytes, self._clock(), self._shrunk(tier.name, mine, most)
-                self._counted[tier.name] = counted
-            found[tier.name] = counted[2]
+            all_bytes, count = tier.nbytes, self._counts.get(tier.name)
+            limit = self.quota.byte_limit(tier.capacity)
+            if count is None or (all_bytes != count[0] and self._may_be_over(all_bytes, count, limit)):
+                digest = self._owner.digest
+                entries = [entry for entry in tier.entries().values() if entry.key.model == digest]
+                count = all_bytes, self._clock(), self._shrink(tier.name, entries, limit)
+                self._counts[tier.name] = count
+            found[tier.name] = count[2]
         return found
 
-    def _may_be_over(self, all_bytes: int, counted: tuple[int, float, int], most: int | None) -> bool:
+    def _may_be_over(self, all_bytes: int, count: tuple[int, float, int], limit: int | None) -> bool:
         """Return whether a recount is due: the tenant may be over its quota, or the last count is old."""
-        before, when_s, mine = counted
-        grown = most is not None and mine + max(0, all_bytes - before) > most
+        before, when_s, tenant_bytes = count
+        grown = limit is not None and tenant_bytes + max(0, all_bytes - before) > limit
         return grown or self._clock() - when_s >= RECOUNT_S
 
-    def _shrunk(self, tier: str, mine: list[Entry], most: int | None) -> int:
-        """Delete a tenant's oldest unpinned entries over `most` in a tier; return the bytes that are left."""
-        nbytes = sum(entry.nbytes for entry in mine)
-        if most is None or nbytes <= most:
+    def _shrink(self, tier: str, entries: list[Entry], limit: int | None) -> int:
+        """Delete the oldest of a tenant's unpinned `entries` over `limit` in a tier; return the bytes that are left."""
+        nbytes = sum(entry.nbytes for entry in entries)
+        if limit is None or nbytes <= limit:
             return nbytes
-        doomed = []
-        for entry in sorted((entry for entry in mine if not entry.pinned), key=lambda entry: entry.last_used):
-            if nbytes <= _low(most):
+        to_delete = []
+        for entry in sorted((entry for entry in entries if not entry.pinned), key=lambda entry: entry.last_used):
+            if nbytes <= _target(limit):
                 break
-            doomed.append(entry.key)
+            to_delete.append(entry.key)
             nbytes -= entry.nbytes
-        left = self._holder.store.drop(doomed, tier).get(tier, set())
-        self.evicted["bytes"] += len(doomed) - len(left)
-        return nbytes + sum(entry.nbytes for entry in mine if entry.key in left)
+        remaining = self._owner.store.drop(to_delete, tier).get(tier, set())
+        self.evicted["bytes"] += len(to_delete) - len(remaining)
+        return nbytes + sum(entry.nbytes for entry in entries if entry.key in remaining)
 
 
-def _low(most: int) -> int:
-    """Return the amount to shrink to once `most` is exceeded."""
-    return most - int(QUOTA_MARGIN * most)
+def _target(limit: int) -> int:
+    """Return the amount to shrink to once `limit` is exceeded."""
+    return limit - int(QUOTA_MARGIN * limit)

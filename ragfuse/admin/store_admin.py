@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragfuse.admin.quotas import TenantUse, written_use
+from ragfuse.admin.quotas import TenantUse, catalog_use
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.plan.evict import lru
@@ -46,13 +46,15 @@ __all__ = [
     "StoreAdmin",
     "Tenant",
     "TierStatus",
-    "look",
     "open_kept",
+    "tier_statuses",
     "unanswered",
 ]
 
-_SHOWN = 200
-_READ = 4
+_SHOWN_CHARS = 200
+"""Characters of a chunk's text that an `EntryRow` shows."""
+_N_READ = 4
+"""Entries of a tier that `tier_statuses` reads as a test, those used last."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,23 @@ class EntryRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in plain JSON types."""
-        entry, who = (
-            self.entry,
-            {"model": self.tenant.model, "digest": self.tenant.digest, "tenant": self.tenant.tenant},
-        )
+        entry, tenant = self.entry, self.tenant
         return {
-            **{"key": str(entry.key), **who, "tier": entry.tier, "encoded": entry.key.encoded, "source": self.source},
-            **{"text": self.text, "n_tokens": entry.n_tokens, "n_layers": entry.n_layers, "nbytes": entry.nbytes},
-            **{"levels": dict(entry.sizes)},
-            **{"hits": entry.hits, "last_used": entry.last_used, "pinned": entry.pinned},
+            "key": str(entry.key),
+            "model": tenant.model,
+            "digest": tenant.digest,
+            "tenant": tenant.tenant,
+            "tier": entry.tier,
+            "encoded": entry.key.encoded,
+            "source": self.source,
+            "text": self.text,
+            "n_tokens": entry.n_tokens,
+            "n_layers": entry.n_layers,
+            "nbytes": entry.nbytes,
+            "levels": dict(entry.sizes),
+            "hits": entry.hits,
+            "last_used": entry.last_used,
+            "pinned": entry.pinned,
         }
 
 
@@ -102,12 +112,12 @@ class EntryFilter:
     source: str | None = None
 
     @property
-    def is_anything(self) -> bool:
+    def selects_all(self) -> bool:
         """Whether no condition is given, so that it selects all entries."""
         return self == EntryFilter()
 
     @property
-    def is_of_tenants(self) -> bool:
+    def selects_tenants(self) -> bool:
         """Whether it selects whole tenants: all entries of some tenants, or of all."""
         return not self.keys and self.tier is None and self.source is None
 
@@ -159,43 +169,44 @@ class TierStatus:
     corrupt: int = 0
 
 
-def look(settings: Settings) -> Iterator[TierStatus]:
+def tier_statuses(settings: Settings) -> Iterator[TierStatus]:
     """Yield the state of each tier in the settings that outlives a process. No folder is created."""
     settings = settings.placed()
     places = [(str(settings.store_path), settings.disk_bytes)] if settings.disk_bytes else []
     places += [(url, settings.tier_bytes) for url in settings.tiers]
-    taken: list[str] = []
+    names: list[str] = []
     for url, capacity in places:
         where = shown(url)
-        here = url.removeprefix("file://")
-        if "://" not in here and not Path(here).exists():
-            place = TierStatus(free_name("disk" if here == url else "objects", taken), where, capacity=capacity)
+        path = url.removeprefix("file://")
+        if "://" not in path and not Path(path).exists():
+            status = TierStatus(free_name("disk" if path == url else "objects", names), where, capacity=capacity)
         else:
-            place = _looked(url, where, settings.model_copy(update={"tier_bytes": capacity}), taken)
-        taken.append(place.name)
-        yield place
+            status = _tier_status(url, where, settings.model_copy(update={"tier_bytes": capacity}), names)
+        names.append(status.name)
+        yield status
 
 
-def _looked(url: str, where: str, settings: Settings, taken: list[str]) -> TierStatus:
+def _tier_status(url: str, where: str, settings: Settings, names: list[str]) -> TierStatus:
     try:
-        tier = open_tier(url, settings, lru, taken)
+        tier = open_tier(url, settings, lru, names)
     except StoreError as error:
         return TierStatus(where, where, answers=False, wrong=str(error))
     with KVStore([tier]) as store:
         entries = store.entries()
         nbytes = sum(entry.nbytes for entry in entries)
-        some = sorted(entries, key=lambda entry: entry.last_used)[-_READ:]
-        for entry in some:
+        sample = sorted(entries, key=lambda entry: entry.last_used)[-_N_READ:]
+        for entry in sample:
             store.read_layers(entry.key, 0, entry.n_layers, tier.name)
         corrupt, answers = tier.counts["corrupt"], not store.silent()
         return TierStatus(
-            tier.name, where, answers, len(entries), nbytes, tier.capacity, read=len(some), corrupt=corrupt
+            tier.name, where, answers, len(entries), nbytes, tier.capacity, read=len(sample), corrupt=corrupt
         )
 
 
 class StoreAdmin:
-    """The store and the catalog of some settings, without the memory tiers, which belong to the process that fills
-    them.
+    """The store and the catalog that the settings describe.
+
+    It has no memory tiers: these belong to the process that fills them.
 
     Raises:
         SettingsError: The settings describe no tier that outlives a process.
@@ -204,98 +215,99 @@ class StoreAdmin:
     def __init__(self, settings: Settings) -> None:
         if not settings.disk_bytes and not settings.tiers:
             raise SettingsError(
-                "The settings leave a store no place but memory (disk_bytes is 0, tiers is empty), which ends with its "
-                "process. Give disk_bytes or tiers to have something to look after."
+                "With these settings KV is stored in memory only (disk_bytes is 0, tiers is empty) and lost when the "
+                "process ends, so there is nothing to manage. Set disk_bytes or tiers."
             )
         settings = settings.placed()
         self.path, self._salt = settings.store_path, settings.salt
         file = CatalogFile(settings.store_path, settings.shared_with) if settings.disk_bytes else None
         self.catalog = Catalog(file)
-        coding = CodecRegistry(self.catalog)
-        self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=coding)
-        coding.tiers = self.store.tiers
+        codecs = CodecRegistry(self.catalog)
+        self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=codecs)
+        codecs.tiers = self.store.tiers
 
-    def mine(self, wish: EntryFilter) -> EntryFilter:
+    def within_tenant(self, entry_filter: EntryFilter) -> EntryFilter:
         """Restrict a filter to the tenant of the settings' salt, if a salt is set and the filter names no tenant."""
-        return replace(wish, tenant=self._salt) if self._salt and wish.tenant is None else wish
+        return replace(entry_filter, tenant=self._salt) if self._salt and entry_filter.tenant is None else entry_filter
 
-    def lines(self, wish: EntryFilter = EntryFilter()) -> list[EntryRow]:
+    def list_entries(self, entry_filter: EntryFilter = EntryFilter()) -> list[EntryRow]:
         """Return the selected entries, most recently used first.
 
         Raises:
             InputError: The beginning of a key matches no chunk or several, or there is no such tier.
         """
-        if wish.tier is not None:
-            self._check_tier(wish.tier)
+        if entry_filter.tier is not None:
+            self._check_tier(entry_filter.tier)
         tenants = self._tenants()
-        found = [entry for entry in self.store.entries() if wish.tier in (None, entry.tier)]
-        lines = list(self._known([(entry, tenants.get(entry.key.model, Tenant(entry.key.model))) for entry in found]))
-        lines = [line for line in lines if _matches(line, wish)]
-        if wish.keys:
-            meant = {chunk for beginning in wish.keys for chunk in _chunk_of(lines, beginning)}
-            lines = [line for line in lines if chunk_of(line.entry.key) in meant]
-        return sorted(lines, key=lambda line: -line.entry.last_used)
+        found = [entry for entry in self.store.entries() if entry_filter.tier in (None, entry.tier)]
+        rows = list(self._rows_of([(entry, tenants.get(entry.key.model, Tenant(entry.key.model))) for entry in found]))
+        rows = [row for row in rows if _matches(row, entry_filter)]
+        if entry_filter.keys:
+            chunks = {chunk for beginning in entry_filter.keys for chunk in _chunk_of_key(rows, beginning)}
+            rows = [row for row in rows if chunk_of(row.entry.key) in chunks]
+        return sorted(rows, key=lambda row: -row.entry.last_used)
 
-    def uses(self, lines: Sequence[EntryRow], wish: EntryFilter) -> list[tuple[Tenant, TenantUse]]:
-        """Return what each selected tenant keeps, largest first: bytes of `lines` by tier, all texts and sessions."""
+    def uses(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> list[tuple[Tenant, TenantUse]]:
+        """Return what each selected tenant keeps, largest first: bytes of `rows` by tier, all texts and sessions."""
         tenants, nbytes = self._tenants(), dict[str, Counter[str]]()
-        for line in lines:
-            nbytes.setdefault(line.entry.key.model, Counter())[line.entry.tier] += line.entry.nbytes
-        named = {line.entry.key.model for line in lines} | {
+        for row in rows:
+            nbytes.setdefault(row.entry.key.model, Counter())[row.entry.tier] += row.entry.nbytes
+        named = {row.entry.key.model for row in rows} | {
             digest
             for digest in self.catalog.strict.tenants()
-            if not (wish.keys or wish.tier or wish.source) and _is_of(tenants.get(digest, Tenant(digest)), wish)
+            if not (entry_filter.keys or entry_filter.tier or entry_filter.source)
+            and _matches_tenant(tenants.get(digest, Tenant(digest)), entry_filter)
         }
         found = [
             (
                 tenants.get(digest, Tenant(digest)),
-                TenantUse(dict(nbytes.get(digest, {})), *written_use(self.catalog.strict, digest)),
+                TenantUse(dict(nbytes.get(digest, {})), *catalog_use(self.catalog.strict, digest)),
             )
             for digest in named
         ]
         return sorted(found, key=lambda pair: (-sum(pair[1].nbytes.values()), pair[0].digest))
 
-    def silent(self, wish: EntryFilter = EntryFilter()) -> list[str]:
+    def silent(self, entry_filter: EntryFilter = EntryFilter()) -> list[str]:
         """Return the selected tiers that do not answer; an earlier listing lacks their entries."""
-        return [name for name in self.store.silent() if wish.tier in (None, name)]
+        return [name for name in self.store.silent() if entry_filter.tier in (None, name)]
 
-    def clear(self, lines: Sequence[EntryRow], wish: EntryFilter) -> Cleared:
-        """Delete the entries `lines`, which `wish` selected, and the texts of chunks without any entry afterwards."""
-        left = self.store.drop([line.entry.key for line in lines], wish.tier)
-        kept = {chunk_of(entry.key) for entry in self.store.entries()}
-        done = dropped(self.store, left, wish.tier)
-        stayed = [line for line in lines if done.has_left(line.entry)]
-        gone = [line for line in lines if not done.has_left(line.entry)]
-        chunks = {chunk_of(line.entry.key) for line in gone} - kept
-        texts = 0 if done.silent or done.unknown else self._forget_texts(chunks, wish)
-        return Cleared(gone, stayed, texts, done.silent, done.unknown)
+    def clear(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> Cleared:
+        """Delete `rows`, which the filter selected, and the texts of chunks that have no entry left."""
+        remaining = self.store.drop([row.entry.key for row in rows], entry_filter.tier)
+        still_stored = {chunk_of(entry.key) for entry in self.store.entries()}
+        result = dropped(self.store, remaining, entry_filter.tier)
+        stayed = [row for row in rows if result.has_left(row.entry)]
+        removed = [row for row in rows if not result.has_left(row.entry)]
+        chunks = {chunk_of(row.entry.key) for row in removed} - still_stored
+        texts = 0 if result.silent or result.unknown else self._delete_texts(chunks, entry_filter)
+        return Cleared(removed, stayed, texts, result.silent, result.unknown)
 
-    def text_models(self, wish: EntryFilter) -> list[str]:
+    def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
         tenants = self._tenants()
-        known = self.catalog.strict.models() if wish.is_of_tenants else []
-        return [digest for digest in known if _is_of(tenants.get(digest, Tenant(digest)), wish)]
+        known = self.catalog.strict.models() if entry_filter.selects_tenants else []
+        return [digest for digest in known if _matches_tenant(tenants.get(digest, Tenant(digest)), entry_filter)]
 
-    def _forget_texts(self, gone: set[Chunk], wish: EntryFilter) -> int:
+    def _delete_texts(self, chunks: set[Chunk], entry_filter: EntryFilter) -> int:
         """Delete the texts of deleted chunks, and all texts of tenants selected as a whole; return how many."""
-        return sum(self.catalog.strict.delete_texts(model) for model in self.text_models(wish)) + forget_texts(
-            self.catalog.strict, gone
+        return sum(self.catalog.strict.delete_texts(model) for model in self.text_models(entry_filter)) + forget_texts(
+            self.catalog.strict, chunks
         )
 
-    def move(self, lines: Sequence[EntryRow], tier: str, progress: Progress | None = None) -> Outcome:
+    def move(self, rows: Sequence[EntryRow], tier: str, progress: Progress | None = None) -> Outcome:
         """Move entries to one tier, deleting them from all others. StoreError if that tier does not answer."""
         self._check_tier(tier)
         if tier in self.store.silent():
             raise StoreError(unanswered([tier], "nothing was moved"))
-        return bulk.move(self.store, [line.entry.key for line in lines], tier, progress)
+        return bulk.move(self.store, [row.entry.key for row in rows], tier, progress)
 
-    def recode(self, lines: Sequence[EntryRow], levels: Sequence[str], progress: Progress | None = None) -> Outcome:
+    def recode(self, rows: Sequence[EntryRow], levels: Sequence[str], progress: Progress | None = None) -> Outcome:
         """Convert entries to other codec levels, each in its tier."""
-        return recode(self.store, [(line.entry.tier, line.entry.key) for line in lines], levels, progress)
+        return recode(self.store, [(row.entry.tier, row.entry.key) for row in rows], levels, progress)
 
-    def export(self, lines: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
+    def export(self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
         """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""
-        keys = list(dict.fromkeys(line.entry.key for line in lines))
+        keys = list(dict.fromkeys(row.entry.key for row in rows))
         return bulk.export(self.store, path, keys, self._texts(keys) if texts else (), progress)
 
     def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
@@ -303,7 +315,7 @@ class StoreAdmin:
         if tier is not None:
             self._check_tier(tier)
         return bulk.import_(
-            self.store, path, tier, self._take_texts if self.catalog.file is not None else None, progress
+            self.store, path, tier, self._add_texts if self.catalog.file is not None else None, progress
         )
 
     def gc(self) -> dict[str, Freed]:
@@ -317,12 +329,16 @@ class StoreAdmin:
 
     @property
     def sessions(self) -> SessionStore:
-        """The sessions in the catalog: of the tenant whose salt is set, or, without a salt, of all."""
-        return SessionStore(self.store, self.catalog, self._whose)
+        """The sessions in the catalog: one tenant's if a salt is set, else those of all tenants."""
+        return SessionStore(self.store, self.catalog, self._tenant_digests)
 
-    def _whose(self) -> list[str] | None:
-        mine = self.mine(EntryFilter())
-        return [digest for digest, tenant in self._tenants().items() if _is_of(tenant, mine)] if self._salt else None
+    def _tenant_digests(self) -> list[str] | None:
+        own_filter = self.within_tenant(EntryFilter())
+        return (
+            [digest for digest, tenant in self._tenants().items() if _matches_tenant(tenant, own_filter)]
+            if self._salt
+            else None
+        )
 
     def close(self) -> None:
         """Close all files."""
@@ -341,8 +357,8 @@ class StoreAdmin:
         names = [tier.name for tier in self.store.tiers]
         if name in ("gpu", "memory") and name not in names:
             raise InputError(
-                f"The tier '{name}' belongs to the process that fills it and ends with it; from here it cannot be "
-                f"reached. Name one of: {', '.join(names)}."
+                f"The tier '{name}' is in the memory of the process that fills it, so it cannot be reached from here. "
+                f"Choose one of: {', '.join(names)}."
             )
         self.store.tier(name)
 
@@ -354,12 +370,12 @@ class StoreAdmin:
             for digest, found in profiles.items()
         }
 
-    def _known(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[EntryRow]:
+    def _rows_of(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[EntryRow]:
         texts: dict[tuple[str, str], tuple[str, str]] = {}
         file = self.catalog.file
         for model in {entry.key.model for entry, _ in found}:
             for known in file.texts(model) if file is not None else ():
-                texts.setdefault(chunk_named(known.key), (known.source, known.text[:_SHOWN]))
+                texts.setdefault(chunk_named(known.key), (known.source, known.text[:_SHOWN_CHARS]))
         for entry, tenant in found:
             yield EntryRow(entry, tenant, *texts.get(chunk_of(entry.key), ("", "")))
 
@@ -370,7 +386,7 @@ class StoreAdmin:
                 if chunk_named(known.key) in wanted:
                     yield ArchivedText(model, *known)
 
-    def _take_texts(self, texts: Sequence[ArchivedText]) -> None:
+    def _add_texts(self, texts: Sequence[ArchivedText]) -> None:
         by_model: dict[str, list[tuple[str, str, str]]] = {}
         for text in texts:
             by_model.setdefault(text.model, []).append((text.key, text.text, text.source))
@@ -378,36 +394,34 @@ class StoreAdmin:
             self.catalog.strict.add_texts(model, known)
 
 
-def _matches(line: EntryRow, wish: EntryFilter) -> bool:
-    source = wish.source
-    return _is_of(line.tenant, wish) and (source is None or source.casefold() in line.source.casefold())
+def _matches(row: EntryRow, entry_filter: EntryFilter) -> bool:
+    source = entry_filter.source
+    return _matches_tenant(row.tenant, entry_filter) and (source is None or source.casefold() in row.source.casefold())
 
 
-def _is_of(tenant: Tenant, wish: EntryFilter) -> bool:
-    named = wish.model is None or wish.model == tenant.model or _begins(tenant.digest, wish.model)
-    return named and (wish.tenant is None or (hidden(wish.tenant) == tenant.tenant and bool(tenant.model)))
+def _matches_tenant(tenant: Tenant, entry_filter: EntryFilter) -> bool:
+    model, salt = entry_filter.model, entry_filter.tenant
+    is_model = model is None or model == tenant.model or _begins_digest(tenant.digest, model)
+    return is_model and (salt is None or (hidden(salt) == tenant.tenant and bool(tenant.model)))
 
 
-def _begins(digest: str, beginning: str) -> bool:
+def _begins_digest(digest: str, beginning: str) -> bool:
     return len(beginning) >= 4 and digest.startswith(beginning)
 
 
-def _chunk_of(lines: Sequence[EntryRow], beginning: str) -> set[tuple[str, str]]:
-    """Return the one chunk whose key begins so, as a set; InputError for none or several."""
+def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> set[tuple[str, str]]:
+    """Return the one chunk whose key begins with `beginning`, as a set; InputError for none or several."""
     found = {
-        chunk_of(line.entry.key): line
-        for line in lines
-        if beginning and (line.entry.key.tokens.startswith(beginning) or str(line.entry.key).startswith(beginning))
+        chunk_of(row.entry.key): row
+        for row in rows
+        if beginning and (row.entry.key.tokens.startswith(beginning) or str(row.entry.key).startswith(beginning))
     }
     if not found:
-        raise InputError(
-            f"Wanted the beginning of a chunk's key, found none that begins with '{beginning}'. "
-            "`ragfuse store ls` lists them."
-        )
+        raise InputError(f"Found no chunk whose key begins with '{beginning}'. `ragfuse store ls` lists all keys.")
     if len(found) > 1:
-        named = ", ".join(f"{line.entry.key.tokens[:16]} of {line.tenant.name}" for line in list(found.values())[:4])
+        named = ", ".join(f"{row.entry.key.tokens[:16]} of {row.tenant.name}" for row in list(found.values())[:4])
         raise InputError(
             f"'{beginning}' is the beginning of {len(found)} chunks' keys: {named}{', ...' if len(found) > 4 else ''}. "
-            "Give more of it, or --model or --tenant."
+            "Give more characters of the key, or add --model or --tenant."
         )
     return set(found)

@@ -1,1 +1,1 @@
-"""The laboratory of `ragfuse calibrate`: methods, their distance to full prefill, and which of them is safe."""
+"""The code of `ragfuse calibrate`: methods, their distance to full prefill, and the choice of a safe one."""

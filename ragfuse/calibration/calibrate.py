@@ -1,8 +1,8 @@
 """`ragfuse calibrate`: decide whether blending is safe with a model on some documents, and with which policy and ratio.
 
-Questions are made from the documents. The reference is the model's own full prefill: the measure is how far the
-next-token distribution along its answer moves when the same prompt is fused. Right answers need not be known, so any
-model and any documents will do.
+Questions are made from the documents. The reference is the model's own full prefill: what is measured is how far the
+next-token distribution along its answer moves when the same prompt is fused. No right answers are needed, so any model
+and any documents will do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.comparison import Row, ask, seconds_saved
+from ragfuse.calibration.comparison import Row, ask, prefill_speedup
 from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.runner import Runner, circumstances, progress
 from ragfuse.calibration.stats import ratio_interval
@@ -38,11 +38,11 @@ LADDER = (
     *(Method("hkvd", ratio) for ratio in (0.05, 0.15, 0.30)),
     *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20)),
 )
-"""The policies and ratios that are tried, over chunks encoded after filler text as the engine does."""
+"""The policies and ratios that are tried, on chunks encoded after filler text as the engine does."""
 
-CLOSE = 0.25
+MAX_KL_OVER_REUSE = 0.25
 """Largest KL to full prefill of a safe choice, relative to plain reuse's KL (upper end of the 95% interval)."""
-AGREE = 0.9
+MIN_AGREEMENT = 0.9
 """Smallest share of the answer's tokens on which a safe choice and full prefill agree."""
 READABLE_SHARE = 0.75
 """Largest cross-entropy of the documents, as a share of a uniform guess over the vocabulary. A model above it cannot
@@ -53,7 +53,7 @@ MIN_PASSAGE_CHARS = 80
 
 
 @dataclass(frozen=True)
-class Tried:
+class ChoiceResult:
     """The measurements of one policy and ratio.
 
     Args:
@@ -79,10 +79,10 @@ class Tried:
     @property
     def is_safe(self) -> bool:
         """Whether its answers stay close to full prefill's."""
-        return self.high <= CLOSE and self.top1 >= AGREE
+        return self.high <= MAX_KL_OVER_REUSE and self.top1 >= MIN_AGREEMENT
 
 
-def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0) -> list[Case]:
+def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0) -> list[Case]:
     """Make questions from documents: each asks about a name or a rare word of one of its six chunks.
 
     That chunk stands at a random place; about half of the others are from its document.
@@ -99,19 +99,19 @@ def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
     if len(chunks) <= PROMPT_PASSAGES:
         raise InputError(
             f"Wanted documents of at least {PROMPT_PASSAGES + 1} chunks to calibrate with, found {len(chunks)}. "
-            "Name more documents, or cut them smaller with RAGFUSE_CHUNK_TOKENS."
+            "Give more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
         )
-    drawn = random.Random(seed)
+    generator = random.Random(seed)
     seen = Counter(word for _, text in chunks for word in set(_words(text)))
     cases = []
     for index in range(wanted):
-        name, text = chunks[drawn.randrange(len(chunks))]
-        mates = [each for each in chunks if each[0] == name and each[1] != text]
-        others = [each for each in chunks if each[0] != name] or mates
-        few = drawn.sample(mates, min(len(mates), PROMPT_PASSAGES // 2))
-        rest = [each for each in drawn.sample(others, min(len(others), PROMPT_PASSAGES)) if each not in few]
-        chosen = [(name, text), *few, *rest][:PROMPT_PASSAGES]
-        drawn.shuffle(chosen)
+        name, text = chunks[generator.randrange(len(chunks))]
+        same_document = [each for each in chunks if each[0] == name and each[1] != text]
+        others = [each for each in chunks if each[0] != name] or same_document
+        mates = generator.sample(same_document, min(len(same_document), PROMPT_PASSAGES // 2))
+        rest = [each for each in generator.sample(others, min(len(others), PROMPT_PASSAGES)) if each not in mates]
+        chosen = [(name, text), *mates, *rest][:PROMPT_PASSAGES]
+        generator.shuffle(chosen)
         question = f"What is said about {_topic(text, seen)}?"
         cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen)))
     return cases
@@ -150,11 +150,13 @@ def calibrate(
     """
     began, lab, runner = time.perf_counter(), Lab(model), Runner(1, model.device, console)
     if model.profile.refusal:
-        raise ModelError(f"{name} cannot be fused, so there is nothing to calibrate: {model.profile.refusal}")
+        raise ModelError(
+            f"{name} cannot reuse the KV of chunks, so there is nothing to calibrate: {model.profile.refusal}"
+        )
     if not lab.settings.filler_tokens:
         raise SettingsError(
-            "Calibration is of chunks that are encoded behind filler text, and filler_tokens is 0. Take it out of the "
-            "environment or ragfuse.toml; without such entries hkvd at 15% is used."
+            "Calibration measures chunks that are encoded after filler text, but filler_tokens is 0. Remove it from "
+            "the environment or ragfuse.toml. Without filler text, policy hkvd with ratio 0.15 is used."
         )
     methods, rows = (REUSE, *LADDER), list[Row]()
     try:
@@ -188,17 +190,26 @@ def calibrate(
     }
 
 
-def curve(rows: Sequence[Row]) -> list[Tried]:
+def curve(rows: Sequence[Row]) -> list[ChoiceResult]:
     """Return the measurements of each choice in `LADDER`, relative to plain reuse on the same questions."""
     reuse = {row.case: row.kl or 0.0 for row in rows if row.method == REUSE.name}
     found = []
     for method in LADDER:
-        mine = [row for row in rows if (row.method, row.ratio) == (method.name, method.ratio)]
-        ours, theirs = [row.kl or 0.0 for row in mine], [reuse[row.case] for row in mine]
+        of_method = [row for row in rows if (row.method, row.ratio) == (method.name, method.ratio)]
+        ours, theirs = [row.kl or 0.0 for row in of_method], [reuse[row.case] for row in of_method]
         low, high = ratio_interval(ours, theirs)
-        over = sum(ours) / max(sum(theirs), 1e-12)
-        speed = seconds_saved(mine)
-        found.append(Tried(method.policy, method.ratio or 0, over, low, high, mean(ours), _agreement(mine), speed))
+        found.append(
+            ChoiceResult(
+                policy=method.policy,
+                ratio=method.ratio or 0,
+                kl_over_reuse=sum(ours) / max(sum(theirs), 1e-12),
+                low=low,
+                high=high,
+                kl=mean(ours),
+                top1=_agreement(of_method),
+                ttft_x=prefill_speedup(of_method),
+            )
+        )
     return found
 
 
@@ -206,10 +217,10 @@ def _agreement(rows: Sequence[Row]) -> float:
     return mean(row.top1 or 0.0 for row in rows)
 
 
-def choose(tried: Sequence[Tried]) -> Tried | None:
-    """Return the fastest safe choice whose KL is within a quarter of the closest one's; None where none is safe.
+def choose(tried: Sequence[ChoiceResult]) -> ChoiceResult | None:
+    """Return the fastest safe choice whose KL is within a quarter of the lowest safe one; None if none is safe.
 
-    So a slower choice is taken only for a clear gain in KL, not for noise.
+    A slower choice is thus taken only for a clear gain in KL, not for noise.
     """
     safe = [each for each in tried if each.is_safe]
     if not safe:
@@ -219,12 +230,12 @@ def choose(tried: Sequence[Tried]) -> Tried | None:
 
 
 def flaw_of(verified: bool, nats: float, chance: float) -> str:
-    """Return why no choice can be safe, "" where one may be.
+    """Return the reason why no choice can be safe; "" if one may be.
 
     Args:
         verified: Whether the model passed `verify`.
         nats: The model's cross-entropy of the documents, in nats per token.
-        chance: That of a uniform guess over the vocabulary.
+        chance: The cross-entropy of a uniform guess over the vocabulary.
     """
     if not verified:
         return "verify found that fusing is not exact with it where it must be"
@@ -236,26 +247,26 @@ def flaw_of(verified: bool, nats: float, chance: float) -> str:
     return ""
 
 
-def nats_per_token(model: HFModel, cases: Sequence[Case], most: int = 4) -> float:
-    """Return the model's mean cross-entropy, in nats per token, over the first chunks of `most` cases, each alone."""
+def nats_per_token(model: HFModel, cases: Sequence[Case], max_cases: int = 4) -> float:
+    """Return the model's mean cross-entropy in nats per token, over the first chunk of up to `max_cases` cases."""
     found = []
-    for case in cases[:most]:
+    for case in cases[:max_cases]:
         ids = [*model.bos, *model.tokens(case.chunks[0])]
         logits = model.score_continuation(model.full_prefill(ids[:1]), ids[1:])
         found.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:], device=logits.device))))
     return mean(found)
 
 
-def advice(name: str, best: Tried | None, tried: Sequence[Tried], flaw: str = "") -> str:
+def advice(name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], flaw: str = "") -> str:
     """Return the result of a calibration as one sentence."""
     if flaw:
         return f"Do not blend with {name}: {flaw}."
     if best is None:
-        close = min(tried, key=lambda each: each.kl_over_reuse)
+        closest = min(tried, key=lambda each: each.kl_over_reuse)
         return (
-            f"Do not blend with {name}: the closest, {close.policy} at {close.ratio:.0%}, keeps "
-            f"{close.kl_over_reuse:.2f} of plain reuse's distance to full prefill (at most {CLOSE} wanted, with "
-            f"certainty) and agrees on {close.top1:.0%} of the tokens ({AGREE:.0%} wanted); "
+            f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps "
+            f"{closest.kl_over_reuse:.2f} of plain reuse's distance to full prefill (at most {MAX_KL_OVER_REUSE} "
+            f"wanted, with certainty) and agrees on {closest.top1:.0%} of the tokens ({MIN_AGREEMENT:.0%} wanted); "
             "prompts are answered by full prefill."
         )
     return (
@@ -287,7 +298,7 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
-    """KL over plain reuse's against speed, what is safe in colour, as a picture at `path`."""
+    """Draw KL over plain reuse's against speed, with safe choices in colour, as a picture at `path`."""
     from ragfuse.calibration.plots import saved
 
     with saved(path, (7, 4.5)) as figure:
@@ -301,8 +312,9 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
             axes.annotate(
                 label, (each["ttft_x"], each["kl_over_reuse"]), (5, 5), textcoords="offset points", fontsize=8
             )
-        axes.axhline(CLOSE, color="black", linewidth=0.8, linestyle="--")
-        axes.annotate("safe below", (axes.get_xlim()[0], CLOSE), (4, 4), textcoords="offset points", fontsize=8)
+        axes.axhline(MAX_KL_OVER_REUSE, color="black", linewidth=0.8, linestyle="--")
+        left = axes.get_xlim()[0]
+        axes.annotate("safe below", (left, MAX_KL_OVER_REUSE), (4, 4), textcoords="offset points", fontsize=8)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("first token, times faster than full prefill")
         axes.set_ylabel("KL to full prefill, plain reuse = 1")

@@ -1,4 +1,4 @@
-"""One question answered by several methods, and how far each is from full prefill."""
+"""Answer one question by several methods, and measure how far each is from full prefill."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Written:
+class ChainAnswer:
     """A chain's answer, and its time in seconds."""
 
     text: str
@@ -80,8 +80,8 @@ class Written:
     wall_s: float
 
 
-RunChain = Callable[[str, Engine, Case, int], Written]
-"""(name of the chain, engine, case, most tokens) -> its answer."""
+RunChain = Callable[[str, Engine, Case, int], ChainAnswer]
+"""Answers a case by a chain: (name of the chain, engine, case, most tokens of an answer) -> the answer."""
 
 
 def ask(
@@ -96,43 +96,45 @@ def ask(
 
     Args:
         lab: The engines of one model.
-        runner: Takes the times.
+        runner: Measures the times.
         case: The question.
-        methods: What is compared.
-        answers: Whether answers are written, or only prompts prefilled.
-        run_chain: Answers by methods that are chains; None: there are none.
+        methods: The methods to compare.
+        answers: Whether answers are generated, or prompts only prefilled.
+        run_chain: Answers by the methods that are chains; None if there are none.
 
     Raises:
         InputError: The case does not fit into the model.
     """
     lab.hold(case, methods)
     prompts = {encoded: lab.prompt(case, encoded) for encoded in dict.fromkeys(m.encoded for m in (FULL, *methods))}
-    prompt, most = prompts[FULL.encoded], NEW_TOKENS[case.task]
-    remaining_context(len(prompt) + most, lab.model, f"{case.dataset} {case.id}")
+    prompt, max_tokens = prompts[FULL.encoded], NEW_TOKENS[case.task]
+    remaining_context(len(prompt) + max_tokens, lab.model, f"{case.dataset} {case.id}")
     full = _timed(lab, runner, FULL, prompt)
-    said = lab.write(full.prefill.copy(), most)
-    along = [*said, *(ends_of(lab.model)[:1] or (0,))][:most]
-    wanted = lab.model.score_continuation(full.prefill, along)
+    full_ids = lab.write(full.prefill.copy(), max_tokens)
+    forced_ids = [*full_ids, *(ends_of(lab.model)[:1] or (0,))][:max_tokens]
+    wanted = lab.model.score_continuation(full.prefill, forced_ids)
     for method in methods:
         if method.policy in CHAINS and run_chain is not None:
-            told = run_chain(method.policy, lab.engine(method.encoded), case, most)
+            chain_answer = run_chain(method.policy, lab.engine(method.encoded), case, max_tokens)
             yield replace(
-                _by_chain(lab, case, method, told, said, len(prompt)),
+                _chain_row(lab, case, method, chain_answer, full_ids, len(prompt)),
                 clock=runner.clock,
                 full_cpu_s=full.cpu_s,
                 full_wall_s=full.wall_s,
             )
             continue
-        mine = prompts[method.encoded]
-        if mine.token_ids != prompt.token_ids:
-            raise InputError(f"The prompt of {case.id} differs between ways of encoding; this is a defect.")
-        lab.before(method, mine)
-        done = full if method == FULL else _timed(lab, runner, method, mine)
+        method_prompt = prompts[method.encoded]
+        if method_prompt.token_ids != prompt.token_ids:
+            raise InputError(
+                f"Internal error: the prompt of {case.id} differs between ways to encode chunks. Please report it."
+            )
+        lab.before(method, method_prompt)
+        timed = full if method == FULL else _timed(lab, runner, method, method_prompt)
         if method == FULL:
-            found, ids = wanted, said
+            found, ids = wanted, full_ids
         else:
-            ids = lab.write(done.prefill.copy(), most) if answers else []
-            found = lab.model.score_continuation(done.prefill, along)
+            ids = lab.write(timed.prefill.copy(), max_tokens) if answers else []
+            found = lab.model.score_continuation(timed.prefill, forced_ids)
         text = lab.model.text(ids)
         yield Row(
             dataset=case.dataset,
@@ -140,23 +142,25 @@ def ask(
             method=method.name,
             ratio=method.ratio,
             tokens=len(prompt),
-            cpu_s=done.cpu_s,
-            wall_s=done.wall_s,
+            cpu_s=timed.cpu_s,
+            wall_s=timed.wall_s,
             full_cpu_s=full.cpu_s,
             full_wall_s=full.wall_s,
             kl=max(0.0, kl(wanted, found)),
             top1=float((wanted.argmax(-1) == found.argmax(-1)).float().mean()),
             score=_score(case, text) if answers or method == FULL else None,
             em=exact(text, case.answers) if answers or method == FULL else None,
-            identical=ids == said if answers or method == FULL else None,
-            mean_ratio=done.prefill.mean_ratio,
+            identical=ids == full_ids if answers or method == FULL else None,
+            mean_ratio=timed.prefill.mean_ratio,
             task=case.task,
             text=text,
             clock=runner.clock,
         )
 
 
-def _by_chain(lab: Lab, case: Case, method: Method, told: Written, said: Sequence[int], n_tokens: int) -> Row:
+def _chain_row(
+    lab: Lab, case: Case, method: Method, chain_answer: ChainAnswer, full_ids: Sequence[int], n_tokens: int
+) -> Row:
     """Return the row of a chain's answer."""
     return Row(
         dataset=case.dataset,
@@ -164,17 +168,17 @@ def _by_chain(lab: Lab, case: Case, method: Method, told: Written, said: Sequenc
         method=method.name,
         ratio=method.ratio,
         tokens=n_tokens,
-        cpu_s=told.cpu_s,
-        wall_s=told.wall_s,
+        cpu_s=chain_answer.cpu_s,
+        wall_s=chain_answer.wall_s,
         full_cpu_s=0.0,
         full_wall_s=0.0,
         kl=None,
         top1=None,
-        score=_score(case, told.text),
-        em=exact(told.text, case.answers),
-        identical=told.text == lab.model.text(said).strip(),
+        score=_score(case, chain_answer.text),
+        em=exact(chain_answer.text, case.answers),
+        identical=chain_answer.text == lab.model.text(full_ids).strip(),
         task=case.task,
-        text=told.text,
+        text=chain_answer.text,
     )
 
 
@@ -186,19 +190,19 @@ class _Timed:
 
 
 def _timed(lab: Lab, runner: Runner, method: Method, prompt: Prompt) -> _Timed:
-    kept: list[Any] = []
-    sample = runner.once(lambda: kept.append(lab.prefill(method, prompt)))
-    return _Timed(kept[0], sample.cpu_s, sample.wall_s)
+    prefills: list[Any] = []
+    sample = runner.once(lambda: prefills.append(lab.prefill(method, prompt)))
+    return _Timed(prefills[0], sample.cpu_s, sample.wall_s)
 
 
 def _score(case: Case, text: str) -> float:
     return rouge_l(text, case.answers) if case.task == "summary" else f1(text, case.answers)
 
 
-def seconds_saved(rows: Sequence[Row]) -> float:
+def prefill_speedup(rows: Sequence[Row]) -> float:
     """Return how many times faster the first token comes: full prefill's seconds over the method's, all rows summed.
 
-    CPU time on a CPU, wall time on an accelerator.
+    The seconds are CPU time on a CPU and wall time on an accelerator.
     """
     full = sum(row.full_cpu_s if row.clock == "cpu" else row.full_wall_s for row in rows)
     return full / max(1e-9, sum(row.cpu_s if row.clock == "cpu" else row.wall_s for row in rows))

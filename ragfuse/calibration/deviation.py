@@ -1,8 +1,8 @@
-"""How far reused KV is from full prefill's, and what that does to attention: CacheBlend's two deviations.
+"""KV deviation and attention deviation: how far reused KV, and attention over it, is from full prefill's.
 
-KV deviation of a token on a layer: L2 norm of the difference of its key and value, over all heads. Attention deviation
-of a layer: L2 norm of the difference of the forward attention matrix, the rows of the question over all keys
-(CacheBlend section 4.1, figures 6 to 8).
+A token's KV deviation on a layer is the L2 norm of the difference of its key and value, over all heads. A layer's
+attention deviation is the L2 norm of the difference of the forward attention matrix, with the rows of the question over
+all keys (CacheBlend section 4.1, figures 6 to 8).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ragfuse.types.kv import ChunkKV
 def kv_deviation(found: ChunkKV, wanted: ChunkKV) -> Tensor:
     """Return the L2 distance of two prompts' KV over the same T tokens: float32 [layers, T]."""
     rows = []
-    for mine, theirs in zip(found.layers, wanted.layers, strict=True):
-        keys, values = (mine.keys - theirs.keys).float(), (mine.values - theirs.values).float()
+    for a, b in zip(found.layers, wanted.layers, strict=True):
+        keys, values = (a.keys - b.keys).float(), (a.values - b.values).float()
         rows.append((keys.square().sum((0, 2)) + values.square().sum((0, 2))).sqrt())
     return torch.stack(rows)
 
@@ -67,21 +67,21 @@ def _eager(model: HFModel) -> Iterator[None]:
 
 
 def draw_attention(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Deviation against ratio, a line for each way to choose (figure 6)."""
+    """Draw attention deviation against ratio, with a line for each selection policy (CacheBlend, figure 6)."""
     for policy, style in (("hkvd", "o-"), ("random", "s--")):
-        mine = [row for row in rows if row["method"] == policy]
-        axes.plot([100 * row["ratio"] for row in mine], [row["of_reuse"] for row in mine], style, label=policy)
+        points = [row for row in rows if row["method"] == policy]
+        axes.plot([100 * row["ratio"] for row in points], [row["of_reuse"] for row in points], style, label=policy)
     axes.set_xlabel("recompute ratio (%)")
     axes.set_ylabel("attention deviation, plain reuse = 1")
     axes.legend()
 
 
 def draw_distribution(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Deviation against the share of tokens, a line for each layer (figure 7)."""
+    """Draw KV deviation against the share of tokens, with a line for each layer (CacheBlend, figure 7)."""
     for layer in dict.fromkeys(row["layer"] for row in rows):
-        mine = [row for row in rows if row["layer"] == layer]
+        points = [row for row in rows if row["layer"] == layer]
         axes.plot(
-            [100 * row["share"] for row in mine], [row["deviation"] for row in mine], "o-", label=f"layer {layer}"
+            [100 * row["share"] for row in points], [row["deviation"] for row in points], "o-", label=f"layer {layer}"
         )
     axes.set_xlabel("tokens, highest KV deviation first (%)")
     axes.set_ylabel("KV deviation, mean = 1")
@@ -89,7 +89,7 @@ def draw_distribution(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw_ranks(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Correlation with the next layer, layer by layer (figure 8)."""
+    """Draw each layer's rank correlation with the next layer (CacheBlend, figure 8)."""
     axes.bar([row["layer"] for row in rows], [row["correlation"] for row in rows])
     axes.set_ylim(0, 1)
     axes.set_xlabel("layer, with the next one")

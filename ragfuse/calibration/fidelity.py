@@ -1,4 +1,4 @@
-"""How close a fused prompt stays to full prefill: KL of the next-token distribution along full prefill's own answer."""
+"""Measure how close a fused prompt stays to full prefill: KL of the next-token distribution along its answer."""
 
 from __future__ import annotations
 

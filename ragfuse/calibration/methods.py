@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.deviation import attention_of, kv_deviation
-from ragfuse.calibration.prompts import ASKED
+from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.engine.engine import Engine, PreparedPrompt
 from ragfuse.engine.options import Ask, ends_of, known_policy
 from ragfuse.errors import InputError, ModelError, SettingsError
@@ -34,7 +34,7 @@ from ragfuse.types.prompt import Prompt
 
 Encoded = Literal["filler", "alone"]
 WRONG_MASK = "wrongmask"
-"""`hkvd` over chunks encoded alone, under the mask of the code that was released with CacheBlend."""
+"""`hkvd` over chunks encoded alone, with the attention mask of CacheBlend's released code."""
 ORACLE = "oracle"
 """Selects rows by values that only a full prefill knows: a bound to compare policies with, not a way to answer."""
 CHAINS = ("mapreduce", "maprerank")
@@ -45,18 +45,18 @@ ENCODED_ALONE = ("none", WRONG_MASK)
 """Methods whose chunks are encoded alone by default, as in the papers; `none` is plain reuse."""
 NO_STORE = ("full", "prefix", *CHAINS)
 """Methods that read nothing from a store."""
-ROOM = 3 << 30
-"""Capacity in bytes of the memory store for each way of encoding."""
+STORE_NBYTES = 3 << 30
+"""Capacity in bytes of the memory store of each engine."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to answer.
+    """A way to answer a question that calibration compares with full prefill.
 
     Args:
-        policy: A selection policy, or one of the special names above.
+        policy: A selection policy, or one of this module's names for methods without one, such as "none".
         ratio: The recompute ratio; None: the policy's default, or none.
-        encoded: Whether its chunks are encoded alone or after filler text.
+        encoded: "alone" or "filler": whether chunks are encoded by themselves or after filler text.
     """
 
     policy: str
@@ -66,11 +66,11 @@ class Method:
     @property
     def name(self) -> str:
         """The name in reports: `policy@encoded`, or only `policy` where `encoded` is its default."""
-        usual = self.policy in NO_STORE or self.encoded == _usual(self.policy)
-        return self.policy if usual else f"{self.policy}@{self.encoded}"
+        is_default = self.policy in NO_STORE or self.encoded == _default_encoded(self.policy)
+        return self.policy if is_default else f"{self.policy}@{self.encoded}"
 
 
-def _usual(policy: str) -> Encoded:
+def _default_encoded(policy: str) -> Encoded:
     return "alone" if policy in ENCODED_ALONE else "filler"
 
 
@@ -87,8 +87,8 @@ def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) ->
     """
     found: list[Method] = []
     for name in names:
-        policy, _, said = name.strip().partition("@")
-        encoded = _encoded(name, said or _usual(policy))
+        policy, _, given = name.strip().partition("@")
+        encoded = _checked_encoded(name, given or _default_encoded(policy))
         if policy == AUTO:
             found.append(default_method(model))
         elif policy in RATIO_BY_NAME:
@@ -100,11 +100,11 @@ def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) ->
     return list(dict.fromkeys(found))
 
 
-def _encoded(name: str, said: str) -> Encoded:
+def _checked_encoded(name: str, given: str) -> Encoded:
     for known in get_args(Encoded):
-        if said == known:
+        if given == known:
             return known  # type: ignore[no-any-return]
-    raise SettingsError(f"'{name}': chunks are encoded {', '.join(get_args(Encoded))}; found '{said}'.")
+    raise SettingsError(f"Method '{name}': after the @, wanted one of {', '.join(get_args(Encoded))}; found '{given}'.")
 
 
 def default_method(model: HFModel) -> Method:
@@ -117,7 +117,7 @@ def default_method(model: HFModel) -> Method:
 
 @dataclass
 class Lab:
-    """One model with two engines: the store of one holds chunks encoded after filler text, that of the other alone."""
+    """One model with two engines: one whose store has chunks encoded after filler text, and one with chunks alone."""
 
     model: HFModel
     settings: Settings = field(default_factory=Settings)
@@ -130,7 +130,7 @@ class Lab:
         if encoded not in self.engines:
             filler_context = self.settings.filler_tokens if encoded == "filler" else 0
             settings = self.settings.model_copy(update={"filler_tokens": filler_context})
-            self.engines[encoded] = Engine(settings, self.model, KVStore([MemoryTier(ROOM, lru)]))
+            self.engines[encoded] = Engine(settings, self.model, KVStore([MemoryTier(STORE_NBYTES, lru)]))
         return self.engines[encoded]
 
     def close(self) -> None:
@@ -140,10 +140,10 @@ class Lab:
 
     def prompt(self, case: Case, encoded: Encoded = "filler") -> Prompt:
         """Return the case's prompt; its token ids do not depend on how chunks are encoded."""
-        before, after = ASKED[case.task]
-        asked = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
+        before, after = PROMPT_TEXTS[case.task]
+        question = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
         chunks = [part for chunk in case.chunks for part in (Piece("\n\n"), Piece(chunk, "chunk"))]
-        pieces = [Piece(before), *chunks[1:], Piece(after.replace("{question}", asked))]
+        pieces = [Piece(before), *chunks[1:], Piece(after.replace("{question}", question))]
         engine = self.engine(encoded)
         return engine.prompt([("user", pieces)])
 
@@ -153,7 +153,7 @@ class Lab:
             engine, prompt = self.engine(encoded), self.prompt(case, encoded)
             first = prompt.segments[0]
             prefix = first.tokens if first.kind == "prefix" else ()
-            if sum(tier.nbytes for tier in engine.store.tiers) > ROOM // 2:
+            if sum(tier.nbytes for tier in engine.store.tiers) > STORE_NBYTES // 2:
                 engine.store.clear()
             engine.ingest([], prefix)
             engine.ingest([(chunk, case.dataset) for chunk in case.chunks])
@@ -167,71 +167,76 @@ class Lab:
         engine = self.engine(method.encoded)
         if method.policy == WRONG_MASK:
             with wrong_mask():
-                return self._held_whole(engine.prepare(prompt, Ask(policy="hkvd", ratio=method.ratio)))
+                return self._require_hits(engine.prepare(prompt, Ask(policy="hkvd", ratio=method.ratio)))
         if method.policy == ORACLE:
-            with told(self._foreseen):
-                return self._held_whole(engine.prepare(prompt, Ask(policy="lexical", ratio=method.ratio)))
-        return self._held_whole(engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)))
+            with select_by_score(self._oracle_scores):
+                return self._require_hits(engine.prepare(prompt, Ask(policy="lexical", ratio=method.ratio)))
+        return self._require_hits(engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)))
 
-    def _held_whole(self, ready: PreparedPrompt) -> Prefill:
+    def _require_hits(self, prepared: PreparedPrompt) -> Prefill:
         """Return the prefill, after checking that every chunk was a hit: a miss would make the method look better."""
-        if ready.plan.fallback_reason:
-            raise ModelError(f"{self.model.name} cannot be fused: {ready.plan.fallback_reason}. Measure another model.")
-        if ready.plan.misses:
+        if prepared.plan.fallback_reason:
+            reason = prepared.plan.fallback_reason
+            raise ModelError(f"{self.model.name} cannot reuse the KV of these chunks: {reason}. Measure another model.")
+        if prepared.plan.misses:
             raise InputError(
-                f"{len(ready.plan.misses)} chunks of a prompt are not held in {ROOM >> 30} GB of memory, or shorter "
-                f"than {self.settings.min_chunk_tokens} tokens. Take fewer or longer ones."
+                f"{len(prepared.plan.misses)} chunks of a prompt could not be stored: they do not fit in "
+                f"{STORE_NBYTES >> 30} GB of memory, or have under "
+                f"{self.settings.min_chunk_tokens} tokens. Use fewer or longer chunks."
             )
-        return ready.prefill
+        return prepared.prefill
 
     def before(self, method: Method, prompt: Prompt) -> None:
-        """Compute what a method knows before the question, so that it does not count as its time.
+        """Compute a method's knowledge from before the question, so that its time does not count.
 
         For "prefix" this is the KV of the prompt up to the end of its first chunk. For "oracle" it is a score of each
         row: the attention that the last token pays to it in a full prefill, times the deviation of its reused KV.
         """
         if method.policy == "prefix":
-            self._beginning = self.model.encode(prompt.token_ids[: self._n_prefix(prompt)])
+            self._prefix_kv = self.model.encode(prompt.token_ids[: self._n_prefix(prompt)])
         elif method.policy == ORACLE:
             full = self.model.full_prefill(prompt.token_ids)
             reused = self.prefill(Method("none", 0.0, method.encoded), prompt)
-            away = kv_deviation(reused.kv, full.kv)
-            away = (away / away.mean(1, keepdim=True).clamp_min(torch.finfo(away.dtype).tiny)).mean(0)
-            self._foreseen = away * sum(layer[:, -1].sum(0) for layer in attention_of(self.model, full, 1))
+            by_layer = kv_deviation(reused.kv, full.kv)
+            layer_means = by_layer.mean(1, keepdim=True).clamp_min(torch.finfo(by_layer.dtype).tiny)
+            deviation = (by_layer / layer_means).mean(0)
+            self._oracle_scores = deviation * sum(layer[:, -1].sum(0) for layer in attention_of(self.model, full, 1))
 
     def _prefix(self, prompt: Prompt) -> Prefill:
         runs = [CachedRun(0, 0, self._n_prefix(prompt), 0, blend=False)]
-        return self.model.fuse(prompt.token_ids, prompt.positions, runs, KVSource([self._beginning]), "none", 0.0)
+        return self.model.fuse(prompt.token_ids, prompt.positions, runs, KVSource([self._prefix_kv]), "none", 0.0)
 
     @staticmethod
     def _n_prefix(prompt: Prompt) -> int:
         chunks = [i for i, segment in enumerate(prompt.segments) if segment.kind == "chunk"]
         if not chunks:
-            raise InputError("A prompt holds no chunk that is long enough to be kept (min_chunk_tokens).")
+            raise InputError(
+                "No chunk of the prompt is long enough to be stored (setting min_chunk_tokens). Use longer chunks."
+            )
         return prompt.spans[chunks[0]][1]
 
-    def write(self, prefill: Prefill, most: int) -> list[int]:
+    def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
         """Return the ids of the greedy answer, at most `most`, without end tokens. The prefill cannot be used again."""
-        ids = generate(self.model, prefill, {"max_new_tokens": most, "do_sample": False})[0]
+        ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})[0]
         return [token for token in ids if token not in ends_of(self.model)]
 
 
 @contextmanager
-def told(score: Tensor) -> Iterator[None]:
+def select_by_score(score: Tensor) -> Iterator[None]:
     """In this context, the policy `lexical` selects rows by `score` (float32 [T]) instead of the question's words."""
-    found = HFModel._nearness
+    original = HFModel._nearness
 
-    def known(
-        model: HFModel, token_ids: Sequence[int], runs: Sequence[CachedRun], asked: Sequence[Tensor]
+    def by_score(
+        model: HFModel, token_ids: Sequence[int], runs: Sequence[CachedRun], questions: Sequence[Tensor]
     ) -> Tensor | None:
         rows = candidate_rows(runs, len(token_ids))
         return score[rows] if len(rows) else None
 
-    setattr(HFModel, "_nearness", known)  # noqa: B010 - as below
+    setattr(HFModel, "_nearness", by_score)  # noqa: B010 - as below
     try:
         yield
     finally:
-        setattr(HFModel, "_nearness", found)  # noqa: B010
+        setattr(HFModel, "_nearness", original)  # noqa: B010
 
 
 @contextmanager
@@ -240,14 +245,14 @@ def wrong_mask() -> Iterator[None]:
 
     CacheBlend's released code does so. As recomputed rows are sparse, they then see tokens that come after them.
     """
-    right = Fusion.mask
+    original = Fusion.mask
 
     def wrong(fusion: Fusion) -> RowMask:
         total = len(fusion.positions)
         return RowMask(torch.arange(total - len(fusion.rows), total, device=fusion.rows.device), fusion.positions)
 
-    setattr(Fusion, "mask", wrong)  # noqa: B010 - an ablation, for as long as the block lasts
+    setattr(Fusion, "mask", wrong)  # noqa: B010 - an ablation, only inside the block
     try:
         yield
     finally:
-        setattr(Fusion, "mask", right)  # noqa: B010
+        setattr(Fusion, "mask", original)  # noqa: B010

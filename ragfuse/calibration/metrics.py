@@ -1,6 +1,6 @@
 """Scores of answers: exact match and F1 of normalised words, and ROUGE-L for summaries.
 
-Pure text. The normalisation is the one of SQuAD's evaluation (Rajpurkar et al., 2016): lower case, no punctuation, no
+The normalisation is that of SQuAD's evaluation (Rajpurkar et al., 2016): lower case, no punctuation, no
 articles, single spaces.
 """
 
@@ -22,8 +22,8 @@ def normalise(text: str) -> str:
 
 def is_right(answer: str, golds: Sequence[str]) -> bool:
     """Return whether `answer` contains a known answer as whole words; one that normalises to "" never counts."""
-    said = f" {normalise(answer)} "
-    return any(f" {gold} " in said for gold in map(normalise, golds) if gold)
+    text = f" {normalise(answer)} "
+    return any(f" {gold} " in text for gold in map(normalise, golds) if gold)
 
 
 def exact(answer: str, golds: Sequence[str]) -> float:
@@ -44,9 +44,9 @@ def f1(answer: str, golds: Sequence[str]) -> float:
     return max((_overlap(normalise(answer).split(), normalise(gold).split()) for gold in golds), default=0.0)
 
 
-def _overlap(said: Sequence[str], gold: Sequence[str]) -> float:
-    """F1 of two bags of words; two empty ones agree."""
-    if not said or not gold:
-        return float(said == gold)
-    common = (Counter(said) & Counter(gold)).total()
-    return 2 * common / (len(said) + len(gold))
+def _overlap(words: Sequence[str], gold: Sequence[str]) -> float:
+    """Return the F1 of two bags of words; 1 if both are empty."""
+    if not words or not gold:
+        return float(words == gold)
+    common = (Counter(words) & Counter(gold)).total()
+    return 2 * common / (len(words) + len(gold))

@@ -1,4 +1,4 @@
-"""Pictures of measurements, drawn without a display."""
+"""Draw pictures of measurements, without a display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ragfuse.errors import SettingsError
 
-NO_FRONTIER = "--plot draws KL over plain reuse's: let `none` be one of the methods, and a policy another."
+NO_FRONTIER = "--plot shows KL relative to plain reuse: the methods must include `none` and at least one policy."
 
 
 def require_plotting() -> None:
@@ -63,8 +63,8 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
         axes.set_xlabel("prompt tokens (chunks and question)")
         axes.set_ylabel("first token, times faster than full prefill")
         clock = "CPU time" if result["clock"] == "cpu" else "wall time"
-        asked = result["options"]
-        axes.set_title(f"{asked['model']}, {asked['dtype']}, threads: {result['threads']}, {clock}")
+        options = result["options"]
+        axes.set_title(f"{options['model']}, {options['dtype']}, threads: {result['threads']}, {clock}")
         axes.grid(True, alpha=0.3)
         figure.legend(fontsize=8, loc="outside lower center", ncols=2)
 
@@ -81,24 +81,25 @@ def plot_frontier(result: Mapping[str, Any], path: Path) -> None:
     if not drawn:
         raise SettingsError(NO_FRONTIER)
     sets = list(dict.fromkeys(row["dataset"] for row in drawn))
-    looks = {method: (f"C{i}", "osD^vPX*"[i % 8]) for i, method in enumerate(dict.fromkeys(r["method"] for r in drawn))}
+    names = dict.fromkeys(row["method"] for row in drawn)
+    styles = {method: (f"C{i}", "osD^vPX*"[i % 8]) for i, method in enumerate(names)}
     with saved(path, (7.5, 5.0 * len(sets))) as figure:
         for at, dataset in enumerate(sets):
             axes = figure.add_subplot(len(sets), 1, at + 1)
-            _frontier(axes, [row for row in drawn if row["dataset"] == dataset], looks)
+            _frontier(axes, [row for row in drawn if row["dataset"] == dataset], styles)
             axes.legend(fontsize=8)
         figure.axes[0].set_title(f"{result['model']}, {result['dtype']}, threads: {result['threads']}")
 
 
-def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]], looks: Mapping[str, tuple[str, str]]) -> None:
+def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]], styles: Mapping[str, tuple[str, str]]) -> None:
     ticks = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-    for method, (color, mark) in looks.items():
-        mine = sorted((row for row in rows if row["method"] == method), key=lambda row: row["ratio"] or 0)
-        if not mine:
+    for method, (color, mark) in styles.items():
+        points = sorted((row for row in rows if row["method"] == method), key=lambda row: row["ratio"] or 0)
+        if not points:
             continue
-        x, y = [row["ttft_x"] for row in mine], [row["kl_over_reuse"] for row in mine]
+        x, y = [row["ttft_x"] for row in points], [row["kl_over_reuse"] for row in points]
         axes.plot(x, y, f"{mark}-", color=color, label=method, markersize=5)
-        for row in mine if len(mine) > 1 else ():
+        for row in points if len(points) > 1 else ():
             at = (row["ttft_x"], row["kl_over_reuse"])
             axes.annotate(f"{row['ratio']:.0%}", at, (4, 4), textcoords="offset points", fontsize=7, color=color)
     found = [row["kl_over_reuse"] for row in rows]

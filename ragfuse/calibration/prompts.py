@@ -1,8 +1,8 @@
-"""Wording of calibration's and benchmarks' prompts: the same for all methods, and what the reader was trained on."""
+"""The prompt texts of calibration and benchmarks: the same for all methods, and those the reader was trained on."""
 
 from types import MappingProxyType
 
-ASKED = MappingProxyType(
+PROMPT_TEXTS = MappingProxyType(
     {
         "answer": (
             "Use the following passages to answer the question at the end in a few words.\n\n",

@@ -1,4 +1,4 @@
-"""Time measurement for calibration and benchmarks: interleaved rounds, two clocks, a tuned allocator, the machine.
+"""Measure times for calibration and benchmarks: interleaved rounds, two clocks, a tuned allocator, the machine.
 
 Cases run in turn (A B C, A B C, ...) after one warm-up each, so that other load on the machine affects all of them
 alike. Ratios are medians over rounds of times measured side by side.
@@ -34,7 +34,7 @@ MALLOC = MappingProxyType(
     }
 )
 """Settings that let glibc keep large buffers. By default it returns each one to the system and faults it in again page
-by page, which slows full prefill most, so that untuned every speedup looks better than it is."""
+by page. That slows full prefill most, so that without these settings every speedup looks better than it is."""
 
 Clock = Literal["cpu", "wall"]
 
@@ -114,7 +114,7 @@ class Runner:
 
         Args:
             cases: Functions to measure, by name.
-            what: A word for the progress bar.
+            what: Text for the progress bar.
             before: Called before each run, outside the measured time.
         """
         samples: dict[str, list[Sample]] = {name: [] for name in cases}

@@ -1,4 +1,4 @@
-"""Means with their uncertainty: bootstrap intervals, and differences of methods that answered the same questions."""
+"""Bootstrap intervals of means, and of differences and ratios of methods that answered the same questions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 
 def difference_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Return the 95% interval of the mean of ours - theirs, taken question by question."""
+    """Return the 95% interval of the mean of the differences ours - theirs, question by question."""
     return mean_interval(np.subtract(ours, theirs).tolist())
 
 

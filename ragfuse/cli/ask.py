@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ragfuse.cli.files import find_files
-from ragfuse.cli.ingest import add_files, encode, tell_skipped
+from ragfuse.cli.ingest import add_files, encode, print_skipped
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -25,7 +25,7 @@ from ragfuse.cli.options import (
     Ratio,
     Store,
     console_for,
-    prepared,
+    prepare_model,
     settings_of,
     write_json,
 )
@@ -73,13 +73,18 @@ def ask(
     if not question.strip() and pml is None:
         raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
     if pml is not None and (docs is not None or index != "default" or session is not None):
-        raise InputError("--pml asks over the modules of a schema: leave out --docs, --index and --session.")
+        raise InputError(
+            "--pml cannot be combined with --docs, --index or --session: its prompt takes all text from a schema."
+        )
     if blend and pml is None:
-        raise InputError("--blend is about the modules of a prompt in PML: add --pml, or leave it out.")
+        raise InputError("--blend works only with --pml: add --pml, or leave out --blend.")
     if pml is not None and not blend and (policy is not None or ratio is not None):
-        raise InputError("Modules are used as they are: add --blend, or leave out --policy and --ratio.")
+        raise InputError("With --pml, --policy and --ratio have no effect without --blend: add it, or leave them out.")
     if docs is not None and index != "default":
-        raise InputError("--docs makes an index of its own: leave out --index, or ingest into it first.")
+        raise InputError(
+            "--docs builds its own index, so --index cannot be given too: leave out --index, or run `ragfuse ingest` "
+            "into that index and leave out --docs."
+        )
     settings = settings_of(
         model=model,
         dtype=dtype,
@@ -92,35 +97,35 @@ def ask(
         max_tokens=max_tokens,
         overflow=overflow,
     )
-    console, found = console_for(json), find_files([docs]) if docs else None
-    prepared(settings)
+    console, documents = console_for(json), find_files([docs]) if docs else None
+    prepare_model(settings)
     with console.status("loading the model"):
         from ragfuse.engine.engine import Ask, Engine
         from ragfuse.types.keys import digest
 
         if pml is not None:
-            asked = QuestionOptions(console, explain, compare, Ask(deadline_s=deadline, blend=blend))
+            options = QuestionOptions(console, explain, compare, Ask(deadline_s=deadline, blend=blend))
             with Engine(settings) as engine:
-                write_json(_result(question, *_answers(engine, prompt_in(pml, question), asked)), json)
+                write_json(_result(question, *_answers(engine, pml_prompt(pml, question), options)), json)
             return
         from ragfuse.cli.library import Library
 
         index = index if docs is None else f"docs-{digest('docs', str(docs.resolve()))[:12]}"
         library, engine = Library(settings, index), Engine(settings)
     with engine:
-        if found is not None:
-            tell_skipped(console, found)
-            library.keep_only(found.files)
-            chunks, _ = add_files(library, engine, found.files, console)
+        if documents is not None:
+            print_skipped(console, documents)
+            library.keep_only(documents.files)
+            chunks, _ = add_files(library, engine, documents.files, console)
             if not no_kv:
                 encode(engine, chunks, console)
         prompt = prompt_for(engine, library, question, console)
-        asked = QuestionOptions(console, explain, compare, Ask(deadline_s=deadline, session=session))
-        answer, full = _answers(engine, prompt, asked)
+        options = QuestionOptions(console, explain, compare, Ask(deadline_s=deadline, session=session))
+        answer, full = _answers(engine, prompt, options)
     write_json(_result(question, answer, full), json)
 
 
-def prompt_in(pml: Path, question: str) -> Any:
+def pml_prompt(pml: Path, question: str) -> Any:
     """Return the prompt in a PML file, with a question appended if there is one."""
     from ragfuse.engine.question import read_prompt
 
@@ -130,7 +135,7 @@ def prompt_in(pml: Path, question: str) -> Any:
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """The options of the command: how to ask, and what to show."""
+    """The options of `ragfuse ask`: how to answer, and what to show."""
 
     console: Console
     explain: bool
@@ -138,12 +143,12 @@ class QuestionOptions:
     ask: Ask
 
 
-def _answers(engine: Engine, prompt: Any, asked: QuestionOptions) -> tuple[Answer, Answer | None]:
+def _answers(engine: Engine, prompt: Any, options: QuestionOptions) -> tuple[Answer, Answer | None]:
     """Print the answer while it is generated; return it, with full prefill's answer for --compare."""
-    console = asked.console
-    full = _full(engine, prompt, console, asked.ask.session) if asked.compare else None
-    answer = _stream(engine, prompt, console, asked.compare, asked.ask)
-    if asked.explain or asked.compare:
+    console = options.console
+    full = _full_prefill(engine, prompt, console, options.ask.session) if options.compare else None
+    answer = _stream(engine, prompt, console, options.compare, options.ask)
+    if options.explain or options.compare:
         from ragfuse.cli.show import show_trace
 
         show_trace(console, answer.trace)
@@ -155,14 +160,14 @@ def _answers(engine: Engine, prompt: Any, asked: QuestionOptions) -> tuple[Answe
 def prompt_for(engine: Engine, library: Library, question: str, console: Console) -> Any:
     """Return the prompt with the chunks retrieved for a question."""
     with console.status("searching"):
-        found = library.vectors().similarity_search(question, k=engine.settings.top_k)
+        found = library.vector_store().similarity_search(question, k=engine.settings.top_k)
     with console.status("loading the model"):
         from ragfuse.cli.prompts import rag_prompt
 
         return rag_prompt(engine, question, [(d.page_content, d.metadata["source"]) for d in found])
 
 
-def _full(engine: Engine, prompt: Any, console: Console, session: str | None) -> Answer:
+def _full_prefill(engine: Engine, prompt: Any, console: Console, session: str | None) -> Answer:
     """Return the answer by full prefill, after warming up both ways: the first call of a process is slower."""
     from ragfuse.engine.engine import Ask
 
@@ -171,7 +176,7 @@ def _full(engine: Engine, prompt: Any, console: Console, session: str | None) ->
         engine.prepare(engine.prompt(prompt))  # does not save a prefix, which the measured question would reuse
         engine.flush()
         full = engine.answer(prompt, Ask(reuse=False, session=session))
-    console.print(Text.assemble(("full prefill: ", "bold"), full.text, _after(full)))
+    console.print(Text.assemble(("full prefill: ", "bold"), full.text, _ttft_note(full)))
     return full
 
 
@@ -180,28 +185,28 @@ def _stream(engine: Engine, prompt: Any, console: Console, heading: bool, ask: A
 
     if heading:
         console.print("[bold]ragfuse:[/] ", end="")
-    flow = WrappedOutput(console, len("ragfuse: ") if heading else 0)
+    output = WrappedOutput(console, len("ragfuse: ") if heading else 0)
     with engine.stream(prompt, ask) as stream:
         for text in stream:
-            flow.say(text)
+            output.write(text)
         if heading:
-            flow.say(_after(stream.answer))
+            output.write(_ttft_note(stream.answer))
         console.print()
         return stream.answer
 
 
-def _after(answer: Answer) -> str:
+def _ttft_note(answer: Answer) -> str:
     return f" (first token after {answer.trace.ttft_s:.2f} s)"
 
 
 def _print_which_was_faster(console: Console, full: Answer, answer: Answer) -> None:
-    times = full.trace.ttft_s / answer.trace.ttft_s
+    speedup = full.trace.ttft_s / answer.trace.ttft_s
     if answer.trace.fallback_reason:
         console.print("Nothing was reused, so both did the same work.")
-    elif times >= 1:
-        console.print(f"First token [bold]{times:.1f} times faster[/] than full prefill.", highlight=False)
+    elif speedup >= 1:
+        console.print(f"First token [bold]{speedup:.1f} times faster[/] than full prefill.", highlight=False)
     else:
-        console.print(f"First token {1 / times:.1f} times slower than full prefill: too little was reused.")
+        console.print(f"First token {1 / speedup:.1f} times slower than full prefill: too little was reused.")
 
 
 def _result(question: str, answer: Answer, full: Answer | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class CheckResult:
     remedy: str = ""
 
 
-Checked = tuple[str, Callable[[], Iterable[CheckResult]]]
+Check = tuple[str, Callable[[], Iterable[CheckResult]]]
 
 
 def guarded(what: str, check: Callable[[], Iterable[CheckResult]], remedy: str = "") -> Iterator[CheckResult]:
@@ -34,6 +34,6 @@ def guarded(what: str, check: Callable[[], Iterable[CheckResult]], remedy: str =
     try:
         yield from check()
     except Exception as error:
-        said = str(error) or type(error).__name__
-        named = said if type(error).__module__.startswith("ragfuse") else f"{type(error).__name__}: {said}"
-        yield CheckResult(what, "bad", named, remedy or "what it says; if that does not help, report it with this line")
+        message = str(error) or type(error).__name__
+        found = message if type(error).__module__.startswith("ragfuse") else f"{type(error).__name__}: {message}"
+        yield CheckResult(what, "bad", found, remedy or "what it says; if that does not help, report it with this line")

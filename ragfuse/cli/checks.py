@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from ragfuse.cli.files import find_files
-from ragfuse.cli.ingest import tell_skipped
+from ragfuse.cli.ingest import print_skipped
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -20,7 +20,7 @@ from ragfuse.cli.options import (
     Ratio,
     Store,
     console_for,
-    prepared,
+    prepare_model,
     settings_of,
     write_json,
 )
@@ -35,12 +35,12 @@ def verify_model(
     ratio: Ratio = None,
     json: Json = None,
 ) -> None:
-    """Check with the model's real weights that fusing is exact where it must be. Exit status 1 if it is not."""
+    """Check with the model's real weights that fusing equals full prefill wherever it must. Exit status 1 if not."""
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, policy=policy, ratio=ratio
     )
     console = console_for(json)
-    prepared(settings)
+    prepare_model(settings)
     with console.status("loading the model"):
         from ragfuse.engine.engine import Engine
     with Engine(settings) as engine, console.status("loading the model") as status:
@@ -64,7 +64,7 @@ def calibrate_model(
     model_kwargs: ModelKwargs = None,
     store: Store = None,
     questions: Annotated[int, typer.Option(min=12, help="Number of questions to make from the documents.")] = 20,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve into this PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw KL against speed into this PNG.")] = None,
     json: Json = None,
 ) -> None:
     """Measure how close fused answers stay to those of full prefill on your documents, and choose policy and ratio.
@@ -74,21 +74,21 @@ def calibrate_model(
     from ragfuse.calibration.runner import tune_malloc
 
     settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
-    console, found = console_for(json), find_files(docs)
+    console, documents = console_for(json), find_files(docs)
     tune_malloc(console)
-    tell_skipped(console, found)
-    prepared(settings)
+    print_skipped(console, documents)
+    prepare_model(settings)
     with console.status("loading the model"):
-        from ragfuse.calibration.calibrate import calibrate, draw_calibration, made_cases, show_calibration
+        from ragfuse.calibration.calibrate import calibrate, draw_calibration, make_cases, show_calibration
         from ragfuse.calibration.plots import require_plotting
-        from ragfuse.cli.library import cut
+        from ragfuse.cli.library import split_file
         from ragfuse.engine.engine import Engine
     if plot is not None:
         require_plotting()
     with Engine(settings) as engine:
         with console.status("reading the documents"):
-            texts = [(str(file), list(cut(file, settings, engine.model.tokenizer))) for file in found.files]
-        cases = made_cases(texts, questions)
+            texts = [(str(file), list(split_file(file, settings, engine.model.tokenizer))) for file in documents.files]
+        cases = make_cases(texts, questions)
         with console.status("verifying") as status:
             verified = engine.verify(lambda check: status.update(f"verifying: {check}")).passed
         result = calibrate(engine.model, cases, console, settings.model, verified)
@@ -97,7 +97,7 @@ def calibrate_model(
         is_kept = engine.catalog.file is not None
     show_calibration(result, console)
     if not is_kept:
-        console.print("[yellow]Not kept[/]: without a disk tier there is no place for it (disk_bytes is 0).")
+        console.print("[yellow]Not saved[/]: there is no disk tier to save it in (disk_bytes is 0).")
     if plot is not None:
         draw_calibration(result, plot)
         console.print(f"Written: {plot}", highlight=False)

@@ -15,7 +15,7 @@ from ragfuse.cli.options import (
     Model,
     Policy,
     Ratio,
-    prepared,
+    prepare_model,
     settings_of,
     write_json,
 )
@@ -49,7 +49,7 @@ def demo(
     memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
     settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": memory})
     console = Console()
-    prepared(settings)
+    prepare_model(settings)
     with Engine(settings) as engine:
         report = run(engine, console)
     write_json(report, out)

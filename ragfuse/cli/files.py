@@ -25,7 +25,7 @@ _CODE = (
     "zsh ps1 sql css scss toml yaml yml ini cfg conf properties xml xsd tex bib adoc org log tsv proto graphql cmake",
 )
 CODE_TYPES = tuple(f".{name}" for names in _CODE for name in names.split(" "))
-"""Kinds that are read as the text that they are."""
+"""Types that are read as plain text."""
 WORD, NOTEBOOK, JSON, JSON_LINES_TYPES, TABLE = ".docx", ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
 FILE_TYPES = (*TEXT_TYPES, *HTML_TYPES, *PDF_TYPES, *CODE_TYPES, WORD, NOTEBOOK, JSON, *JSON_LINES_TYPES, TABLE)
 READABLE_TYPES = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"
@@ -37,12 +37,12 @@ BOMS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 WORD_NBYTES = 64 << 20
-"""Bytes of a part of a docx, unpacked, that are read at most."""
+"""Most bytes that are read of one part of a docx, after unpacking."""
 
 
 @dataclass(frozen=True)
 class FilesToIngest:
-    """Files to ingest, and those passed over with the reason."""
+    """Files to ingest, and (file, reason) of those that are skipped."""
 
     files: tuple[Path, ...]
     skipped: tuple[tuple[Path, str], ...]
@@ -57,7 +57,7 @@ def find_files(paths: Sequence[Path]) -> FilesToIngest:
             raise InputError(f"Wanted a file or folder, found nothing at '{path}'. Check the spelling.")
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path)) if path.is_dir() else [path]
         for file in inside:
-            reason = _unreadable(file)
+            reason = _skip_reason(file)
             if reason:
                 skipped.append((file, reason))
             else:
@@ -75,12 +75,12 @@ def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
-def _unreadable(file: Path) -> str:
-    """Why a file cannot be ingested, "" if it can."""
+def _skip_reason(file: Path) -> str:
+    """Return why a file cannot be ingested; "" if it can."""
     if not file.is_file():
         return "not a plain file"
     if file.suffix.lower() not in FILE_TYPES:
-        return f"not a kind of document that is read here ('{file.suffix}')"
+        return f"not a supported type of document ('{file.suffix}')"
     try:
         with file.open("rb") as handle:
             head = handle.read(8192)
@@ -88,13 +88,13 @@ def _unreadable(file: Path) -> str:
         return f"cannot be read ({error.strerror})"
     if not head.strip():
         return "empty"
-    if file.suffix.lower() not in (*PDF_TYPES, WORD) and b"\0" in head and not _marked(head):
+    if file.suffix.lower() not in (*PDF_TYPES, WORD) and b"\0" in head and not _declared_encoding(head):
         return "binary, not text"
     return ""
 
 
-def _marked(data: bytes) -> str:
-    """The encoding that a file's first bytes declare, "" if they declare none."""
+def _declared_encoding(data: bytes) -> str:
+    """Return the encoding that the byte order mark of a file declares; "" without a mark."""
     return next((encoding for mark, encoding in BOMS if data.startswith(mark)), "")
 
 
@@ -104,13 +104,15 @@ def encoding_of(data: bytes) -> str:
     Raises:
         InputError: The bytes do not match their byte order mark.
     """
-    marked = _marked(data)
-    for encoding in (marked,) if marked else ("utf-8", "cp1252"):
+    declared = _declared_encoding(data)
+    for encoding in (declared,) if declared else ("utf-8", "cp1252"):
         try:
             data.decode(encoding)
         except UnicodeDecodeError as error:
-            if marked:
-                raise InputError(f"it is marked as {marked.upper()} and is none from byte {error.start} on") from error
+            if declared:
+                raise InputError(
+                    f"its byte order mark says {declared.upper()}, but it is invalid from byte {error.start} on"
+                ) from error
             continue
         return encoding
     return "latin-1"
@@ -122,24 +124,24 @@ def texts_of(file: Path) -> Iterable[str]:
     Halves of surrogate pairs become U+FFFD.
 
     Raises:
-        InputError: The document cannot be parsed, or holds no text.
+        InputError: The document cannot be parsed, or contains no text.
     """
     from ragfuse.types.keys import whole_text
 
     suffix = file.suffix.lower()
     try:
-        found = list(_read(file, suffix))
+        raw_texts = list(_read(file, suffix))
     except ImportError:
         raise
     except Exception as error:
-        why = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({why}). Mend it or leave it out.") from error
-    texts = [whole_text(text) for text in found]
+        reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({reason}). Mend it or leave it out.") from error
+    texts = [whole_text(text) for text in raw_texts]
     if not any(text.strip() for text in texts):
-        told = "; scanned pages, for one, hold pictures of text" if suffix in PDF_TYPES else ""
-        raise InputError(f"'{file}' holds no text{told}.")
-    if texts != found:
-        log.warning("'%s' holds halves of characters (lone surrogates); U+FFFD stands for each.", whole_text(str(file)))
+        hint = "if its pages are scanned, run OCR on it first" if suffix in PDF_TYPES else "leave it out"
+        raise InputError(f"'{file}' contains no text; {hint}.")
+    if texts != raw_texts:
+        log.warning("'%s' has invalid Unicode (lone surrogates); U+FFFD replaces each of them.", whole_text(str(file)))
     return texts
 
 
@@ -156,33 +158,36 @@ def _read(file: Path, suffix: str) -> Iterator[str]:
 
 
 def _json(text: str) -> Iterator[str]:
-    """JSON with a line for each value, and letters for their escapes."""
+    """Yield the JSON with one value per line and with letters instead of their escapes."""
     yield json.dumps(json.loads(text), ensure_ascii=False, indent=1)
 
 
 def _lines(text: str) -> Iterator[str]:
-    """A text for each line of JSON; only LF ends one, other separators may stand in its strings."""
+    """Yield a text for each line of JSON. Only LF ends a line, as strings may contain other line separators."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield json.dumps(json.loads(line), ensure_ascii=False, indent=1)
             except ValueError as error:
-                raise InputError(f"line {number} is no JSON: {error}") from error
+                raise InputError(f"line {number} is not valid JSON: {error}") from error
 
 
 def _table(text: str) -> Iterator[str]:
-    """A row as lines "column: value", rows parted by empty lines; what the first line has most of parts the columns."""
+    """Yield a table as text: a line "column: value" per cell, an empty line between rows.
+
+    The delimiter is the candidate that the first line contains most often.
+    """
     first = text.lstrip().partition("\n")[0]
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))
     names = next((row for row in rows if any(row)), [])
-    told = (zip_longest(names, row, fillvalue="") for row in rows if any(row))
-    rendered = ["\n".join(f"{name}: {value}" if name else value for name, value in row) for row in told]
+    records = (zip_longest(names, row, fillvalue="") for row in rows if any(row))
+    rendered = ["\n".join(f"{name}: {value}" if name else value for name, value in row) for row in records]
     yield "\n\n".join(rendered) if rendered else ", ".join(names)
 
 
 def _notebook(text: str) -> Iterator[str]:
-    """The cells of a Jupyter notebook, of any version, without what they printed."""
+    """Yield the cells of a Jupyter notebook of any version, without their outputs."""
     data = json.loads(text)
     sheets = data.get("worksheets") or [data]
     for cell in (cell for sheet in sheets for cell in sheet.get("cells", ())):
@@ -191,7 +196,7 @@ def _notebook(text: str) -> Iterator[str]:
 
 
 def _word(file: Path) -> Iterator[str]:
-    """The paragraphs of a docx, those of its notes behind them: one text for each part of the file."""
+    """Yield the text of each part of a docx: the document, then its footnotes and endnotes."""
     with zipfile.ZipFile(file) as packed:
         for name in ("word/document.xml", "word/footnotes.xml", "word/endnotes.xml"):
             if name not in packed.namelist():
@@ -199,24 +204,24 @@ def _word(file: Path) -> Iterator[str]:
             with packed.open(name) as part:
                 data = part.read(WORD_NBYTES + 1)
             if len(data) > WORD_NBYTES:
-                raise InputError(f"its part {name} has more than {WORD_NBYTES >> 20} MB")
+                raise InputError(f"its part {name} is over the limit of {WORD_NBYTES >> 20} MB")
             parser = ElementTree.XMLParser(target=_WithoutEntities())
             yield "\n".join(_paragraphs(ElementTree.fromstring(data, parser)))
 
 
 class _WithoutEntities(ElementTree.TreeBuilder):
-    """Takes no document type: entities could be declared there, and no docx has one."""
+    """An XML tree builder that refuses a document type: it could declare entities, and no docx has one."""
 
     def doctype(self, *named: str | None) -> None:
-        raise InputError("one of its parts declares a document type, which no docx does")
+        raise InputError("one of its XML parts has a DOCTYPE declaration, which no valid docx has")
 
 
 def _paragraphs(root: ElementTree.Element) -> Iterator[str]:
-    """Text in order, by Word's own tags; of an alternative for older programs, the first form."""
+    """Yield the paragraphs by Word's own tags, in order; fallbacks for older programs are skipped."""
     line: list[str] = []
-    left = [(root, False)]
-    while left:
-        node, is_over = left.pop()
+    stack = [(root, False)]
+    while stack:
+        node, is_over = stack.pop()
         tag = node.tag.rpartition("}")[2]
         if is_over:
             yield "".join(line)
@@ -226,8 +231,8 @@ def _paragraphs(root: ElementTree.Element) -> Iterator[str]:
             continue
         line.append({"t": node.text or "", "tab": "\t", "br": "\n", "cr": "\n"}.get(tag, ""))
         if tag == "p":
-            left.append((node, True))
-        left += [(child, False) for child in reversed(node)]
+            stack.append((node, True))
+        stack += [(child, False) for child in reversed(node)]
     if line:
         yield "".join(line)
 
@@ -236,7 +241,7 @@ def _loader(file: Path, suffix: str) -> Any:
     from langchain_community.document_loaders import BSHTMLLoader, PyPDFLoader, TextLoader
 
     if suffix in PDF_TYPES:
-        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # errors are reported once, by `texts_of`
         return PyPDFLoader(str(file))
     encoding = encoding_of(file.read_bytes())
     if suffix in HTML_TYPES:

@@ -31,7 +31,7 @@ from ragfuse.cli.options import (
     ModelKwargs,
     Store,
     console_for,
-    prepared,
+    prepare_model,
     settings_of,
     write_json,
 )
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 TIER_SIZE_VARIABLES = MappingProxyType(
     {"disk": "RAGFUSE_DISK_BYTES", "memory": "RAGFUSE_MEMORY_BYTES", "gpu": "RAGFUSE_GPU_BYTES"}
 )
-"""What gives a tier more room, where it is no further one."""
+"""The environment variable that sets the size of each tier; all other tiers have RAGFUSE_TIER_BYTES."""
 
 Chunks = Sequence[tuple[str, str]]
-"""(text, source) each."""
+"""(text, source) of each chunk."""
 
 
 def ingest(
@@ -67,34 +67,34 @@ def ingest(
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens
     )
-    console, found = console_for(json), find_files(paths)
-    tell_skipped(console, found)
-    prepared(settings)
+    console, documents = console_for(json), find_files(paths)
+    print_skipped(console, documents)
+    prepare_model(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.engine.engine import Engine, Ingested
 
         library, engine = Library(settings, index), Engine(settings)
     with engine:
-        chunks, left = add_files(library, engine, found.files, console)
+        chunks, failed = add_files(library, engine, documents.files, console)
         done = Ingested() if no_kv else encode(engine, chunks, console)
-    left_out = [*found.skipped, *left]
+    skipped = [*documents.skipped, *failed]
     n_files = len({source for _, source in chunks})
     kv = f"; {done.encoded} encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB, {done.seconds:.1f} s)"
     tail = ", no KV" if no_kv else kv
     console.print(f"[bold]{_counted(len(chunks), 'chunk')}[/] of {_counted(n_files, 'file')} in '{index}'{tail}.")
-    if left_out:
-        names = ", ".join(path.name for path, _ in left_out[:5]) + (", ..." if len(left_out) > 5 else "")
-        console.print(f"[yellow]{_counted(len(left_out), 'file')} left out[/]: {escape(names)}.", highlight=False)
+    if skipped:
+        names = ", ".join(path.name for path, _ in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+        console.print(f"[yellow]{_counted(len(skipped), 'file')} left out[/]: {escape(names)}.", highlight=False)
     console.print(f'Ask: ragfuse ask "..."{"" if index == "default" else f" --index {index}"}', highlight=False)
-    result = {"index": index, "files": len(found.files), "skipped": [[str(p), why] for p, why in left_out]}
+    result = {"index": index, "files": len(documents.files), "skipped": [[str(p), why] for p, why in skipped]}
     write_json({**result, "chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}, json)
 
 
 def add_files(
     library: Library, engine: Engine, files: Sequence[Path], console: Console
 ) -> tuple[list[tuple[str, str]], list[tuple[Path, str]]]:
-    """Index files with a progress bar; print which ones cannot be parsed or hold no text.
+    """Index files with a progress bar; print which ones cannot be parsed or contain no text.
 
     Returns:
         (text, source) of all chunks, and (file, reason) of the files that were left out.
@@ -104,7 +104,7 @@ def add_files(
     """
     from ragfuse.types.keys import whole_text
 
-    chunks, left = list[tuple[str, str]](), list[tuple[Path, str]]()
+    chunks, failed = list[tuple[str, str]](), list[tuple[Path, str]]()
     with console.status("loading the model"):
         tokenizer = engine.model.tokenizer
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
@@ -114,17 +114,17 @@ def add_files(
             before, size = bar.tasks[task].completed, file.stat().st_size
             bar.update(task, description=f"indexing {escape(short(file.name))}")
             try:
-                chunks += library.add(file, tokenizer, _share(bar, task, before, size))
+                chunks += library.add(file, tokenizer, _report_share(bar, task, before, size))
             except InputError as error:
-                left.append((file, str(error)))
-                told = escape(whole_text(str(error)))
-                console.print(f"[yellow]left out[/]: {told}", highlight=False, soft_wrap=True)
+                failed.append((file, str(error)))
+                reason = escape(whole_text(str(error)))
+                console.print(f"[yellow]left out[/]: {reason}", highlight=False, soft_wrap=True)
             bar.update(task, completed=before + size)
     if not chunks:
         raise InputError(
-            f"Wanted text, found none in {_counted(len(files), 'file')}. Scanned pages, for one, hold pictures of text."
+            f"Found no text in {_counted(len(files), 'file')}. If they are scanned pages, run OCR on them first."
         )
-    return chunks, left
+    return chunks, failed
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
@@ -134,10 +134,12 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
 
     refusal = engine.model.profile.refusal
     if refusal:
-        console.print(f"[yellow]No KV is kept[/] of this model, it is answered by full prefill: {escape(refusal)}")
+        console.print(
+            f"[yellow]No KV is stored[/] for this model; questions are answered by full prefill: {escape(refusal)}"
+        )
         return Ingested()
-    chunks, prefix = _what_fits(engine, chunks, console), prefix_of(engine)
-    before = _refused(engine)
+    chunks, prefix = _fitting_chunks(engine, chunks, console), prefix_of(engine)
+    before = _refused_writes(engine)
     columns = (
         TextColumn("encoding"),
         BarColumn(20),
@@ -153,7 +155,7 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
             bar.update(task, completed=done.chunks, rate=rate)
 
         done = engine.ingest(chunks, prefix, show)
-    _tell_refused(engine, before, chunks, console)
+    _print_refused(engine, before, chunks, console)
     return done
 
 
@@ -162,7 +164,7 @@ def progress(console: Console, *columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def tell_skipped(console: Console, found: FilesToIngest) -> None:
+def print_skipped(console: Console, found: FilesToIngest) -> None:
     """Print which files are skipped, and why."""
     for path, why in found.skipped[:5]:
         line = f"[yellow]passed over[/] {escape(str(path))}: {escape(why)}"
@@ -171,63 +173,67 @@ def tell_skipped(console: Console, found: FilesToIngest) -> None:
         console.print(f"[yellow]passed over[/] {_counted(len(found.skipped) - 5, 'more file')}")
 
 
-def _refused(engine: Engine) -> dict[str, int]:
+def _refused_writes(engine: Engine) -> dict[str, int]:
     """Return how many writes each tier has refused or failed so far."""
     return {tier.name: tier.counts["refused"] + tier.counts["failed"] for tier in engine.store.tiers}
 
 
-def _tell_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, console: Console) -> None:
+def _print_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, console: Console) -> None:
     """Print which tiers refused writes since `before`, and how many chunks no persistent tier holds."""
-    most, silent = len(chunks) + 1, engine.store.silent()  # of each chunk and the prefix
-    refused = {name: min(most, n - before[name]) for name, n in _refused(engine).items() if n > before[name]}
+    max_writes, silent = len(chunks) + 1, engine.store.silent()  # of each chunk and the prefix
+    refused = {
+        name: min(max_writes, n - before[name]) for name, n in _refused_writes(engine).items() if n > before[name]
+    }
     if not refused:
         return
-    named = [
-        f"{name}{' (does not answer)' if name in silent else ''} {_counted(n, 'write')}" for name, n in refused.items()
+    tiers = [
+        f"{_counted(n, 'write')} to {name}{' (does not answer)' if name in silent else ''}"
+        for name, n in refused.items()
     ]
-    lost = _n_lost(engine, chunks)
-    kept = (
-        f"{_counted(lost, 'chunk')} {'is' if lost == 1 else 'are'} not kept"
-        if lost
-        else "all chunks are kept all the same"
+    n_lost = _n_not_stored(engine, chunks)
+    outcome = (
+        f"{_counted(n_lost, 'chunk')} {'is' if n_lost == 1 else 'are'} not stored, but computed when needed"
+        if n_lost
+        else "all chunks are stored anyway"
     )
-    console.print(f"[yellow]Refused by {', by '.join(named)}[/]: {kept}.", highlight=False)
+    console.print(f"[yellow]Failed: {', '.join(tiers)}[/]; {outcome}.", highlight=False)
 
 
-def _n_lost(engine: Engine, chunks: Chunks) -> int:
+def _n_not_stored(engine: Engine, chunks: Chunks) -> int:
     """Count the chunks of at least `min_chunk_tokens` without an entry in a slow tier (in any, if none is slow)."""
-    shortest, tiers, encoder = engine.settings.min_chunk_tokens, engine.store.tiers, engine.encoder
-    runs = {tuple(ids) for text, _ in chunks if len(ids := engine.tokens(text.strip())) >= shortest}
+    min_tokens, tiers, encoder = engine.settings.min_chunk_tokens, engine.store.tiers, engine.encoder
+    runs = {tuple(ids) for text, _ in chunks if len(ids := engine.tokens(text.strip())) >= min_tokens}
     keys = [encoder.key(run, encoder.context) for run in runs]
-    kept = {key for tier in [each for each in tiers if each.slow] or tiers for key in tier.entries(keys)}
-    return sum(key not in kept for key in keys)
+    stored = {key for tier in [tier for tier in tiers if tier.slow] or tiers for key in tier.entries(keys)}
+    return sum(key not in stored for key in keys)
 
 
-def homes_of(engine: Engine, n_tokens: int) -> list[str]:
+def target_tiers(engine: Engine, n_tokens: int) -> list[str]:
     """Return the names of the tiers that new chunks of `n_tokens` are written to: slow ones, or all if none is slow."""
     slow = [tier.name for tier in engine.store.tiers if tier.slow]
-    home = engine.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
-    return [home] if home is not None else slow or [tier.name for tier in engine.store.tiers]
+    chosen = engine.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
+    return [chosen] if chosen is not None else slow or [tier.name for tier in engine.store.tiers]
 
 
-def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
-    """Return the first chunks, as many as the store has room for: more would evict the first ones again."""
+def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
+    """Return as many of the first chunks as the store can hold: more of them would evict the first ones again."""
     sample = [engine.tokens(text) for text, _ in chunks[:: max(1, len(chunks) // 50)]]
     n_tokens = sum(map(len, sample)) / len(sample)
     silent, n_entries = engine.store.silent(), len(chunks)
-    homes = [name for name in homes_of(engine, int(n_tokens)) if name not in silent]
-    per_token = {name: _token_nbytes(engine, name, sample[0]) for name in homes}
-    rooms = {name: _room_nbytes(engine, name) for name in homes}
-    widest = max(homes, key=lambda name: rooms[name] / per_token[name], default="")  # each of them gets all chunks
-    wanted = n_tokens * n_entries * per_token.get(widest, 0.0)
-    if not widest or wanted <= rooms[widest]:
+    tiers = [name for name in target_tiers(engine, int(n_tokens)) if name not in silent]
+    token_nbytes = {name: _token_nbytes(engine, name, sample[0]) for name in tiers}
+    room_nbytes = {name: _room_nbytes(engine, name) for name in tiers}
+    # Each of these tiers gets all chunks, so it is enough that they fit into one.
+    roomiest = max(tiers, key=lambda name: room_nbytes[name] / token_nbytes[name], default="")
+    needed_nbytes = n_tokens * n_entries * token_nbytes.get(roomiest, 0.0)
+    if not roomiest or needed_nbytes <= room_nbytes[roomiest]:
         return chunks
-    fitting = int(rooms[widest] / wanted * len(chunks) * 0.95)
-    setting = TIER_SIZE_VARIABLES.get(widest, "RAGFUSE_TIER_BYTES")
+    fitting = int(room_nbytes[roomiest] / needed_nbytes * len(chunks) * 0.95)
+    setting = TIER_SIZE_VARIABLES.get(roomiest, "RAGFUSE_TIER_BYTES")
     console.print(
-        f"[yellow]The KV of all {len(chunks):,} chunks takes about {_size(wanted)}, {widest} has room "
-        f"for {_size(rooms[widest])}[/]: the first {fitting:,} {'is' if fitting == 1 else 'are'} encoded now, the "
-        f"others when a question needs them. {setting} gives it more; --no-kv encodes none."
+        f"[yellow]The KV of all {len(chunks):,} chunks takes about {_size(needed_nbytes)}, but {roomiest} can "
+        f"hold {_size(room_nbytes[roomiest])}[/]: the first {fitting:,} {'is' if fitting == 1 else 'are'} encoded now, "
+        f"the others when a question needs them. Raise {setting} to store more; --no-kv encodes none."
     )
     return chunks[:fitting]
 
@@ -251,9 +257,9 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-def _share(bar: Progress, task: Any, before: float, size: int) -> Any:
+def _report_share(bar: Progress, task: Any, before: float, size: int) -> Any:
     return lambda done: bar.update(task, completed=before + done * size)
 
 
-def _counted(n: int, what: str) -> str:
-    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"
+def _counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"

@@ -29,21 +29,31 @@ from ragfuse.types.keys import digest
 
 log = logging.getLogger("ragfuse.cli")
 
-PART = 128
+PART_CHUNKS = 128
 """Chunks that are embedded and written together; an interrupted ingest loses at most these."""
 
 SPLIT_BLOCK_CHARS = 1 << 17
-"""Characters of a long text that are split into chunks at once."""
-CUTTING = 0.1
-"""Share of a file's progress that splitting counts for; embedding is the rest."""
+"""Most characters that are split into chunks in one call."""
+SPLIT_SHARE = 0.1
+"""Share of a file's progress bar for splitting it; the rest is for embedding."""
 
 Progress = Callable[[float], object]
-"""A function that takes the share of a file that is done, 0..1."""
+"""A function that is called with the share of a file that is done, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """Some chunks of one file, in order: where they are kept, the file's digest, its path, texts, recipe."""
+    """Some chunks of one file, in order.
+
+    Args:
+        path: The JSON file that stores the part; its vectors are beside it.
+        file: Digest of the document's path, its content and the recipe.
+        number: Which part of the document this is, from 0.
+        of: Number of the document's parts.
+        source: Path of the document.
+        recipe: Embedder, model, chunk size and overlap that the chunks were made with.
+        texts: The chunks.
+    """
 
     path: Path
     file: str
@@ -55,7 +65,7 @@ class FilePart:
 
     @classmethod
     def read(cls, path: Path) -> FilePart | None:
-        """What is kept at `path`; None, and it is dropped, if that is no part."""
+        """Read the part at `path`; None if there is none. A damaged part is deleted."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             texts, recipe = tuple(map(str, data["texts"])), tuple(data["recipe"])
@@ -63,25 +73,28 @@ class FilePart:
         except FileNotFoundError:  # replaced by another process just now
             return None
         except (ValueError, KeyError, TypeError):
-            log.warning("'%s' in the index was damaged and is dropped; ingest its document again.", path.name)
-            forget(path)
+            log.warning(
+                "A damaged part of the index was deleted (%s); `ragfuse ingest` on your documents makes it again.",
+                path.name,
+            )
+            delete_part(path)
             return None
 
     def vectors(self) -> Any:
-        """float32 [n, dims] of the texts; None, and the part is dropped, if they cannot be read."""
+        """Return the vectors of the texts, float32 [n, dims]; None, and the part is deleted, if they cannot be read."""
         try:
-            found = load_file(self.path.with_suffix(".safetensors"))["vectors"]
+            vectors = load_file(self.path.with_suffix(".safetensors"))["vectors"]
         except (OSError, SafetensorError, KeyError):
-            found = None
-        if found is None or found.ndim != 2 or len(found) != len(self.texts):
-            log.warning("The index has lost vectors of '%s'; ingest it again.", self.source)
-            forget(self.path)
+            vectors = None
+        if vectors is None or vectors.ndim != 2 or len(vectors) != len(self.texts):
+            log.warning("The index misses embeddings of '%s'; `ragfuse ingest` on it makes them again.", self.source)
+            delete_part(self.path)
             return None
-        return found
+        return vectors
 
 
 class Library:
-    """One index: chunk texts with their vectors, by file. `tokenizer` measures chunks in the LLM's tokens."""
+    """One search index: the chunks of documents, with their vectors."""
 
     def __init__(self, settings: Settings, name: str = "default") -> None:
         if not name.replace("-", "").replace("_", "").isalnum():
@@ -97,19 +110,20 @@ class Library:
     def add(self, file: Path, tokenizer: Any, progress: Progress = lambda done: None) -> list[tuple[str, str]]:
         """Split and embed a file, unless it is indexed already; return (text, source) of its chunks.
 
-        An earlier version of the file is replaced. InputError for a file without text.
+        An earlier version of the file is replaced. `tokenizer` is the LLM's, as chunks are measured in its tokens.
+        InputError for a file without text.
         """
         source = str(file.resolve())
         name = digest("file", source, _bytes_of(file), repr(self._recipe()))
-        kept = {part.number: part for part in self._parts(name) if part.vectors() is not None}
-        texts = self._kept(kept) or list(cut(file, self.settings, tokenizer, progress))
+        parts = {part.number: part for part in self._parts(name) if part.vectors() is not None}
+        texts = self._complete_texts(parts) or list(split_file(file, self.settings, tokenizer, progress))
         if not texts:
-            raise InputError(f"'{file}' holds no text.")
-        count = -(-len(texts) // PART)
+            raise InputError(f"'{file}' contains no text; leave it out.")
+        count = -(-len(texts) // PART_CHUNKS)
         for number in range(count):
-            if number not in kept:
-                self._write(name, source, number, count, texts[number * PART : (number + 1) * PART])
-            progress(CUTTING + (1 - CUTTING) * (number + 1) / count)
+            if number not in parts:
+                self._write(name, source, number, count, texts[number * PART_CHUNKS : (number + 1) * PART_CHUNKS])
+            progress(SPLIT_SHARE + (1 - SPLIT_SHARE) * (number + 1) / count)
         self._drop(part for part in self._parts() if part.source == source and part.file != name)
         return [(text, source) for text in texts]
 
@@ -118,8 +132,8 @@ class Library:
         wanted = {str(source.resolve()) for source in sources}
         self._drop(part for part in self._parts() if part.source not in wanted)
 
-    def vectors(self) -> Any:
-        """LangChain's FAISS over all chunks; InputError when nothing was ingested."""
+    def vector_store(self) -> Any:
+        """Return LangChain's FAISS store over all chunks; InputError if nothing was ingested."""
         parts = [part for part in self._parts() if part.recipe[:1] == self._recipe()[:1]]
         pairs = [(part, vectors) for part in parts if (vectors := part.vectors()) is not None]
         pairs = [(part, vectors) for part, vectors in pairs if vectors.shape[1] == pairs[0][1].shape[1]]
@@ -136,7 +150,7 @@ class Library:
 
     @property
     def embeddings(self) -> Any:
-        """LangChain's embeddings of the settings' embedder, loaded now if they were not."""
+        """LangChain's embeddings by the embedder of the settings, loaded at first use."""
         if self._embeddings is None:
             from langchain_huggingface import HuggingFaceEmbeddings
 
@@ -151,10 +165,10 @@ class Library:
         s = self.settings
         return (s.embedder, s.model, s.chunk_tokens, s.chunk_overlap)
 
-    def _kept(self, kept: dict[int, FilePart]) -> list[str]:
-        """The texts of a file whose parts are all there, [] if one is missing."""
-        whole = bool(kept) and len(kept) == next(iter(kept.values())).of
-        return [text for number in sorted(kept) for text in kept[number].texts] if whole else []
+    def _complete_texts(self, parts: dict[int, FilePart]) -> list[str]:
+        """Return the texts of a file whose parts are all stored; [] if one is missing."""
+        is_complete = bool(parts) and len(parts) == next(iter(parts.values())).of
+        return [text for number in sorted(parts) for text in parts[number].texts] if is_complete else []
 
     def _write(self, name: str, source: str, number: int, count: int, texts: Sequence[str]) -> None:
         vectors = np.asarray(self.embeddings.embed_documents(list(texts)), dtype=np.float32)
@@ -167,8 +181,8 @@ class Library:
             _atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
         except (OSError, SafetensorError) as error:
             raise SettingsError(
-                f"The index cannot be written to '{self.folder}' ({error}). Make room, or set RAGFUSE_HOME to a folder "
-                "that can be written."
+                f"The index cannot be written to '{self.folder}' ({error}). Free some space there, or set RAGFUSE_HOME "
+                "to a folder that can be written to."
             ) from error
 
     def _parts(self, file: str = "") -> Iterator[FilePart]:
@@ -179,26 +193,32 @@ class Library:
 
     def _drop(self, parts: Iterator[FilePart]) -> None:
         for part in list(parts):
-            forget(part.path)
+            delete_part(part.path)
 
 
-def cut(file: Path, settings: Settings, tokenizer: Any, progress: Progress = lambda done: None) -> Iterator[str]:
+def split_file(file: Path, settings: Settings, tokenizer: Any, progress: Progress = lambda done: None) -> Iterator[str]:
     """Yield the chunks of a file, split as the settings say."""
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter(
-        chunk_size=settings.chunk_tokens, chunk_overlap=settings.chunk_overlap, length_function=_measure(tokenizer)
+        chunk_size=settings.chunk_tokens,
+        chunk_overlap=settings.chunk_overlap,
+        length_function=_token_counter(tokenizer),
     )
     texts = list(texts_of(file))
     total, done = sum(map(len, texts)), 0
     for block in (block for text in texts for block in _blocks(text)):
         yield from filter(None, (chunk.strip() for chunk in splitter.split_text(block)))
         done += len(block)
-        progress(CUTTING * done / total)
+        progress(SPLIT_SHARE * done / total)
 
 
-def _measure(tokenizer: Any) -> Callable[[str], int]:
-    """Tokens of a text. A splitter asks for every word, again and again: past the tokenizer's Python, and cached."""
+def _token_counter(tokenizer: Any) -> Callable[[str], int]:
+    """Return a function that counts the tokens of a text.
+
+    A splitter calls it for every word, often more than once: so it caches, and bypasses the tokenizer's Python code
+    where it can.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.truncation is not None:
         return lambda text: len(tokenizer.tokenize(text))
@@ -206,7 +226,7 @@ def _measure(tokenizer: Any) -> Callable[[str], int]:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """A long text in blocks that end with a paragraph, or at least with a word, where there is one."""
+    """Yield a text in blocks of at most `SPLIT_BLOCK_CHARS` that end with a paragraph, a line or a word if possible."""
     lo = 0
     while len(text) - lo > SPLIT_BLOCK_CHARS:
         ends = (
@@ -219,8 +239,8 @@ def _blocks(text: str) -> Iterator[str]:
     yield text[lo:]
 
 
-def forget(manifest: Path) -> None:
-    """Remove a part: first what says that it is there, then its vectors."""
+def delete_part(manifest: Path) -> None:
+    """Delete a part: first its manifest, without which it is not found, then its vectors."""
     manifest.unlink(missing_ok=True)
     manifest.with_suffix(".safetensors").unlink(missing_ok=True)
 

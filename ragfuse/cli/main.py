@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from ragfuse.cli import ask, checks, demo, doctor, ingest, measure, models, schema, serve, sessions, store
 from ragfuse.errors import InputError, RagFuseError
 
-GOES_ON = "The same command goes on from there."
+RESUMES = "Run the same command again to continue."
 
 
 class CommandGroup(TyperGroup):
@@ -30,23 +30,23 @@ class CommandGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except RagFuseError as error:
-            self._end(type(error).__name__, str(error), error)
-        except BrokenPipeError as error:  # whoever read the output went away
+            self._fail(type(error).__name__, str(error), error)
+        except BrokenPipeError as error:  # the reader of the output has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from error
         except ImportError as error:
-            wanted = f"{error.msg}. This needs a package that is missing: pip install 'ragfuse-kv[demo]'"
-            self._end("ImportError", wanted, error)
+            message = f"{error.msg}. This needs a package that is missing: pip install 'ragfuse-kv[demo]'"
+            self._fail("ImportError", message, error)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            self._end("InputError", f"The system refused: {error.strerror or error}{where}.", error)
+            self._fail("InputError", f"The system refused: {error.strerror or error}{where}.", error)
         except KeyboardInterrupt as stop:
-            then = " ".join(map(str, stop.args)) or (GOES_ON if ctx.invoked_subcommand == "ingest" else "")
-            Console(stderr=True).print(f"\nStopped. {then}".rstrip(), highlight=False, markup=False, soft_wrap=True)
+            note = " ".join(map(str, stop.args)) or (RESUMES if ctx.invoked_subcommand == "ingest" else "")
+            Console(stderr=True).print(f"\nStopped. {note}".rstrip(), highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from stop
 
     @staticmethod
-    def _end(kind: str, message: str, error: Exception) -> None:
+    def _fail(kind: str, message: str, error: Exception) -> None:
         line = f"[bold red]{kind}[/]: {escape(message)}"
         Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
@@ -88,17 +88,17 @@ app.add_typer(schema.schema, name="schema")
 def _bench(context: typer.Context) -> None:
     """Benchmark ragfuse on this machine (needs the package ragfuse-bench)."""
     raise InputError(
-        f"`ragfuse bench {' '.join(context.args)}` needs the benchmarks, a package of their own that is not installed: "
+        f"`ragfuse bench {' '.join(context.args)}` needs the package ragfuse-bench, which is not installed: "
         "pip install ragfuse-bench"
     )
 
 
 def _add_plugins() -> None:
     """Add the commands of other packages: entry points of the group `ragfuse.commands`, each a `typer.Typer`."""
-    found = entry_points(group="ragfuse.commands")
-    for each in found:
-        app.add_typer(each.load(), name=each.name)
-    if "bench" not in found.names:
+    plugins = entry_points(group="ragfuse.commands")
+    for plugin in plugins:
+        app.add_typer(plugin.load(), name=plugin.name)
+    if "bench" not in plugins.names:
         app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_bench)
 
 

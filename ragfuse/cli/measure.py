@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from ragfuse.cli.ask import prompt_for
-from ragfuse.cli.ingest import homes_of, progress
+from ragfuse.cli.ingest import progress, target_tiers
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -27,7 +27,7 @@ from ragfuse.cli.options import (
     Ratio,
     Store,
     console_for,
-    prepared,
+    prepare_model,
     settings_of,
     write_json,
 )
@@ -37,8 +37,8 @@ from ragfuse.plan.explanation import as_dict, in_words
 READS_IN_WORDS = MappingProxyType(
     {
         "cold": "from the medium. What this machine's memory still holds is read faster",
-        "warm": "from this machine's memory, which could not be made to forget. A first read may take longer",
-        "unknown": "nothing says whether from the medium or from some machine's memory",
+        "warm": "from this machine's memory, whose file cache could not be emptied. A first read may take longer",
+        "unknown": "it is not known whether from the medium or from some machine's memory",
     }
 )
 """What the read speed of a slow tier means, by how it was measured."""
@@ -60,12 +60,12 @@ def measure(
     json: Json = None,
 ) -> None:
     """Time prefill, fusing and every tier on this machine. From then on, prompts are planned with these timings."""
-    folder, others = _folder_first(store or ())
+    folder, others = _split_stores(store or ())
     settings, console = (
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=folder),
         console_for(json),
     )
-    prepared(settings)
+    prepare_model(settings)
     with console.status("loading the model"):
         from ragfuse.engine.engine import Engine
 
@@ -77,14 +77,20 @@ def measure(
         with progress(console, *columns) as bar:
             task = bar.add_task("measuring", total=1.0)
             machine = engine.measure(others, lambda what, done: bar.update(task, description=what, completed=done))
-        is_kept, placed, leveled = engine.catalog.file is not None, _placed(engine), list(_leveled(engine))
+        is_kept, placement, levels = (
+            engine.catalog.file is not None,
+            _placement_note(engine),
+            list(_level_notes(engine)),
+        )
     _show(machine, name, console)
     if is_kept:
-        console.print(f"Kept in {settings.store_path}; prompts are planned by it from now on.", highlight=False)
+        console.print(
+            f"Saved in {settings.store_path}; from now on prompts are planned by these timings.", highlight=False
+        )
     else:
-        console.print("[yellow]Not kept[/]: without a disk tier there is no place for it (disk_bytes is 0).")
-    for said in (placed, *leveled):
-        console.print(said, highlight=False, markup=False, end="\n" if said else "")
+        console.print("[yellow]Not saved[/]: there is no disk tier to save it in (disk_bytes is 0).")
+    for note in (placement, *levels):
+        console.print(note, highlight=False, markup=False, end="\n" if note else "")
     write_json(machine.as_dict(), json)
 
 
@@ -116,7 +122,7 @@ def explain(
         "ratio": ratio,
     }
     settings, console = settings_of(**given, top_k=top_k, overflow=overflow), console_for(json)
-    prepared(settings)
+    prepare_model(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.engine.engine import Ask, Engine
@@ -128,37 +134,37 @@ def explain(
     write_json({"question": question, **as_dict(plan), "words": in_words(plan)}, json)
 
 
-def _folder_first(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
+def _split_stores(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return the first folder among these, which becomes the disk tier, and all others."""
     folder = next((store for store in stores if "://" not in store), None)
     others = [store for store in stores if store != folder]
     return Path(folder) if folder is not None else None, others
 
 
-def _placed(engine: Engine) -> str:
+def _placement_note(engine: Engine) -> str:
     """Return a sentence on which slow tiers new chunks are written to, where there are several."""
     n_tokens, slow = engine.settings.chunk_tokens, [tier.name for tier in engine.store.tiers if tier.slow]
-    homes = homes_of(engine, n_tokens)
+    targets = target_tiers(engine, n_tokens)
     if len(slow) < 2:
         return ""
-    if homes == slow:
+    if targets == slow:
         return f"New chunks go to every slow tier: {', '.join(slow)}."
-    others = ", ".join(tier for tier in slow if tier not in homes)
+    others = ", ".join(tier for tier in slow if tier not in targets)
     return (
-        f"New chunks of {n_tokens} tokens go to {homes[0]} alone, and no longer to {others}: it is the cheapest "
-        "that is fast enough, or the fastest where none is. Machines that share a tier need it filled: "
-        "RAGFUSE_PLACEMENT=all gives new chunks to every slow tier."
+        f"New chunks of {n_tokens} tokens go to {targets[0]} alone, and no longer to {others}: it is the cheapest "
+        "that is fast enough, or the fastest if none is. If other machines share a tier, set RAGFUSE_PLACEMENT=all, "
+        "which writes new chunks to every slow tier."
     )
 
 
-def _leveled(engine: Engine) -> Iterator[str]:
+def _level_notes(engine: Engine) -> Iterator[str]:
     """Yield a sentence for each tier whose codec level is chosen automatically."""
     n_tokens = engine.settings.chunk_tokens
-    chosen = engine.encoder.levels(n_tokens, n_tokens * engine.model.nbytes_per_token)
-    for tier, (level,) in chosen.items():
+    levels = engine.encoder.levels(n_tokens, n_tokens * engine.model.nbytes_per_token)
+    for tier, (level,) in levels.items():
         yield (
-            f"New chunks of {n_tokens} tokens are written into {tier} as {level}: of the levels whose loading hides "
-            "behind computing it loses least; where none does, it loads fastest."
+            f"New chunks of {n_tokens} tokens are written into {tier} as {level}: the least lossy level that "
+            "loads no slower than the model computes or, if there is none, the one that loads fastest."
         )
 
 
@@ -183,11 +189,11 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
     console.print(table)
     for reads, meaning in READS_IN_WORDS.items():
         if tiers := [tier for tier, speed in machine.tiers.items() if speed.is_ahead and speed.reads == reads]:
-            said = f"Read {reads} ({', '.join(tiers)}): {meaning}; plans follow what answers take."
-            console.print(said, highlight=False, markup=False)
+            message = f"Read {reads} ({', '.join(tiers)}): {meaning}. Plans are adjusted to the times of answers."
+            console.print(message, highlight=False, markup=False)
     _show_levels(machine, console)
     held_up = f"{1e6 * machine.held_up_s:,.0f} us"
-    console.print(f"A read by a thread holds up the model beside it by {held_up}.", highlight=False)
+    console.print(f"Each read by a thread delays the model, which computes meanwhile, by {held_up}.", highlight=False)
 
 
 def _show_levels(machine: MachineProfile, console: Console) -> None:

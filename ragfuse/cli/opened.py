@@ -22,36 +22,37 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened(folder: Path | None, console: Console, is_new: bool = False) -> Iterator[StoreAdmin]:
-    """Open the store of the settings; unless `is_new`, raise InputError for a store that does not exist yet."""
+def open_admin(folder: Path | None, console: Console, may_be_new: bool = False) -> Iterator[StoreAdmin]:
+    """Open the store of the settings; InputError if it does not exist yet, unless `may_be_new`."""
     settings = settings_of(store=folder)
-    if not is_new and not settings.tiers and settings.disk_bytes and not _is_there(settings.store_path):
+    if not may_be_new and not settings.tiers and settings.disk_bytes and not _is_there(settings.store_path):
         raise InputError(
-            f"There is no store at '{settings.store_path}' yet. Fill it: ragfuse ingest PATH; or name another: --store."
+            f"There is no store at '{settings.store_path}' yet. Fill it with `ragfuse ingest PATH`, or "
+            "choose another folder with --store."
         )
     with console.status("opening the store"):
         from ragfuse.admin.store_admin import StoreAdmin
 
-        keeping = StoreAdmin(settings)
-    with keeping:
-        yield keeping
+        admin = StoreAdmin(settings)
+    with admin:
+        yield admin
 
 
 def _is_there(folder: Path) -> bool:
     try:
         return folder.exists()
-    except OSError:  # what is wrong is told when it is opened
+    except OSError:  # opening the store reports the error
         return True
 
 
-def wish_of(
+def entry_filter_of(
     keys: Sequence[str] | None,
     tier: str | None,
     source: str | None,
     model: str | None,
     tenant: str | None,
     all_: bool = False,
-    must: str = "",
+    verb: str = "",
 ) -> EntryFilter:
     """Return the filter that the options describe.
 
@@ -62,54 +63,56 @@ def wish_of(
         model: A model's name, or the beginning of a digest.
         tenant: A salt.
         all_: Whether --all was given.
-        must: The command's verb, where it needs either conditions or --all; "": it does not.
+        verb: The verb of a command that needs either conditions or --all; "": the command needs neither.
 
     Raises:
-        InputError: `must` is given, and there are neither conditions nor --all, or both.
+        InputError: `verb` is given, and there are neither conditions nor --all, or both.
     """
     from ragfuse.admin.store_admin import EntryFilter
 
-    wish = EntryFilter(tuple(keys or ()), tier, model, tenant, source)
-    if must and wish.is_anything != all_:
-        found = "--all beside others" if all_ else "nothing"
+    entry_filter = EntryFilter(tuple(keys or ()), tier, model, tenant, source)
+    if verb and entry_filter.selects_all != all_:
+        found = "--all together with others" if all_ else "nothing"
         raise InputError(
-            f"Wanted what to {must}, found {found}: the beginnings of keys, --tier, --source, --model, --tenant; or "
-            "--all by itself."
+            f"Say what to {verb}: first characters of keys, --tier, --source, --model or --tenant; or --all alone. "
+            f"Found {found}."
         )
-    return wish
+    return entry_filter
 
 
-def lines_of(keeping: StoreAdmin, console: Console, wish: EntryFilter | None, done: str = "") -> list[EntryRow]:
+def select_entries(
+    admin: StoreAdmin, console: Console, entry_filter: EntryFilter | None, participle: str = ""
+) -> list[EntryRow]:
     """Return the selected entries, and print which tiers do not answer.
 
-    With `done` (what the command does, as a participle), raise StoreError where nothing was found and a selected tier
-    does not answer.
+    With `participle` (what the command does, such as "moved"), raise StoreError if nothing was found and a selected
+    tier does not answer.
     """
     from ragfuse.admin.store_admin import EntryFilter
 
     with console.status("reading the store"):
-        lines = keeping.lines(wish or EntryFilter())
-        silent, meant = keeping.silent(), keeping.silent(wish or EntryFilter())
-    if done and meant and not lines:
-        refuse(meant, f"what it holds is not known, and nothing was {done}")
+        rows = admin.list_entries(entry_filter or EntryFilter())
+        silent, silent_selected = admin.silent(), admin.silent(entry_filter or EntryFilter())
+    if participle and silent_selected and not rows:
+        refuse(silent_selected, f"its entries are not known, and nothing was {participle}")
     for name in silent:
-        console.print(f"Tier {name} does not answer: what it holds is not listed.", highlight=False, markup=False)
-    if not lines and wish is not None and not meant:
-        none = "Nothing in the store is like that"
-        empty = "The store is empty: ragfuse ingest PATH."
-        if wish.tenant is not None and wish == keeping.mine(replace(wish, tenant=None)):
-            empty = f"{none} and of the salt that is set; --tenant SALT names another tenant, no salt means all."
-        elif not wish.is_anything:
-            empty = f"{none}; `ragfuse store ls` lists all."
-        console.print(empty, highlight=False)
-    return lines
+        console.print(f"Tier {name} does not answer: its entries are not listed.", highlight=False, markup=False)
+    if not rows and entry_filter is not None and not silent_selected:
+        nothing = "Nothing in the store matches"
+        message = "The store is empty: ragfuse ingest PATH."
+        if entry_filter.tenant is not None and entry_filter == admin.within_tenant(replace(entry_filter, tenant=None)):
+            message = f"{nothing} for the salt that is set; --tenant SALT selects another tenant, no salt selects all."
+        elif not entry_filter.selects_all:
+            message = f"{nothing}; `ragfuse store ls` lists all."
+        console.print(message, highlight=False)
+    return rows
 
 
-def refuse(silent: Sequence[str], so: str) -> NoReturn:
-    """Raise StoreError: these tiers do not answer, with the consequence `so`."""
+def refuse(silent: Sequence[str], consequence: str) -> NoReturn:
+    """Raise StoreError: these tiers do not answer, with this consequence."""
     from ragfuse.admin.store_admin import unanswered
 
-    raise StoreError(unanswered(silent, so))
+    raise StoreError(unanswered(silent, consequence))
 
 
 def confirm(question: str, yes: bool, command: str) -> None:
@@ -117,18 +120,20 @@ def confirm(question: str, yes: bool, command: str) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise InputError(f"{question} Nobody is there to ask: say ragfuse store {command} --yes.")
+        raise InputError(
+            f"{question} There is no terminal to confirm this at. Add --yes: ragfuse store {command} --yes"
+        )
     if not typer.confirm(question, err=True):
         Console(stderr=True).print("Nothing was changed.")
         raise typer.Exit(1)
 
 
 @contextmanager
-def bar_for(console: Console, doing: str, stopped: str) -> Iterator[Callable[[int, int], object]]:
+def progress_bar(console: Console, label: str, stopped: str) -> Iterator[Callable[[int, int], object]]:
     """Yield a function (done, total) that updates a progress bar; `stopped` is the message after Ctrl-C."""
-    columns = (TextColumn(doing), BarColumn(20), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn(label), BarColumn(20), DownloadColumn(), TimeRemainingColumn())
     with progress(console, *columns) as bar:
-        task = bar.add_task(doing, total=None)
+        task = bar.add_task(label, total=None)
         try:
             yield lambda done, total: bar.update(task, completed=done, total=total)
         except KeyboardInterrupt as stop:

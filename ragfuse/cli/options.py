@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from pydantic_settings import SettingsError as Unread
+from pydantic_settings import SettingsError as PydanticSettingsError
 from rich.console import Console
 
 from ragfuse.errors import InputError, SettingsError
@@ -17,7 +17,9 @@ from ragfuse.settings import Settings
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", help="Name of an embedded model, Hugging Face id, folder, adapter folder or GGUF file."),
+    typer.Option(
+        "--model", help="Name as `ragfuse models ls` lists it, Hugging Face id, folder, adapter folder or GGUF file."
+    ),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N, mps or auto.")]
@@ -27,7 +29,7 @@ ModelKwargs = Annotated[
 ]
 Store = Annotated[Path | None, typer.Option("--store", help="Folder of the KV store.")]
 Policy = Annotated[
-    str | None, typer.Option("--policy", help="Which tokens to recompute: auto, hkvd, lexical, query, lego, ...")
+    str | None, typer.Option("--policy", help="Policy that chooses the tokens to recompute; auto: the calibrated one.")
 ]
 Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused tokens to recompute, 0 to 1.")]
 Overflow = Annotated[
@@ -54,7 +56,7 @@ def settings_of(**given: Any) -> Settings:
         name = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise SettingsError(
-                f"There is no setting '{name}'. It is one of: {', '.join(Settings.model_fields)}."
+                f"There is no setting '{name}'. The settings are: {', '.join(Settings.model_fields)}."
             ) from error
         found = (
             ""
@@ -62,7 +64,7 @@ def settings_of(**given: Any) -> Settings:
             else f", found {first['input']!r}"
         )
         raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{found}.") from None
-    except Unread as error:
+    except PydanticSettingsError as error:
         name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")
         raise SettingsError(
             f"Wanted JSON in RAGFUSE_{name.upper()}, found something else. Mend the variable or remove it."
@@ -71,7 +73,7 @@ def settings_of(**given: Any) -> Settings:
         raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Mend it or remove it.") from error
 
 
-def prepared(settings: Settings) -> None:
+def prepare_model(settings: Settings) -> None:
     """Prepare the model's files if needed, before any other progress is shown."""
     from ragfuse.models import resolve_llm
 
@@ -118,7 +120,9 @@ def console_for(json_target: Path | None) -> Console:
     if json_target is not None and str(json_target) != "-":
         folder = json_target.parent
         if json_target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            found = "a folder" if json_target.is_dir() else "a folder that cannot be written, or none"
+            found = (
+                "a folder" if json_target.is_dir() else "a file in a folder that does not exist or cannot be written to"
+            )
             raise InputError(
                 f"Wanted a file to write the result to, found {found}: '{json_target}'. Name another file."
             )

@@ -12,7 +12,12 @@ FILLER = "A passage long enough to be reused, whatever the model. " * 8
 
 
 def rag_prompt(engine: Engine, question: str, chunks: Sequence[tuple[str, str]]) -> str | list[tuple[str, Content]]:
-    """Return a user message with (text, source) chunks as pieces; for a model without chat template, marked text."""
+    """Return a question over (text, source) chunks, in a form in which the engine finds the chunks again.
+
+    Returns:
+        One user message whose content has a `Piece` for each chunk; for a model without a chat template, plain text in
+        which marks delimit the chunks.
+    """
     if not getattr(engine.model.tokenizer, "chat_template", None):
         marked = [f"{engine.marker.mark(text, source)}\n\n" for text, source in chunks]
         return f"{INSTRUCTION}{''.join(marked)}Question: {question}\nAnswer:"

@@ -1,4 +1,4 @@
-"""`ragfuse schema`: schemas of prompts in PML, encoded once, and looked after."""
+"""`ragfuse schema`: register, list, show and remove schemas of prompts in PML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ragfuse.cli.entries import counted, plain
 from ragfuse.cli.ingest import progress
-from ragfuse.cli.opened import opened
+from ragfuse.cli.opened import open_admin
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -23,7 +23,7 @@ from ragfuse.cli.options import (
     ModelKwargs,
     Store,
     console_for,
-    prepared,
+    prepare_model,
     settings_of,
     write_json,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 schema = typer.Typer(
     no_args_is_help=True,
-    help="Manage schemas, whose modules prompts in PML use (`ragfuse ask --pml FILE`). If a salt is set "
+    help="Manage schemas. A prompt in PML uses the modules of one (`ragfuse ask --pml FILE`). If a salt is set "
     "(RAGFUSE_SALT), these are the schemas of its tenant.",
 )
 
@@ -62,32 +62,34 @@ def add(
         columns = TextColumn("encoding"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
         with progress(console, *columns) as bar:
             task = bar.add_task("encoding", total=None)
-            found = engine.register(file, lambda done: bar.update(task, completed=done.chunks, total=done.of))
+            registered = engine.register(file, lambda done: bar.update(task, completed=done.chunks, total=done.of))
         refusal = engine.model.profile.refusal if not engine.model.profile.fixed else ""
-    done, layout = found.done, found.layout
+    done, layout = registered.done, registered.layout
     if refusal:
-        console.print(Text(f"No KV is kept of this model, it is answered by full prefill: {refusal}"))
-    said = f"{counted(done.encoded, 'run')} of {done.chunks} encoded now ({done.nbytes / 1e6:,.1f} MB)"
-    console.print(Text(f"'{plain(found.name)}': {layout.n_positions:,} positions; {said}, {done.seconds:.1f} s."))
+        console.print(Text(f"No KV is stored for this model; questions are answered by full prefill: {refusal}"))
+    encoded = f"{counted(done.encoded, 'run')} of {done.chunks} encoded now ({done.nbytes / 1e6:,.1f} MB)"
+    console.print(
+        Text(f"'{plain(registered.name)}': {layout.n_positions:,} positions; {encoded}, {done.seconds:.1f} s.")
+    )
     for note in layout.notes:
         console.print(Text(f"note: {plain(note)}"), soft_wrap=True)
-    told = {"name": found.name, "positions": layout.n_positions, "runs": done.chunks, "encoded": done.encoded}
-    write_json({**told, "tokens": done.tokens, "nbytes": done.nbytes, "notes": list(layout.notes)}, json)
+    payload = {"name": registered.name, "positions": layout.n_positions, "runs": done.chunks, "encoded": done.encoded}
+    write_json({**payload, "tokens": done.tokens, "nbytes": done.nbytes, "notes": list(layout.notes)}, json)
 
 
 @schema.command("ls")
 def ls(store: Store = None, json: Json = None) -> None:
     """List the registered schemas."""
     console = console_for(json)
-    with opened(store, console) as keeping:
-        found = keeping.schemas.ls()
+    with open_admin(store, console) as admin:
+        infos = admin.schemas.ls()
     table = Table("schema", "modules", "scaffolds", "file", box=None, pad_edge=False)
-    for info in found:
+    for info in infos:
         table.add_row(
             Text(plain(info.name)), f"{info.modules:,}", f"{info.scaffolds:,}", Text(short(plain(Path(info.file).name)))
         )
-    console.print(table if found else "No schema is registered here. Register one: ragfuse schema add FILE.")
-    write_json({"schemas": [info.as_dict() for info in found]}, json)
+    console.print(table if infos else "No schema is registered here. Register one: ragfuse schema add FILE.")
+    write_json({"schemas": [info.as_dict() for info in infos]}, json)
 
 
 @schema.command("show")
@@ -115,24 +117,24 @@ def show(
         from ragfuse.engine.schema_service import outline
 
         layout, per_token = engine.schemas.show(name), engine.model.nbytes_per_token
-        rows = list(outline(layout, per_token))
+        parts = list(outline(layout, per_token))
     table = Table("module", box=None, pad_edge=False)
     for heading in ("positions", "tokens", "MB"):
         table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*_cells(row))
+    for part in parts:
+        table.add_row(*_table_row(part))
     console.print(table)
     n_tokens = sum(len(run.tokens) for run in layout.runs)
-    kept = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {n_tokens * per_token / 1e6:,.1f} MB of KV"
-    console.print(f"{kept}; {per_token / 1e6:.4f} MB a token with {plain(settings.model)}.", highlight=False)
+    summary = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {n_tokens * per_token / 1e6:,.1f} MB of KV"
+    console.print(f"{summary}; {per_token / 1e6:.4f} MB a token with {plain(settings.model)}.", highlight=False)
     for note in layout.notes:
         console.print(Text(f"note: {plain(note)}"), soft_wrap=True)
     if png is not None:
-        _draw(rows, png)
+        _draw_positions(parts, png)
         console.print(f"Written: {png}", highlight=False, markup=False)
-    told = {"name": layout.schema.name, "positions": layout.n_positions, "tokens": n_tokens}
-    told |= {"nbytes_per_token": per_token, "mb_per_token": per_token / 1e6, "parts": rows}
-    write_json({**told, "notes": list(layout.notes)}, json)
+    payload = {"name": layout.schema.name, "positions": layout.n_positions, "tokens": n_tokens}
+    payload |= {"nbytes_per_token": per_token, "mb_per_token": per_token / 1e6, "parts": parts}
+    write_json({**payload, "notes": list(layout.notes)}, json)
 
 
 @schema.command("rm")
@@ -143,14 +145,14 @@ def rm(
 ) -> None:
     """Remove a schema, and its KV in every tier unless another schema uses it. Its file stays."""
     console = console_for(json)
-    with opened(store, console) as keeping:
-        nbytes = keeping.schemas.remove(name)
+    with open_admin(store, console) as admin:
+        nbytes = admin.schemas.remove(name)
     console.print(Text(f"Removed '{plain(name)}' and {nbytes / 1e6:,.1f} MB of KV."))
     write_json({"name": name, "nbytes": nbytes}, json)
 
 
 def _engine(settings: Settings, console: Console) -> Engine:
-    prepared(settings)
+    prepare_model(settings)
     with console.status("loading the model"):
         from ragfuse.engine.engine import Engine
 
@@ -163,30 +165,29 @@ def _engine(settings: Settings, console: Console) -> Engine:
         return engine
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[Text, str, str, str]:
-    """One line of the tree."""
-    name = {"schema": "the schema's own text", "text": "text"}.get(
-        row["what"]
-    ) or f"{row['what']} {row.get('name', '')}"
-    where = f"{row['start']:,}-{row['stop']:,}"
-    nbytes = row.get("nbytes")
-    tokens = f"{row.get('tokens', row['stop'] - row['start']):,}" if row["what"] != "union" else ""
-    return Text("  " * row["depth"] + plain(name.strip())), where, tokens, f"{nbytes / 1e6:,.2f}" if nbytes else ""
+def _table_row(part: Mapping[str, Any]) -> tuple[Text, str, str, str]:
+    """Return a part of a schema as a row of the table."""
+    unnamed = {"schema": "the schema's own text", "text": "text"}
+    name = unnamed.get(part["what"]) or f"{part['what']} {part.get('name', '')}"
+    positions = f"{part['start']:,}-{part['stop']:,}"
+    nbytes = part.get("nbytes")
+    tokens = f"{part.get('tokens', part['stop'] - part['start']):,}" if part["what"] != "union" else ""
+    return Text("  " * part["depth"] + plain(name.strip())), positions, tokens, f"{nbytes / 1e6:,.2f}" if nbytes else ""
 
 
-def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Every module as a bar over its positions, those of a union one below the other."""
+def _draw_positions(parts: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw each module as a bar over its positions into a PNG, and shade the positions of parameters."""
     from ragfuse.calibration.plots import saved
 
-    places = [row for row in rows if row["what"] in ("schema", "module")]
-    with saved(path, (9, max(2.0, 0.32 * len(places)))) as figure:
+    modules = [part for part in parts if part["what"] in ("schema", "module")]
+    with saved(path, (9, max(2.0, 0.32 * len(modules)))) as figure:
         axes = figure.add_subplot()
-        for line, row in enumerate(places):
-            colour = "lightgrey" if row["what"] == "schema" else MODULE_COLOURS[row["depth"] % len(MODULE_COLOURS)]
-            axes.barh(line, row["stop"] - row["start"], left=row["start"], color=colour, height=0.7)
-        for row in rows:
-            if row["what"] == "param":
-                axes.axvspan(row["start"], row["stop"], color="black", alpha=0.08)
-        axes.set_yticks(range(len(places)), [row["path"] or "the schema" for row in places], fontsize=7)
+        for y, part in enumerate(modules):
+            colour = "lightgrey" if part["what"] == "schema" else MODULE_COLOURS[part["depth"] % len(MODULE_COLOURS)]
+            axes.barh(y, part["stop"] - part["start"], left=part["start"], color=colour, height=0.7)
+        for part in parts:
+            if part["what"] == "param":
+                axes.axvspan(part["start"], part["stop"], color="black", alpha=0.08)
+        axes.set_yticks(range(len(modules)), [part["path"] or "the schema" for part in modules], fontsize=7)
         axes.invert_yaxis()
-        axes.set_xlabel("position (shaded: room for arguments)")
+        axes.set_xlabel("position (shaded: space for arguments)")

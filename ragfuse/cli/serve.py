@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ragfuse.cli.options import Device, Dtype, Model, ModelKwargs, Overflow, Policy, Ratio, prepared, settings_of
+from ragfuse.cli.options import Device, Dtype, Model, ModelKwargs, Overflow, Policy, Ratio, prepare_model, settings_of
 from ragfuse.errors import InputError
 
 
@@ -33,7 +33,7 @@ def serve(
         list[str] | None,
         typer.Option(help="An accepted key: KEY, or SALT:KEY for the tenant of that salt; repeat for several."),
     ] = None,
-    api_keys_file: Annotated[Path | None, typer.Option(help="File with such keys, one per line.")] = None,
+    api_keys_file: Annotated[Path | None, typer.Option(help="File with accepted keys, one per line.")] = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Allow web pages of this origin (CORS); repeat for several.")
     ] = None,
@@ -42,10 +42,10 @@ def serve(
         int | None, typer.Option(help="Requests that may wait in the queue; more get a 429.", min=1)
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds that a request may take, time in the queue included.")
+        float | None, typer.Option(help="Most seconds that a request may take, including its time in the queue.")
     ] = None,
 ) -> None:
-    """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending saves."""
+    """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending writes."""
     folder = next((each for each in store or () if "://" not in each), None)
     given = {
         "model": model,
@@ -74,10 +74,10 @@ def serve(
         ) from error
     from ragfuse.serve.keys import Keys, check_host, read_keys
 
-    told = [*settings.api_keys, *(api_key or ()), *(read_keys(api_keys_file) if api_keys_file else ())]
-    keys = Keys(told, settings.salt)
+    accepted = [*settings.api_keys, *(api_key or ()), *(read_keys(api_keys_file) if api_keys_file else ())]
+    keys = Keys(accepted, settings.salt)
     check_host(host, keys)
-    prepared(settings)
+    prepare_model(settings)
     logging.getLogger("ragfuse").setLevel(logging.INFO)  # logs a line per answer with what it reused
     console = Console(stderr=True)
     with console.status("loading the model") as status:
@@ -86,9 +86,9 @@ def serve(
 
         service = Service(settings, keys)
 
-        def tell(url: str) -> None:
+        def announce(url: str) -> None:
             status.stop()
-            said = f"{service.model} answers at {url} (Ctrl-C ends it)."
-            console.print(said, highlight=False, markup=False, soft_wrap=True)
+            message = f"{service.model} answers at {url} (Ctrl-C ends it)."
+            console.print(message, highlight=False, markup=False, soft_wrap=True)
 
-        run(service, host, port, allow_origin or (), tell)
+        run(service, host, port, allow_origin or (), announce)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.entries import counted, plain
-from ragfuse.cli.opened import opened
+from ragfuse.cli.opened import open_admin
 from ragfuse.cli.options import Json, Store, console_for, write_json
 from ragfuse.errors import InputError
 from ragfuse.settings import SINKS
@@ -28,26 +28,26 @@ Name = Annotated[str, typer.Argument(help="Name of the session, as `ragfuse sess
 def ls(store: Store = None, json: Json = None) -> None:
     """List sessions, most recently used first."""
     console = console_for(json)
-    with opened(store, console) as keeping:
-        found = keeping.sessions.ls()
+    with open_admin(store, console) as admin:
+        infos = admin.sessions.ls()
     table = Table("session", "turns", "tokens", "used", box=None, pad_edge=False)
-    for info in found:
+    for info in infos:
         table.add_row(Text(plain(info.id)), f"{info.turns:,}", f"{info.tokens:,}", _when(info.used))
-    console.print(table if found else "No session is kept here. Begin one: ragfuse ask QUESTION --session NAME.")
-    write_json({"sessions": [info.as_dict() for info in found]}, json)
+    console.print(table if infos else "No session is stored here. Start one: ragfuse ask QUESTION --session NAME.")
+    write_json({"sessions": [info.as_dict() for info in infos]}, json)
 
 
 @sessions.command("show")
 def show(name: Name, store: Store = None, json: Json = None) -> None:
     """Show the messages of a session."""
     console = console_for(json)
-    with opened(store, console) as keeping:
-        session, told = keeping.sessions.show(name), keeping.sessions.export(name)
+    with open_admin(store, console) as admin:
+        session, payload = admin.sessions.show(name), admin.sessions.export(name)
     for message in session.messages:
         console.print(Text.assemble((f"{message.role}: ", "bold"), _lines(message.text)), soft_wrap=True)
     if session.dropped:
-        console.print(f"Of {session.n_tokens:,} tokens, prompts no longer have {session.dropped:,}.", highlight=False)
-    write_json(told, json)
+        console.print(f"Prompts leave out {session.dropped:,} of its {session.n_tokens:,} tokens.", highlight=False)
+    write_json(payload, json)
 
 
 @sessions.command("export")
@@ -58,9 +58,9 @@ def export(
 ) -> None:
     """Write a session to a JSON file: messages, tokens, keys. For its KV, use `ragfuse store export`."""
     console = console_for(path)
-    with opened(store, console) as keeping:
-        told = keeping.sessions.export(name)
-    write_json(told, path)
+    with open_admin(store, console) as admin:
+        payload = admin.sessions.export(name)
+    write_json(payload, path)
     if str(path) != "-":
         console.print(f"Written: {path}", highlight=False, markup=False)
 
@@ -75,18 +75,20 @@ def rm(
 ) -> None:
     """Delete sessions, and their KV in every tier unless another session uses it."""
     if bool(names) == (unused is not None):
-        raise InputError("Wanted what to delete: names of sessions, or --unused DAYS, one of both.")
+        raise InputError("Say what to delete: either names of sessions, or --unused DAYS, not both.")
     console = console_for(json)
-    with opened(store, console) as keeping:
-        if not yes and not typer.confirm("Delete what was said, for good?", err=True):
+    with open_admin(store, console) as admin:
+        if not yes and not typer.confirm("Delete these conversations for good?", err=True):
             raise typer.Exit(1)
-        kept = keeping.sessions
-        done = kept.delete(*names) if names else kept.expire(86400 * (unused or 0.0))
-    kv = f"{counted(done.entries, 'entry', 'entries')} of KV ({done.nbytes / 1e6:,.1f} MB)"
-    console.print(f"Deleted {counted(done.sessions, 'session')} and {kv}.", highlight=False, markup=False)
-    for tier in done.silent:
-        console.print(f"Tier {tier} does not answer: what it holds of them stays.", highlight=False, markup=False)
-    write_json({"sessions": done.sessions, "entries": done.entries, "nbytes": done.nbytes}, json)
+        session_store = admin.sessions
+        deleted = session_store.delete(*names) if names else session_store.expire(86400 * (unused or 0.0))
+    kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({deleted.nbytes / 1e6:,.1f} MB)"
+    console.print(f"Deleted {counted(deleted.sessions, 'session')} and {kv}.", highlight=False, markup=False)
+    for tier in deleted.silent:
+        console.print(
+            f"Tier {tier} does not answer: KV of these sessions may stay there.", highlight=False, markup=False
+        )
+    write_json({"sessions": deleted.sessions, "entries": deleted.entries, "nbytes": deleted.nbytes}, json)
 
 
 @sessions.command("truncate")
@@ -94,17 +96,20 @@ def truncate(
     name: Name,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens to keep.")],
     sinks: Annotated[
-        int, typer.Option(min=0, help="How many of these are the first tokens of the session; the rest are the last.")
+        int,
+        typer.Option(
+            min=0, help="How many of --tokens are taken from the beginning of the session; the rest from its end."
+        ),
     ] = SINKS,
     store: Store = None,
     json: Json = None,
 ) -> None:
     """Shorten the history that the next prompt of a session includes. Nothing is recomputed, and no KV changes."""
     console = console_for(json)
-    with opened(store, console) as keeping:
-        session = keeping.sessions.truncate(name, tokens, sinks)
-    left = session.n_tokens - session.dropped
-    console.print(f"The next prompt has {left:,} of {session.n_tokens:,} tokens.", highlight=False)
+    with open_admin(store, console) as admin:
+        session = admin.sessions.truncate(name, tokens, sinks)
+    remaining = session.n_tokens - session.dropped
+    console.print(f"The next prompt has {remaining:,} of {session.n_tokens:,} tokens.", highlight=False)
     write_json({"tokens": session.n_tokens, "dropped": session.dropped}, json)
 
 

@@ -1,4 +1,4 @@
-"""Answers for people: the trace as a table, and the prompt as a coloured strip."""
+"""Output of answers on a terminal: the trace as a table, the prompt as a coloured strip, streamed text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def show_trace(console: Console, trace: Trace) -> None:
     for segment in trace.segments:
         level = f" as {segment.level}" if segment.level not in ("", "raw") else ""
         where = f"{segment.tier}{level}, {segment.nbytes / 1e6:.1f} MB" if segment.hit else "computed"
-        again = "exact prefix" if segment.exact else f"{segment.recomputed} rows" if segment.hit else "all"
+        recomputed = "exact prefix" if segment.exact else f"{segment.recomputed} rows" if segment.hit else "all"
         name = Path(segment.source).name if segment.source else segment.kind
-        table.add_row(Text(short(name)), str(segment.n_tokens), where, again, Text(segment.why))
+        table.add_row(Text(short(name)), str(segment.n_tokens), where, recomputed, Text(segment.why))
     if trace.segments:
         console.print(table)
     if trace.dropped:
@@ -38,14 +38,14 @@ def show_trace(console: Console, trace: Trace) -> None:
         _show_stream(console, trace.stream)
     console.print(strip(trace, min(console.width, 100)))
     if trace.fallback_reason:
-        said = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.fallback_reason)}"
+        summary = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.fallback_reason)}"
     else:
-        said = (
+        summary = (
             f"{trace.tokens} tokens: [{REUSED}]{trace.tokens_reused} reused[/], [{RECOMPUTED}]"
             f"{trace.tokens_recomputed} recomputed[/] (policy {trace.policy}, {trace.mean_ratio:.0%} of a layer on "
             f"average), [{FRESH}]{trace.tokens_fresh} fresh[/]"
         )
-    console.print(f"{said}; first token after {trace.ttft_s:.2f} s", highlight=False)
+    console.print(f"{summary}; first token after {trace.ttft_s:.2f} s", highlight=False)
 
 
 def _show_stream(console: Console, stream: StreamTrace) -> None:
@@ -59,8 +59,8 @@ def _show_stream(console: Console, stream: StreamTrace) -> None:
         figures = read if piece.seconds else ("", "", "")
         table.add_row(piece.level, str(piece.tokens), f"{piece.began_s:.2f}", *figures, Text(piece.why))
     console.print(table)
-    held = "within" if stream.held else "after"
-    console.print(f"first token {held} the deadline of {stream.deadline_s:g} s", highlight=False)
+    when = "within" if stream.held else "after"
+    console.print(f"first token {when} the deadline of {stream.deadline_s:g} s", highlight=False)
 
 
 def short(name: str) -> str:
@@ -74,7 +74,7 @@ class WrappedOutput:
     def __init__(self, console: Console, column: int = 0) -> None:
         self._console, self._column = console, column
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Print the next piece."""
         for word in re.findall(r"\n|[^\S\n]+|\S+", text):
             if self._console.is_terminal and self._column and self._column + len(word) > self._console.width:

@@ -1,4 +1,4 @@
-"""`ragfuse store`: what is kept of which text, and what is done with it. No model is loaded for any of this."""
+"""`ragfuse store`: list, delete, pin, move, recode and archive stored entries, without loading a model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ragfuse.cli.entries import (
     by_tenant,
     cleared_dict,
     counted,
-    described,
+    describe,
     outcome_dict,
     plain,
-    show_lines,
-    tell_cleared,
-    tell_outcome,
+    print_cleared,
+    print_outcome,
+    show_entries,
     tier_row,
-    told_use,
+    use_in_words,
 )
-from ragfuse.cli.opened import bar_for, confirm, lines_of, opened, refuse, wish_of
+from ragfuse.cli.opened import confirm, entry_filter_of, open_admin, progress_bar, refuse, select_entries
 from ragfuse.cli.options import Json, Store, console_for, write_json
 from ragfuse.errors import InputError
 from ragfuse.types.levels import LEVEL_NAMES
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 store = typer.Typer(
     no_args_is_help=True,
-    help="Manage the stored KV. Running processes keep what they hold in memory; all other changes apply to every "
-    "process at once. If a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its tenant "
-    "unless --tenant names another; without a salt, to all tenants. stats, gc and import apply to the whole store.",
+    help="Manage the stored KV. Changes apply to all processes at once, except to KV that they hold in memory. If a "
+    "salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its tenant unless --tenant names "
+    "another; without a salt, to all tenants. stats, gc and import apply to the whole store.",
 )
 
 Keys = Annotated[list[str] | None, typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.")]
@@ -42,15 +42,18 @@ Tier = Annotated[str | None, typer.Option("--tier", help="Only entries in this t
 Source = Annotated[str | None, typer.Option("--source", help="Only texts whose source contains this.")]
 Model = Annotated[str | None, typer.Option("--model", help="Only entries of this model (name or start of digest).")]
 Tenant_ = Annotated[
-    str | None, typer.Option("--tenant", help="Only the tenant of this salt ('': no salt). Default: RAGFUSE_SALT.")
+    str | None,
+    typer.Option(
+        "--tenant", help="Only entries of the tenant with this salt ('': of the one without). Default: RAGFUSE_SALT."
+    ),
 ]
-All = Annotated[bool, typer.Option("--all", help="All entries: of the salt that is set, else of all tenants.")]
+All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
-_MOVED = "Nothing is lost: what was copied stays in both tiers, and the same command goes on from there."
-_RECODED = "Every entry is whole, as it was or recoded, and the same command goes on from there."
-_EXPORTED = "Nothing was written; a file that was there is as it was."
-_IMPORTED = "What was kept so far stays, and the same command goes on from there."
+_MOVED = "Nothing is lost: what was copied is in both tiers. Run the same command again to continue."
+_RECODED = "Every entry is complete, recoded or not. Run the same command again to continue."
+_EXPORTED = "Nothing was written; an existing file is unchanged."
+_IMPORTED = "What was imported so far stays. Run the same command again to continue."
 
 
 @store.command("ls")
@@ -64,50 +67,52 @@ def ls(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """List entries with their text, tier, size and hits, and the totals of each tenant. --json lists all of them."""
+    """List entries with their text, tier, size and hits, and the totals of each tenant. --json lists all entries."""
     console = console_for(json)
-    with opened(store, console) as keeping:
-        wish = keeping.mine(wish_of(keys, tier, source, model, tenant))
-        lines = lines_of(keeping, console, wish)
-        uses = keeping.uses(lines, wish)
-    shown = lines[: limit or None]
-    if lines:
-        show_lines(console, shown)
-    if len(shown) < len(lines):
-        console.print(f"{len(lines) - len(shown):,} more: --limit 0 shows all.", highlight=False)
-    for who, use in uses:
-        console.print(Text(f"{plain(who.name)}: {told_use(use)}"))
-    nbytes = sum(line.entry.nbytes for line in lines)
-    named = [{"model": who.model, "tenant": who.tenant, "digest": who.digest, **use.as_dict()} for who, use in uses]
-    write_json({"entries": [line.as_dict() for line in lines], "nbytes": nbytes, "tenants": named}, json)
+    with open_admin(store, console) as admin:
+        entry_filter = admin.within_tenant(entry_filter_of(keys, tier, source, model, tenant))
+        rows = select_entries(admin, console, entry_filter)
+        uses = admin.uses(rows, entry_filter)
+    shown = rows[: limit or None]
+    if rows:
+        show_entries(console, shown)
+    if len(shown) < len(rows):
+        console.print(f"{len(rows) - len(shown):,} more: --limit 0 shows all.", highlight=False)
+    for owner, use in uses:
+        console.print(Text(f"{plain(owner.name)}: {use_in_words(use)}"))
+    nbytes = sum(row.entry.nbytes for row in rows)
+    tenants = [
+        {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, **use.as_dict()} for owner, use in uses
+    ]
+    write_json({"entries": [row.as_dict() for row in rows], "nbytes": nbytes, "tenants": tenants}, json)
 
 
 @store.command("stats")
 def stats(store: Store = None, json: Json = None) -> None:
     """Show entries, bytes and hits of each tier, and the totals of each model."""
     console = console_for(json)
-    with opened(store, console) as keeping:
-        lines = lines_of(keeping, console, None)
-        tiers = [tier_row(tier.name, tier.capacity, lines) for tier in keeping.store.tiers]
-    models = by_tenant(lines)
+    with open_admin(store, console) as admin:
+        rows = select_entries(admin, console, None)
+        tiers = [tier_row(tier.name, tier.capacity, rows) for tier in admin.store.tiers]
+    models = by_tenant(rows)
     table = Table("tier", box=None)
     for heading in ("entries", "MB", "of MB", "pinned", "hits"):
         table.add_column(heading, justify="right")
-    for row in tiers:
-        sizes = (f"{row['nbytes'] / 1e6:,.1f}", f"{row['capacity'] / 1e6:,.0f}")
-        table.add_row(row["tier"], f"{row['entries']:,}", *sizes, str(row["pinned"]), f"{row['hits']:,}")
+    for totals in tiers:
+        sizes = (f"{totals['nbytes'] / 1e6:,.1f}", f"{totals['capacity'] / 1e6:,.0f}")
+        table.add_row(totals["tier"], f"{totals['entries']:,}", *sizes, str(totals["pinned"]), f"{totals['hits']:,}")
     console.print(table)
-    for row in tiers:
-        if set(row["levels"]) - {LEVEL_NAMES[0]}:
-            each = ", ".join(f"{level} {nbytes / 1e6:,.1f} MB" for level, nbytes in row["levels"].items())
-            console.print(Text(f"{row['tier']}: {each}"))
-    for who, entries, nbytes in models:
-        console.print(Text(f"{plain(who.name)}: {counted(entries, 'entry', 'entries')}, {nbytes / 1e6:,.1f} MB"))
-    named = [
-        {"model": who.model, "tenant": who.tenant, "digest": who.digest, "entries": entries, "nbytes": nbytes}
-        for who, entries, nbytes in models
+    for totals in tiers:
+        if set(totals["levels"]) - {LEVEL_NAMES[0]}:
+            by_level = ", ".join(f"{level} {nbytes / 1e6:,.1f} MB" for level, nbytes in totals["levels"].items())
+            console.print(Text(f"{totals['tier']}: {by_level}"))
+    for owner, entries, nbytes in models:
+        console.print(Text(f"{plain(owner.name)}: {counted(entries, 'entry', 'entries')}, {nbytes / 1e6:,.1f} MB"))
+    models_json = [
+        {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, "entries": entries, "nbytes": nbytes}
+        for owner, entries, nbytes in models
     ]
-    write_json({"tiers": tiers, "models": named}, json)
+    write_json({"tiers": tiers, "models": models_json}, json)
 
 
 @store.command("clear")
@@ -129,17 +134,17 @@ def clear(
 
     Exit status 1 if a tier could not be cleared: then its entries stay, and so do all texts.
     """
-    wish, console = wish_of(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
-    with opened(store, console) as keeping:
-        wish = keeping.mine(wish)
-        lines = lines_of(keeping, console, wish)
-        if lines or keeping.text_models(wish):
-            what = described(lines) if lines else "all texts of chunks that are kept nowhere"
+    entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
+    with open_admin(store, console) as admin:
+        entry_filter = admin.within_tenant(entry_filter)
+        rows = select_entries(admin, console, entry_filter)
+        if rows or admin.text_models(entry_filter):
+            what = describe(rows) if rows else "all texts of chunks that no tier stores"
             confirm(f"Drop {what}?", yes, "clear")
-        done = keeping.clear(lines, wish)
-    tell_cleared(console, done)
-    write_json(cleared_dict(done), json)
-    raise typer.Exit(1 if done.silent else 0)
+        cleared = admin.clear(rows, entry_filter)
+    print_cleared(console, cleared)
+    write_json(cleared_dict(cleared), json)
+    raise typer.Exit(1 if cleared.silent else 0)
 
 
 @store.command("pin")
@@ -157,7 +162,7 @@ def pin(
 
     Exit status 1 if a tier concerned does not answer.
     """
-    _pin(True, wish_of(keys, tier, source, model, tenant, all_, "pin"), store, json)
+    _pin(True, entry_filter_of(keys, tier, source, model, tenant, all_, "pin"), store, json)
 
 
 @store.command("unpin")
@@ -172,12 +177,12 @@ def unpin(
     json: Json = None,
 ) -> None:
     """Unpin chunks, so that they can be evicted again. Exit status 1 if a tier concerned does not answer."""
-    _pin(False, wish_of(keys, tier, source, model, tenant, all_, "unpin"), store, json)
+    _pin(False, entry_filter_of(keys, tier, source, model, tenant, all_, "unpin"), store, json)
 
 
 @store.command("move")
 def move(
-    to: Annotated[str, typer.Option("--to", help="The tier to move them to.")],
+    to: Annotated[str, typer.Option("--to", help="The tier to move chunks to.")],
     keys: Keys = None,
     tier: Tier = None,
     source: Source = None,
@@ -191,16 +196,16 @@ def move(
 
     Exit status 1 if some were not moved, or may be in a tier that does not answer.
     """
-    wish, console = wish_of(keys, tier, source, model, tenant, all_, "move"), console_for(json)
-    with opened(store, console) as keeping:
-        wish = keeping.mine(wish)
-        lines = lines_of(keeping, console, wish, "moved")
-        with bar_for(console, "moving", _MOVED) as told:
-            done = keeping.move(lines, to, told)
-        silent = keeping.silent(wish)
-    tell_outcome(console, done, f"in tier {to} now")
-    write_json({**outcome_dict(done), "silent": silent}, json)
-    raise typer.Exit(1 if done.failed or silent else 0)
+    entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "move"), console_for(json)
+    with open_admin(store, console) as admin:
+        entry_filter = admin.within_tenant(entry_filter)
+        rows = select_entries(admin, console, entry_filter, "moved")
+        with progress_bar(console, "moving", _MOVED) as report:
+            outcome = admin.move(rows, to, report)
+        silent = admin.silent(entry_filter)
+    print_outcome(console, outcome, f"in tier {to} now")
+    write_json({**outcome_dict(outcome), "silent": silent}, json)
+    raise typer.Exit(1 if outcome.failed or silent else 0)
 
 
 @store.command("recode")
@@ -221,17 +226,19 @@ def recode(
     converted, or may be in a tier that does not answer.
     """
     levels = _levels(to)
-    wish, console = wish_of(keys, tier, source, model, tenant, all_, "recode"), console_for(json)
-    with opened(store, console) as keeping:
-        wish = keeping.mine(wish)
-        lines = lines_of(keeping, console, wish, "recoded")
-        with bar_for(console, "recoding", _RECODED) as told:
-            done = keeping.recode(lines, levels, told)
-        silent = keeping.silent(wish)
-    said = f"recoded to {'+'.join(levels)}, {done.fewer_nbytes / 1e6:,.1f} MB fewer; {done.known:,} were so before"
-    tell_outcome(console, done, said)
-    write_json({**outcome_dict(done), "fewer_nbytes": done.fewer_nbytes, "silent": silent}, json)
-    raise typer.Exit(1 if done.failed or silent else 0)
+    entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "recode"), console_for(json)
+    with open_admin(store, console) as admin:
+        entry_filter = admin.within_tenant(entry_filter)
+        rows = select_entries(admin, console, entry_filter, "recoded")
+        with progress_bar(console, "recoding", _RECODED) as report:
+            outcome = admin.recode(rows, levels, report)
+        silent = admin.silent(entry_filter)
+    summary = (
+        f"recoded to {'+'.join(levels)}, {outcome.fewer_nbytes / 1e6:,.1f} MB fewer; {outcome.known:,} were so before"
+    )
+    print_outcome(console, outcome, summary)
+    write_json({**outcome_dict(outcome), "fewer_nbytes": outcome.fewer_nbytes, "silent": silent}, json)
+    raise typer.Exit(1 if outcome.failed or silent else 0)
 
 
 @store.command("export")
@@ -242,35 +249,37 @@ def export(
     source: Source = None,
     model: Model = None,
     tenant: Tenant_ = None,
-    texts: Annotated[bool, typer.Option(help="Include the chunks' texts, so that prompts can match them.")] = True,
+    texts: Annotated[
+        bool, typer.Option(help="Include the chunks' texts, by which they are found in prompts after the import.")
+    ] = True,
     yes: Yes = False,
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Write chunks to an archive: those named, else all (of the salt that is set, if any).
+    """Write chunks to an archive: those selected, or all (of the tenant whose salt is set, if any).
 
     Anyone who has the file can read the texts in it.
 
     Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left unchanged.
     """
-    wish, console = wish_of(keys, tier, source, model, tenant), console_for(json)
-    with opened(store, console) as keeping:
-        wish = keeping.mine(wish)
-        lines = lines_of(keeping, console, wish, f"written to '{file}'")
-        silent = keeping.silent(wish)
-        is_there = file.exists() and not file.is_dir()
-        if silent and is_there:
-            refuse(silent, f"nothing was written, and '{file}' is as it was")
-        if is_there:
-            confirm(f"'{file}' is there already. Write another in its place?", yes, "export")
-        with bar_for(console, "exporting", _EXPORTED) as told:
-            done = keeping.export(lines, file, texts, told)
-    tell_outcome(console, done, f"written to {file}")
+    entry_filter, console = entry_filter_of(keys, tier, source, model, tenant), console_for(json)
+    with open_admin(store, console) as admin:
+        entry_filter = admin.within_tenant(entry_filter)
+        rows = select_entries(admin, console, entry_filter, f"written to '{file}'")
+        silent = admin.silent(entry_filter)
+        exists = file.exists() and not file.is_dir()
+        if silent and exists:
+            refuse(silent, f"nothing was written, and '{file}' is unchanged")
+        if exists:
+            confirm(f"'{file}' exists already. Overwrite it?", yes, "export")
+        with progress_bar(console, "exporting", _EXPORTED) as report:
+            outcome = admin.export(rows, file, texts, report)
+    print_outcome(console, outcome, f"written to {file}")
     for name in silent:
-        said = f"Tier {name} does not answer: what it holds is not in {file}. Export again once it answers."
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
-    write_json({**outcome_dict(done), "file": str(file), "silent": silent}, json)
-    raise typer.Exit(1 if done.failed or silent else 0)
+        message = f"Tier {name} does not answer: its entries are not in {file}. Export again once it answers."
+        console.print(message, highlight=False, markup=False, soft_wrap=True)
+    write_json({**outcome_dict(outcome), "file": str(file), "silent": silent}, json)
+    raise typer.Exit(1 if outcome.failed or silent else 0)
 
 
 @store.command("import")
@@ -286,59 +295,59 @@ def import_(
     if some of it could not be imported.
     """
     console = console_for(json)
-    with opened(store, console, is_new=True) as keeping:
-        before = {line.tenant.digest for line in keeping.lines()}
-        with bar_for(console, "importing", _IMPORTED) as told:
-            done = keeping.import_(file, tier, told)
-        strangers = {line.tenant.digest: line.tenant for line in keeping.lines() if line.tenant.digest not in before}
-    tell_outcome(console, done, f"kept, {done.known} were there")
-    for who in strangers.values():
-        if not who.model:
-            console.print(f"New in this store: chunks of a model (or tenant) it has not met, {who.digest[:8]}.")
-    write_json(outcome_dict(done), json)
-    raise typer.Exit(1 if done.failed else 0)
+    with open_admin(store, console, may_be_new=True) as admin:
+        before = {row.tenant.digest for row in admin.list_entries()}
+        with progress_bar(console, "importing", _IMPORTED) as report:
+            outcome = admin.import_(file, tier, report)
+        new_tenants = {row.tenant.digest: row.tenant for row in admin.list_entries() if row.tenant.digest not in before}
+    print_outcome(console, outcome, f"imported, {outcome.known} were there already")
+    for owner in new_tenants.values():
+        if not owner.model:
+            console.print(f"New in this store: chunks of a model (or tenant) that it did not have, {owner.digest[:8]}.")
+    write_json(outcome_dict(outcome), json)
+    raise typer.Exit(1 if outcome.failed else 0)
 
 
 @store.command("gc")
 def gc(store: Store = None, json: Json = None) -> None:
-    """Delete what is of no use: leftovers of interrupted writes, rows without files, expired entries (ttl_s).
+    """Delete useless data: leftovers of interrupted writes, index rows without files, expired entries (ttl_s).
 
     Exit status 1 if a tier does not answer.
     """
     console = console_for(json)
-    with opened(store, console) as keeping, console.status("looking at every file"):
-        freed = keeping.gc()
-        silent = [tier.name for tier in keeping.store.tiers if tier.name not in freed]
-    for name, what in freed.items():
-        said = f"{name}: {what.expired:,} too old, {counted(what.orphans, 'rest')}, {what.nbytes / 1e6:,.1f} MB freed"
-        console.print(said, highlight=False)
-    rows = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
+    with open_admin(store, console) as admin, console.status("looking at every file"):
+        freed = admin.gc()
+        silent = [tier.name for tier in admin.store.tiers if tier.name not in freed]
+    for name, removed in freed.items():
+        rests, mb = counted(removed.orphans, "leftover"), removed.nbytes / 1e6
+        console.print(f"{name}: {removed.expired:,} expired, {rests}, {mb:,.1f} MB freed", highlight=False)
+    tiers = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
     for name in silent:
         console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)
-    write_json({"tiers": rows, "silent": silent}, json)
+    write_json({"tiers": tiers, "silent": silent}, json)
     raise typer.Exit(1 if silent else 0)
 
 
-def _pin(pinned: bool, wish: EntryFilter, store: Path | None, json: Path | None) -> None:
+def _pin(pinned: bool, entry_filter: EntryFilter, store: Path | None, json: Path | None) -> None:
     console, word = console_for(json), "pinned" if pinned else "unpinned"
-    with opened(store, console) as keeping:
-        wish = keeping.mine(wish)
-        lines = lines_of(keeping, console, wish, word)
-        keys = list(dict.fromkeys(line.entry.key for line in lines))
-        (keeping.store.pin if pinned else keeping.store.unpin)(*keys)
-        silent = keeping.silent(wish)
-    if lines:
-        console.print(f"{word.capitalize()} {described(lines)}.", highlight=False, markup=False)
+    with open_admin(store, console) as admin:
+        entry_filter = admin.within_tenant(entry_filter)
+        rows = select_entries(admin, console, entry_filter, word)
+        keys = list(dict.fromkeys(row.entry.key for row in rows))
+        (admin.store.pin if pinned else admin.store.unpin)(*keys)
+        silent = admin.silent(entry_filter)
+    if rows:
+        console.print(f"{word.capitalize()} {describe(rows)}.", highlight=False, markup=False)
     write_json({word: len(keys), "silent": silent}, json)
     raise typer.Exit(1 if silent else 0)
 
 
 def _levels(to: str) -> list[str]:
     """Return the levels named in a list with commas; raise InputError for an unknown one."""
-    named = [level.strip() for level in to.split(",")]
-    strange = [level for level in named if level not in LEVEL_NAMES]
-    if strange:
+    names = [level.strip() for level in to.split(",")]
+    unknown = [level for level in names if level not in LEVEL_NAMES]
+    if unknown:
         raise InputError(
-            f"Wanted levels of {', '.join(LEVEL_NAMES)}, with commas between several; found '{strange[0]}'."
+            f"Unknown level '{unknown[0]}'. Give one or several, with commas between them: {', '.join(LEVEL_NAMES)}."
         )
-    return [level for level in LEVEL_NAMES if level in named]
+    return [level for level in LEVEL_NAMES if level in names]

@@ -1,6 +1,6 @@
-"""The doctor's look at the model: what it allows, what is known of it, and a question with and without reuse.
+"""The doctor's checks of the model: whether it can be fused, what is known of it, and a question both ways.
 
-The question is about a document that is made up, over a store that is thrown away.
+The question is answered with and without reuse, about a made-up document in a temporary store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ragfuse.cli.check import CheckResult, guarded
-from ragfuse.cli.options import prepared
+from ragfuse.cli.options import prepare_model
 from ragfuse.cli.prompts import prefix_of, rag_prompt
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.engine.machine_timings import MachineTimings
@@ -45,7 +45,7 @@ TRIAL_PASSAGES = (
 QUESTION = "What colour is the lighthouse of Port Elling?"
 TRIAL_ANSWER_TOKENS = 16
 """Most tokens of an answer."""
-ELSEWHERE = "name an embedded model (ragfuse models ls), a local folder or a Hugging Face id: RAGFUSE_MODEL"
+OTHER_MODEL = "name an embedded model (ragfuse models ls), a local folder or a Hugging Face id: RAGFUSE_MODEL"
 
 
 @dataclass(frozen=True)
@@ -61,67 +61,73 @@ class PairedAnswers:
     long: tuple[Answer, Answer] | None
 
 
-def tried(settings: Settings, console: Console, said: dict[str, Any]) -> Iterator[CheckResult]:
-    """Yield the results of checking the model and a question to it; the answers are put into `said` as JSON types."""
+def check_model(settings: Settings, console: Console, report: dict[str, Any]) -> Iterator[CheckResult]:
+    """Yield the results of checking the model and of a question to it; add the answers to `report` in JSON types."""
     with ExitStack() as stack:
-        rows: list[CheckResult] = []
-        engine = _loaded(settings, console, stack, rows)
-        yield from rows
+        loaded: list[CheckResult] = []
+        engine = _load_engine(settings, console, stack, loaded)
+        yield from loaded
         if engine is None:
             return
-        kept = list(guarded("what is known", lambda: _known(settings, engine)))
-        yield from kept
-        yield from guarded("question", lambda: _question(engine, console, said))
+        known = list(guarded("what is known", lambda: _check_catalog(settings, engine)))
+        yield from known
+        yield from guarded("question", lambda: _check_question(engine, console, report))
 
 
-def _loaded(settings: Settings, console: Console, stack: ExitStack, rows: list[CheckResult]) -> Engine | None:
-    """An engine over a store that is thrown away, its model loaded; None, and the reason in `rows`, if it cannot be."""
+def _load_engine(settings: Settings, console: Console, stack: ExitStack, results: list[CheckResult]) -> Engine | None:
+    """Return an engine over a temporary store with its model loaded, or None; add the results to `results`."""
 
     def load() -> Iterator[CheckResult]:
-        prepared(settings)
+        prepare_model(settings)
         folder = stack.enter_context(TemporaryDirectory(prefix="ragfuse-doctor-"))
-        alone = {"store": Path(folder) / "store", "tiers": (), "memory_bytes": 0, "gpu_bytes": 0, "disk_bytes": 2 << 30}
-        engine = stack.enter_context(Engine(settings.model_copy(update=alone)))
+        changes = {
+            "store": Path(folder) / "store",
+            "tiers": (),
+            "memory_bytes": 0,
+            "gpu_bytes": 0,
+            "disk_bytes": 2 << 30,
+        }
+        engine = stack.enter_context(Engine(settings.model_copy(update=changes)))
         began = time.perf_counter()
         with console.status("loading the model"):
             model = engine.model
-        took = f"{time.perf_counter() - began:.1f} s"
+        duration = f"{time.perf_counter() - began:.1f} s"
         yield CheckResult(
-            "model", "ok", f"{settings.model}, {engine.settings.dtype} on {model.device}, loaded in {took}"
+            "model", "ok", f"{settings.model}, {engine.settings.dtype} on {model.device}, loaded in {duration}"
         )
-        yield _probed(model.profile)
+        yield _probe_result(model.profile)
         engines.append(engine)
 
     engines: list[Engine] = []
-    rows += guarded("model", load, ELSEWHERE)
+    results += guarded("model", load, OTHER_MODEL)
     return engines[0] if engines else None
 
 
-def _probed(profile: ModelProfile) -> CheckResult:
+def _probe_result(profile: ModelProfile) -> CheckResult:
     if profile.refusal:
-        remedy = "nothing is reused with it; name another: RAGFUSE_MODEL"
+        remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
         return CheckResult("probe", "bad", f"cannot be fused: {profile.refusal}", remedy)
-    kinds = dict.fromkeys(_in_words(layout) for layout in profile.rope)
-    layers = [f"{sum(_in_words(layout) == kind for layout in profile.rope)} layers {kind}" for kind in kinds]
+    kinds = dict.fromkeys(_rope_in_words(layout) for layout in profile.rope)
+    layers = [f"{sum(_rope_in_words(layout) == kind for layout in profile.rope)} layers {kind}" for kind in kinds]
     how = "rows alone" if profile.mode == "rows" else "the model's own attention with a mask"
     return CheckResult("probe", "ok", f"can be fused: {', '.join(layers)}; attention by {how}")
 
 
-def _in_words(layout: RopeLayout | None) -> str:
+def _rope_in_words(layout: RopeLayout | None) -> str:
     if layout is None:
         return "without positions in keys"
     pairs = "halves" if layout.pairing == "half" else "neighbours"
     return f"with rope over {2 * len(layout.inv_freq)} dims in {pairs}"
 
 
-def _known(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
-    """What the store's catalog says of the model and of this machine."""
+def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
+    """Check what the store's catalog says of the model and of this machine."""
     model = engine.model
     with closing(Catalog(_catalog_file(settings))) as catalog:
         profile = ProfileStore(catalog).joined(model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)
     if profile.verified is None:
-        yield CheckResult("verified", "note", "not looked at", f"ragfuse verify {settings.model}")
+        yield CheckResult("verified", "note", "not checked yet", f"ragfuse verify {settings.model}")
     elif profile.verified:
         yield CheckResult("verified", "ok", "fusing is exact where it must be")
     else:
@@ -131,13 +137,16 @@ def _known(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     if profile.choice is not None:
         yield CheckResult("calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice))
     elif profile.safe is False:
-        remedy = "prompts are answered by full prefill; name a policy to fuse all the same"
+        remedy = "prompts are answered by full prefill; RAGFUSE_POLICY=hkvd reuses chunks anyway"
         yield CheckResult("calibrated", "bad", "no policy kept answers close to full prefill's", remedy)
     else:
         yield CheckResult("calibrated", "note", "not calibrated: the default policy is used", calibrate)
     if machine is None:
         yield CheckResult(
-            "measured", "note", "this machine was not timed with it", f"ragfuse measure --model {settings.model}"
+            "measured",
+            "note",
+            "this machine was not timed with this model",
+            f"ragfuse measure --model {settings.model}",
         )
     else:
         threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
@@ -145,21 +154,21 @@ def _known(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
 
 
 def _catalog_file(settings: Settings) -> CatalogFile | None:
-    """The catalog of the store as it is; none is made."""
+    """Return the catalog file of the store; None if there is none, or if it cannot be opened. None is created."""
     folder = settings.store_path
     if not settings.disk_bytes or not (folder / "catalog.sqlite").is_file():
         return None
     try:
         return CatalogFile(folder)
-    except StoreError:  # which the row of the store's own tier tells
+    except StoreError:  # the check of the store's tier reports it
         return None
 
 
-def _question(engine: Engine, console: Console, said: dict[str, Any]) -> Iterator[CheckResult]:
+def _check_question(engine: Engine, console: Console, report: dict[str, Any]) -> Iterator[CheckResult]:
     with console.status("asking a question, with and without reuse"):
-        found = _asked(engine, [(text, SOURCE) for text in TRIAL_PASSAGES])
-    full, default = found.full, found.default
-    said |= {
+        answers = _answer_pairs(engine, [(text, SOURCE) for text in TRIAL_PASSAGES])
+    full, default = answers.full, answers.default
+    report |= {
         "question": QUESTION,
         "answer_full": full.text,
         "answer_fused": default.text,
@@ -167,23 +176,23 @@ def _question(engine: Engine, console: Console, said: dict[str, Any]) -> Iterato
         "ttft_fused_s": default.trace.ttft_s,
         "tokens": default.trace.tokens,
         "tokens_reused": default.trace.tokens_reused,
-        "exact": found.long is not None and found.long[0].token_ids == found.long[1].token_ids,
+        "exact": answers.long is not None and answers.long[0].token_ids == answers.long[1].token_ids,
     }
     yield CheckResult("question", "ok", QUESTION)
     yield CheckResult("full prefill", "ok", f"{_line(full)} (first token after {full.trace.ttft_s:.3f} s)")
     if default.trace.fallback_reason:
-        remedy = "see above; RAGFUSE_POLICY=hkvd fuses all the same"
+        remedy = "see above; RAGFUSE_POLICY=hkvd reuses chunks anyway"
         yield CheckResult("reuse", "bad", f"nothing was reused: {default.trace.fallback_reason}", remedy)
     else:
         trace = default.trace
         share = f"{trace.tokens_reused} of {trace.tokens} tokens reused, {trace.tokens_recomputed} recomputed"
         yield CheckResult("reuse", "ok", f"{_line(default)} (first token after {trace.ttft_s:.3f} s; {share})")
-    if found.long is not None:
-        yield _exact(engine, *found.long)
+    if answers.long is not None:
+        yield _check_exact(engine, *answers.long)
 
 
-def _asked(engine: Engine, chunks: Sequence[tuple[str, str]]) -> PairedAnswers:
-    """Each way once unmeasured, as the first call of a process is slower, and then measured."""
+def _answer_pairs(engine: Engine, chunks: Sequence[tuple[str, str]]) -> PairedAnswers:
+    """Answer the question both ways: once unmeasured, as the first call of a process is slower, and then measured."""
     prompt, can_fuse = rag_prompt(engine, QUESTION, chunks), not engine.model.profile.refusal
     if can_fuse:
         engine.ingest(chunks, prefix_of(engine))
@@ -194,27 +203,26 @@ def _asked(engine: Engine, chunks: Sequence[tuple[str, str]]) -> PairedAnswers:
     default = engine.answer(prompt, Ask(max_tokens=TRIAL_ANSWER_TOKENS))
     if not can_fuse:
         return PairedAnswers(full, default, None)
-    long: dict[str, Any] = {"max_tokens": TRIAL_ANSWER_TOKENS, "options": {"min_new_tokens": TRIAL_ANSWER_TOKENS}}
+    n = TRIAL_ANSWER_TOKENS
+    exact_length: dict[str, Any] = {"max_tokens": n, "options": {"min_new_tokens": n}}
     ids = engine.prompt(prompt).token_ids  # of marked chunks, which the model's own prompt does not have
-    wanted, whole = (
-        engine.answer(ids, Ask(reuse=False, **long)),
-        engine.answer(prompt, Ask(policy="hkvd", ratio=1.0, **long)),
-    )
-    return PairedAnswers(full, default, (wanted, whole))
+    full_long = engine.answer(ids, Ask(reuse=False, **exact_length))
+    fused_long = engine.answer(prompt, Ask(policy="hkvd", ratio=1.0, **exact_length))
+    return PairedAnswers(full, default, (full_long, fused_long))
 
 
-def _exact(engine: Engine, full: Answer, whole: Answer) -> CheckResult:
+def _check_exact(engine: Engine, full: Answer, fused: Answer) -> CheckResult:
     """Check that recomputing all rows gives full prefill's tokens, or else that rounding explains the difference."""
-    if whole.token_ids == full.token_ids:
+    if fused.token_ids == full.token_ids:
         return CheckResult("exact", "ok", f"all rows recomputed give full prefill's {len(full.token_ids)} tokens")
-    pairs = zip(whole.token_ids, full.token_ids, strict=False)
+    pairs = zip(fused.token_ids, full.token_ids, strict=False)
     at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), len(full.token_ids))
     found = f"with all rows recomputed, token {at + 1} is not full prefill's"
     if engine.settings.dtype != "float32" and engine.verify().passed:
         return CheckResult("exact", "ok", f"{found}, by no more than rounding explains")
-    return CheckResult("exact", "bad", found, f"ragfuse verify {engine.settings.model} says which promise is broken")
+    return CheckResult("exact", "bad", found, f"ragfuse verify {engine.settings.model} shows which check fails")
 
 
 def _line(answer: Answer) -> str:
-    """The answer's text in one line."""
+    """Return the answer's text on one line."""
     return " ".join(answer.text.split()) or "(no text)"

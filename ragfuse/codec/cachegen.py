@@ -22,7 +22,7 @@ from ragfuse.codec import coders
 from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.coders import Coder, Order, Section, Shape
 from ragfuse.codec.container import OtherTables, narrowed, one_dtype, pack, unpack
-from ragfuse.codec.quantise import BIN_SCALE_DTYPE, Split, from_eight, from_numbers, odd_ones, to_eight, to_numbers
+from ragfuse.codec.quantise import BIN_SCALE_DTYPE, Split, from_8bit, from_numbers, outlier_tokens, to_8bit, to_numbers
 from ragfuse.codec.tables import GROUPINGS, MIDDLE, STEPS_PER_OCTAVE, CodecTables, Grouping, Ints, LayerTables, What
 from ragfuse.fuse.rope import rotate_in_place
 from ragfuse.types.kv import LayerKV
@@ -31,8 +31,8 @@ CACHEGEN_KIND: Final = 2
 LEVEL_FIELDS: Final = struct.Struct("<fBBB9x")
 CODERS: Final[tuple[Coder, ...]] = ("zstd", "ans")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""For zstd, (least tokens, width of a class of rows): short chunks get fewer, wider classes, as each class takes some
-bytes for its Huffman table."""
+"""For zstd, (minimum tokens, width of a class of rows): short chunks get fewer, wider classes, as each class takes
+some bytes for its Huffman table."""
 ANS_WIDTH: Final = 2
 PARTS: Final = 7
 
@@ -49,7 +49,8 @@ class Level:
         layerwise: Whether `bins` differ by layer; if not, all layers use the middle width.
         grouping: Which channels share a distribution.
         coder: The entropy coder.
-        odd: A token with a head this many times larger or smaller than usual is stored in 8 bits; 0: no token is.
+        outlier_factor: A token with a head this many times larger or smaller than usual is stored in 8 bits; 0: no
+            token is.
     """
 
     name: str
@@ -58,7 +59,7 @@ class Level:
     layerwise: bool = True
     grouping: Grouping = "channel-layer"
     coder: Coder = "zstd"
-    odd: float = 4.0
+    outlier_factor: float = 4.0
 
     def width(self, at: int, n_layers: int) -> float:
         """Return the width of a bin in layer `at`, rounded to float32 as it is stored."""
@@ -89,29 +90,31 @@ class CacheGenCodec:
             ValueError: The layer holds NaN or infinities, or the tables are not of its shape.
         """
         one_dtype(layer)
-        own = self._fitting(at, layer.keys.shape, layer.values.shape)
+        layer_tables = self._tables_of(at, layer.keys.shape, layer.values.shape)
         tensors = [
-            rotate_in_place(tensor.to("cpu", torch.float32, copy=True), own.rope_of(name), -1)
+            rotate_in_place(tensor.to("cpu", torch.float32, copy=True), layer_tables.rope_of(name), -1)
             for tensor, name in ((layer.keys, "keys"), (layer.values, "values"))
         ]
         if not all(tensor.isfinite().all() for tensor in tensors):
-            raise ValueError("The layer holds NaN or infinities: keep it as raw.")
-        odd = self._odd(tensors, own)
-        split = Split.of(layer.n_tokens, odd, self.level.deltas)
-        eights = [to_eight(tensor[:, split.exact]) for tensor in tensors]
+            raise ValueError("The layer contains NaN or infinity, which only level raw can store.")
+        outliers = self._outliers(tensors, layer_tables)
+        split = Split.of(layer.n_tokens, outliers, self.level.deltas)
+        exact = [to_8bit(tensor[:, split.exact]) for tensor in tensors]
         numbers = [
-            to_numbers(tensor, part, self.level.width(at, len(self.tables.layers)), from_eight(*eight), split)
-            for tensor, part, eight in zip(tensors, (own.keys, own.values), eights, strict=True)
+            to_numbers(tensor, part, self.level.width(at, len(self.tables.layers)), from_8bit(*codes_and_scales), split)
+            for tensor, part, codes_and_scales in zip(
+                tensors, (layer_tables.keys, layer_tables.values), exact, strict=True
+            )
         ]
         parts = [
-            odd.to(torch.int32).numpy().astype("<u4").tobytes(),
-            *(scales.contiguous().view(torch.int16).numpy().tobytes() for _, scales in eights),
-            *self._pack_exact([codes for codes, _ in eights], own),
-            *self._pack_rest(np.concatenate(numbers), own, at, layer.n_tokens),
+            outliers.to(torch.int32).numpy().astype("<u4").tobytes(),
+            *(scales.contiguous().view(torch.int16).numpy().tobytes() for _, scales in exact),
+            *self._pack_exact([codes for codes, _ in exact], layer_tables),
+            *self._pack_rest(np.concatenate(numbers), layer_tables, at, layer.n_tokens),
         ]
         packed = [torch.from_numpy(np.frombuffer(part, dtype=np.uint8).copy()) for part in parts]
         meta = LayerMeta.of(layer, torch.ones(1))
-        blob = pack(CACHEGEN_KIND, at, self.tables.digest, meta, self._own(at, self.level.coder), packed)
+        blob = pack(CACHEGEN_KIND, at, self.tables.digest, meta, self._level_fields(at, self.level.coder), packed)
         return blob.to(layer.keys.device)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
@@ -123,118 +126,134 @@ class CacheGenCodec:
         """
         packed = unpack(blob.cpu(), CACHEGEN_KIND, self.tables.digest, meta)
         if packed.at >= len(self.tables.layers) or len(packed.parts) != PARTS:
-            raise ValueError(f"One of {len(self.tables.layers)} layers in {PARTS} parts wanted, another found.")
-        coder = next((each for each in CODERS if packed.own == self._own(packed.at, each)), None)
+            raise ValueError(
+                f"The layer does not fit these codec tables ({len(self.tables.layers)} layers, {PARTS} parts each)."
+            )
+        coder = next((each for each in CODERS if packed.codec_fields == self._level_fields(packed.at, each)), None)
         if coder is None:
-            raise OtherTables(f"A layer of level {self.name} wanted, one of another, or of other bins, found.")
-        own = self._fitting(packed.at, meta.key_shape, meta.value_shape)
-        keys, values = self._restored(packed.parts, own, packed.at, meta, coder)
+            raise OtherTables(f"The layer was not encoded at level {self.name} with its present bins.")
+        layer_tables = self._tables_of(packed.at, meta.key_shape, meta.value_shape)
+        keys, values = self._restored(packed.parts, layer_tables, packed.at, meta, coder)
         dtype = DTYPES[meta.dtype]
-        keys, values = rotate_in_place(keys, own.rope_of("keys"), 1), rotate_in_place(values, own.rope_of("values"), 1)
+        keys, values = (
+            rotate_in_place(keys, layer_tables.rope_of("keys"), 1),
+            rotate_in_place(values, layer_tables.rope_of("values"), 1),
+        )
         return LayerKV(narrowed(keys, dtype).to(blob.device), narrowed(values, dtype).to(blob.device))
 
     def _restored(
-        self, parts: Sequence[Tensor], own: LayerTables, at: int, meta: LayerMeta, coder: Coder
+        self, parts: Sequence[Tensor], layer_tables: LayerTables, at: int, meta: LayerMeta, coder: Coder
     ) -> tuple[Tensor, Tensor]:
         """Return float32 keys and values, with the keys still rotated to position 0."""
         n, width = meta.key_shape[1], self.level.width(at, len(self.tables.layers))
-        odd, *scales = parts[:3]
-        split = Split.of(n, _rows(odd, n), self.level.deltas)
+        outliers, *scales = parts[:3]
+        split = Split.of(n, _rows(outliers, n), self.level.deltas)
         views = [memoryview(part.contiguous().numpy().tobytes()) for part in parts[3:]]
-        codes = self._unpack_exact(views[0], views[1], own, len(split.exact), coder)
-        held = [from_eight(code, _scales(scale, code.shape)) for code, scale in zip(codes, scales, strict=True)]
-        order, sections, below = self._for_rest(own, at, n, coder)
-        found = coders.decode(views[2], views[3], sections, len(split.rest), coder, below)
+        codes = self._unpack_exact(views[0], views[1], layer_tables, len(split.exact), coder)
+        exact = [from_8bit(code, _scales(scale, code.shape)) for code, scale in zip(codes, scales, strict=True)]
+        order, sections, cdf = self._for_rest(layer_tables, at, n, coder)
+        found = coders.decode(views[2], views[3], sections, len(split.rest), coder, cdf)
         rows = np.empty_like(found)
         rows[order] = found
-        cut = own.keys.heads * own.keys.dim
-        keys = from_numbers(rows[:cut], own.keys, width, held[0], split)
-        return keys, from_numbers(rows[cut:], own.values, width, held[1], split)
+        cut = layer_tables.keys.heads * layer_tables.keys.dim
+        keys = from_numbers(rows[:cut], layer_tables.keys, width, exact[0], split)
+        return keys, from_numbers(rows[cut:], layer_tables.values, width, exact[1], split)
 
-    def _odd(self, tensors: Sequence[Tensor], own: LayerTables) -> Tensor:
+    def _outliers(self, tensors: Sequence[Tensor], layer_tables: LayerTables) -> Tensor:
         """Return the rows of outlier tokens, int64; none if the level does not treat outliers apart."""
-        if not self.level.odd:
+        if not self.level.outlier_factor:
             return torch.zeros(0, dtype=torch.int64)
         keys, values = (
-            odd_ones(tensor, part, self.level.odd) for tensor, part in zip(tensors, (own.keys, own.values), strict=True)
+            outlier_tokens(tensor, part, self.level.outlier_factor)
+            for tensor, part in zip(tensors, (layer_tables.keys, layer_tables.values), strict=True)
         )
         return (keys | values).nonzero()[:, 0]
 
-    def _pack_rest(self, numbers: Ints, own: LayerTables, at: int, n: int) -> list[bytes]:
-        order, sections, below = self._for_rest(own, at, n, self.level.coder)
-        return coders.encode(numbers[order], sections, self.level.coder, below)
+    def _pack_rest(self, numbers: Ints, layer_tables: LayerTables, at: int, n: int) -> list[bytes]:
+        order, sections, cdf = self._for_rest(layer_tables, at, n, self.level.coder)
+        return coders.encode(numbers[order], sections, self.level.coder, cdf)
 
-    def _pack_exact(self, codes: Sequence[Tensor], own: LayerTables) -> list[bytes]:
+    def _pack_exact(self, codes: Sequence[Tensor], layer_tables: LayerTables) -> list[bytes]:
         """Pack the 8-bit codes. Anchors are many, so they are entropy-coded; a few outliers alone are stored as is."""
         if not self.level.deltas:
             return [b"".join(code.numpy().tobytes() for code in codes), b""]
-        order, sections, below = self._for_anchors(own, self.level.coder)
+        order, sections, cdf = self._for_anchors(layer_tables, self.level.coder)
         rows = np.concatenate([code.mT.reshape(-1, code.shape[1]).numpy() for code in codes]).astype(np.int32)
-        return coders.encode(rows[order], sections, self.level.coder, below)
+        return coders.encode(rows[order], sections, self.level.coder, cdf)
 
     def _unpack_exact(
-        self, stream: memoryview, apart: memoryview, own: LayerTables, count: int, coder: Coder
+        self, stream: memoryview, large: memoryview, layer_tables: LayerTables, count: int, coder: Coder
     ) -> list[Tensor]:
         """Unpack the 8-bit codes of keys and of values, each `[H, count, D]`."""
-        shapes = [(part.heads, count, part.dim) for part in (own.keys, own.values)]
+        shapes = [(part.heads, count, part.dim) for part in (layer_tables.keys, layer_tables.values)]
         if not self.level.deltas:
             if len(stream) != sum(map(prod, shapes)):
-                raise ValueError(f"{sum(map(prod, shapes))} 8-bit codes wanted, {len(stream)} bytes found.")
+                raise ValueError(
+                    f"The layer should have {sum(map(prod, shapes))} 8-bit codes, found {len(stream)} bytes."
+                )
             flat = torch.from_numpy(np.frombuffer(stream, dtype=np.int8).copy())
             cut = prod(shapes[0])
             return [flat[:cut].view(shapes[0]), flat[cut:].view(shapes[1])]
-        order, sections, below = self._for_anchors(own, coder)
-        found = coders.decode(stream, apart, sections, count, coder, below)
+        order, sections, cdf = self._for_anchors(layer_tables, coder)
+        found = coders.decode(stream, large, sections, count, coder, cdf)
         rows = np.empty_like(found)
         rows[order] = found
-        cut = own.keys.heads * own.keys.dim
+        cut = layer_tables.keys.heads * layer_tables.keys.dim
         parts = zip((rows[:cut], rows[cut:]), shapes, strict=True)
         return [torch.from_numpy(part).view(heads, dim, count).mT for part, (heads, _, dim) in parts]
 
-    def _for_anchors(self, own: LayerTables, coder: Coder) -> tuple[Order, tuple[Section, ...], Shape]:
+    def _for_anchors(self, layer_tables: LayerTables, coder: Coder) -> tuple[Order, tuple[Section, ...], Shape]:
         grouping, overall = self.level.grouping, self.tables.overall
-        spreads = np.concatenate([part.codes("anchor", grouping, overall) for part in (own.keys, own.values)])
+        spreads = np.concatenate(
+            [part.codes("anchor", grouping, overall) for part in (layer_tables.keys, layer_tables.values)]
+        )
         width = ANS_WIDTH if coder == "ans" else WIDTHS[-1][1]
-        return (*coders.in_sections(spreads - MIDDLE, width), self.tables.below(grouping, False))
+        return (*coders.in_sections(spreads - MIDDLE, width), self.tables.cdf(grouping, False))
 
-    def _for_rest(self, own: LayerTables, at: int, n: int, coder: Coder) -> tuple[Order, tuple[Section, ...], Shape]:
+    def _for_rest(
+        self, layer_tables: LayerTables, at: int, n: int, coder: Coder
+    ) -> tuple[Order, tuple[Section, ...], Shape]:
         """Return order and sections of a layer's rows (sorted by the spread of their bin numbers), and their shape."""
         grouping = self.level.grouping
         what: What = "change" if self.level.deltas else "spread"
-        spreads = np.concatenate([part.codes(what, grouping, self.tables.overall) for part in (own.keys, own.values)])
+        spreads = np.concatenate(
+            [part.codes(what, grouping, self.tables.overall) for part in (layer_tables.keys, layer_tables.values)]
+        )
         bins = round(STEPS_PER_OCTAVE * log2(self.level.width(at, len(self.tables.layers))))
-        width = ANS_WIDTH if coder == "ans" else next(width for least, width in WIDTHS if n >= least)
-        return (*coders.in_sections(spreads - MIDDLE - bins, width), self.tables.below(grouping, self.level.deltas))
+        width = ANS_WIDTH if coder == "ans" else next(width for min_tokens, width in WIDTHS if n >= min_tokens)
+        return (*coders.in_sections(spreads - MIDDLE - bins, width), self.tables.cdf(grouping, self.level.deltas))
 
-    def _own(self, at: int, coder: Coder) -> bytes:
+    def _level_fields(self, at: int, coder: Coder) -> bytes:
         """Return the 16 bytes in a container that identify the level's settings."""
         flags = (self.level.deltas, GROUPINGS.index(self.level.grouping), CODERS.index(coder))
         return LEVEL_FIELDS.pack(self.level.width(at, len(self.tables.layers)), *flags)
 
-    def _fitting(self, at: int, key_shape: Sequence[int], value_shape: Sequence[int]) -> LayerTables:
+    def _tables_of(self, at: int, key_shape: Sequence[int], value_shape: Sequence[int]) -> LayerTables:
         """Return the tables of layer `at`; raise ValueError if there are none or they have other shapes."""
         if not 0 <= at < len(self.tables.layers):
-            raise ValueError(f"One of {len(self.tables.layers)} profiled layers wanted, layer {at} found.")
-        own = self.tables.layers[at]
-        wanted = tuple((part.heads, part.dim) for part in (own.keys, own.values))
+            raise ValueError(
+                f"Layer {at} has no codec tables: they are of {len(self.tables.layers)} layers, counted from 0."
+            )
+        layer_tables = self.tables.layers[at]
+        wanted = tuple((part.heads, part.dim) for part in (layer_tables.keys, layer_tables.values))
         found = tuple((shape[0], shape[2]) for shape in (key_shape, value_shape))
         if found != wanted:
-            raise ValueError(f"Heads and dims {wanted} wanted, as profiled, {found} found.")
-        return own
+            raise ValueError(f"The codec tables are of heads and dims {wanted}, the layer has {found}.")
+        return layer_tables
 
 
-def _rows(odd: Tensor, n: int) -> Tensor:
+def _rows(outliers: Tensor, n: int) -> Tensor:
     """Return the rows of outlier tokens, int64; raise ValueError unless they ascend and are below n."""
-    if odd.numel() % 4 or odd.numel() > 4 * n:
-        raise ValueError(f"At most {n} rows of 4 bytes wanted, {odd.numel()} bytes found.")
-    rows = np.frombuffer(odd.contiguous().numpy().tobytes(), dtype="<u4").astype(np.int64)
+    if outliers.numel() % 4 or outliers.numel() > 4 * n:
+        raise ValueError(f"Outliers should be at most {n} rows of 4 bytes, found {outliers.numel()} bytes.")
+    rows = np.frombuffer(outliers.contiguous().numpy().tobytes(), dtype="<u4").astype(np.int64)
     if len(rows) and (rows[-1] >= n or (np.diff(rows) <= 0).any()):
-        raise ValueError(f"Ascending rows below {n} wanted, others found.")
+        raise ValueError(f"Rows of outliers must ascend and be below {n}.")
     return torch.from_numpy(rows)
 
 
 def _scales(scales: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the scales of the 8-bit codes, bfloat16 `[H, count, 1]`."""
     if scales.numel() != BIN_SCALE_DTYPE.itemsize * shape[0] * shape[1]:
-        raise ValueError(f"Scales of {shape[0]} x {shape[1]} wanted, {scales.numel()} bytes found.")
+        raise ValueError(f"The layer should have {shape[0]} x {shape[1]} scales, found {scales.numel()} bytes.")
     return scales.clone().view(BIN_SCALE_DTYPE).view(shape[0], shape[1], 1)

@@ -55,11 +55,13 @@ class LayerMeta:
             if len(shape) != 3 or not all(type(size) is int and size > 0 for size in shape):
                 raise ValueError(f"Shape {shape} is not (heads, tokens, dim).")
         if self.key_shape[1] != self.value_shape[1]:
-            raise ValueError(f"Keys hold {self.key_shape[1]} tokens, values {self.value_shape[1]}.")
+            raise ValueError(
+                f"Keys and values must have equally many tokens, found {self.key_shape[1]} and {self.value_shape[1]}."
+            )
         if self.dtype not in DTYPES:
-            raise ValueError(f"Dtype {self.dtype!r} is not kept; these are: {', '.join(DTYPES)}.")
+            raise ValueError(f"Dtype {self.dtype!r} cannot be stored. Use one of: {', '.join(DTYPES)}.")
         if type(self.nbytes) is not int or self.nbytes < 1 or type(self.checksum) is not str:
-            raise ValueError(f"{self.nbytes!r} bytes with checksum {self.checksum!r} describe no layer.")
+            raise ValueError(f"Size {self.nbytes!r} or checksum {self.checksum!r} of a layer is not valid.")
 
     @property
     def decoded_nbytes(self) -> int:
@@ -89,7 +91,7 @@ class LayerMeta:
             shapes = (tuple(data["key_shape"]), tuple(data["value_shape"]))
             return cls(*shapes, data["dtype"], data["nbytes"], data["checksum"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"Not a layer: {error!r}") from error
+            raise ValueError(f"Not the description of a layer: {error!r}") from error
 
 
 class Codec(Protocol):

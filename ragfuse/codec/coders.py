@@ -39,18 +39,18 @@ SECTION: Final = struct.Struct("<II")
 MAX_NUMBER: Final = 1 << 30
 
 
-def _unpacking(most: int) -> Floats:
-    """Return the numbers (up to `most`) that each byte stands for, float32 `[256, numbers per byte]`."""
-    base, byte = 2 * most + 2, np.arange(256)
-    found = np.stack([byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[most]))], axis=1)
-    table = (found - most).astype(np.float32)
+def _unpack_table(max_number: int) -> Floats:
+    """Return the numbers (up to `max_number`) that each byte stands for, float32 `[256, numbers per byte]`."""
+    base, byte = 2 * max_number + 2, np.arange(256)
+    found = np.stack([byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[max_number]))], axis=1)
+    table = (found - max_number).astype(np.float32)
     table.setflags(write=False)
     return table
 
 
-PAIRS: Final = _unpacking(PAIR).view(np.uint64)[:, 0]
+PAIRS: Final = _unpack_table(PAIR).view(np.uint64)[:, 0]
 """Both numbers of a byte as one 64-bit word, which is faster to look up than two."""
-TRIPLES: Final = _unpacking(TRIPLE)
+TRIPLES: Final = _unpack_table(TRIPLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class Section:
         first: The first row, in sorted order.
         last: The row after the last one.
         code: Code of the spread of its numbers.
-        most: Largest absolute number that is not stored separately.
+        max_number: Largest absolute number that is not stored separately.
     """
 
     first: int
     last: int
     code: int
-    most: int
+    max_number: int
 
 
 def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
@@ -86,52 +86,52 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
     middles = [int(classes[order[end - 1]]) * width + width // 2 for end in ends]
     firsts = [0, *ends[:-1]]
     return order, tuple(
-        Section(int(first), int(end), middle, _most(middle))
+        Section(int(first), int(end), middle, _max_number(middle))
         for first, end, middle in zip(firsts, ends, middles, strict=True)
     )
 
 
-def _most(code: int) -> int:
+def _max_number(code: int) -> int:
     return TRIPLE if code <= TRIPLE_SPREAD else PAIR if code <= PAIR_SPREAD else SINGLE
 
 
-def encode(numbers: Ints, sections: Sequence[Section], coder: Coder, below: Shape) -> list[bytes]:
+def encode(numbers: Ints, sections: Sequence[Section], coder: Coder, cdf: Shape) -> list[bytes]:
     """Encode rows of numbers.
 
     Args:
         numbers: int32 `[R, n]`, rows in sorted order.
         sections: The classes of rows, from `in_sections`.
         coder: The entropy coder.
-        below: Profiled shape of the distributions (`CodecTables.below`); only ANS uses it.
+        cdf: Profiled shape of the distributions (`CodecTables.cdf`); only ANS uses it.
 
     Returns:
         Two byte strings: the stream, and the large numbers that are stored separately.
     """
-    marked, counts, apart = [], [], []
+    marked, counts, large = [], [], []
     for section in sections:
         flat = numbers[section.first : section.last].reshape(-1)
-        large = np.abs(flat) > section.most
-        apart.append(np.clip(flat[large], -MAX_NUMBER, MAX_NUMBER))
-        counts.append(int(large.sum()))
-        marked.append(np.where(large, section.most + 1, flat))
+        is_large = np.abs(flat) > section.max_number
+        large.append(np.clip(flat[is_large], -MAX_NUMBER, MAX_NUMBER))
+        counts.append(int(is_large.sum()))
+        marked.append(np.where(is_large, section.max_number + 1, flat))
     if coder == "zstd":
-        frames = [_squeezed(flat, section) for flat, section in zip(marked, sections, strict=True)]
+        frames = [_pack_symbols(flat, section) for flat, section in zip(marked, sections, strict=True)]
         heads = b"".join(SECTION.pack(len(frame), count) for frame, count in zip(frames, counts, strict=True))
         stream = heads + b"".join(frames)
     else:
         heads = b"".join(SECTION.pack(0, count) for count in counts)
-        stream = heads + _ans(marked, sections, below)
-    far = np.concatenate(apart)
-    return [stream, _frame(far.astype("<i4").tobytes(), 4) if far.size else b""]
+        stream = heads + _encode_ans(marked, sections, cdf)
+    all_large = np.concatenate(large)
+    return [stream, _frame(all_large.astype("<i4").tobytes(), 4) if all_large.size else b""]
 
 
 def decode(
     stream: memoryview,
-    apart: memoryview,
+    large: memoryview,
     sections: Sequence[Section],
     n: int,
     coder: Coder,
-    below: Shape,
+    cdf: Shape,
 ) -> Floats:
     """Invert `encode`.
 
@@ -142,108 +142,108 @@ def decode(
         ValueError: The bytes were not written by `encode` with these arguments.
     """
     if len(stream) < SECTION.size * len(sections):
-        raise ValueError(f"A stream of {len(sections)} sections wanted, {len(stream)} bytes found.")
+        raise ValueError(f"The stream is too short for {len(sections)} sections, found {len(stream)} bytes.")
     heads = [SECTION.unpack_from(stream, SECTION.size * at) for at in range(len(sections))]
     body = stream[SECTION.size * len(sections) :]
-    far = _apart(apart, sum(count for _, count in heads), sections[-1].last * n)
+    large_numbers = _decode_large(large, sum(count for _, count in heads), sections[-1].last * n)
     out = np.empty((sections[-1].last, n), dtype=np.float32)
     if coder == "zstd":
-        _unframed(body, [length for length, _ in heads], sections, out)
+        _decode_zstd(body, [length for length, _ in heads], sections, out)
     else:
-        _unstacked(body, sections, out, below)
-    _put_back(out, far, [count for _, count in heads], sections)
+        _decode_ans(body, sections, out, cdf)
+    _put_back(out, large_numbers, [count for _, count in heads], sections)
     return out
 
 
-def _put_back(out: Floats, far: Ints, counts: Sequence[int], sections: Sequence[Section]) -> None:
+def _put_back(out: Floats, large_numbers: Ints, counts: Sequence[int], sections: Sequence[Section]) -> None:
     used = 0
     for section, count in zip(sections, counts, strict=True):
         if count:
             flat = out[section.first : section.last].reshape(-1)
-            where = np.flatnonzero(flat == section.most + 1)
+            where = np.flatnonzero(flat == section.max_number + 1)
             if len(where) != count:
-                raise ValueError(f"{count} numbers that stand apart wanted, {len(where)} found.")
-            flat[where] = far[used : used + count]
+                raise ValueError(f"The stream should have {count} large numbers, found {len(where)}.")
+            flat[where] = large_numbers[used : used + count]
             used += count
 
 
-def _apart(apart: memoryview, count: int, most: int) -> Ints:
-    if count > most or (count == 0) != (len(apart) == 0):
-        raise ValueError(f"At most {most} numbers that stand apart wanted, {count} in {len(apart)} bytes found.")
+def _decode_large(large: memoryview, count: int, max_count: int) -> Ints:
+    if count > max_count or (count == 0) != (len(large) == 0):
+        raise ValueError(f"There can be at most {max_count} large numbers, found {count} in {len(large)} bytes.")
     if not count:
         return np.empty(0, dtype=np.int32)
-    return np.frombuffer(_unsqueezed(zstandard.ZstdDecompressor(), apart, 4 * count), dtype="<i4")
+    return np.frombuffer(_decompressed(zstandard.ZstdDecompressor(), large, 4 * count), dtype="<i4")
 
 
-def _squeezed(flat: Ints, section: Section) -> bytes:
-    together, base = VALUES_PER_SYMBOL[section.most], 2 * section.most + 2
-    codes = np.append(flat, [0] * (-len(flat) % together)).reshape(-1, together) + section.most
-    return _frame((codes @ base ** np.arange(together)[::-1]).astype(np.uint8).tobytes(), 1)
+def _pack_symbols(flat: Ints, section: Section) -> bytes:
+    n_together, base = VALUES_PER_SYMBOL[section.max_number], 2 * section.max_number + 2
+    codes = np.append(flat, [0] * (-len(flat) % n_together)).reshape(-1, n_together) + section.max_number
+    return _frame((codes @ base ** np.arange(n_together)[::-1]).astype(np.uint8).tobytes(), 1)
 
 
 def _frame(data: bytes, width: int) -> bytes:
     """Compress into one frame, with hardly any search for matches: chance matches cost more than their literals."""
-    told = zstandard.ZstdCompressionParameters(
+    parameters = zstandard.ZstdCompressionParameters(
         window_log=18, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
     )
-    compressor = zstandard.ZstdCompressor(compression_params=told) if width == 1 else zstandard.ZstdCompressor(3)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters) if width == 1 else zstandard.ZstdCompressor(3)
     return compressor.compress(data)
 
 
-def _unsqueezed(decompressor: zstandard.ZstdDecompressor, frame: memoryview, nbytes: int) -> bytes:
+def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: memoryview, nbytes: int) -> bytes:
     """Decompress a frame of exactly `nbytes`; others are refused first, so that none can make us allocate more."""
     try:
         if zstandard.frame_content_size(frame) == nbytes:
             return decompressor.decompress(frame, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise ValueError(f"A frame of {nbytes} bytes wanted, found one that cannot be read: {error}.") from error
-    raise ValueError(f"A frame of {nbytes} bytes wanted, another found.")
+        raise ValueError(f"A compressed frame of {nbytes} bytes cannot be read: {error}.") from error
+    raise ValueError(f"A compressed frame does not have {nbytes} bytes once decompressed.")
 
 
-def _unframed(body: memoryview, lengths: Sequence[int], sections: Sequence[Section], out: Floats) -> None:
+def _decode_zstd(body: memoryview, lengths: Sequence[int], sections: Sequence[Section], out: Floats) -> None:
     if sum(lengths) != len(body):
-        raise ValueError(f"{sum(lengths)} bytes of sections wanted, {len(body)} found.")
+        raise ValueError(f"The sections should have {sum(lengths)} bytes, found {len(body)}.")
     decompressor, begin = zstandard.ZstdDecompressor(), 0
     for section, length in zip(sections, lengths, strict=True):
         flat = out[section.first : section.last].reshape(-1)
-        nbytes = -(-len(flat) // VALUES_PER_SYMBOL[section.most])
-        data = np.frombuffer(_unsqueezed(decompressor, body[begin : begin + length], nbytes), dtype=np.uint8)
-        if section.most == SINGLE:
+        nbytes = -(-len(flat) // VALUES_PER_SYMBOL[section.max_number])
+        data = np.frombuffer(_decompressed(decompressor, body[begin : begin + length], nbytes), dtype=np.uint8)
+        if section.max_number == SINGLE:
             np.subtract(data, np.float32(SINGLE), out=flat)
         else:
-            words = PAIRS[data] if section.most == PAIR else TRIPLES[data]
+            words = PAIRS[data] if section.max_number == PAIR else TRIPLES[data]
             flat[:] = words.view(np.float32).reshape(-1)[: len(flat)]
         begin += length
 
 
-def _model(section: Section, below: Shape) -> constriction.stream.model.Categorical:
+def _model(section: Section, cdf: Shape) -> constriction.stream.model.Categorical:
     """Return the probability of each number of a section, and of a larger one, from the shape; none is 0."""
-    edges = (np.arange(-section.most, section.most + 2) - 0.5) / 2.0 ** (section.code / STEPS_PER_OCTAVE)
+    edges = (np.arange(-section.max_number, section.max_number + 2) - 0.5) / 2.0 ** (section.code / STEPS_PER_OCTAVE)
     points = np.arange(-SHAPE_REACH * GRID, SHAPE_REACH * GRID + 1) / GRID
-    shares = np.diff(np.interp(edges, points, below, left=0.0, right=1.0))
+    shares = np.diff(np.interp(edges, points, cdf, left=0.0, right=1.0))
     likely = np.append(shares, max(0.0, 1.0 - shares.sum())) + 1e-5
     return constriction.stream.model.Categorical((likely / likely.sum()).astype(np.float32), perfect=False)
 
 
-def _ans(marked: Sequence[Ints], sections: Sequence[Section], below: Shape) -> bytes:
+def _encode_ans(marked: Sequence[Ints], sections: Sequence[Section], cdf: Shape) -> bytes:
     """Encode by ANS. It is a stack, so the last section is encoded first."""
     coder = constriction.stream.stack.AnsCoder()
     for flat, section in reversed(list(zip(marked, sections, strict=True))):
-        coder.encode_reverse((flat + section.most).astype(np.int32), _model(section, below))
+        coder.encode_reverse((flat + section.max_number).astype(np.int32), _model(section, cdf))
     words: npt.NDArray[np.uint32] = coder.get_compressed()
     return words.astype("<u4").tobytes()
 
 
-def _unstacked(body: memoryview, sections: Sequence[Section], out: Floats, below: Shape) -> None:
+def _decode_ans(body: memoryview, sections: Sequence[Section], out: Floats, cdf: Shape) -> None:
     if len(body) % 4:
-        raise ValueError(f"Whole words of 4 bytes wanted, {len(body)} bytes found.")
+        raise ValueError(f"ANS data must be a multiple of 4 bytes, found {len(body)}.")
     words = np.frombuffer(body, dtype="<u4").astype(np.uint32)
     try:
         coder = constriction.stream.stack.AnsCoder(words)
     except ValueError as error:
-        raise ValueError(f"Words of an ANS coder wanted, others found: {error}.") from error
+        raise ValueError(f"The ANS data cannot be decoded: {error}.") from error
     for section in sections:
         flat = out[section.first : section.last].reshape(-1)
-        np.subtract(coder.decode(_model(section, below), len(flat)), np.float32(section.most), out=flat)
+        np.subtract(coder.decode(_model(section, cdf), len(flat)), np.float32(section.max_number), out=flat)
     if not coder.is_empty():
-        raise ValueError("A stream that its numbers use up wanted, a longer one found.")
+        raise ValueError("The ANS data has bytes left after its last number.")

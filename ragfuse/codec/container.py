@@ -49,16 +49,16 @@ class Packed:
 
     Args:
         at: Index of the layer in the model.
-        own: The codec's own 16 bytes.
+        codec_fields: The codec's own 16 bytes.
         parts: The parts, uint8, as views of the container.
     """
 
     at: int
-    own: bytes
+    codec_fields: bytes
     parts: tuple[Tensor, ...]
 
 
-def pack(kind: int, at: int, digest: str, meta: LayerMeta, own: bytes, parts: Sequence[Tensor]) -> Tensor:
+def pack(kind: int, at: int, digest: str, meta: LayerMeta, codec_fields: bytes, parts: Sequence[Tensor]) -> Tensor:
     """Put parts into a container.
 
     Args:
@@ -66,7 +66,7 @@ def pack(kind: int, at: int, digest: str, meta: LayerMeta, own: bytes, parts: Se
         at: Index of the layer in the model.
         digest: Digest of the codec tables; "" for none.
         meta: Shapes and dtype of the layer.
-        own: 16 bytes of the codec's own.
+        codec_fields: 16 bytes of the codec's own.
         parts: uint8, 1-D.
 
     Returns:
@@ -77,11 +77,20 @@ def pack(kind: int, at: int, digest: str, meta: LayerMeta, own: bytes, parts: Se
     """
     check_size(meta)
     if not 0 <= at <= MAX_LAYER:
-        raise ValueError(f"A layer from 0 to {MAX_LAYER} wanted, {at} found.")
+        raise ValueError(f"The index of a layer must be 0 to {MAX_LAYER}, found {at}.")
     shapes = (*meta.key_shape, *meta.value_shape)
     try:
         head = LAYER_HEADER.pack(
-            *(LAYER_MAGIC, CONTAINER_VERSION, kind, at, bytes.fromhex(digest or "00" * 8), *shapes, own, len(parts))
+            *(
+                LAYER_MAGIC,
+                CONTAINER_VERSION,
+                kind,
+                at,
+                bytes.fromhex(digest or "00" * 8),
+                *shapes,
+                codec_fields,
+                len(parts),
+            )
         )
     except struct.error as error:
         raise ValueError(f"Shapes {meta.key_shape} and {meta.value_shape} do not fit into a header.") from error
@@ -100,23 +109,23 @@ def unpack(blob: Tensor, kind: int, digest: str, meta: LayerMeta) -> Packed:
         ValueError: It is damaged, or was packed by another codec or with other shapes.
     """
     if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < LAYER_HEADER.size + SUM_NBYTES:
-        raise ValueError(f"A packed layer wanted, {tuple(blob.shape)} {blob.dtype} found.")
+        raise ValueError(f"Not a packed layer: {tuple(blob.shape)} {blob.dtype}.")
     check_size(meta)
     _check_spread(meta, blob.numel())
     front = blob[: LAYER_HEADER.size + 4 * MAX_PARTS + SUM_NBYTES].cpu().numpy().tobytes()
-    magic, version, found_kind, at, tables, *shapes, own, n_parts = LAYER_HEADER.unpack_from(front)
+    magic, version, found_kind, at, tables, *shapes, codec_fields, n_parts = LAYER_HEADER.unpack_from(front)
     if magic != LAYER_MAGIC:
-        raise ValueError(f"{LAYER_MAGIC!r} wanted, {magic!r} found.")
+        raise ValueError(f"Not a packed layer: it should begin with {LAYER_MAGIC!r}, found {magic!r}.")
     if version != CONTAINER_VERSION:
-        raise OtherTables(f"A layer of version {CONTAINER_VERSION} wanted, one of version {version} found.")
+        raise OtherTables(f"The layer has format version {version}, this ragfuse reads {CONTAINER_VERSION}.")
     if found_kind != kind:
-        raise ValueError(f"A layer packed by codec {kind} wanted, one by codec {found_kind} found.")
+        raise ValueError(f"The layer was packed by codec {found_kind}, not by codec {kind}.")
     if tuple(shapes) != (*meta.key_shape, *meta.value_shape):
-        raise ValueError(f"Shapes {meta.key_shape} and {meta.value_shape} wanted, {shapes} found.")
+        raise ValueError(f"The layer should have shapes {meta.key_shape} and {meta.value_shape}, found {shapes}.")
     parts = _parts(blob, front, n_parts)
     if tables != bytes.fromhex(digest or "00" * 8):
-        raise OtherTables(f"A layer packed with tables {digest or 'none'} wanted, one with {tables.hex()} found.")
-    return Packed(at, own, parts)
+        raise OtherTables(f"The layer was packed with codec tables {tables.hex()}, not with {digest or 'none'}.")
+    return Packed(at, codec_fields, parts)
 
 
 def tables_of(blob: Tensor) -> str:
@@ -132,7 +141,7 @@ def _parts(blob: Tensor, front: bytes, n_parts: int) -> tuple[Tensor, ...]:
     lengths = struct.unpack_from(f"<{n_parts}I", front, LAYER_HEADER.size)
     body = blob[begins:]
     if sum(lengths) != body.numel():
-        raise ValueError(f"{sum(lengths)} bytes of parts wanted, {body.numel()} found.")
+        raise ValueError(f"The parts should have {sum(lengths)} bytes, found {body.numel()}.")
     head, total = front[: begins - SUM_NBYTES], front[begins - SUM_NBYTES : begins]
     if _sum(head, body) != total:
         raise ValueError("The checksum of a packed layer does not match: it is damaged.")
@@ -142,14 +151,16 @@ def _parts(blob: Tensor, front: bytes, n_parts: int) -> tuple[Tensor, ...]:
 def check_size(meta: LayerMeta) -> None:
     """Raise ValueError if a layer has more than `MAX_VALUES` keys or values."""
     if max(prod(meta.key_shape), prod(meta.value_shape)) > MAX_VALUES:
-        raise ValueError(f"At most {MAX_VALUES:,} keys or values wanted, {meta.key_shape}, {meta.value_shape} found.")
+        raise ValueError(
+            f"A layer has at most {MAX_VALUES:,} keys or values, found {meta.key_shape}, {meta.value_shape}."
+        )
 
 
 def _check_spread(meta: LayerMeta, nbytes: int) -> None:
     """Raise ValueError if a layer has more numbers than `nbytes` packed bytes may hold."""
-    most, found = max(FEW_VALUES, MAX_EXPANSION * nbytes), max(prod(meta.key_shape), prod(meta.value_shape))
-    if found > most:
-        raise ValueError(f"At most {most:,} keys or values in {nbytes:,} bytes wanted, {found:,} found.")
+    limit, found = max(FEW_VALUES, MAX_EXPANSION * nbytes), max(prod(meta.key_shape), prod(meta.value_shape))
+    if found > limit:
+        raise ValueError(f"{nbytes:,} bytes hold at most {limit:,} keys or values, found {found:,}.")
 
 
 def _sum(head: bytes, body: Tensor) -> bytes:
@@ -161,7 +172,7 @@ def _sum(head: bytes, body: Tensor) -> bytes:
 def one_dtype(layer: LayerKV) -> None:
     """Raise ValueError if keys and values have different dtypes."""
     if layer.keys.dtype != layer.values.dtype:
-        raise ValueError(f"Keys are {layer.keys.dtype}, values {layer.values.dtype}: a layer has one dtype.")
+        raise ValueError(f"Keys are {layer.keys.dtype}, values {layer.values.dtype}: both must have the same dtype.")
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:

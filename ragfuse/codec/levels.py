@@ -13,7 +13,7 @@ from ragfuse.codec.tables import CodecTables
 from ragfuse.codec.uniform import UniformCodec
 from ragfuse.types.levels import LEVEL_NAMES, LEVELS, CodecLevel
 
-PAPER: Final = Level("paper", deltas=True, odd=0)
+PAPER: Final = Level("paper", deltas=True, outlier_factor=0)
 """CacheGen as in its paper: bins of 0.5, 1 and 1.5 (its C.2), with anchors and deltas to them."""
 PACKED: Final = tuple(Level(level.name, level.bins) for level in LEVELS if level.codec == "cachegen")
 """The CacheGen levels, those with the narrowest bins first."""
@@ -30,7 +30,7 @@ def _uniform(level: CodecLevel, tables: CodecTables | None) -> Codec:
 def _cachegen(level: CodecLevel, tables: CodecTables | None) -> Codec:
     if tables is None:
         raise ValueError(
-            f"Level {level.name!r} wants its model's codec tables, and there are none: profile the model first."
+            f"Level {level.name!r} needs codec tables of the model, found none. Pass those of `profile_tables`."
         )
     return CacheGenCodec(tables, next(each for each in PACKED if each.name == level.name))
 
@@ -53,5 +53,5 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
     """
     known = next((each for each in LEVELS if each.name == level), None)
     if known is None:
-        raise ValueError(f"A level ({', '.join(LEVEL_NAMES)}) wanted, {level!r} found.")
+        raise ValueError(f"There is no codec level {level!r}. Levels are: {', '.join(LEVEL_NAMES)}.")
     return CODECS[known.codec](known, tables)

@@ -27,14 +27,14 @@ from ragfuse.codec.tables import (
 from ragfuse.fuse.rope import rotate_in_place, rotated_pairs
 from ragfuse.types.kv import ChunkKV, RopeLayout
 
-Below = npt.NDArray[np.uint16]
-ODD = 4.0
+CDF = npt.NDArray[np.uint16]
+OUTLIER_FACTOR = 4.0
 """Tokens this many times larger or smaller than usual are left out: outliers are stored in 8 bits."""
 MEDIAN = 0.6745
 """Median absolute value of a normal distribution, in standard deviations. A few tokens do not change a median."""
-MOST_WEIGHT = 16.0
+MAX_WEIGHT = 16.0
 """Largest weight of a channel's error; its inverse is the smallest."""
-WIDEST = 4.0
+MAX_WIDTH_FACTOR = 4.0
 """Most times that a layer's bins are wider, or narrower, than usual because of what errors cost there."""
 MIN_SPREAD_SHARE = 1e-4
 """Smallest spread of a channel, as a share of its head's."""
@@ -60,22 +60,28 @@ def profile_tables(
     Raises:
         ValueError: No chunk is long enough, or the arguments do not have one item per layer.
     """
-    kept = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
-    if not kept:
-        raise ValueError(f"Chunks of more than {GROUP} tokens wanted to profile a model, none found.")
-    n_layers = len(kept[0].layers)
+    long_chunks = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
+    if not long_chunks:
+        raise ValueError(
+            f"Codec tables are made from chunks of more than {GROUP} tokens, found none. Give longer ones."
+        )
+    n_layers = len(long_chunks[0].layers)
     layouts = tuple(rope) or (None,) * n_layers
-    if len(layouts) != n_layers or any(len(chunk.layers) != n_layers for chunk in kept):
-        raise ValueError(f"{n_layers} layers in every chunk and as many rotations wanted, others found.")
-    if any(each and 2 * len(each.inv_freq) + each.lo > _dim(kept[0], at, each) for at, each in enumerate(layouts)):
-        raise ValueError("A rotation within a layer's channels wanted, a wider one found.")
+    if len(layouts) != n_layers or any(len(chunk.layers) != n_layers for chunk in long_chunks):
+        raise ValueError(f"Every chunk must have {n_layers} layers, and `rope` one item per layer.")
+    if any(
+        each and 2 * len(each.inv_freq) + each.lo > _dim(long_chunks[0], at, each) for at, each in enumerate(layouts)
+    ):
+        raise ValueError("A rotation in `rope` is wider than the layer's channels.")
     weights = [_weights(each, layout) for each, layout in zip(queries, layouts, strict=True)] if queries else None
     widths = _widths(costs) if costs else ((1.0, 1.0),) * n_layers
     if len(widths) != n_layers:
-        raise ValueError(f"{n_layers} layers' costs wanted, {len(widths)} found.")
+        raise ValueError(f"`costs` must have one item per layer ({n_layers}), found {len(widths)}.")
     parts = [
         [
-            _Part(_values(kept, at, name, layouts[at]), weights[at] if weights and name == "keys" else None, width)
+            _Part(
+                _values(long_chunks, at, name, layouts[at]), weights[at] if weights and name == "keys" else None, width
+            )
             for name, width in zip(("keys", "values"), widths[at], strict=True)
         ]
         for at in range(n_layers)
@@ -105,34 +111,34 @@ class _Part:
     width: float = 1.0
 
     def __post_init__(self) -> None:
-        usual = torch.cat(self.chunks, 1).abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
-        plain = [~_is_odd(chunk / usual) for chunk in self.chunks]
+        scale = torch.cat(self.chunks, 1).abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
+        plain = [~_is_outlier(chunk / scale) for chunk in self.chunks]
         self.plain = plain if any(bool(each.any()) for each in plain) else [torch.ones_like(each) for each in plain]
-        every = torch.cat([chunk[:, kept] for chunk, kept in zip(self.chunks, self.plain, strict=True)], 1)
+        every = torch.cat([chunk[:, is_plain] for chunk, is_plain in zip(self.chunks, self.plain, strict=True)], 1)
         self.mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half().float()
         spread = (every - self.mean).square().mean(1).sqrt()
         whole = spread.square().mean(-1, keepdim=True).sqrt()
         spread = torch.maximum(spread, MIN_SPREAD_SHARE * whole)
-        step = self.width * _middle(spread).expand_as(spread)
+        step = self.width * _geometric_mean(spread).expand_as(spread)
         self.step = _coded(step if self.weights is None else step / self.weights)
         self.above = ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
-        self.change, self.eight = self._changes()
-        rows = (self.above, self.change, self.eight)
+        self.change, self.anchor_codes = self._changes()
+        rows = (self.above, self.change, self.anchor_codes)
         self.spreads = [row.square().mean(1).sqrt() for row in rows]
         self.pooled = [_root(list(each.tolist())) for each in self.spreads]
 
     def _changes(self) -> tuple[Tensor, Tensor]:
         """Return the changes from anchors, in steps, and the anchors' own 8-bit codes, `[H * D, n]` each."""
-        changes, eights = [], []
-        for chunk, kept in zip(self.chunks, self.plain, strict=True):
+        changes, codes = [], []
+        for chunk, is_plain in zip(self.chunks, self.plain, strict=True):
             whole = chunk.shape[1] // GROUP * GROUP
             groups = chunk[:, :whole].reshape(chunk.shape[0], -1, GROUP, chunk.shape[2])
             anchors, rest = groups[:, :, :1], groups[:, :, 1:]
-            is_kept = kept[:whole].view(-1, GROUP)[:, 1:].reshape(-1)
-            changes.append((rest - anchors).flatten(1, 2)[:, is_kept] / self.step[:, None])
-            eights.append(MAX_CODE * anchors[:, :, 0] / anchors[:, :, 0].abs().amax(-1, keepdim=True).clamp_min(1e-30))
-        change, eight = (torch.cat(each, 1).mT.reshape(self.step.numel(), -1) for each in (changes, eights))
-        return change, eight
+            is_plain_rest = is_plain[:whole].view(-1, GROUP)[:, 1:].reshape(-1)
+            changes.append((rest - anchors).flatten(1, 2)[:, is_plain_rest] / self.step[:, None])
+            codes.append(MAX_CODE * anchors[:, :, 0] / anchors[:, :, 0].abs().amax(-1, keepdim=True).clamp_min(1e-30))
+        change, anchor_codes = (torch.cat(each, 1).mT.reshape(self.step.numel(), -1) for each in (changes, codes))
+        return change, anchor_codes
 
     def channels(self) -> Channels:
         """Return the statistics that the tables keep."""
@@ -143,9 +149,9 @@ class _Part:
 
 
 def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None) -> list[Tensor]:
-    own = layout if layout is not None and layout.part == name else None
+    rotation = layout if layout is not None and layout.part == name else None
     found = (getattr(chunk.layers[at], name) for chunk in chunks)
-    return [rotate_in_place(tensor.to("cpu", torch.float32, copy=True), own, -1) for tensor in found]
+    return [rotate_in_place(tensor.to("cpu", torch.float32, copy=True), rotation, -1) for tensor in found]
 
 
 def _dim(chunk: ChunkKV, at: int, layout: RopeLayout) -> int:
@@ -165,22 +171,22 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
         first.copy_(both)
         second.copy_(both)
     size = power.sqrt()
-    return (size / _middle(size)).clamp(1 / MOST_WEIGHT, MOST_WEIGHT)
+    return (size / _geometric_mean(size)).clamp(1 / MAX_WEIGHT, MAX_WEIGHT)
 
 
 def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return factors on the bins of each layer's keys and values, from their costs; their geometric mean is 1."""
     logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
-    near = (logs - logs.median()).clamp(-log(WIDEST), log(WIDEST))
+    near = (logs - logs.median()).clamp(-log(MAX_WIDTH_FACTOR), log(MAX_WIDTH_FACTOR))
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
 
 
-def _is_odd(relative: Tensor) -> Tensor:
+def _is_outlier(relative: Tensor) -> Tensor:
     size = relative.square().mean(-1).sqrt()
-    return ((size > ODD) | (size * ODD < 1)).any(0)
+    return ((size > OUTLIER_FACTOR) | (size * OUTLIER_FACTOR < 1)).any(0)
 
 
-def _middle(spread: Tensor) -> Tensor:
+def _geometric_mean(spread: Tensor) -> Tensor:
     """Return the geometric mean of each head's channels, `[H, 1]`. One step per head makes errors alike in them."""
     return spread.clamp_min(1e-30).log().mean(-1, keepdim=True).exp()
 
@@ -193,7 +199,7 @@ def _root(spreads: Sequence[float]) -> float:
     return float(np.sqrt(np.mean(np.square(spreads))))
 
 
-def _shape(parts: Sequence[_Part], grouping: Grouping, which: int, overall: bytes) -> Below:
+def _shape(parts: Sequence[_Part], grouping: Grouping, which: int, overall: bytes) -> CDF:
     """Return the cumulative distribution, uint16 `[POINTS]`: how many of 65,535 values lie below each grid point."""
     counts = np.zeros(POINTS + 1)
     for part in parts:
@@ -205,5 +211,5 @@ def _shape(parts: Sequence[_Part], grouping: Grouping, which: int, overall: byte
         }[grouping]
         at = (rows / by.clamp_min(1e-30)[:, None]).add_(SHAPE_REACH).mul_(GRID).ceil_().clamp_(0, POINTS).int()
         counts += np.bincount(at.numpy().ravel(), minlength=POINTS + 1)
-    below: Below = np.rint(np.cumsum(counts)[:POINTS] / counts.sum() * 65_535).astype(np.uint16)
-    return below
+    cdf: CDF = np.rint(np.cumsum(counts)[:POINTS] / counts.sum() * 65_535).astype(np.uint16)
+    return cdf

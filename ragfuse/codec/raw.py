@@ -27,7 +27,7 @@ class RawCodec:
         """
         dtype = layer.keys.dtype
         if dtype != layer.values.dtype:
-            raise ValueError(f"Keys are {dtype}, values {layer.values.dtype}: a layer has one dtype.")
+            raise ValueError(f"Keys are {dtype}, values {layer.values.dtype}: both must have the same dtype.")
         blob = torch.empty(layer.nbytes, dtype=torch.uint8, device=layer.keys.device)
         blob[: layer.keys.nbytes].view(dtype).view(layer.keys.shape).copy_(layer.keys)
         blob[layer.keys.nbytes :].view(dtype).view(layer.values.shape).copy_(layer.values)
@@ -40,7 +40,9 @@ class RawCodec:
             ValueError: The length of `blob` does not fit `meta`.
         """
         if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() != meta.decoded_nbytes:
-            raise ValueError(f"{meta.decoded_nbytes} bytes wanted, {tuple(blob.shape)} {blob.dtype} found.")
+            raise ValueError(
+                f"The layer should have {meta.decoded_nbytes} bytes, found {tuple(blob.shape)} {blob.dtype}."
+            )
         dtype = DTYPES[meta.dtype]
         split = prod(meta.key_shape) * dtype.itemsize
         keys, values = blob[:split].view(dtype), blob[split:].view(dtype)

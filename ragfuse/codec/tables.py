@@ -79,9 +79,11 @@ class Channels:
         wanted = (2 * count, count, count, count, count, 3)
         found = (self.mean, self.step, self.spread, self.change, self.anchor, self.pooled)
         if self.heads < 1 or self.dim < 1 or tuple(map(len, found)) != wanted:
-            raise ValueError(f"Tables of {self.heads} x {self.dim} channels wanted, {[*map(len, found)]} bytes found.")
+            raise ValueError(
+                f"Tables of {self.heads} x {self.dim} channels have other sizes, found {[*map(len, found)]} bytes."
+            )
         if not np.isfinite(self.means).all():
-            raise ValueError("Finite means of channels wanted, others found.")
+            raise ValueError("A channel's mean is NaN or infinite.")
 
     @cached_property
     def means(self) -> Floats:
@@ -95,11 +97,11 @@ class Channels:
         return from_codes(self.step)
 
     @cached_property
-    def usual(self) -> Floats:
+    def rms(self) -> Floats:
         """Root mean square of each channel's values, float32 `[H, 1, D]`; never 0."""
         above = (from_codes(self.spread) * self.steps).reshape(self.means.shape)
-        usual: Floats = np.sqrt(np.square(self.means) + np.square(above))
-        return usual
+        rms: Floats = np.sqrt(np.square(self.means) + np.square(above))
+        return rms
 
     def codes(self, what: What, grouping: Grouping, overall: bytes) -> Ints:
         """Return the code of `what` for each channel, int32 `[H * D]`.
@@ -133,7 +135,7 @@ class LayerTables:
         if self.rope is not None:
             wide, dim = self.rope.lo + 2 * len(self.rope.inv_freq), getattr(self, self.rope.part).dim
             if not 0 <= self.rope.lo < wide <= dim:
-                raise ValueError(f"A rotation within {dim} channels wanted, one of {self.rope.lo} to {wide} found.")
+                raise ValueError(f"The rotation covers channels {self.rope.lo} to {wide}, but there are only {dim}.")
 
     def rope_of(self, part: str) -> RopeLayout | None:
         """Return the layout by which "keys" or "values" are rotated, or None."""
@@ -159,16 +161,16 @@ class CodecTables:
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.shapes) != 2 * 2 * len(GROUPINGS) * POINTS or len(self.overall) != 3:
-            raise ValueError("Tables of at least one layer with all their shapes wanted, others found.")
+            raise ValueError("The tables have no layer, or distributions of another size.")
         if (np.diff(self._shapes.astype(np.int32)) < 0).any():
-            raise ValueError("Shapes that grow from left to right wanted, others found.")
+            raise ValueError("A cumulative distribution must not fall.")
         object.__setattr__(self, "digest", self._summed())
 
     @property
     def _shapes(self) -> npt.NDArray[np.uint16]:
         return np.frombuffer(self.shapes, dtype="<u2").reshape(len(GROUPINGS), 2, POINTS)
 
-    def below(self, grouping: Grouping, is_change: bool) -> npt.NDArray[np.float64]:
+    def cdf(self, grouping: Grouping, is_change: bool) -> npt.NDArray[np.float64]:
         """Return a cumulative distribution, float64 `[POINTS]` from 0 to 1: the share below each point of the grid."""
         shape: npt.NDArray[np.uint16] = self._shapes[GROUPINGS.index(grouping), int(is_change)]
         return shape.astype(np.float64) / 65_535
@@ -225,7 +227,7 @@ def _part(part: Channels) -> dict[str, Any]:
 def _channels(data: Mapping[str, Any]) -> Channels:
     heads, dim = data["heads"], data["dim"]
     if type(heads) is not int or type(dim) is not int:
-        raise ValueError(f"Counts of heads and channels wanted, {heads!r} and {dim!r} found.")
+        raise ValueError(f"Heads and channels must be whole numbers, found {heads!r} and {dim!r}.")
     return Channels(heads, dim, *(b64decode(data[each.name], validate=True) for each in fields(Channels)[2:]))
 
 
@@ -234,7 +236,7 @@ def _rope(data: Mapping[str, Any] | None) -> RopeLayout | None:
         return None
     layout = RopeLayout(**{**data, "inv_freq": tuple(map(float, data["inv_freq"]))})
     if not layout.inv_freq or not all(map(isfinite, layout.inv_freq)) or type(layout.lo) is not int or layout.lo < 0:
-        raise ValueError("Finite frequencies of a rotation wanted, others found.")
+        raise ValueError("The frequencies or the first channel of a rotation are not valid.")
     if layout.pairing not in ("half", "interleaved") or layout.part not in ("keys", "values"):
-        raise ValueError(f"A known rotation wanted, {layout.pairing!r} of {layout.part!r} found.")
+        raise ValueError(f"Unknown kind of rotation: {layout.pairing!r} of {layout.part!r}.")
     return layout

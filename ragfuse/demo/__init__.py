@@ -1,6 +1,6 @@
-"""The demo's documents, its questions with known answers, and how an answer is scored.
+"""The demo's documents, and its questions with known answers.
 
-Data and tiny loaders. Nothing here loads a model, cuts a document or asks anything: `ragfuse demo` does.
+These are data and their loaders; `demo/run.py` splits the documents, loads the model and asks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ragfuse.calibration.prompts import ASKED
+from ragfuse.calibration.prompts import PROMPT_TEXTS
 
 
 def corpus_path() -> Path:
-    """Folder of the articles, one Markdown file each; licence and origin stand in each file and in ATTRIBUTION.md."""
+    """Return the folder of the articles, one Markdown file each; ATTRIBUTION.md has their origin and licence."""
     return Path(str(files(__name__))) / "corpus"
 
 
@@ -24,8 +24,8 @@ def questions() -> dict[str, Any]:
     Each question is {id, question, answers, article}. questions.json names them; they come from ragfuse's own set
     (`ragfuse bench quality --data demo`).
     """
-    said: dict[str, Any] = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
-    own = json.loads((files("ragfuse") / "demo" / "all_questions.json").read_text(encoding="utf-8"))
-    known = {row["id"]: {**row, "article": row["support"][0]["article"]} for row in own["questions"]}
-    said["template"]["human"] = "{context}".join(ASKED["answer"])
-    return {**said, "questions": [known[name] for name in said["questions"]], "long": known[said["long"]]}
+    data: dict[str, Any] = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
+    all_questions = json.loads((files("ragfuse") / "demo" / "all_questions.json").read_text(encoding="utf-8"))
+    by_id = {each["id"]: {**each, "article": each["support"][0]["article"]} for each in all_questions["questions"]}
+    data["template"]["human"] = "{context}".join(PROMPT_TEXTS["answer"])
+    return {**data, "questions": [by_id[name] for name in data["questions"]], "long": by_id[data["long"]]}

@@ -10,32 +10,36 @@ import numpy as np
 
 TOKEN_COLOURS = ("#4c78a8", "#f58518", "#bab0ac")
 TOKEN_KINDS = ("reused", "recomputed", "fresh")
-FULL_COLOUR, FUSED = "#bab0ac", "#4c78a8"
+FULL_COLOUR, FUSED_COLOUR = "#bab0ac", "#4c78a8"
 
 
 def draw(report: Mapping[str, Any], target: Path) -> None:
     """Write the picture of a demo report as PNG."""
     from matplotlib.figure import Figure
 
-    asked = [*report["questions"], report["long"]]
+    answers = [*report["questions"], report["long"]]
     labels = [f"{i + 1}" for i in range(len(report["questions"]))] + ["long"]
-    figure = Figure(figsize=(12, 4 + 0.28 * len(asked)), layout="constrained")
-    bars, strips = figure.subplots(2, 1, height_ratios=(3.2, 0.28 * len(asked)))
-    _bars(bars, asked, labels, report)
-    _strips(strips, asked, labels)
+    figure = Figure(figsize=(12, 4 + 0.28 * len(answers)), layout="constrained")
+    bars, strips = figure.subplots(2, 1, height_ratios=(3.2, 0.28 * len(answers)))
+    _draw_bars(bars, answers, labels, report)
+    _draw_strips(strips, answers, labels)
     figure.savefig(target, dpi=110)
 
 
-def _bars(axes: Any, asked: Sequence[Mapping[str, Any]], labels: Sequence[str], report: Mapping[str, Any]) -> None:
-    at = np.arange(len(asked))
-    full = axes.bar(at - 0.2, [a["ttft_full_s"] for a in asked], 0.4, color=FULL_COLOUR, label="full prefill")
-    axes.bar(at + 0.2, [a["ttft_fused_s"] for a in asked], 0.4, color=FUSED, label="ragfuse")
-    axes.bar_label(full, [f"{a['speedup']:.1f}x" for a in asked], fontsize=8)
-    axes.set_xticks(at, labels)
+def _draw_bars(
+    axes: Any, answers: Sequence[Mapping[str, Any]], labels: Sequence[str], report: Mapping[str, Any]
+) -> None:
+    x = np.arange(len(answers))
+    full = axes.bar(
+        x - 0.2, [answer["ttft_full_s"] for answer in answers], 0.4, color=FULL_COLOUR, label="full prefill"
+    )
+    axes.bar(x + 0.2, [answer["ttft_fused_s"] for answer in answers], 0.4, color=FUSED_COLOUR, label="ragfuse")
+    axes.bar_label(full, [f"{answer['speedup']:.1f}x" for answer in answers], fontsize=8)
+    axes.set_xticks(x, labels)
     axes.set_ylabel("seconds to the first token")
     axes.set_xlabel("question")
     axes.set_title(
-        f"First token {report['mean_speedup']:.1f}x faster on {len(asked) - 1} questions, "
+        f"First token {report['mean_speedup']:.1f}x faster on {len(answers) - 1} questions, "
         f"{report['long_speedup']:.1f}x on the long prompt; right: {report['right_fused']}, "
         f"by full prefill {report['right_full']}"
     )
@@ -43,25 +47,25 @@ def _bars(axes: Any, asked: Sequence[Mapping[str, Any]], labels: Sequence[str], 
     axes.legend(frameon=False)
 
 
-def _strips(axes: Any, asked: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
+def _draw_strips(axes: Any, answers: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     width = 600
-    rows = np.stack([_strip(a["trace"], width) for a in asked])
+    rows = np.stack([_strip(answer["trace"], width) for answer in answers])
     axes.imshow(rows, aspect="auto", cmap=ListedColormap(TOKEN_COLOURS), vmin=0, vmax=2, interpolation="nearest")
-    axes.set_yticks(range(len(asked)), labels)
+    axes.set_yticks(range(len(answers)), labels)
     axes.set_xticks([0, width - 1], ["first token", "last token"])
     axes.set_title("every prompt, token by token")
     axes.set_ylabel("question")
-    for line in range(1, len(asked)):
+    for line in range(1, len(answers)):
         axes.axhline(line - 0.5, color="white", linewidth=2)
     patches = [Patch(color=colour, label=name) for colour, name in zip(TOKEN_COLOURS, TOKEN_KINDS, strict=True)]
     axes.legend(handles=patches, ncols=3, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
 def _strip(trace: Mapping[str, Any], width: int) -> Any:
-    """0 reused, 1 recomputed, 2 fresh for every one of `width` columns of a prompt."""
+    """Return the kind of token in each of `width` columns of a prompt, as indices into `TOKEN_KINDS`."""
     kinds = np.full(trace["tokens"], 2)
     for segment in trace["segments"]:
         if segment["hit"]:

@@ -1,6 +1,6 @@
 """`ragfuse demo`: real questions over real documents through a LangChain chain, full prefill and ragfuse side by side.
 
-Retrieval, prompt and chain are LangChain's; only the chat model is ours. Nothing is chosen by what ragfuse answers.
+Retrieval, prompt and chain are LangChain's; only the chat model is ours. No question is chosen by how it is answered.
 """
 
 from __future__ import annotations
@@ -54,36 +54,37 @@ class DemoAnswer:
 
 def run(engine: Engine, console: Console) -> dict[str, Any]:
     """Ingest the corpus, ask all questions, and return the report, which becomes demo-report.json."""
-    said = questions()
-    short = Demo(engine, said["template"], chunk_tokens=CHUNK_TOKENS)
-    long = Demo(engine, said["template"], chunk_tokens=512)
-    short.ingest([item["question"] for item in said["questions"]], console)
-    console.print(f"[bold]{len(said['questions'])} questions[/]: {said['chosen_how']}\n", highlight=False)
+    data = questions()
+    short = Demo(engine, data["template"], chunk_tokens=CHUNK_TOKENS)
+    long = Demo(engine, data["template"], chunk_tokens=512)
+    short.ingest([item["question"] for item in data["questions"]], console)
+    console.print(f"[bold]{len(data['questions'])} questions[/]: {data['chosen_how']}\n", highlight=False)
     short.warm_up(WARM_UP)
-    asked = []
-    for item in said["questions"]:
-        asked.append(short.ask(item["question"], item["answers"]))
-        _show(console, asked[-1])
-    long.ingest_only_for(said["long"]["question"], console)
+    answers = []
+    for item in data["questions"]:
+        answers.append(short.ask(item["question"], item["answers"]))
+        _show(console, answers[-1])
+    long.ingest_only_for(data["long"]["question"], console)
     long.warm_up(WARM_UP)
-    tries = [long.ask(said["long"]["question"], said["long"]["answers"]) for _ in range(3)]
-    longest = sorted(tries, key=lambda asked: asked.speedup)[1]
+    tries = [long.ask(data["long"]["question"], data["long"]["answers"]) for _ in range(3)]
+    longest = sorted(tries, key=lambda answer: answer.speedup)[1]
     console.print("[bold]one long prompt[/] (6 chunks of up to 512 tokens; the middle of three tries)")
     _show(console, longest)
-    return report(asked, longest, engine)
+    return report(answers, longest, engine)
 
 
-def report(asked: Sequence[DemoAnswer], longest: DemoAnswer, engine: Engine) -> dict[str, Any]:
-    """Return the means and all answers in plain JSON types."""
+def report(answers: Sequence[DemoAnswer], longest: DemoAnswer, engine: Engine) -> dict[str, Any]:
+    """Return the averages and all answers in plain JSON types."""
     return {
-        "mean_speedup": mean(a.ttft_full_s for a in asked) / mean(a.ttft_fused_s for a in asked),
+        "mean_speedup": mean(answer.ttft_full_s for answer in answers)
+        / mean(answer.ttft_fused_s for answer in answers),
         "long_speedup": longest.speedup,
-        "right_full": sum(a.right_full for a in asked),
-        "right_fused": sum(a.right_fused for a in asked),
-        "kl_over_reuse": mean(a.kl_fused for a in asked) / mean(a.kl_reuse for a in asked),
-        "policies": sorted({f"{a.trace['policy']} {a.trace['ratio']:g}" for a in (*asked, longest)}),
+        "right_full": sum(answer.right_full for answer in answers),
+        "right_fused": sum(answer.right_fused for answer in answers),
+        "kl_over_reuse": mean(answer.kl_fused for answer in answers) / mean(answer.kl_reuse for answer in answers),
+        "policies": sorted({f"{answer.trace['policy']} {answer.trace['ratio']:g}" for answer in (*answers, longest)}),
         "model": engine.settings.model,
-        "questions": [asdict(a) for a in asked],
+        "questions": [asdict(answer) for answer in answers],
         "long": asdict(longest),
     }
 
@@ -100,11 +101,11 @@ class Demo:
         roles = [(role, template[role]) for role in ("system", "human") if template.get(role)]
         self.prompt = ChatPromptTemplate.from_messages(roles)
         self.llm = ChatRagFuse(engine=engine, max_tokens=DEMO_ANSWER_TOKENS)
-        self.texts = _cut(engine, chunk_tokens)
+        self.texts = _split_corpus(engine, chunk_tokens)
         self.parser = StrOutputParser()
         self.retriever: Any = None
 
-    def ingest(self, asked: Sequence[str], console: Console) -> None:
+    def ingest(self, questions: Sequence[str], console: Console) -> None:
         """Index all chunks with FAISS, and compute the KV of the prompt's prefix and of the chunks the questions find.
 
         KV of the other chunks would only delay the first question.
@@ -112,7 +113,7 @@ class Demo:
         console.print(f"Indexing {len(self.texts)} chunks (FAISS, MiniLM) ...")
         with console.status("indexing"):
             self._index()
-            found = {document.page_content for question in asked for document in self.retriever.invoke(question)}
+            found = {document.page_content for question in questions for document in self.retriever.invoke(question)}
         texts = [(text, source) for text, source in self.texts if text in found]
         columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -131,11 +132,11 @@ class Demo:
         self._warm()
 
     def _warm(self) -> None:
-        """Load entries that an earlier run left on disk into memory, where an ingest puts them: runs start alike."""
+        """Load entries of an earlier run from disk into memory, where an ingest puts them: all runs start alike."""
         engine, entries = self.engine, self.engine.store.entries()
-        there = {entry.key for entry in entries if entry.tier != "disk"}
+        in_memory = {entry.key for entry in entries if entry.tier != "disk"}
         for entry in entries:
-            if entry.key not in there and entry.key.encoded == "filler" and entry.key.model == engine.digest:
+            if entry.key not in in_memory and entry.key.encoded == "filler" and entry.key.model == engine.digest:
                 engine.store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
 
     def ingest_only_for(self, question: str, console: Console) -> None:
@@ -153,8 +154,8 @@ class Demo:
     def ask(self, question: str, golds: Sequence[str]) -> DemoAnswer:
         """Answer a question both ways, then measure the KL of fused and of plainly reused KV to full prefill."""
         full, fused = self._invoke(question, reuse=False), self._invoke(question, reuse=True)
-        ours, theirs = fused.response_metadata["ragfuse"], full.response_metadata["ragfuse"]
-        close = self._fidelity(question, full.content)
+        fused_trace, full_trace = fused.response_metadata["ragfuse"], full.response_metadata["ragfuse"]
+        kl = self._fidelity(question, full.content)
         return DemoAnswer(
             question=question,
             gold=golds[0],
@@ -162,16 +163,17 @@ class Demo:
             answer_fused=_line(fused.content),
             right_full=is_right(full.content, golds),
             right_fused=is_right(fused.content, golds),
-            ttft_full_s=theirs["ttft_s"],
-            ttft_fused_s=ours["ttft_s"],
-            speedup=theirs["ttft_s"] / ours["ttft_s"],
-            tokens=ours["tokens"],
-            tokens_reused=ours["tokens_reused"],
-            tokens_recomputed=ours["tokens_recomputed"],
-            tiers=", ".join(sorted({s["tier"] for s in ours["segments"] if s["hit"]})) or "none",
-            kl_fused=close.fused,
-            kl_reuse=close.reuse,
-            trace=ours,
+            ttft_full_s=full_trace["ttft_s"],
+            ttft_fused_s=fused_trace["ttft_s"],
+            speedup=full_trace["ttft_s"] / fused_trace["ttft_s"],
+            tokens=fused_trace["tokens"],
+            tokens_reused=fused_trace["tokens_reused"],
+            tokens_recomputed=fused_trace["tokens_recomputed"],
+            tiers=", ".join(sorted({segment["tier"] for segment in fused_trace["segments"] if segment["hit"]}))
+            or "none",
+            kl_fused=kl.fused,
+            kl_reuse=kl.reuse,
+            trace=fused_trace,
         )
 
     def _index(self) -> None:
@@ -188,16 +190,16 @@ class Demo:
     def _chain(self, reuse: bool) -> Any:
         from langchain_core.runnables import RunnablePassthrough
 
-        given = {"context": self.retriever | _joined, "question": RunnablePassthrough()}
-        return given | self.prompt | self.llm.bind(reuse=reuse)
+        inputs = {"context": self.retriever | _join_texts, "question": RunnablePassthrough()}
+        return inputs | self.prompt | self.llm.bind(reuse=reuse)
 
     def _invoke(self, question: str, reuse: bool) -> Any:
         return self._chain(reuse).invoke(question)
 
     def _messages(self, context: str, question: str) -> list[tuple[str, str]]:
-        names = {"human": "user", "system": "system"}
-        made = self.prompt.format_messages(context=context, question=question)
-        return [(names[message.type], str(message.content)) for message in made]
+        roles = {"human": "user", "system": "system"}
+        messages = self.prompt.format_messages(context=context, question=question)
+        return [(roles[message.type], str(message.content)) for message in messages]
 
     def _prefix(self) -> tuple[int, ...]:
         from ragfuse.text import Piece
@@ -208,11 +210,11 @@ class Demo:
         return self.engine.prefix([*messages, ("user", (Piece(before), sample, Piece(after)))])
 
     def _fidelity(self, question: str, answer: str) -> Fidelity:
-        messages = self._messages(_joined(self.retriever.invoke(question)), question)
+        messages = self._messages(_join_texts(self.retriever.invoke(question)), question)
         return fidelity(self.engine, self.engine.prompt(messages), self.engine.tokens(answer))
 
 
-def _cut(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
+def _split_corpus(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
     """Split the corpus with LangChain's splitter; return (text, source) of chunks of at most `chunk_tokens` tokens."""
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
@@ -223,7 +225,7 @@ def _cut(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
     return [(text.strip(), file.name) for file in files for text in splitter.split_text(file.read_text("utf-8"))]
 
 
-def _joined(documents: Sequence[Any]) -> str:
+def _join_texts(documents: Sequence[Any]) -> str:
     return "\n\n".join(document.page_content for document in documents)
 
 
@@ -231,17 +233,17 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _show(console: Console, asked: DemoAnswer) -> None:
+def _show(console: Console, answer: DemoAnswer) -> None:
     mark = {True: "[green]right[/]", False: "[red]wrong[/]"}
-    console.print(f"[bold]{asked.question}[/]  known answer: {asked.gold}", highlight=False)
+    console.print(f"[bold]{answer.question}[/]  known answer: {answer.gold}", highlight=False)
     for name, text, right, seconds in (
-        ("full prefill", asked.answer_full, asked.right_full, asked.ttft_full_s),
-        ("ragfuse", asked.answer_fused, asked.right_fused, asked.ttft_fused_s),
+        ("full prefill", answer.answer_full, answer.right_full, answer.ttft_full_s),
+        ("ragfuse", answer.answer_fused, answer.right_fused, answer.ttft_fused_s),
     ):
         console.print(f"  {name:12} {seconds:5.2f} s  {mark[right]}  {text[:110]}", highlight=False)
-    fresh = asked.tokens - asked.tokens_reused - asked.tokens_recomputed
+    fresh = answer.tokens - answer.tokens_reused - answer.tokens_recomputed
     console.print(
-        f"  {asked.speedup:.1f}x faster; {asked.tokens_reused} tokens reused from {asked.tiers}, "
-        f"{asked.tokens_recomputed} of chunks recomputed, {fresh} new\n",
+        f"  {answer.speedup:.1f}x faster; {answer.tokens_reused} tokens reused from {answer.tiers}, "
+        f"{answer.tokens_recomputed} of chunks recomputed, {fresh} new\n",
         highlight=False,
     )

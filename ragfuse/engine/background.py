@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from ragfuse.process.fork import at_fork
 from ragfuse.process.worker import Worker, close_at_exit
@@ -30,49 +31,60 @@ IDLE_WAIT_S = 2.0
 """Seconds that a job waits for a moment in which no answer is generated, as encoding delays many tokens of one."""
 
 
+JobKind = Literal["chunk", "run", "prefix", "copy", "promote", "learn"]
+"""What a job does.
+
+- "chunk": encode a chunk.
+- "run": encode a run of a schema as a whole, at its positions.
+- "prefix": encode a prompt's first chunk into the prefix cache, after the cached prefix before it.
+- "copy": copy an entry, which was not read because it loads too slowly from its tier, to a faster tier.
+- "promote": copy used chunks to a faster tier if they deserve it.
+- "learn": search a prompt for recurring passages.
+"""
+
+
 @dataclass(frozen=True)
 class EncodeJob:
     """One job of the background encoder; most jobs encode a chunk.
 
     Args:
-        tokens: The token ids to encode.
-        text: The chunk's text; "" where only its ids are known.
-        source: Where its text came from, for people.
-        far: Key of a stored entry that loads too slowly from its tier and was not read; it is copied to a faster tier.
-        used: Keys of chunks that were used and may deserve a faster tier; nothing is encoded.
-        run: A run of a schema, to be encoded as a whole at its positions.
-        prompt: A prompt to search for recurring passages; nothing is encoded.
-        bare: Whether nothing of that prompt was reused.
-        begins: How many of `tokens` are a prefix in the prefix cache; the rest is the prompt's first chunk, which is
-            encoded into the prefix cache too. 0 for other jobs.
+        kind: The work, which says which of the other fields are set.
+        tokens: Token ids of a "chunk", a "run", or the entry of a "copy"; for "prefix", the ids of prefix and chunk.
+        text: The text of a "chunk"; "" where only its ids are known.
+        source: Where the text of a "chunk" came from, for people.
+        keys: Key of the entry of a "copy", or keys of the chunks to "promote".
+        run: The run of a schema, for "run".
+        prompt: The prompt to "learn" from.
+        nothing_reused: For "learn", whether nothing of the prompt was reused.
+        n_prefix: For "prefix", how many of `tokens` are in the prefix cache already.
     """
 
-    tokens: tuple[int, ...]
+    kind: JobKind
+    tokens: tuple[int, ...] = ()
     text: str = ""
     source: str = ""
-    far: ChunkKey | None = None
-    used: tuple[ChunkKey, ...] = ()
+    keys: tuple[ChunkKey, ...] = ()
     run: SchemaRun | None = None
     prompt: Prompt | None = None
-    bare: bool = False
-    begins: int = 0
+    nothing_reused: bool = False
+    n_prefix: int = 0
 
 
 def jobs_after(plan: LoadPlan) -> Iterator[EncodeJob]:
     """Yield a job for each chunk that a plan missed, and for each entry that loads too slowly."""
     segments = plan.prompt.segments
     for fetch in plan.unread:
-        yield EncodeJob(segments[fetch.segment].tokens, far=fetch.key)
+        yield EncodeJob("copy", segments[fetch.segment].tokens, keys=(fetch.key,))
     hits = {fetch.key for fetch in (*plan.fetches, *plan.unread)}
-    taken = plan.prompt.taken
-    if isinstance(taken, SchemaUse):
+    schema_use = plan.prompt.schema_use
+    if isinstance(schema_use, SchemaUse):
         lacking = {segments[at].keys[0] for at, _ in plan.misses} - hits
-        yield from (EncodeJob(run.tokens, run=run) for key, run in taken.runs.items() if key in lacking)
+        yield from (EncodeJob("run", run.tokens, run=run) for key, run in schema_use.runs.items() if key in lacking)
         return
     for segment in segments:  # `prefix_cache.py` saves prefixes, `history.py` turns
         if segment.kind == "chunk" and segment.keys[0] not in hits:
             hits.add(segment.keys[0])
-            yield EncodeJob(segment.stored or segment.tokens, segment.text, segment.source)
+            yield EncodeJob("chunk", segment.stored or segment.tokens, segment.text, segment.source)
 
 
 class BackgroundEncoder:
@@ -99,17 +111,17 @@ class BackgroundEncoder:
     def renew(self) -> None:
         """Start with an empty queue; in a forked process too, as the parent runs its own jobs."""
         self._waiting: deque[EncodeJob] = deque()
-        self._at_hand: EncodeJob | None = None
+        self._current: EncodeJob | None = None
 
-    def submit(self, work: EncodeJob) -> None:
+    def submit(self, job: EncodeJob) -> None:
         """Queue a job. Equal jobs wait only once; where the queue is full the job is dropped and counted."""
         with self._worker.changed:
-            if work in self._waiting or work == self._at_hand:
+            if job in self._waiting or job == self._current:
                 return
             if self._closed or len(self._waiting) >= MAX_WAITING_JOBS:
                 self.dropped += 1
                 return
-            self._waiting.append(work)
+            self._waiting.append(job)
             if not self._worker.start():
                 self.dropped += len(self._waiting)
                 self._waiting.clear()
@@ -117,26 +129,26 @@ class BackgroundEncoder:
     def forget(self, runs: Collection[tuple[int, ...]]) -> None:
         """Remove jobs with tokens or a prompt that contains one of these runs, and wait for the current job to end."""
 
-        def is_left(work: EncodeJob) -> bool:
-            ids = work.tokens if work.prompt is None else work.prompt.token_ids
+        def stays(job: EncodeJob) -> bool:
+            ids = job.tokens if job.prompt is None else job.prompt.token_ids
             return not any(holds(ids, run) for run in runs)
 
         with self._worker.changed:
-            self._waiting = deque(filter(is_left, self._waiting))
-            at_hand = self._at_hand
-            self._worker.changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
+            self._waiting = deque(filter(stays, self._waiting))
+            current = self._current
+            self._worker.changed.wait_for(lambda: current is None or self._current is not current)
 
     def is_waiting(self, tokens: tuple[int, ...]) -> bool:
         """Return whether this run waits to be encoded or is being encoded."""
         with self._worker.changed:
-            works = [*self._waiting, *([self._at_hand] if self._at_hand is not None else [])]
-        return any(work.tokens == tokens and work.prompt is None and not work.begins for work in works)
+            jobs = [*self._waiting, *([self._current] if self._current is not None else [])]
+        return any(job.tokens == tokens and job.kind not in ("prefix", "learn") for job in jobs)
 
     @property
     def waiting(self) -> int:
         """Number of jobs that wait, including the current one."""
         with self._worker.changed:
-            return len(self._waiting) + (self._at_hand is not None)
+            return len(self._waiting) + (self._current is not None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all jobs are done; return False if that takes longer than `timeout_s` seconds."""
@@ -153,12 +165,16 @@ class BackgroundEncoder:
             self.flush()
 
     def _take(self) -> EncodeJob | None:
-        self._at_hand = self._waiting.popleft() if self._waiting else None
-        return self._at_hand
+        self._current = self._waiting.popleft() if self._waiting else None
+        return self._current
 
-    def _run(self, work: EncodeJob) -> None:
+    def _run(self, job: EncodeJob) -> None:
         try:
-            self._save(work)
+            self._save(job)
         except Exception as error:
-            log.warning("A chunk of %d tokens was not saved for next time: %s", len(work.tokens), error)
+            log.warning(
+                "KV of %d tokens could not be saved. Answers are not affected; it is computed again next time: %s",
+                len(job.tokens),
+                error,
+            )
             log.debug("Where it failed", exc_info=True)

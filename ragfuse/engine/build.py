@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ragfuse.engine.constraints import offered_tools
-from ragfuse.engine.context_window import check_request, check_turns
+from ragfuse.engine.context_window import check_messages, check_request
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.options import Ask, remaining_context
 from ragfuse.engine.overflow import drops, limit_of
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_documents, mended_question, turns_of
+from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_documents, mended_question, messages_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.schema_service import SchemaService
@@ -45,10 +45,10 @@ class BuildStage:
         limit = limit_of(ask, self.settings, request.model)
         documents = list(mended_documents(ask.documents))
         if self.settings.learn != "off":
-            self.prompts.hear(self.runtime.digest, documents, question)
+            self.prompts.note_retrieved(self.runtime.digest, documents, question)
         may_shorten = self.history.may_shorten(question, ask)
         make = partial(self.prompts.prompt, digest=self.runtime.digest, tools=tools, ask=ask, check=not may_shorten)
-        prompt = self.history.fitted(question, ask, lambda said, n: make(said, leave_out=n), limit)
+        prompt = self.history.fitted(question, ask, lambda messages, n: make(messages, leave_out=n), limit)
         if documents and all(segment.kind != "chunk" for segment in prompt.segments):
             return replace(prompt, altered=self.prompts.altered(question, documents))
         return prompt
@@ -68,4 +68,4 @@ class BuildStage:
             tools, may_shorten = offered_tools(ask), self.history.may_shorten(question, ask)
             is_text = is_bare_text(question, ask, tools) and ask.session is None
             marker = self.prompts.marker
-            check_turns(turns_of(question), model, tools, may_shorten, marker=marker, is_text=is_text)
+            check_messages(messages_of(question), model, tools, may_shorten, marker=marker, is_text=is_text)

@@ -29,7 +29,7 @@ COST_LEVEL = "cg3"
 
 
 CONTEXT_TOKENS = 768
-"""Most tokens of sample text whose KV is rounded for that."""
+"""Most tokens of sample text whose KV is rounded for that measurement."""
 
 
 CONTINUATION_TOKENS = 256
@@ -61,36 +61,36 @@ def made_tables(model: HFModel, *, rope: bool = True, queries: bool = True, cost
         model: The loaded model.
         rope: Whether keys are rotated back to position 0 first.
         queries: Whether the bins of a key's channel depend on how large its queries are.
-        costs: Whether bins depend on what errors cost in each layer; this is measured with first tables made without.
+        costs: Whether bins depend on the cost of errors in each layer, which is measured with tables made without it.
     """
     began, chunks = time.perf_counter(), [*_chunks(model)]
     known = model.profile.rope if rope else (), _queries(model) if queries else ()
     tables = profile_tables(chunks, *known)
-    found = rounding_costs(model, *_parted(model), _rounded(codec_for(COST_LEVEL, tables))) if costs else ()
+    found = rounding_costs(model, *_split_sample(model), _rounded(codec_for(COST_LEVEL, tables))) if costs else ()
     if found:
         tables = profile_tables(chunks, *known, found)
-    told = model.name, time.perf_counter() - began, tables.digest
-    log.info("Codec tables of %s made from sample texts in %.1f s: %s", *told)
+    seconds = time.perf_counter() - began
+    log.info("Prepared the compression of KV for %s in %.1f s (codec tables %s)", model.name, seconds, tables.digest)
     return tables
 
 
 def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
     """Return a function that encodes and decodes KV with a codec."""
 
-    def back(layer: LayerKV, at: int) -> LayerKV:
+    def rounded(layer: LayerKV, at: int) -> LayerKV:
         blob = codec.encode(layer, at)
         return codec.decode(blob, LayerMeta.of(layer, blob))
 
-    return lambda kv: ChunkKV(tuple(back(layer, at) for at, layer in enumerate(kv.layers)))
+    return lambda kv: ChunkKV(tuple(rounded(layer, at) for at, layer in enumerate(kv.layers)))
 
 
-def _parted(model: HFModel) -> tuple[list[int], list[int]]:
+def _split_sample(model: HFModel) -> tuple[list[int], list[int]]:
     """Return two thirds of the texts as one run, and the rest as the run after it, cut to fit the model's context."""
     runs = _runs(model)
     before, follow = ([token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3]))
-    most = model.max_context or 2 * SAMPLE_TOKENS
-    behind = min(CONTINUATION_TOKENS, most // 4)
-    return before[: min(CONTEXT_TOKENS, most - behind)], follow[:behind]
+    max_tokens = model.max_context or 2 * SAMPLE_TOKENS
+    n_follow = min(CONTINUATION_TOKENS, max_tokens // 4)
+    return before[: min(CONTEXT_TOKENS, max_tokens - n_follow)], follow[:n_follow]
 
 
 def _chunks(model: HFModel) -> Iterator[ChunkKV]:
@@ -112,6 +112,6 @@ def _queries(model: HFModel) -> tuple[Tensor, ...]:
     Empty for a model whose cached keys have another shape.
     """
     runs = _runs(model)
-    sizes, kept = query_sizes(model, runs), model.encode(runs[0][:2]).layers
+    sizes, layers = query_sizes(model, runs), model.encode(runs[0][:2]).layers
     shapes = [tuple(size.shape) for size in sizes]
-    return sizes if shapes == [(layer.keys.shape[0], layer.keys.shape[2]) for layer in kept] else ()
+    return sizes if shapes == [(layer.keys.shape[0], layer.keys.shape[2]) for layer in layers] else ()

@@ -13,10 +13,10 @@ from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import Ask, ends_of, is_sampled, is_single
 from ragfuse.errors import InputError
 from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, check
-from ragfuse.hf.handover import stop_strings_of, told
+from ragfuse.hf.handover import resolve_option, stop_strings_of
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
-from ragfuse.hf.stream import FirstToken, Spelling, StopWhere, TextSink
+from ragfuse.hf.stream import Detokenizer, FirstToken, StopWhere, TextSink
 from ragfuse.process.fork import ForkLock
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.text.thoughts import Thoughts
@@ -61,7 +61,7 @@ class Tools:
         return {self.choice: named[self.choice]} if self.choice in named else named
 
     @property
-    def must(self) -> bool:
+    def must_call(self) -> bool:
         """Whether the answer must be a tool call."""
         return bool(self.offered_tools) and self.choice != TOOLS_AUTO
 
@@ -83,7 +83,7 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
         )
     found = Tools(tuple(tools), choice)
     if grammar is not None:
-        if found.must:
+        if found.must_call:
             raise InputError("A grammar and a tool that must be called were both asked for; leave one of them out.")
         check(grammar, _named(grammar))
     for tool in found.offered_tools:
@@ -110,8 +110,8 @@ def _name(tool: Tool) -> str:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
-            "A tool is {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}, its "
-            f"name letters, digits, '_', '-' and '.'; found {tool!r}."
+            "A tool must be {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}, "
+            f"and its name letters, digits, '_', '-' and '.'; found {tool!r}."
         )
     return name
 
@@ -123,7 +123,7 @@ def _schema(tool: Tool) -> str:
     given = function.get("parameters") or {}
     text = json_text(given if not isinstance(given, Mapping) else {"type": "object", "properties": {}, **given}, what)
     if json.loads(text)["type"] != "object":
-        raise InputError(f"The {what} are of type {given['type']!r}; wanted a schema of an object.")
+        raise InputError(f"The {what} must be a JSON schema of type 'object'; found type {given['type']!r}.")
     return text
 
 
@@ -135,7 +135,7 @@ class ConstraintCompiler:
         self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
         self._templates: list[ChatTemplate] = []
 
-    def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> OutputConstraints:
+    def compile(self, ask: Ask, model: HFModel, calls: CallFormat) -> OutputConstraints:
         """Return the constraints of the answers to a question.
 
         Args:
@@ -150,20 +150,20 @@ class ConstraintCompiler:
         tools = checked(ask.tools, ask.tool_choice, ask.grammar)
         if ask.chat_template_kwargs and (name := self.template(model).unread(ask.chat_template_kwargs)):
             raise InputError(
-                f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name} does not read: it "
-                f"would change nothing. Wanted some of {sorted(self.template(model).names)}; leave others out."
+                f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name} does not use. "
+                f"It uses {sorted(self.template(model).names)}; leave others out."
             )
         if ask.grammar is None and not tools.offered_tools:
             return OutputConstraints(ask, model, thoughts=self.template(model).thoughts)
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
-        thoughts = None if tools.must else self.template(model).thoughts
+        thoughts = None if tools.must_call else self.template(model).thoughts
         tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
         grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls, tags)
         grammars.matcher(grammar)
         if ask.grammar is not None:  # its texts are never read as tool calls or reasoning
             return OutputConstraints(ask, model, None, grammars, grammar)
-        return OutputConstraints(ask, model, calls, grammars, grammar, tools.must, tools.schemas, thoughts)
+        return OutputConstraints(ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts)
 
     def template(self, model: HFModel) -> ChatTemplate:
         """Return the properties of the model's chat template, read once."""
@@ -179,14 +179,14 @@ class ConstraintCompiler:
         with self._lock:
             if ends not in self._grammars:
                 self._grammars.clear()  # keep one: a caller with its own end tokens usually stays with them
-                self._grammars[ends] = GrammarCompiler(model.tokenizer, _columns(model), ends)
+                self._grammars[ends] = GrammarCompiler(model.tokenizer, _n_logits(model), ends)
             return self._grammars[ends]
 
 
 def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, parallel: bool, tags: Sequence[str]) -> Grammar:
     schemas = {name: _laid_out(schema) for name, schema in tools.schemas.items()}
     several = parallel and tools.choice not in schemas
-    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must, several, tags))
+    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must_call, several, tags))
 
 
 def _laid_out(schema: str) -> str:
@@ -206,7 +206,7 @@ class OutputConstraints:
         calls: The format of tool calls; None without tools.
         grammars: The grammar compiler; None without a grammar.
         grammar: The grammar that the answer or its tool calls follow.
-        must: Whether the answer must consist of tool calls only.
+        must_call: Whether the answer must consist of tool calls only.
         schemas: JSON schemas of the tools' arguments, by tool name.
         thoughts: The tags around reasoning; None where the model writes none.
         is_thinking: Whether the prompt ends inside reasoning that it opened.
@@ -217,13 +217,13 @@ class OutputConstraints:
     calls: CallFormat | None = None
     grammars: GrammarCompiler | None = None
     grammar: Grammar | None = None
-    must: bool = False
+    must_call: bool = False
     schemas: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     thoughts: Thoughts | None = None
     is_thinking: bool = False
 
-    def behind(self, token_ids: Sequence[int], is_chat: bool) -> OutputConstraints:
-        """Return the constraints of answers to this prompt.
+    def for_prompt(self, token_ids: Sequence[int], is_chat: bool) -> OutputConstraints:
+        """Return the constraints of the answers to a prompt.
 
         Args:
             token_ids: The prompt's ids; its end shows whether it opened reasoning.
@@ -231,10 +231,10 @@ class OutputConstraints:
         """
         if self.thoughts is None or not is_chat:
             return replace(self, thoughts=None)
-        within = self.ask.continue_final_message
-        last = list(token_ids[-(LONG_TAIL if within else TAIL) :])
-        prompt = str(self.model.tokenizer.decode(last, skip_special_tokens=False))
-        return replace(self, is_thinking=self.thoughts.is_open(prompt, within))
+        continues = self.ask.continue_final_message
+        last_ids = list(token_ids[-(LONG_TAIL if continues else TAIL) :])
+        prompt = str(self.model.tokenizer.decode(last_ids, skip_special_tokens=False))
+        return replace(self, is_thinking=self.thoughts.is_open(prompt, continues))
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return options for transformers' `generate`, with logits processors that enforce the constraints.
@@ -248,44 +248,44 @@ class OutputConstraints:
         if self.grammars is not None and self.grammar is not None:
             if not is_single(options, self.model):
                 raise InputError(
-                    "Tools and grammars hold one sequence at a time, found num_beams above 1; leave it out."
+                    "Tools and grammars cannot be used with beam search, found num_beams above 1. Leave out num_beams."
                 )
             exits = self.calls.exits if self.calls is not None else ()
             limit, is_drawn = options.get("max_new_tokens"), is_sampled(options, self.model)
             processors.append(self.grammars.processor(self.grammar, limit, is_drawn, exits))
-        full = {name: value for name, value in options.items() if name not in RAGFUSE_OPTIONS}
+        supported = {name: value for name, value in options.items() if name not in RAGFUSE_OPTIONS}
         if stops := options.get("stop_token_ids"):
             _check_ids("stop_token_ids", stops, self.model)
-            full["eos_token_id"] = list(ends_of(self.model, options))
-        return {**full, "stop_strings": (), **({"logits_processor": processors} if processors else {})}
+            supported["eos_token_id"] = list(ends_of(self.model, options))
+        return {**supported, "stop_strings": (), **({"logits_processor": processors} if processors else {})}
 
     def stops(self, options: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the stop strings that apply: the requested ones and the model's own.
 
         None apply to an answer that follows a grammar or must be tool calls.
         """
-        if self.must or self.ask.grammar is not None:
+        if self.must_call or self.ask.grammar is not None:
             return ()
         return tuple(dict.fromkeys((*self.ask.stop, *stop_strings_of(options, self.model))))
 
     def draft(self, options: Mapping[str, Any]) -> Draft:
         """Return an empty draft of an answer; `options` are the requested ones."""
         stops, tags = self.stops(options), self.thoughts
-        shown = (*stops, *(self.calls.texts if self.calls is not None else ()))
+        texts = (*stops, *(self.calls.texts if self.calls is not None else ()))
         return Draft(
-            Spelling.over(self.model.tokenizer, (*shown, tags.open, tags.close) if tags is not None else shown),
+            Detokenizer.of(self.model.tokenizer, (*texts, tags.open, tags.close) if tags is not None else texts),
             ends_of(self.model, options),
             stops,
             self.calls,
             self.schemas,
             None if self.ask.parallel_tool_calls else 1,
-            self.must,
+            self.must_call,
             tags,
             self.is_thinking,
         )
 
     def stopping(self, options: Mapping[str, Any]) -> list[StopWhere]:
-        """Return the stopping criteria beside `generate`'s own: for stop strings and tool calls."""
+        """Return the stopping criteria for stop strings and tool calls, to use together with `generate`'s own."""
         if self.calls is None and not self.stops(options):
             return []
         return [StopWhere(lambda: self.draft(options), not is_single(options, self.model))]
@@ -302,14 +302,15 @@ class OutputConstraints:
         draft = self.draft(options)
         draft.add(ids)
         draft.end()
-        kept, calls = tuple(draft.ids), draft.calls
-        is_short = len(kept) < options.get("max_new_tokens", 0) and not told("max_time", options, self.model)
+        token_ids, calls = tuple(draft.ids), draft.calls
+        has_time_limit = bool(resolve_option("max_time", options, self.model))
+        is_short = len(token_ids) < options.get("max_new_tokens", 0) and not has_time_limit
         over = draft.over or is_short
         if self.grammars is not None and self.grammar is not None and not over:
-            over = (bool(calls) or self.calls is None) and self.grammars.is_whole(self.grammar, kept)
-        reason: Ended = "stop" if over and (calls or not self.must) else "length"
+            over = (bool(calls) or self.calls is None) and self.grammars.is_whole(self.grammar, token_ids)
+        reason: Ended = "stop" if over and (calls or not self.must_call) else "length"
         reason = "tool_calls" if calls and reason == "stop" else reason
-        return Answer(draft.text, kept, reason, trace, calls, draft.reasoning)
+        return Answer(draft.text, token_ids, reason, trace, calls, draft.reasoning)
 
 
 def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
@@ -324,15 +325,15 @@ def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
 
 def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
     """Raise InputError if the option `name` has an id that is not a token's."""
-    most = _columns(model)
-    wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= most), None)
+    n_ids = _n_logits(model)
+    wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= n_ids), None)
     if wrong is not None:
         raise InputError(
-            f"{name} names the token {wrong!r:.40}; wanted ids of {model.name}'s tokens: 0 to {most - 1:,}."
+            f"{name} has {wrong!r:.40}, which is not a token id of {model.name}; wanted 0 to {n_ids - 1:,}."
         )
 
 
-def _columns(model: HFModel) -> int:
+def _n_logits(model: HFModel) -> int:
     """Return the size of the model's logits: how many tokens it can generate."""
     head = model.model.get_output_embeddings()
     return int(head.weight.shape[0]) if head is not None else len(model.tokenizer)

@@ -17,21 +17,21 @@ from ragfuse.schemas.nodes import Import, Item, MessageNode, Module, Param, PMLP
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages
 from ragfuse.text.chunks import Marker, Piece
 
-USUAL_CHARS = 8
-"""Characters per token of context up to which a text is tokenised whole, without this file's early checks."""
+UNCHECKED_CHARS = 8
+"""A text of at most this many characters per token of context passes without being tokenised here."""
 PIECE_CHARS = 1 << 14
 """Characters of a longer text that are tokenised at a time."""
 CUT_TOKENS = 256
 """Most tokens that cutting a text in two can add, as it may split a word."""
 BODY_NBYTES = 1 << 18
-"""Bytes that a request may have beside the text of its prompt: names, tools, settings."""
+"""Bytes allowed for everything in a request that is not the text of its prompt: names, tools, settings."""
 ESCAPED_NBYTES = 2
 """Bytes of JSON allowed per character of a prompt: an escaped line break has two."""
 UNKNOWN_CHARS = 32
 """Characters per token in the largest request, where the tokenizer sets no limit."""
 UNKNOWN_TOKENS = 1 << 17
 """Tokens of the prompt in the largest request, where the model sets no limit."""
-MOST_NBYTES = 1 << 24
+MAX_NBYTES = 1 << 24
 """Most bytes of a request, for any model."""
 _THOUGHT = re.compile(r"(?i)think|reason|analysis")
 
@@ -59,8 +59,8 @@ class WindowedModel(Protocol):
         ...
 
 
-def check_turns(
-    turns: Sequence[ChatMessage],
+def check_messages(
+    messages: Sequence[ChatMessage],
     model: WindowedModel,
     tools: Sequence[Mapping[str, Any]] = (),
     may_shorten: bool = False,
@@ -71,42 +71,42 @@ def check_turns(
     """Refuse messages that can never fit the model's context.
 
     Args:
-        turns: The messages; each non-empty one counts as at least one token.
+        messages: The messages; each non-empty one counts as at least one token.
         model: The model.
         tools: The tools that the prompt describes, as JSON values.
         may_shorten: Whether earlier turns may be left out; then only the last turn and leading system messages count.
         what: How an error message names the prompt.
         marker: Recognises marks around chunks, which are not text. Each mark counts as at least one token, signed or
             not.
-        is_text: Whether the only turn is a text without chat template, so that white space at its ends counts.
+        is_text: Whether the only message is a text without chat template, so that white space at its ends counts.
 
     Raises:
         OverlongError: They can never fit.
     """
     if model.max_context is None:
         return
-    later = LaterMessages(turns) if may_shorten else ()
-    kept = later[len(later) - 1] if later else turns
-    said = [_text_of(turn) if is_text else _said(turn) for turn in kept]
-    beside = [text for turn in kept for text in _called(turn)]
+    later = LaterMessages(messages) if may_shorten else ()
+    counted = later[len(later) - 1] if later else messages
+    texts = [_text_of(message) if is_text else _rendered_text(message) for message in counted]
+    arguments = [text for message in counted for text in _argument_texts(message)]
     if marker is not None:
-        check_texts((), model, what, n_least=sum(map(marker.count, said)))
-        said = [marker.unmarked(text) for text in said]
-    n_said = sum(turn.says_something for turn in kept)
-    check_texts([*said, *beside, *_strings(tools)], model, what, n_least=n_said)
+        check_texts((), model, what, min_tokens=sum(map(marker.count, texts)))
+        texts = [marker.unmarked(text) for text in texts]
+    n_messages = sum(message.has_content for message in counted)
+    check_texts([*texts, *arguments, *_strings(tools)], model, what, min_tokens=n_messages)
 
 
 def check_request(request: PMLPrompt, model: WindowedModel) -> None:
     """Raise OverlongError for a prompt in PML whose own texts and arguments can never fit the model's context."""
-    check_texts(_asked(request), model, so="Make its texts and arguments shorter.")
+    check_texts(_own_texts(request), model, advice="Shorten its texts and arguments.")
 
 
 def check_texts(
     texts: Iterable[str],
     model: WindowedModel,
     what: str = "The prompt",
-    so: str = "Take fewer or shorter chunks.",
-    n_least: int = 0,
+    advice: str = "Take fewer or shorter chunks.",
+    min_tokens: int = 0,
 ) -> None:
     """Refuse texts that together can never fit the model's context.
 
@@ -114,8 +114,8 @@ def check_texts(
         texts: The texts that will be tokenised.
         model: The model.
         what: How an error message names the texts.
-        so: What an error message advises.
-        n_least: A lower bound of the tokens that is known without looking at the texts.
+        advice: The last sentence of the error message.
+        min_tokens: A lower bound of the tokens that is known without looking at the texts.
 
     Raises:
         OverlongError: They can never fit.
@@ -123,11 +123,11 @@ def check_texts(
     if model.max_context is None:
         return
     whole = "".join(texts)
-    least = max(n_least, least_tokens(whole, model, model.max_context))
-    if least > model.max_context:
+    n_tokens = max(min_tokens, least_tokens(whole, model, model.max_context))
+    if n_tokens > model.max_context:
         raise OverlongError(
-            f"{what} does not fit: wanted at most {model.max_context:,} tokens, which is what {model.name} was made "
-            f"for, found at least {least:,}{f' in {len(whole):,} characters' if whole else ''}. {so}"
+            f"{what} does not fit: {model.name} takes at most {model.max_context:,} tokens, "
+            f"found at least {n_tokens:,}{f' in {len(whole):,} characters' if whole else ''}. {advice}"
         )
 
 
@@ -136,31 +136,31 @@ def may_fit(text: str, model: WindowedModel) -> bool:
     return model.max_context is None or least_tokens(text, model, model.max_context) <= model.max_context
 
 
-def least_tokens(text: str, model: WindowedModel, most: int, usual: int | None = None) -> int:
-    """Return a lower bound of a text's tokens; counting stops once it is above `most`.
+def least_tokens(text: str, model: WindowedModel, limit: int, unchecked_chars: int | None = None) -> int:
+    """Return a lower bound of a text's tokens; counting stops once it is above `limit`.
 
     Args:
         text: The text.
         model: The model.
-        most: The number of tokens from which on the count does not matter.
-        usual: Characters up to which nothing is tokenised; None: `USUAL_CHARS * most`.
+        limit: The number of tokens from which on the count does not matter.
+        unchecked_chars: Characters up to which nothing is tokenised; None: `UNCHECKED_CHARS * limit`.
     """
-    least = model.token_length.least(text) if model.token_length is not None else 0
-    if least > most or len(text) <= (USUAL_CHARS * most if usual is None else usual):
-        return least
+    bound = model.token_length.min_tokens(text) if model.token_length is not None else 0
+    if bound > limit or len(text) <= (UNCHECKED_CHARS * limit if unchecked_chars is None else unchecked_chars):
+        return bound
     found = lo = 0
-    while lo < len(text) and found <= most:
+    while lo < len(text) and found <= limit:
         hi = _cut(text, lo)
         found += len(model.tokens(text[lo:hi])) - (CUT_TOKENS if lo else 0)
         lo = hi
-    return max(least, found)
+    return max(bound, found)
 
 
 def largest_body(model: WindowedModel) -> int:
     """Return the most bytes of a request to a server: the JSON of the longest prompt that can fit the model."""
     tokens, length = model.max_context or UNKNOWN_TOKENS, model.token_length
     chars = UNKNOWN_CHARS if length is None else length.chars
-    return min(MOST_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * chars * tokens)
+    return min(MAX_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * chars * tokens)
 
 
 def check_schema(schema: Schema, model: WindowedModel) -> None:
@@ -169,7 +169,7 @@ def check_schema(schema: Schema, model: WindowedModel) -> None:
     The modules of a union share their positions, so only the longest of them counts.
     """
     if model.max_context is not None:
-        _Extent(model, model.max_context, f"Schema '{schema.name}'").behind(schema.items, _Place())
+        _Extent(model, model.max_context, f"Schema '{schema.name}'").after(schema.items, _Place())
 
 
 class _Place(NamedTuple):
@@ -182,37 +182,37 @@ class _Place(NamedTuple):
 class _Extent:
     """Adds up a lower bound of the positions of a schema's items, and raises once there are too many."""
 
-    def __init__(self, model: WindowedModel, most: int, what: str) -> None:
-        self._model, self._most, self._what = model, most, what
+    def __init__(self, model: WindowedModel, max_positions: int, what: str) -> None:
+        self._model, self._max, self._what = model, max_positions, what
 
-    def behind(self, items: Iterable[Item], at: _Place) -> _Place:
+    def after(self, items: Iterable[Item], at: _Place) -> _Place:
         """Return the first place after items that begin at `at`; raise OverlongError where it is too far."""
         for item in items:
-            at = self._behind(item, at)
-            if at.position > self._most:
+            at = self._after(item, at)
+            if at.position > self._max:
                 raise OverlongError(
-                    f"{self._what} does not fit: wanted at most {self._most:,} positions, which is what "
-                    f"{self._model.name} was made for, found at least {at.position:,}. Make its modules shorter."
+                    f"{self._what} does not fit: {self._model.name} takes at most {self._max:,} token positions, "
+                    f"found at least {at.position:,}. Shorten its modules."
                 )
         return at
 
-    def _behind(self, item: Item, at: _Place) -> _Place:
+    def _after(self, item: Item, at: _Place) -> _Place:
         match item:
             case TextNode():
                 return self._text(item.text, at)
             case Param():
                 return at._replace(position=at.position + item.length)
             case Module() | Role():
-                return self.behind(item.items, at)
+                return self.after(item.items, at)
             case Union():
-                ends = [self.behind([each], at) for each in item.modules]
+                ends = [self.after([each], at) for each in item.modules]
                 return _Place(*map(max, zip(at, *ends, strict=True)))
 
     def _text(self, text: str, at: _Place) -> _Place:
         if not text.strip():  # white space between messages is dropped
             return at
-        left, usual = self._most - at.position, max(0, USUAL_CHARS * self._most - at.chars)
-        return _Place(at.position + least_tokens(text, self._model, left, usual), at.chars + len(text))
+        limit, unchecked_chars = self._max - at.position, max(0, UNCHECKED_CHARS * self._max - at.chars)
+        return _Place(at.position + least_tokens(text, self._model, limit, unchecked_chars), at.chars + len(text))
 
 
 def _cut(text: str, lo: int) -> int:
@@ -224,22 +224,22 @@ def _cut(text: str, lo: int) -> int:
     return space if space > lo else hi
 
 
-def _text_of(turn: ChatMessage) -> str:
-    parts = [turn.content] if isinstance(turn.content, str) else turn.content
+def _text_of(message: ChatMessage) -> str:
+    parts = [message.content] if isinstance(message.content, str) else message.content
     return "".join(part.text if isinstance(part, Piece) else part for part in parts)
 
 
-def _said(turn: ChatMessage) -> str:
+def _rendered_text(message: ChatMessage) -> str:
     """Return the text that a message has in any prompt: templates may strip white space and an answer's reasoning."""
-    said = _text_of(turn).strip()
-    if turn.role == "assistant" and (thoughts := list(_THOUGHT.finditer(said))):
-        return said[thoughts[-1].end() :]
-    return said
+    text = _text_of(message).strip()
+    if message.role == "assistant" and (thoughts := list(_THOUGHT.finditer(text))):
+        return text[thoughts[-1].end() :]
+    return text
 
 
-def _called(turn: ChatMessage) -> Iterator[str]:
+def _argument_texts(message: ChatMessage) -> Iterator[str]:
     """Yield the texts in the arguments of a message's tool calls."""
-    for call in turn.tool_calls:
+    for call in message.tool_calls:
         yield from _strings(call.arguments)
 
 
@@ -256,7 +256,7 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(each)
 
 
-def _asked(item: PMLPrompt | Import | MessageNode | TextNode) -> Iterator[str]:
+def _own_texts(item: PMLPrompt | Import | MessageNode | TextNode) -> Iterator[str]:
     """Yield the texts of a prompt in PML, and the values of its arguments."""
     match item:
         case TextNode(text):
@@ -266,6 +266,6 @@ def _asked(item: PMLPrompt | Import | MessageNode | TextNode) -> Iterator[str]:
         case PMLPrompt() | Import():
             yield from (value for _, value in item.args)
             for each in item.items:
-                yield from _asked(each)
+                yield from _own_texts(each)
             if isinstance(item, PMLPrompt):
                 yield item.ending

@@ -9,10 +9,11 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from ragfuse.hf.stream import Spelling, StopFinder, longest_start
+from ragfuse.hf.stream import Detokenizer, StopFinder
 from ragfuse.text.thoughts import Thoughts
-from ragfuse.text.tool_calls import CallFormat, CallReader, without_space
+from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
 from ragfuse.types.answer import Thought, ToolCall
+from ragfuse.types.partial_match import partial_match
 
 Phase = Literal["begin", "thought", "between", "text", "calls"]
 
@@ -21,13 +22,13 @@ class Draft:
     """One answer, parsed as its token ids arrive.
 
     Args:
-        spelling: Decodes the ids.
+        detokenizer: Decodes the ids.
         ends: Ids of end tokens.
         stops: Stop strings; they end text only.
         calls: The format of tool calls; None without tools.
         schemas: JSON schemas of the tools' arguments, by tool name.
-        most: Most tool calls; None for any number.
-        must: Whether the answer consists of tool calls only.
+        max_calls: Most tool calls; None for any number.
+        must_call: Whether the answer consists of tool calls only.
         tags: The tags around reasoning; None for a model without.
         is_thinking: Whether the answer begins inside reasoning.
 
@@ -38,42 +39,42 @@ class Draft:
 
     def __init__(
         self,
-        spelling: Spelling,
+        detokenizer: Detokenizer,
         ends: Sequence[int] = (),
         stops: Sequence[str] = (),
         calls: CallFormat | None = None,
         schemas: Mapping[str, str] | None = None,
-        most: int | None = None,
-        must: bool = False,
+        max_calls: int | None = None,
+        must_call: bool = False,
         tags: Thoughts | None = None,
         is_thinking: bool = False,
     ) -> None:
         self.ids = list[int]()
         self.over = False
-        self._spelling, self._ends, self._stops = spelling, frozenset(ends), StopFinder(stops)
-        self._format, self._most, self._tags = calls, most, tags
+        self._detokenizer, self._ends, self._stops = detokenizer, frozenset(ends), StopFinder(stops)
+        self._format, self._max_calls, self._tags = calls, max_calls, tags
         self._reader = CallReader(calls, schemas or {}) if calls is not None else None
-        self._phase: Phase = "calls" if must else "begin" if tags is not None else "text"
-        self._is_thinking, self._whole = is_thinking, False
+        self._phase: Phase = "calls" if must_call else "begin" if tags is not None else "text"
+        self._is_thinking, self._is_complete = is_thinking, False
         self._seen = 0  # characters searched without a find
         self._thought = self._text = (0, 0)  # characters lo:hi that are final
         self._opening = -1
-        self._told = [0, 0]  # characters of reasoning and text that `take` has yielded
+        self._taken = [0, 0]  # characters of reasoning and text that `take` has yielded
 
     @property
     def text(self) -> str:
         """The answer's text as far as it is final: more tokens will not change it."""
-        return self._spelling.visible(*self._text)
+        return self._detokenizer.visible(*self._text)
 
     @property
     def reasoning(self) -> str:
         """The reasoning before the text, as far as it is final."""
-        return self._spelling.visible(*self._thought)
+        return self._detokenizer.visible(*self._thought)
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
         """All complete tool calls, each once; none in an answer that ended at a stop string."""
-        return () if self._reader is None else tuple(self._reader.calls[: self._most])
+        return () if self._reader is None else tuple(self._reader.calls[: self._max_calls])
 
     def add(self, ids: Iterable[int]) -> None:
         """Parse the next generated ids."""
@@ -84,36 +85,36 @@ class Draft:
                 self.over = True
                 return
             self.ids.append(id)
-            self._spelling.add([id])
+            self._detokenizer.add([id])
             self._read()
 
     def end(self) -> None:
         """Finish the answer: no more ids come, so all of it becomes final."""
-        self._spelling.end()
-        self._whole = True
+        self._detokenizer.end()
+        self._is_complete = True
         self._read()
 
     def take(self) -> Iterator[str | Thought]:
         """Yield the reasoning and text that became final since the last call."""
         (a, b), (lo, hi) = self._thought, self._text
-        if piece := self._spelling.visible(max(a, self._told[0]), b):
-            self._told[0] = b
+        if piece := self._detokenizer.visible(max(a, self._taken[0]), b):
+            self._taken[0] = b
             yield Thought(piece)
-        if piece := self._spelling.visible(max(lo, self._told[1]), hi):
-            self._told[1] = hi
+        if piece := self._detokenizer.visible(max(lo, self._taken[1]), hi):
+            self._taken[1] = hi
             yield piece
 
     def copy(self) -> Draft:
         """Return an independent copy, as for another beam of the same answer."""
         new = copy.copy(self)
-        new.ids, new._told, new._spelling = list(self.ids), list(self._told), self._spelling.copy()
+        new.ids, new._taken, new._detokenizer = list(self.ids), list(self._taken), self._detokenizer.copy()
         new._stops, new._reader = copy.copy(self._stops), None if self._reader is None else self._reader.copy()
         return new
 
     # inside
 
     def _read(self) -> None:
-        text = self._spelling.text
+        text = self._detokenizer.text
         if self._phase == "begin":
             self._begin(text)
         if self._phase == "thought":
@@ -133,7 +134,7 @@ class Draft:
         if self._is_thinking or rest.startswith(open):
             self._phase, at = "thought", 0 if self._is_thinking else start + len(open)
             self._thought, self._seen = (at, at), at
-        elif self._whole or not open.startswith(rest):
+        elif self._is_complete or not open.startswith(rest):
             self._phase = "text"
 
     def _think(self, text: str) -> None:
@@ -152,8 +153,8 @@ class Draft:
             self._phase, end = "between", at
         else:
             last = text[max(lo, len(text) - max(len(close), len(marker))) :]
-            end = len(text) - (0 if self._whole else longest_start(last, (close, marker)))
-        self._thought = lo, max(lo, without_space(text, lo, end))
+            end = len(text) - (0 if self._is_complete else partial_match(last, (close, marker)))
+        self._thought = lo, max(lo, stripped_end(text, lo, end))
         self._seen = len(text) if self._phase == "thought" else end
         if self._phase != "thought":
             start = end + len(close) if self._phase == "between" else end
@@ -178,14 +179,14 @@ class Draft:
             self.over, self._text = True, (lo, stop)
         elif opening >= 0:
             self._phase, self._opening, self._text = "calls", opening, (lo, hi)
-        elif self._whole:
+        elif self._is_complete:
             self._text = lo, hi
         else:
             undecided = format.undecided(text, lo) if format is not None else 0
-            self._text = lo, max(self._text[1], hi - max(undecided, self._stops.begun(text, lo)))
+            self._text = lo, max(self._text[1], hi - max(undecided, self._stops.possible_start(text, lo)))
 
     def _call(self, text: str) -> None:
-        """Read tool calls, at most `most` of them; repeated calls end the answer."""
+        """Read tool calls, at most `max_calls` of them; repeated calls end the answer."""
         if self._reader is None or self._format is None:
             return
         if self._opening < 0:
@@ -193,5 +194,5 @@ class Draft:
             self._seen = len(text)
         if self._opening >= 0:
             self._reader.read(text, self._opening)
-        if self._reader.repeats or (self._most is not None and len(self._reader.calls) >= self._most):
+        if self._reader.repeats or (self._max_calls is not None and len(self._reader.calls) >= self._max_calls):
             self.over = True

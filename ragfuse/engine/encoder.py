@@ -152,5 +152,5 @@ class Encoder:
             return kv.nbytes if self.store.put(key, kv, tier=fast[-1]) else 0
         home, levels = self.home(len(tokens), kv.nbytes), self.levels(len(tokens), kv.nbytes)
         wait, pace_s = self.pace_s is None, self.pace_s or 0.0
-        kept = self.store.put(key, kv, wait=wait, home=home, pace_s=pace_s, levels=levels)
+        kept = self.store.put(key, kv, wait=wait, slow_tier=home, pace_s=pace_s, levels=levels)
         return kv.nbytes if kept else 0

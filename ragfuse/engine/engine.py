@@ -35,9 +35,9 @@ from ragfuse.hf.scores import Score, scored
 from ragfuse.hf.verify import Verdict
 from ragfuse.load.link import Links
 from ragfuse.measure import Progress
-from ragfuse.models.dtypes import settled
+from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
-from ragfuse.process.shared import forget, noting, shared
+from ragfuse.process.shared import collect_notes, forget, shared
 from ragfuse.process.worker import EXIT_S
 from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.sessions.conversation_index import ConversationIndex
@@ -91,7 +91,7 @@ class Engine:
         tokenizer: Tokens = None,
     ) -> None:
         given, chosen = handed_over(model, tokenizer, settings or Settings())
-        self.settings = settled(chosen)
+        self.settings = resolve_auto(chosen)
         known_policy(self.settings.policy)
         self.catalog = open_catalog(self.settings, store)
         self.conversations = conversations if conversations is not None else ConversationIndex()
@@ -113,7 +113,7 @@ class Engine:
         It is closed when the process ends. After an earlier `close`, the next call makes a new engine.
         """
         given, settings = handed_over(model, tokenizer, settings or Settings())
-        settings = settled(settings)
+        settings = resolve_auto(settings)
         if given is None:
             return shared(("engine", settings), partial(_closed_at_exit, settings))
         if isinstance(given, HFModel):
@@ -121,7 +121,7 @@ class Engine:
         name = "engine", settings, id(given.model), id(given.tokenizer)
         return shared(name, partial(_closed_at_exit, settings, given.model, given.tokenizer))
 
-    # the road of one question
+    # one question, from its prompt to its answer
 
     def answer(
         self, prompt: Question | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
@@ -151,7 +151,7 @@ class Engine:
         return AnswerStream(partial(self._say, question, ask))
 
     def batch(
-        self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
+        self, prompts: Sequence[Question], ask: Ask | None = None, cancelled: threading.Event | None = None
     ) -> list[Answer]:
         """Return the answers to several prompts: each is prefilled by itself, all are decoded together.
 
@@ -160,13 +160,13 @@ class Engine:
         Args:
             prompts: As for `answer`.
             ask: Options of all answers; None: the settings apply.
-            gone: Ends the generation of all answers once it is set.
+            cancelled: Ends the generation of all answers once it is set.
         """
-        return self._batch(prompts, ask or Ask(), gone or threading.Event())
+        return self._batch(prompts, ask or Ask(), cancelled or threading.Event())
 
     @answered
     def _answer(self, request: Request) -> Answer:
-        with noting() as unsaved:
+        with collect_notes() as unsaved:
             prompt = self._stages.build.build(request)
             return _with_unsaved(self._run(prompt, self._constrained(request)), unsaved)
 
@@ -184,24 +184,28 @@ class Engine:
         return generated.answer
 
     @batched
-    def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
+    def _batch(self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event) -> list[Answer]:
         began_s, stages = time.perf_counter(), self._stages
-        with noting() as unsaved:
-            requests = [self._request(prompt, ask, ends=(gone,), began_s=began_s) for prompt in prompts]
+        with collect_notes() as unsaved:
+            requests = [self._request(prompt, ask, ends=(cancelled,), began_s=began_s) for prompt in prompts]
             built = [stages.build.build(request) for request in requests]
             requests = [self._constrained(request) for request in requests]
             if len(built) < 2 or requests[0].model.lock.is_mine:
                 answers = [self._run(prompt, request) for prompt, request in zip(built, requests, strict=True)]
             else:
-                answers = self._together(built, requests, gone)
+                answers = self._run_in_parallel(built, requests, cancelled)
         return [_with_unsaved(answer, unsaved) for answer in answers]
 
-    def _together(self, built: Sequence[Prompt], requests: Sequence[Request], gone: threading.Event) -> list[Answer]:
+    def _run_in_parallel(
+        self, built: Sequence[Prompt], requests: Sequence[Request], cancelled: threading.Event
+    ) -> list[Answer]:
         """Run prompts in parallel; the first failure ends the others and is raised."""
         failed = threading.Event()
         with ThreadPoolExecutor(min(len(built), MAX_BATCH_ANSWERS), "ragfuse-batch") as pool:
             futures = [
-                pool.submit(copy_context().run, self._run, prompt, replace(each, ends=(gone, failed), has_company=True))
+                pool.submit(
+                    copy_context().run, self._run, prompt, replace(each, ends=(cancelled, failed), has_company=True)
+                )
                 for prompt, each in zip(built, requests, strict=True)
             ]
             return _results(futures, failed)
@@ -219,10 +223,10 @@ class Engine:
     def _constrained(self, request: Request) -> Request:
         """Return the request with the constraints of its answer: tools, grammar, stop strings."""
         calls = self._stages.prompts.calls
-        return replace(request, constraints=self._stages.constraints.reply(request.ask, request.model, calls))
+        return replace(request, constraints=self._stages.constraints.compile(request.ask, request.model, calls))
 
-    def _say(self, question: Question, ask: Ask, say: Say, gone: threading.Event) -> Answer:
-        return self._answer(self._request(question, ask, say, (gone,), time.perf_counter()))
+    def _say(self, question: Question, ask: Ask, say: Say, stop: threading.Event) -> Answer:
+        return self._answer(self._request(question, ask, say, (stop,), time.perf_counter()))
 
     def check_length(self, prompt: Question, ask: Ask | None = None) -> None:
         """Raise OverlongError for a prompt that cannot fit the model's context, without tokenising it."""
@@ -341,10 +345,10 @@ class Engine:
         Args:
             sessions: Session names in the order in which they are expected; or names with numbers, the smallest first.
         """
-        told = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
-        whose = self.digest
-        self.conversations.expect(whose, told)
-        self._stages.prefetcher.look_ahead([(whose, name) for name in sorted(told, key=told.__getitem__)])
+        places = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
+        digest = self.digest
+        self.conversations.expect(digest, places)
+        self._stages.prefetcher.look_ahead([(digest, name) for name in sorted(places, key=places.__getitem__)])
 
     def session_of(self, prompt: ChatInput | Ids, ask: Ask | None = None) -> str | None:
         """Return the name of the stored conversation that a prompt continues; None where there is none."""
@@ -465,10 +469,10 @@ class Engine:
         """
         forget(self)
         self.counters.close()
-        left = countdown(timeout_s)
+        remaining_s = countdown(timeout_s)
         for part in self._background:
-            part.close(left())
-        self.store.close(left())
+            part.close(remaining_s())
+        self.store.close(remaining_s())
         self.catalog.close()
 
     @property

@@ -32,7 +32,7 @@ from ragfuse.types.plan import LoadPlan
 
 @dataclass
 class ReadAhead:
-    """What was planned and read for a prompt before it acquired the model.
+    """The plan and the layers of a prompt that were made ready before it acquired the model.
 
     Args:
         place: Holds the engine's read-ahead lock, which one prompt at a time has, until the model is acquired.
@@ -50,11 +50,11 @@ class ReadAhead:
 
     def reader(self, chosen: LoadPlan) -> AbstractContextManager[LayerReader] | None:
         """Return the reader that was started, once; None where none was, or its layers are not those of this plan."""
-        mine, self._reader = self._reader, None
-        if mine is None or self.plan is None or _reads(self.plan) != _reads(chosen):
+        reader, self._reader = self._reader, None
+        if reader is None or self.plan is None or _reads(self.plan) != _reads(chosen):
             self._reading.close()
             return None
-        return _handed(mine, self._reading.pop_all())
+        return _handed(reader, self._reading.pop_all())
 
     def close(self) -> None:
         """Release the lock, and a reader that was not taken."""
@@ -107,9 +107,9 @@ class FetchedKV:
     @contextmanager
     def layers(self, chosen: LoadPlan) -> Iterator[tuple[LayerReader, LayerSource]]:
         """Open the reader of a plan, and the source of all its layers, streamed ones included."""
-        came = self.streamed_segments
-        near = replace(chosen, fetches=tuple(fetch for fetch in chosen.fetches if fetch.segment not in came))
-        with self.ahead.reader(near) or loading(self.fetcher.reader(near, self.plan.request), near) as reader:
+        streamed = self.streamed_segments
+        rest = replace(chosen, fetches=tuple(fetch for fetch in chosen.fetches if fetch.segment not in streamed))
+        with self.ahead.reader(rest) or loading(self.fetcher.reader(rest, self.plan.request), rest) as reader:
             yield reader, self.streamed.over(reader) if self.streamed is not None else reader
 
     @property
@@ -174,13 +174,13 @@ class FetchStage:
             held.enter_context(lock)
             fetched.ahead.place.close()
             if any(end.is_set() for end in request.ends):
-                raise InputError("The stream was closed before its answer began.")
+                raise InputError("The stream was closed or finished before the answer began. Ask again.")
             fetched.began_s = time.perf_counter()
             yield fetched
 
     @contextmanager
     def begun(self, plan: RevisablePlan) -> Iterator[FetchedKV]:
-        """Stream what has a deadline, without acquiring the model: for a prompt that is prefilled but not answered."""
+        """Stream KV if the question has a deadline, without acquiring the model; for prefills without an answer."""
         ahead, streamed = ReadAhead(), self.streamer.stream(plan)
         if streamed is not None:
             plan.prompt = streamed.plan.prompt
@@ -192,7 +192,7 @@ class FetchStage:
 
     def noted(self, chosen: LoadPlan) -> LoadPlan:
         """Have the prefetcher skip the keys of a plan, and return the plan."""
-        self.prefetcher.leave(fetch.key for fetch in chosen.fetches)
+        self.prefetcher.skip(fetch.key for fetch in chosen.fetches)
         return chosen
 
     def reader(self, plan: LoadPlan, request: Request) -> LayerReader:

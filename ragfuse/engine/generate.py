@@ -56,7 +56,7 @@ class GenerateStage:
         """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
         ask, model, say = request.ask, request.model, request.say
         constraints = request.constraints or OutputConstraints(ask, model)
-        constraints = constraints.behind(prepared.plan.prompt.token_ids, request.is_chat)
+        constraints = constraints.for_prompt(prepared.plan.prompt.token_ids, request.is_chat)
         options = options_of(ask, self.settings, prepared.room)
         sink = constraints.sink(say, options)
         streamer = sink if is_streamable(options, model) else None
@@ -64,7 +64,7 @@ class GenerateStage:
         with span("decode"):
             rows = generate(model, prepared.prefill, constraints.options(options), streamer, stopping, ask.seed)
         answer = constraints.read(rows[0], options, self._trace(prepared, request, sink.first_s))
-        is_whole = not any(map(_is_gone, request.ends))
+        is_whole = not any(map(_is_abandoned, request.ends))
         if streamer is None and say is not None:
             if answer.reasoning:
                 say(Thought(answer.reasoning))
@@ -88,6 +88,6 @@ class GenerateStage:
         return replace(trace, promoted=self.placement.take_promoted())
 
 
-def _is_gone(end: object) -> bool:
-    """Return whether an end event means that the reader is gone, rather than that the answer is long enough."""
-    return end.is_gone if isinstance(end, StopSignal) else end.is_set()  # type: ignore[attr-defined]
+def _is_abandoned(end: object) -> bool:
+    """Return whether an end event means that nobody reads the answer, rather than that it is long enough."""
+    return end.is_abandoned if isinstance(end, StopSignal) else end.is_set()  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from ragfuse.engine.options import Ask
 from ragfuse.engine.overflow import fitted
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import ChatInput, Ids, is_ids, turns_of
+from ragfuse.engine.question import ChatInput, Ids, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.fuse.gather import gathered
@@ -41,7 +41,7 @@ from ragfuse.sessions.session import (
     truncated,
 )
 from ragfuse.sessions.session_store import SessionStore
-from ragfuse.sessions.turn_kv import Saves, Spans, left_by
+from ragfuse.sessions.turn_kv import RowRanges, Saves, turn_kv_of
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
@@ -58,7 +58,7 @@ log = logging.getLogger("ragfuse.engine")
 
 TURN_SAVE_WAIT_S = 5.0
 """Longest time in seconds that a turn waits until the KV of the turn before it is saved."""
-MISSPELT = 64
+STOP_SEARCH_TOKENS = 64
 """How many of an answer's last token ids are searched for the place where a stop string cut its text."""
 
 
@@ -91,7 +91,7 @@ class ConversationHistory:
         self.sessions = SessionStore(
             store,
             catalog,
-            self._tenants,
+            self._tenant_digests,
             settings.session_ttl_s,
             settle=self._writer.flush,
             later=self._later,
@@ -106,7 +106,7 @@ class ConversationHistory:
         self._waiting = Counter[str]()  # number of pending saves by session name
         self._begun = set[int]()  # ids of prompts whose KV is saved but whose turn is not recorded yet
 
-    def _tenants(self) -> list[str]:
+    def _tenant_digests(self) -> list[str]:
         """Return the digests of the tenants whose sessions are listed: the engine's own."""
         return [self._runtime.digest]
 
@@ -125,11 +125,11 @@ class ConversationHistory:
             make: Makes the prompt of messages without their last n chunks.
             limit: Most tokens of the prompt, as for `overflow.fitted`; None: no chunk is left out.
         """
-        talk = self._talk(question, ask)
-        if talk is None:
+        pending = self._pending_turn(question, ask)
+        if pending is None:
             return fitted(lambda n: make(question, n), limit)
-        messages = [*_said(talk.session), *(turn_of(message) for message in talk.messages)]
-        return fitted(lambda n: self._shortened(lambda said: make(said, n), messages, talk, ask), limit)
+        messages = [*_stored_messages(pending.session), *(chat_message_of(message) for message in pending.messages)]
+        return fitted(lambda n: self._shortened(lambda shorter: make(shorter, n), messages, pending, ask), limit)
 
     def may_shorten(self, question: ChatInput | Ids, ask: Ask) -> bool:
         """Return whether earlier turns may be left out of a question that is too long."""
@@ -137,16 +137,16 @@ class ConversationHistory:
             return True
         if self._settings.history == "asked" or is_ids(question):
             return False
-        return len(LaterMessages(turns_of(question))) > 0
+        return len(LaterMessages(messages_of(question))) > 0
 
     def name_of(self, question: ChatInput | Ids, ask: Ask) -> str | None:
         """Return the name of the session that a question continues; None where it continues none."""
         digest = self._runtime.encoder.digest
         if ask.session is not None:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
-        if ask.session is not None or not self._is_had(question):
+        if ask.session is not None or not self._may_continue(question):
             return ask.session
-        given = prefix_digests([self._message(turn, digest) for turn in turns_of(question)])
+        given = prefix_digests([self._message(message, digest) for message in messages_of(question)])
         known = self.sessions.ending(digest, given, persistent=self._settings.history == "all")
         return known[1].id if known is not None else None
 
@@ -154,13 +154,13 @@ class ConversationHistory:
         """Return the keys of a conversation's KV; a conversation that is not in the index is read from the catalog."""
         return self._index.keys(name) or (self.sessions.get(*name) and self._index.keys(name)) or ()
 
-    def _talk(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
+    def _pending_turn(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
         """Return the conversation that a question continues or begins; None where conversations are not kept."""
         settings = self._settings
-        if ask.session is None and not self._is_had(question):
+        if ask.session is None and not self._may_continue(question):
             return None
         encoder = self._runtime.encoder
-        given = [self._message(turn, encoder.digest) for turn in turns_of(question)]
+        given = [self._message(message, encoder.digest) for message in messages_of(question)]
         if ask.session is not None:
             return self._named(ask.session, given, encoder.digest)
         persistent = settings.history == "all"
@@ -175,7 +175,7 @@ class ConversationHistory:
         previous_keys = kept.keys if version else ()
         return PendingTurn(kept, tuple(given[len(kept.messages) :]), version, persistent, previous_keys=previous_keys)
 
-    def _is_had(self, question: ChatInput | Ids) -> bool:
+    def _may_continue(self, question: ChatInput | Ids) -> bool:
         """Return whether a question without a session name may continue a conversation."""
         return not (isinstance(question, str) or is_ids(question) or self._settings.history == "asked")
 
@@ -204,14 +204,16 @@ class ConversationHistory:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting[session.id], TURN_SAVE_WAIT_S)
 
-    def _message(self, turn: ChatMessage, digest: str) -> HistoryMessage:
-        pieces = self._prompts.pieces(turn.content, digest)
+    def _message(self, message: ChatMessage, digest: str) -> HistoryMessage:
+        pieces = self._prompts.pieces(message.content, digest)
         kinds = ("found" if piece.found else piece.kind for piece in pieces)
         parts = tuple((each.text, kind, each.source) for each, kind in zip(pieces, kinds, strict=True) if each.text)
-        return HistoryMessage(turn.role, parts, turn.tool_calls, turn.tool_call_id, turn.name, turn.reasoning)
+        return HistoryMessage(
+            message.role, parts, message.tool_calls, message.tool_call_id, message.name, message.reasoning
+        )
 
     def _shortened(
-        self, make: Callable[[ChatInput | Ids], Prompt], messages: Sequence[ChatMessage], talk: PendingTurn, ask: Ask
+        self, make: Callable[[ChatInput | Ids], Prompt], messages: Sequence[ChatMessage], pending: PendingTurn, ask: Ask
     ) -> Prompt:
         """Return the prompt with its history, shortened to fit the context window.
 
@@ -219,35 +221,42 @@ class ConversationHistory:
         are left out; such a prompt is computed without history.
         """
         whole = make(messages)
-        placed = self._placed(whole, talk, ask)
+        placed = self._placed(whole, pending, ask)
         shorter = () if self._fits(placed, ask) else LaterMessages(messages)
         if not shorter:
             return placed
-        without = lru_cache(maxsize=None)(lambda n: _lacking(whole, make(shorter[n]), talk))
-        left = without(bisect_left(range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), ask)))
-        return left if len(left) < len(placed) else placed
+        without = lru_cache(maxsize=None)(lambda n: _without_turns(whole, make(shorter[n]), pending))
+        shortest = without(bisect_left(range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), ask)))
+        return shortest if len(shortest) < len(placed) else placed
 
-    def _placed(self, prompt: Prompt, talk: PendingTurn, ask: Ask) -> Prompt:
+    def _placed(self, prompt: Prompt, pending: PendingTurn, ask: Ask) -> Prompt:
         """Return the prompt with its first tokens replaced by history segments, truncated to the context window."""
-        history = _outside_chunks(matched(talk.session.stretches, prompt.token_ids), prompt)
-        n_past = sum(len(stretch.tokens) for stretch in history)
+        history = _outside_chunks(matched(pending.session.kv_spans, prompt.token_ids), prompt)
+        n_past = sum(len(kv_span.tokens) for kv_span in history)
         window, settings = self._window(ask), self._settings
         if window is not None:
             room = max(0, window[1] - (len(prompt) - n_past))
             history = truncated(history, room, window[0], settings.truncate_ratio, settings.sinks)
-        talk = replace(talk, history=history)
-        names, segments = names_of(talk.session), list[Segment]()
-        for lo, hi, stretch in talk.placed():
-            start, rows = segments[-1].stop if segments else 0, None if hi - lo == len(stretch.tokens) else (lo, hi)
-            name = names.get(stretch.key, "")
-            segments.append(Segment(stretch.tokens[lo:hi], start, "history", (stretch.key,), name, rows=rows))
+        pending = replace(pending, history=history)
+        names, segments = names_of(pending.session), list[Segment]()
+        for lo, hi, kv_span in pending.placed():
+            start, rows = segments[-1].stop if segments else 0, None if hi - lo == len(kv_span.tokens) else (lo, hi)
+            name = names.get(kv_span.key, "")
+            segments.append(Segment(kv_span.tokens[lo:hi], start, "history", (kv_span.key,), name, rows=rows))
         n_kept = segments[-1].stop if segments else 0
-        tail = (replace(each, start=each.start - n_past + n_kept) for each in _behind(prompt, n_past))
+        tail = (replace(each, start=each.start - n_past + n_kept) for each in _segments_from(prompt, n_past))
         shift = n_kept - n_past
-        said = (max(0, prompt.said[0] + shift), max(0, prompt.said[1] + shift))
+        user_rows = (max(0, prompt.last_user_rows[0] + shift), max(0, prompt.last_user_rows[1] + shift))
         first = max(-1, prompt.first_chunk + shift)
         segments += tail
-        return replace(prompt, segments=tuple(segments), truncated=-shift, talk=talk, said=said, first_chunk=first)
+        return replace(
+            prompt,
+            segments=tuple(segments),
+            truncated=-shift,
+            conversation=pending,
+            last_user_rows=user_rows,
+            first_chunk=first,
+        )
 
     def _window(self, ask: Ask) -> tuple[int, int] | None:
         """Return the most tokens of prompt and answer together, and of the prompt alone; None without a limit."""
@@ -267,10 +276,10 @@ class ConversationHistory:
     def begin(self, ready: Sequence[PreparedPrompt], ask: Ask) -> None:
         """Start saving the KV of these prompts' new tokens while the answers are generated (AttentionStore 3.2.2)."""
         for each in ready:
-            talk = _talk_of(each)
-            if talk is not None and self._is_kept(talk, ask):
+            pending = _pending_turn_of(each)
+            if pending is not None and self._is_kept(pending, ask):
                 self._begun.add(id(each))
-                self._save_later(each, _saves(each.plan, talk, self._runtime.encoder.key), talk)
+                self._save_later(each, _saves(each.plan, pending, self._runtime.encoder.key), pending)
 
     def after(
         self, ready: Sequence[PreparedPrompt], rows: Sequence[Sequence[int]], answers: Sequence[Answer], ask: Ask
@@ -284,45 +293,50 @@ class ConversationHistory:
             ask: Their options.
         """
         for each, ids, answer in zip(ready, rows, answers, strict=True):
-            talk = _talk_of(each)
-            if talk is not None and self._is_kept(talk, ask):
-                self._remember(each, talk, ids, answer, ask.continue_final_message)
+            pending = _pending_turn_of(each)
+            if pending is not None and self._is_kept(pending, ask):
+                self._remember(each, pending, ids, answer, ask.continue_final_message)
 
     def end(self, ready: Sequence[PreparedPrompt]) -> None:
         """Finish these prompts: drop the KV that was saved for a turn that was never recorded, as after an error."""
         for each in ready:
-            talk = _talk_of(each)
-            if talk is not None and id(each) in self._begun:
+            pending = _pending_turn_of(each)
+            if pending is not None and id(each) in self._begun:
                 self._begun.discard(id(each))
-                self._release_later(partial(_saved, each.plan, talk, self._runtime.encoder.key))
+                self._release_later(partial(_saved_keys, each.plan, pending, self._runtime.encoder.key))
 
     def _remember(
-        self, ready: PreparedPrompt, talk: PendingTurn, ids: Sequence[int], answer: Answer, goes_on: bool
+        self, ready: PreparedPrompt, pending: PendingTurn, ids: Sequence[int], answer: Answer, goes_on: bool
     ) -> None:
         """Record one turn and save its answer's KV; `goes_on`: the answer continues the last message."""
         encoder, n_prompt = self._runtime.encoder, len(ready.plan.prompt)
-        left, said = left_by(ready.plan, talk, encoder.key), self._spelled(answer)
-        made, n_rows = [*left.asked], min(_n_alike(said, ids), ready.n_held(len(ids)) - n_prompt)
+        turn_kv, answer_ids = turn_kv_of(ready.plan, pending, encoder.key), self._text_ids(answer)
+        n_rows = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - n_prompt)
+        kv_spans, written = [*turn_kv.new_spans], answer_ids[:n_rows]
         if n_rows >= encoder.shortest:
-            made.append(KVSpan.whole(said[:n_rows], encoder.key(said[:n_rows], left.behind)))
-            answered: Saves = ((made[-1], ((n_prompt, n_prompt + n_rows),)),)
-            self._save_later(ready, answered, talk, said[:n_rows])
-        messages = talk.messages if talk.keep_chunks else tuple(map(_without_chunks, talk.messages))
+            kv_spans.append(KVSpan.whole(written, encoder.key(written, turn_kv.answer_context)))
+            answer_rows = ((n_prompt, n_prompt + n_rows),)
+            self._save_later(ready, ((kv_spans[-1], answer_rows),), pending, written)
+        messages = pending.messages if pending.keep_chunks else tuple(map(_without_chunks, pending.messages))
         text = answer.text
         if goes_on and messages:
-            text = messages[-1].text + self._within(answer, said)
+            text = messages[-1].text + self._continuation(answer, answer_ids)
             messages = messages[:-1]
         reply = HistoryMessage("assistant", ((text, "fresh", ""),) if text else (), answer.tool_calls)
-        turn = Turn((*messages, reply), () if answer.tool_calls or goes_on else said, tuple(made))
-        before = talk.session.with_stretches(left.history)
+        turn = Turn((*messages, reply), () if answer.tool_calls or goes_on else answer_ids, tuple(kv_spans))
+        before = pending.session.with_kv_spans(turn_kv.history)
         session = replace(before, turns=(*before.turns, turn))
-        loose = set(talk.previous_keys).difference(session.keys)
-        if not self.sessions.put(encoder.digest, session, talk.version, talk.persistent):
-            log.warning("Another question went on with session %s first: this turn is not part of it.", talk.id)
-            loose = {stretch.key for stretch in (*made, *(stretch for stretch, _ in left.saves))}
+        unused_keys = set(pending.previous_keys).difference(session.keys)
+        if not self.sessions.put(encoder.digest, session, pending.version, pending.persistent):
+            log.warning(
+                "Another question continued session %s first, so this question and its answer are not saved in it. The "
+                "answer is right.",
+                pending.id,
+            )
+            unused_keys = {kv_span.key for kv_span in (*kv_spans, *(kv_span for kv_span, _ in turn_kv.saves))}
         self._begun.discard(id(ready))
-        if loose:
-            self._release_later(lambda: loose)
+        if unused_keys:
+            self._release_later(lambda: unused_keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all turns are saved; return False if that takes longer than `timeout_s` seconds."""
@@ -332,31 +346,31 @@ class ConversationHistory:
         """Accept no more turns, and save the pending ones, as many as `timeout_s` seconds allow."""
         self._writer.close(timeout_s)
 
-    def _is_kept(self, talk: PendingTurn, ask: Ask) -> bool:
-        """Return whether the turn is kept; one that nobody asked to keep only where its messages have no chunks."""
-        chunks = any(message.has_chunks for message in talk.messages)
-        return ask.reuse and (talk.persistent or not chunks)
+    def _is_kept(self, pending: PendingTurn, ask: Ask) -> bool:
+        """Return whether the turn is kept; one that is not persistent only where its messages have no chunks."""
+        has_chunks = any(message.has_chunks for message in pending.messages)
+        return ask.reuse and (pending.persistent or not has_chunks)
 
-    def _spelled(self, answer: Answer) -> tuple[int, ...]:
+    def _text_ids(self, answer: Answer) -> tuple[int, ...]:
         """Return the ids of an answer's text: the generated ones, with the end tokenised anew where a stop cut it."""
         model, ids = self._runtime.encoder.model, answer.token_ids
-        for count in range(len(ids), max(-1, len(ids) - MISSPELT), -1):
+        for count in range(len(ids), max(-1, len(ids) - STOP_SEARCH_TOKENS), -1):
             text = model.text(ids[:count])
             if answer.text.startswith(text):
                 rest = answer.text[len(text) :]
                 return (*ids[:count], *(model.tokens(rest) if rest else ()))
         return tuple(model.tokens(answer.text))
 
-    def _within(self, answer: Answer, ids: Sequence[int]) -> str:
-        """Return an answer's text as it reads after the message it continues.
+    def _continuation(self, answer: Answer, ids: Sequence[int]) -> str:
+        """Return an answer's text as it reads after the message that it continues.
 
-        Some tokenizers leave out the space before a text.
+        Decoded alone, the text of some tokenizers lacks the space before it.
         """
-        text = self._runtime.encoder.model.encoder.said(ids)
+        text = self._runtime.encoder.model.encoder.decode(ids)
         return text if text.strip() == answer.text.strip() else answer.text
 
     def _save_later(
-        self, ready: PreparedPrompt, saves: Saves, talk: PendingTurn, written: tuple[int, ...] = ()
+        self, ready: PreparedPrompt, saves: Saves, pending: PendingTurn, written: tuple[int, ...] = ()
     ) -> None:
         """Save KV rows of a prompt and its answer (`written`) in the background, unless too many bytes wait already.
 
@@ -370,21 +384,21 @@ class ConversationHistory:
                 self.dropped += 1
                 return
             self._waiting_bytes += kv.nbytes
-            self._waiting[talk.id] += 1
-        exact = [(spans[0], each.key) for each, spans in saves if len(spans) == 1 and each.key.encoded != "filler"]
+            self._waiting[pending.id] += 1
+        exact = [(rows[0], each.key) for each, rows in saves if len(rows) == 1 and each.key.encoded != "filler"]
         for (lo, hi), key in exact:
             self._prefixes.expect((*ready.plan.prompt.token_ids, *written)[:hi], lo, key)
 
         def job() -> None:
             try:
-                for stretch, spans in saves:
-                    self._save(kv, stretch, spans, talk.persistent)
+                for kv_span, rows in saves:
+                    self._save(kv, kv_span, rows, pending.persistent)
             finally:
-                self._done(talk, kv.nbytes)
+                self._done(pending, kv.nbytes)
                 self._prefixes.saved(key for _, key in exact)
 
         if not self._writer.submit("history", job):
-            self._done(talk, kv.nbytes, dropped=1)
+            self._done(pending, kv.nbytes, dropped=1)
             self._prefixes.saved(key for _, key in exact)
 
     def _release_later(self, keys: Callable[[], Iterable[ChunkKey]]) -> None:
@@ -395,39 +409,41 @@ class ConversationHistory:
         """Run a job in the background after all pending saves; the queue's limit does not apply."""
         self._writer.submit("history", job, counts=False, is_awaited=True)
 
-    def _done(self, talk: PendingTurn, nbytes: int, dropped: int = 0) -> None:
+    def _done(self, pending: PendingTurn, nbytes: int, dropped: int = 0) -> None:
         with self._changed:
             self._waiting_bytes -= nbytes
-            self._waiting[talk.id] -= 1
+            self._waiting[pending.id] -= 1
             self._waiting += Counter()  # removes sessions with a count of 0
             self.dropped += dropped
             self._changed.notify_all()
 
-    def _save(self, kv: ChunkKV, stretch: KVSpan, spans: Spans, persistent: bool) -> None:
+    def _save(self, kv: ChunkKV, kv_span: KVSpan, rows: RowRanges, persistent: bool) -> None:
         """Cut the rows out of a prompt's KV and store them: in memory alone unless the session is persistent."""
         encoder = self._runtime.encoder
         store, fast = encoder.store, [tier.name for tier in encoder.store.tiers if not tier.slow]
         if not (persistent or fast):
             return
-        if store.lookup([stretch.key], counts=False) and (not persistent or store.is_persistent(stretch.key)):
+        if store.lookup([kv_span.key], counts=False) and (not persistent or store.is_persistent(kv_span.key)):
             return
-        run = gathered(kv, spans, encoder.model.profile.rope)
+        run = gathered(kv, rows, encoder.model.profile.rope)
         if not persistent:
-            store.put(stretch.key, run, tier=fast[-1])
+            store.put(kv_span.key, run, tier=fast[-1])
             return
         home, levels = encoder.home(run.n_tokens, run.nbytes), encoder.levels(run.n_tokens, run.nbytes)
-        store.put(stretch.key, run, home=home, levels=levels, pace_s=0.0 if fast else PACE_S)
+        store.put(kv_span.key, run, slow_tier=home, levels=levels, pace_s=0.0 if fast else PACE_S)
 
 
-def _saves(plan: LoadPlan, talk: PendingTurn, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Saves:
-    return left_by(plan, talk, key_of).saves
+def _saves(plan: LoadPlan, pending: PendingTurn, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Saves:
+    return turn_kv_of(plan, pending, key_of).saves
 
 
-def _saved(plan: LoadPlan, talk: PendingTurn, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Sequence[ChunkKey]:
-    return [stretch.key for stretch, _ in _saves(plan, talk, key_of)]
+def _saved_keys(
+    plan: LoadPlan, pending: PendingTurn, key_of: Callable[[Sequence[int], str], ChunkKey]
+) -> Sequence[ChunkKey]:
+    return [kv_span.key for kv_span, _ in _saves(plan, pending, key_of)]
 
 
-def turn_of(message: HistoryMessage) -> ChatMessage:
+def chat_message_of(message: HistoryMessage) -> ChatMessage:
     """Return a stored message as a chat message for a prompt."""
     pieces = tuple(
         Piece(text, "fresh" if kind == "fresh" else "chunk", source, found=kind == "found")
@@ -436,32 +452,32 @@ def turn_of(message: HistoryMessage) -> ChatMessage:
     return ChatMessage(message.role, pieces, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
 
 
-def _said(session: Session) -> Iterator[ChatMessage]:
+def _stored_messages(session: Session) -> Iterator[ChatMessage]:
     """Yield a session's messages; answers carry their generated ids, so that they are not tokenised again."""
     for turn in session.turns:
-        yield from map(turn_of, turn.messages[:-1])
-        reply = turn.messages[-1]
-        content = (Piece(reply.text, ids=turn.said),) if reply.text and turn.said else turn_of(reply).content
-        yield replace(turn_of(reply), content=content)
+        yield from map(chat_message_of, turn.messages[:-1])
+        answer = chat_message_of(turn.messages[-1])
+        text = turn.messages[-1].text
+        yield replace(answer, content=(Piece(text, ids=turn.answer_ids),)) if text and turn.answer_ids else answer
 
 
-def _lacking(whole: Prompt, short: Prompt, talk: PendingTurn) -> Prompt:
+def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
     """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's next turn."""
-    row, n_gone = _n_alike(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
-    gone = whole.token_ids[row : row + n_gone]
-    leaves = not talk.keep_chunks and any(segment.kind == "chunk" for segment in whole.segments)
-    if leaves or whole.token_ids != (*short.token_ids[:row], *gone, *short.token_ids[row:]):
-        gone = ()
-    return replace(short, truncated=n_gone, talk=replace(talk, omitted=(row, gone)))
+    row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
+    omitted = whole.token_ids[row : row + n_omitted]
+    drops_chunks = not pending.keep_chunks and any(segment.kind == "chunk" for segment in whole.segments)
+    if drops_chunks or whole.token_ids != (*short.token_ids[:row], *omitted, *short.token_ids[row:]):
+        omitted = ()
+    return replace(short, truncated=n_omitted, conversation=replace(pending, omitted=(row, omitted)))
 
 
 def _without_chunks(message: HistoryMessage) -> HistoryMessage:
     return replace(message, parts=tuple(part for part in message.parts if part[1] == "fresh"))
 
 
-def _talk_of(ready: PreparedPrompt) -> PendingTurn | None:
-    talk = ready.plan.prompt.talk
-    return talk if isinstance(talk, PendingTurn) else None
+def _pending_turn_of(ready: PreparedPrompt) -> PendingTurn | None:
+    pending = ready.plan.prompt.conversation
+    return pending if isinstance(pending, PendingTurn) else None
 
 
 def _outside_chunks(history: Sequence[KVSpan], prompt: Prompt) -> tuple[KVSpan, ...]:
@@ -469,13 +485,13 @@ def _outside_chunks(history: Sequence[KVSpan], prompt: Prompt) -> tuple[KVSpan, 
     inside = [
         (lo, hi) for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True) if segment.kind == "chunk"
     ]
-    ends = list(accumulate(len(stretch.tokens) for stretch in history))
+    ends = list(accumulate(len(kv_span.tokens) for kv_span in history))
     while ends and any(lo < ends[-1] < hi for lo, hi in inside):
         ends.pop()
     return tuple(history[: len(ends)])
 
 
-def _behind(prompt: Prompt, row: int) -> Iterator[Segment]:
+def _segments_from(prompt: Prompt, row: int) -> Iterator[Segment]:
     """Yield the segments from a row on; the rest of a segment that begins earlier becomes fresh text."""
     for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
         if lo >= row:
@@ -484,6 +500,6 @@ def _behind(prompt: Prompt, row: int) -> Iterator[Segment]:
             yield Segment(segment.tokens[row - lo :], segment.start + row - lo)
 
 
-def _n_alike(one: Sequence[int], other: Sequence[int]) -> int:
+def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the longest common prefix of two id sequences."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

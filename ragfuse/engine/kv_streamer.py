@@ -36,7 +36,7 @@ NOTHING_CAME = "nothing of it came in time over the line"
 
 @dataclass
 class StreamedPlan:
-    """A prompt's plan, with the KV that was streamed for it. A context manager, closed at its end.
+    """A prompt's plan, with the KV that was streamed for it; a context manager that closes the stream.
 
     Args:
         began_s: `time.perf_counter()` when the deadline began to run.
@@ -62,7 +62,7 @@ class StreamedPlan:
     @property
     def streamed(self) -> frozenset[int]:
         """Indices of segments whose KV arrived and is used."""
-        return frozenset(self.stream.came if self.stream is not None else ()) - self.lost
+        return frozenset(self.stream.received if self.stream is not None else ()) - self.lost
 
     def lose(self, segment: int) -> None:
         """Take a segment out of the plan, as its KV cannot be used; it is computed instead."""
@@ -123,7 +123,7 @@ class KVStreamer:
         store: The store.
         timings: Timings of this machine.
         links: The links to remote tiers, with their throughput.
-        prefetcher: Told which entries a prompt reads by itself, so that it skips them.
+        prefetcher: Skips the entries that a prompt reads by itself.
     """
 
     settings: Settings
@@ -142,22 +142,22 @@ class KVStreamer:
             OverlongError: The prompt does not fit the model's context.
         """
         request, began = plan.request, time.perf_counter()
-        ask, lines = request.ask, self._lines(request.ask)
-        if ask.deadline_s is None or not lines:
+        ask, remote = request.ask, self._remote_tiers(request.ask)
+        if ask.deadline_s is None or not remote:
             return None
         room_of(plan.prompt, request.model, drops(ask, self.settings))
-        chosen = _revived(plan.make(), ask.deadline_s, lines)
+        chosen = _revived(plan.make(), ask.deadline_s, remote)
         streamed = StreamedPlan(began, chosen, ask.deadline_s)
-        far = [fetch for fetch in chosen.fetches if fetch.tier in lines]
+        far = [fetch for fetch in chosen.fetches if fetch.tier in remote]
         if far:
-            self.prefetcher.leave(fetch.key for fetch in chosen.fetches)
+            self.prefetcher.skip(fetch.key for fetch in chosen.fetches)
             self._run(streamed, far, request.model)
         return streamed
 
-    def _lines(self, ask: Ask) -> set[str]:
+    def _remote_tiers(self, ask: Ask) -> set[str]:
         """Return the names of remote tiers; none for a question without a deadline or without reuse."""
-        hurries = ask.deadline_s is not None and ask.reuse
-        return {tier.name for tier in self.store.tiers if hurries and isinstance(tier, Breaks)}
+        may_stream = ask.deadline_s is not None and ask.reuse
+        return {tier.name for tier in self.store.tiers if may_stream and isinstance(tier, Breaks)}
 
     def _run(self, streamed: StreamedPlan, far: Sequence[Fetch], model: HFModel) -> None:
         machine, plan, settings = self.timings.corrected(model), streamed.plan, self.settings
@@ -181,27 +181,27 @@ class KVStreamer:
         streamed.plan = _after(plan, stream)
 
 
-def _revived(plan: LoadPlan, deadline_s: float, lines: set[str]) -> LoadPlan:
-    """Return the plan with entries of remote tiers that it left unread: at another level they may arrive in time.
+def _revived(plan: LoadPlan, deadline_s: float, remote: set[str]) -> LoadPlan:
+    """Return the plan with the entries of remote tiers that it did not read: at another level they may be in time.
 
     A full prefill that meets the deadline stays a full prefill.
     """
-    back = [fetch for fetch in plan.unread if fetch.tier in lines]
-    late = plan.forecast is None or plan.forecast.full_s > deadline_s
-    if not back or (plan.fallback_reason and not late):
+    revived = [fetch for fetch in plan.unread if fetch.tier in remote]
+    is_late = plan.forecast is None or plan.forecast.full_s > deadline_s
+    if not revived or (plan.fallback_reason and not is_late):
         return plan
-    fetches = sorted((*plan.fetches, *back), key=lambda fetch: fetch.segment)
-    there = {fetch.segment for fetch in back}
-    misses = tuple((at, why) for at, why in plan.misses if at not in there)
-    unread = tuple(fetch for fetch in plan.unread if fetch.segment not in there)
+    fetches = sorted((*plan.fetches, *revived), key=lambda fetch: fetch.segment)
+    segments = {fetch.segment for fetch in revived}
+    misses = tuple((at, why) for at, why in plan.misses if at not in segments)
+    unread = tuple(fetch for fetch in plan.unread if fetch.segment not in segments)
     return replace(plan, fallback_reason="", fetches=tuple(fetches), misses=misses, unread=unread)
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
     """Return the plan with the levels at which segments arrived, and without those that did not arrive."""
     fetches = tuple(
-        replace(fetch, level=stream.came[fetch.segment][0], nbytes=stream.came[fetch.segment][1])
-        if fetch.segment in stream.came
+        replace(fetch, level=stream.received[fetch.segment][0], nbytes=stream.received[fetch.segment][1])
+        if fetch.segment in stream.received
         else fetch
         for fetch in plan.fetches
     )
@@ -213,10 +213,10 @@ def _without(plan: LoadPlan, why: Mapping[int, str]) -> LoadPlan:
 
     They count as stored but unread, except those whose bytes are unreadable.
     """
-    kept = tuple(fetch for fetch in plan.fetches if fetch.segment not in why)
-    gone = [f for f in plan.fetches if why.get(f.segment, BYTES_UNREADABLE) != BYTES_UNREADABLE]
-    unread = tuple(sorted((*plan.unread, *gone), key=lambda fetch: fetch.segment))
+    fetches = tuple(fetch for fetch in plan.fetches if fetch.segment not in why)
+    removed = [f for f in plan.fetches if why.get(f.segment, BYTES_UNREADABLE) != BYTES_UNREADABLE]
+    unread = tuple(sorted((*plan.unread, *removed), key=lambda fetch: fetch.segment))
     misses = tuple(sorted({**dict(plan.misses), **why}.items()))
-    if kept:
-        return replace(plan, fetches=kept, misses=misses, unread=unread)
+    if fetches:
+        return replace(plan, fetches=fetches, misses=misses, unread=unread)
     return replace(plan.with_full_prefill(NOTHING_CAME), misses=misses, unread=unread)

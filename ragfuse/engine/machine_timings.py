@@ -20,7 +20,16 @@ from ragfuse.hf.model import HFModel
 from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import blend_of
 from ragfuse.plan.evict import lru
-from ragfuse.plan.observed import LEAST_ROWS, Seen, corrected, factors, forgotten_after, row_s, rows_after, seen_after
+from ragfuse.plan.observed import (
+    MIN_PREFILL_ROWS,
+    Seen,
+    corrected,
+    factors,
+    forgotten_after,
+    row_s,
+    rows_after,
+    seen_after,
+)
 from ragfuse.process.fork import ForkLock
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, Tier
@@ -35,7 +44,7 @@ log = logging.getLogger("ragfuse.engine")
 ROWS = "rows-"
 """Prefix of the catalog name under which the seconds per computed row are kept."""
 TIMINGS_RECHECK_S = 60.0
-"""Seconds after which the catalog is asked for timings again, as another process may have measured meanwhile."""
+"""Seconds after which the catalog is asked for timings again, as another process may have measured since."""
 
 
 @dataclass
@@ -44,13 +53,13 @@ class _Known:
 
     Args:
         machine: The measured timings; None where nothing was measured.
-        asked_s: When the catalog was last asked for them.
+        checked_s: When the catalog was last asked for them.
         seen: Readings of loading times since then.
         rows: Seconds per computed row in the last prefills, oldest first; also without measured timings.
     """
 
     machine: MachineProfile | None
-    asked_s: float
+    checked_s: float
     seen: Seen = field(default_factory=dict)
     rows: tuple[float, ...] = ()
 
@@ -67,7 +76,7 @@ class MachineTimings:
     def __init__(self, tiers: Sequence[str], catalog: Catalog, clock: Callable[[], float] = time.monotonic) -> None:
         self._catalog, self._clock, self._lock = catalog, clock, ForkLock()
         self._known: dict[str, _Known] = {}
-        self._around = version("torch"), version("transformers"), *tiers
+        self._environment = version("torch"), version("transformers"), *tiers
 
     def machine(self, model: HFModel) -> MachineProfile | None:
         """Return the measured timings for torch's current number of threads; None where nothing was measured.
@@ -78,7 +87,7 @@ class MachineTimings:
             return self._of(model).machine
 
     def now(self, model: HFModel) -> tuple[MachineProfile | None, dict[str, float]]:
-        """Return the measured timings, and for tiers that differ in real answers how many times as long they take."""
+        """Return the measured timings, and the factors to multiply them by for tiers that differ in real answers."""
         with self._lock:
             known = self._of(model)
             return known.machine, factors(known.seen)
@@ -124,7 +133,7 @@ class MachineTimings:
         self.learn(machine)
         return machine
 
-    def saw(self, model: HFModel, plan: LoadPlan, load_s: float) -> None:
+    def note_load(self, model: HFModel, plan: LoadPlan, load_s: float) -> None:
         """Add a reading: loading the entries of this plan took `load_s` seconds."""
         if plan.forecast is None:
             return
@@ -142,7 +151,7 @@ class MachineTimings:
         with self._lock:
             return row_s(self._of(model).rows)
 
-    def computed(self, model: HFModel, plan: LoadPlan, seconds: float) -> None:
+    def note_compute(self, model: HFModel, plan: LoadPlan, seconds: float) -> None:
         """Add a reading: computing this plan took `seconds`. The first one is written to the catalog as well."""
         rows = sum(blend_of(plan).rows(model.n_layers)) / model.n_layers if plan.fetches else len(plan.prompt)
         with self._lock:
@@ -157,18 +166,18 @@ class MachineTimings:
         It covers the machine, the library versions and the tiers, so that timings are not used after a change of these.
         """
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-        around = digest(platform.node(), gpu, *self._around)
-        return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"
+        environment = digest(platform.node(), gpu, *self._environment)
+        return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{environment[:12]}"
 
     def _of(self, model: HFModel) -> _Known:
-        """Return the timings of a model on this machine. The lock is held."""
+        """Return the timings of a model on this machine; call it with the lock held."""
         name = self._name_of(model)
         known, now = self._known.get(name), self._clock()
-        if known is None or now - known.asked_s >= TIMINGS_RECHECK_S:
-            found = self._asked(name)
+        if known is None or now - known.checked_s >= TIMINGS_RECHECK_S:
+            found = self._stored(name)
             if known is None or found not in (None, known.machine):
                 known = self._known[name] = _Known(found, now, rows=known.rows if known else self._rows(name))
-            known.asked_s = now
+            known.checked_s = now
         return known
 
     def _name_of(self, model: HFModel) -> str:
@@ -182,15 +191,17 @@ class MachineTimings:
         """Return the readings per row that an earlier process wrote to the catalog: one or none."""
         try:
             found = self._catalog.get(ROWS + name) or {}
-            return rows_after((), LEAST_ROWS, LEAST_ROWS * float(found.get("row_s", 0.0)))
+            return rows_after((), MIN_PREFILL_ROWS, MIN_PREFILL_ROWS * float(found.get("row_s", 0.0)))
         except (TypeError, ValueError) as error:
-            log.warning("What computing takes on this machine could not be read: %s", error)
+            log.warning(
+                "The saved compute speed of this machine could not be read; the next prefills time it again: %s", error
+            )
             return ()
 
-    def _asked(self, name: str) -> MachineProfile | None:
+    def _stored(self, name: str) -> MachineProfile | None:
         """Return the timings in the catalog; None where there are none, or they cannot be read."""
         try:
             return MachineProfile.from_dict(self._catalog.get(name))
         except ValueError as error:
-            log.warning("The timings of this machine could not be read: %s", error)
+            log.warning("The saved timings of this machine could not be read; run `ragfuse measure` again: %s", error)
             return None

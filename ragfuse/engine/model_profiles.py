@@ -35,8 +35,8 @@ def refusal_of(profile: ModelProfile, policy: str) -> str:
 
 def as_shipped(profile: ModelProfile, name: str) -> ModelProfile:
     """Return the profile of the model `name`; for an embedded model, with the policy and ratio it was calibrated to."""
-    ours = embedded(name)
-    return profile.calibrated(True, *ours.choice) if ours is not None and ours.choice else profile
+    shipped = embedded(name)
+    return profile.calibrated(True, *shipped.choice) if shipped is not None and shipped.choice else profile
 
 
 class ProfileStore:
@@ -57,10 +57,10 @@ class ProfileStore:
 
     def joined(self, own: ModelProfile) -> ModelProfile:
         """Return the model's own profile, overridden by the verdicts of this store."""
-        kept = self.get(own.model)
-        if kept is None:
+        stored = self.get(own.model)
+        if stored is None:
             return own
-        return kept if kept.safe is not None else replace(own, verified=kept.verified)
+        return stored if stored.safe is not None else replace(own, verified=stored.verified)
 
     def judge(self, own: ModelProfile, verified: bool) -> None:
         """Store the verdict of `verify` on a model, without other verdicts that its own profile has.
@@ -69,11 +69,11 @@ class ProfileStore:
             StoreError: The catalog cannot be read or written.
         """
         found = self._catalog.strict.get(_name(own.model))
-        kept = ModelProfile.from_dict(found) if found else None
-        self.put(replace(kept or own.probed, verified=verified))
+        stored = ModelProfile.from_dict(found) if found else None
+        self.put(replace(stored or own.probed, verified=verified))
 
     def remember(self, profile: ModelProfile) -> None:
-        """Store what the probe found out about a model, unless a profile is stored already."""
+        """Store the probe's findings about a model, unless a profile is stored already."""
         found = profile.probed.as_dict()
         self._catalog.settle(_name(profile.model), found)
 
@@ -91,17 +91,17 @@ class CalibrationHint:
     """Logs once that a model is not calibrated, and what to do about it."""
 
     def __init__(self) -> None:
-        self._lock, self._said = ForkLock(), False
+        self._lock, self._is_logged = ForkLock(), False
 
-    def give(self, profile: ModelProfile, policy: str, model: str) -> None:
+    def log_once(self, profile: ModelProfile, policy: str, model: str) -> None:
         """Log the hint for an uncalibrated model with the policy "auto", unless it was logged before."""
         with self._lock:
-            if self._said or policy != AUTO or profile.choice is not None:
+            if self._is_logged or policy != AUTO or profile.choice is not None:
                 return
-            self._said = True
+            self._is_logged = True
         name, ratio = MEASURED
         log.warning(
-            "%s is not calibrated: %s at %.0f%% is used. Find its own best, and whether blending is safe with it: "
-            "ragfuse calibrate --model %s --docs PATH",
+            "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the reused tokens. To "
+            "find what suits this model, and whether reuse is safe with it: ragfuse calibrate --model %s --docs PATH",
             *(model, name, 100 * ratio, model),
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ragfuse.errors import InputError, OverlongError, SettingsError
 from ragfuse.fuse.select import policy_named
-from ragfuse.hf.handover import told
+from ragfuse.hf.handover import resolve_option
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import AUTO
 from ragfuse.settings import Settings
@@ -38,16 +38,16 @@ RESERVED = frozenset(
     }
 )
 """Parameters of `apply_chat_template` itself, which therefore cannot be variables of a chat template."""
-_NAME, _NUMBER, _YES = ((str,), "a text"), ((Real,), "a number"), ((bool,), "True or False")
-_LIST, _TABLE = ((Sequence,), "a list"), ((Mapping,), "a mapping")
-_TAKEN: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
+_TEXT, _NUMBER, _BOOL = ((str,), "a text"), ((Real,), "a number"), ((bool,), "True or False")
+_LIST, _MAPPING = ((Sequence,), "a list"), ((Mapping,), "a mapping")
+_FIELD_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
     {
-        **dict.fromkeys(("policy", "session", "overflow", "tool_choice"), _NAME),
+        **dict.fromkeys(("policy", "session", "overflow", "tool_choice"), _TEXT),
         **dict.fromkeys(("max_tokens", "seed"), ((Integral,), "a whole number")),
         **dict.fromkeys(("ratio", "deadline_s"), _NUMBER),
-        **dict.fromkeys(("reuse", "parallel_tool_calls", "blend", "continue_final_message"), _YES),
+        **dict.fromkeys(("reuse", "parallel_tool_calls", "blend", "continue_final_message"), _BOOL),
         **dict.fromkeys(("stop", "tools", "documents"), _LIST),
-        **dict.fromkeys(("options", "chat_template_kwargs"), _TABLE),
+        **dict.fromkeys(("options", "chat_template_kwargs"), _MAPPING),
     }
 )
 """The types that each field of an `Ask` accepts, and their name in an error message."""
@@ -82,7 +82,7 @@ class Ask:
         documents: (text, source) of the documents retrieved for the question. Those in the prompt are encoded after
             the answer and known from then on, as after `Engine.know`.
         chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}.
-        continue_final_message: Whether the answer continues the last message, which is its beginning.
+        continue_final_message: Whether the last message is the beginning of the answer, which continues it.
     """
 
     max_tokens: int | None = None
@@ -142,9 +142,9 @@ class Ask:
         for each in fields(self):
             self._check(each.name)
         if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share from 0 to 1.")
+            raise SettingsError(f"ratio is {self.ratio}; wanted a number from 0 to 1.")
         if self.deadline_s is not None and not self.deadline_s >= 0:
-            raise SettingsError(f"deadline_s is {self.deadline_s}; wanted seconds from 0 on.")
+            raise SettingsError(f"deadline_s is {self.deadline_s}; wanted 0 seconds or more.")
         if self.policy is not None:
             known_policy(self.policy)
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -153,19 +153,19 @@ class Ask:
             raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.")
         if self.session is not None and not (0 < len(self.session) <= 256 and self.session.isprintable()):
             raise SettingsError(f"session is {self.session!r:.80}; wanted a name of 1 to 256 printable characters.")
-        taken = RESERVED.intersection(self.chat_template_kwargs)
-        if taken:
+        reserved = RESERVED.intersection(self.chat_template_kwargs)
+        if reserved:
             raise SettingsError(
-                f"chat_template_kwargs has {sorted(taken)}; wanted variables of the chat template alone. What ends a "
-                "prompt is said by continue_final_message, which tools there are by tools."
+                f"chat_template_kwargs has {sorted(reserved)}, which are not variables of a chat template. Leave them "
+                "out; how a prompt ends is set with continue_final_message, and its tools with tools."
             )
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops if stop))
 
     def _check(self, name: str) -> None:
         """Raise SettingsError for a field of the wrong type; replace None by an empty list or mapping."""
-        value, (types, wanted) = getattr(self, name), _TAKEN.get(name, ((object,), ""))
-        if value is None and types in (_LIST[0], _TABLE[0]):
+        value, (types, wanted) = getattr(self, name), _FIELD_TYPES.get(name, ((object,), ""))
+        if value is None and types in (_LIST[0], _MAPPING[0]):
             object.__setattr__(self, name, () if types == _LIST[0] else {})
         elif value is not None and not isinstance(value, types):
             raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.")
@@ -178,7 +178,7 @@ def known_policy(name: str) -> None:
 
 
 def remaining_context(
-    n_tokens: int, model: HFModel, what: str = "The prompt", so: str = "Take fewer or shorter chunks."
+    n_tokens: int, model: HFModel, what: str = "The prompt", advice: str = "Take fewer or shorter chunks."
 ) -> int | None:
     """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no limit.
 
@@ -186,20 +186,19 @@ def remaining_context(
         n_tokens: Tokens of the prompt.
         model: The model.
         what: How an error message names the prompt.
-        so: What an error message advises.
+        advice: The last sentence of the error message.
 
     Raises:
         OverlongError: The prompt itself does not fit.
     """
-    longest = model.max_context
-    if longest is None:
+    max_tokens = model.max_context
+    if max_tokens is None:
         return None
-    if n_tokens > longest:
+    if n_tokens > max_tokens:
         raise OverlongError(
-            f"{what} does not fit: wanted at most {longest:,} tokens, which is what {model.name} was made for, "
-            f"found {n_tokens:,}. {so}"
+            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found {n_tokens:,}. {advice}"
         )
-    return longest - n_tokens + 1
+    return max_tokens - n_tokens + 1
 
 
 def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[str, Any]:
@@ -217,21 +216,21 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
     if not options.get("do_sample", getattr(config, "do_sample", False)):
         options = {"temperature": None, "top_p": None, "top_k": None, **options}
     if options.get("max_length") is None:
-        asked = options.get("max_new_tokens") or ask.max_tokens or getattr(config, "max_new_tokens", None)
-        limit = asked or settings.max_tokens
+        limit = options.get("max_new_tokens") or ask.max_tokens or getattr(config, "max_new_tokens", None)
+        limit = limit or settings.max_tokens
         options["max_new_tokens"] = limit if room is None else min(limit, room)
-        least = options.get("min_new_tokens") or 0
-        if least > options["max_new_tokens"]:
+        min_tokens = options.get("min_new_tokens") or 0
+        if min_tokens > options["max_new_tokens"]:
             raise InputError(
-                f"An answer of {least} tokens at least (min_new_tokens) was asked for; it has room for "
-                f"{options['max_new_tokens']} at most. Raise max_tokens, or ask with a shorter prompt."
+                f"min_new_tokens is {min_tokens}, but the answer can have at most {options['max_new_tokens']} tokens. "
+                "Lower it, raise max_tokens, or shorten the prompt."
             )
     return options
 
 
 def sequences_per_prompt(options: Mapping[str, Any], model: HFModel) -> int:
     """Return how many sequences `generate` returns per prompt."""
-    return int(told("num_return_sequences", options, model) or 1)
+    return int(resolve_option("num_return_sequences", options, model) or 1)
 
 
 def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
@@ -241,17 +240,17 @@ def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
 
 def is_single(options: Mapping[str, Any], model: HFModel) -> bool:
     """Return whether decoding uses no beam search."""
-    return int(told("num_beams", options, model) or 1) == 1
+    return int(resolve_option("num_beams", options, model) or 1) == 1
 
 
 def is_sampled(options: Mapping[str, Any], model: HFModel) -> bool:
     """Return whether tokens are sampled rather than chosen greedily."""
-    return bool(told("do_sample", options, model))
+    return bool(resolve_option("do_sample", options, model))
 
 
 def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
     """Return the ids that end an answer: the model's end tokens and those in `stop_token_ids`."""
-    ends = told("eos_token_id", options, model)
+    ends = resolve_option("eos_token_id", options, model)
     own = tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
     return tuple(dict.fromkeys((*own, *(options.get("stop_token_ids") or ()))))
 

@@ -36,10 +36,10 @@ def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
     without = lru_cache(maxsize=None)(make)
     if _fits(without, 0, limit):
         return without(0)
-    least = make(sys.maxsize)
-    if len(least) > limit:
-        return least
-    return without(1 + bisect_left(range(1, len(least.dropped)), True, key=lambda n: _fits(without, n, limit)))
+    shortest = make(sys.maxsize)
+    if len(shortest) > limit:
+        return shortest
+    return without(1 + bisect_left(range(1, len(shortest.dropped)), True, key=lambda n: _fits(without, n, limit)))
 
 
 def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
@@ -60,12 +60,12 @@ def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
     Raises:
         OverlongError: The prompt itself does not fit.
     """
-    n_tokens, n_gone = prompt.segments[-1].stop, len(prompt.dropped)
-    if n_gone:
-        what = f"The prompt without the {n_gone} chunks that could be left out"
-        return remaining_context(n_tokens, model, what, "Shorten the question, or what is said before.")
-    so = "Take fewer or shorter chunks" + ("." if drops else ", or let the last ones be left out: overflow='drop'.")
-    return remaining_context(n_tokens, model, so=so)
+    n_tokens, n_dropped = prompt.segments[-1].stop, len(prompt.dropped)
+    if n_dropped:
+        what = f"The prompt without the {n_dropped} chunks that could be left out"
+        return remaining_context(n_tokens, model, what, "Shorten the question, or the messages before it.")
+    advice = "Take fewer or shorter chunks" + ("." if drops else ", or leave out the last ones with overflow='drop'.")
+    return remaining_context(n_tokens, model, advice=advice)
 
 
 def drops(ask: Ask, settings: Settings) -> bool:
@@ -78,8 +78,8 @@ def limit_of(ask: Ask, settings: Settings, model: HFModel) -> int | None:
 
     It leaves room for an answer of the requested length, but at most for a quarter of the model's context.
     """
-    longest = model.max_context if drops(ask, settings) else None
-    if longest is None:
+    max_context = model.max_context if drops(ask, settings) else None
+    if max_context is None:
         return None
-    wanted = options_of(ask, settings).get("max_new_tokens") or settings.max_tokens
-    return longest + 1 - min(wanted, max(1, longest // 4))
+    answer_tokens = options_of(ask, settings).get("max_new_tokens") or settings.max_tokens
+    return max_context + 1 - min(answer_tokens, max(1, max_context // 4))

@@ -75,8 +75,8 @@ class Placement:
     def take_promoted(self) -> int:
         """Return how many chunks were promoted since the last call."""
         with self._lock:
-            taken, self._promoted = self._promoted, 0
-            return taken
+            promoted, self._promoted = self._promoted, 0
+            return promoted
 
     def _ratio(self, profile: ModelProfile) -> float:
         """Return the default recompute ratio."""
@@ -84,12 +84,12 @@ class Placement:
 
     def _copy(self, key: ChunkKey, tier: Tier, pinned: bool) -> None:
         """Copy a chunk to a faster tier; do nothing where it cannot be read or written."""
-        whole = self._store.read_whole(key)
-        if whole is None or not self._store.write_whole(key, *whole, tier):
+        stored = self._store.read_whole(key)
+        if stored is None or not self._store.write_whole(key, *stored, tier):
             return
         if pinned:
             tier.pin([key], True)
         tier.counts.add("promoted")
-        log.info("Promoted %s to tier %s, as it is used often", key, tier.name)
+        log.info("Copied %s to the faster tier %s, as it is used often", key, tier.name)
         with self._lock:
             self._promoted += 1

@@ -38,7 +38,7 @@ from ragfuse.types.reasons import (
 
 log = logging.getLogger("ragfuse.engine")
 
-SHORT = 32
+MIN_PROMPT_TOKENS = 32
 """Prompts of fewer tokens are too short to gain from reuse."""
 
 
@@ -125,45 +125,46 @@ class Planner:
         controller = LoadingController(cost_of, machine, profile.choice, corrections)
         blends = any(segment.kind == "chunk" for segment in prompt.segments)
         refusal = refusal_of(_judged(prompt, profile, blends), policy) if ask.reuse else FULL_PREFILL_ASKED
-        left, why_left = frozenset[ChunkKey](), refusal
+        unused, why_unused = frozenset[ChunkKey](), refusal
         if refusal and blends and ask.reuse and not refusal_of(_judged(prompt, profile, False), policy):
-            left = frozenset(key for segment in prompt.segments if segment.kind == "chunk" for key in segment.keys)
-            refusal = ""  # exact segments are read all the same
+            unused = frozenset(key for segment in prompt.segments if segment.kind == "chunk" for key in segment.keys)
+            refusal = ""  # exact segments are still read
         if refusal:
             full = controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
-        keys = [key for segment in prompt.segments for key in segment.keys if key not in left]
+        keys = [key for segment in prompt.segments for key in segment.keys if key not in unused]
         entries = self._store.lookup(keys, counts=counts)
         others = self._store.copies(entries) if machine is not None else {}
         found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
-        lacking = (miss for miss in found.misses if (prompt.segments[miss[0]].kind, miss[1]) != ("prefix", MISSING))
-        found = replace(found, misses=tuple(self._told(prompt, *miss) for miss in lacking))  # a new beginning: new text
-        if left:
+        # A prefix that is not in the store is new text, not a miss.
+        misses = (miss for miss in found.misses if (prompt.segments[miss[0]].kind, miss[1]) != ("prefix", MISSING))
+        found = replace(found, misses=tuple(self._explained(prompt, *miss) for miss in misses))
+        if unused:
             chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
-            found = replace(found, misses=tuple((at, why_left if at in chunks else why) for at, why in found.misses))
-            return found if found.fetches or found.fallback_reason else found.with_full_prefill(why_left)
+            found = replace(found, misses=tuple((at, why_unused if at in chunks else why) for at, why in found.misses))
+            return found if found.fetches or found.fallback_reason else found.with_full_prefill(why_unused)
         if found.fetches or found.fallback_reason:
             if blends:
-                self._hint.give(profile, policy, settings.model)
+                self._hint.log_once(profile, policy, settings.model)
             return found
         is_pending = any(why == ENCODING for _, why in found.misses)
-        why = ENCODING if is_pending else self._nothing(prompt, bool(lost))
+        why = ENCODING if is_pending else self._why_nothing(prompt, bool(lost))
         return replace(found.with_full_prefill(why), misses=found.misses)
 
-    def kept(self) -> TenantStates | None:
+    def kept_states(self) -> TenantStates | None:
         """Return the kept states of a model whose cache is not KV per token (`hf.states`); None where none are kept."""
-        return self._prefixes.kept()
+        return self._prefixes.kept_states()
 
     def _n_before(self, prompt: Prompt, model: HFModel) -> int:
-        kept, kind = self.kept() if prompt.taken is None else None, model.profile.state
-        state = kept.beginning(prompt.token_ids, kind)[0] if kept is not None and kind else None
+        states, kind = self.kept_states() if prompt.schema_use is None else None, model.profile.state
+        state = states.longest_prefix(prompt.token_ids, kind)[0] if states is not None and kind else None
         return state.n_tokens if state is not None else 0
 
     def settle(self, prompt: Prompt) -> None:
         """Wait a while for prefixes of the prompt that are being saved, while another prompt uses the model."""
         self._prefixes.settle(prompt)
 
-    def _told(self, prompt: Prompt, index: int, why: str) -> tuple[int, str]:
+    def _explained(self, prompt: Prompt, index: int, why: str) -> tuple[int, str]:
         """Return a miss with its precise reason: its entry may be undecodable here, or still being encoded."""
         segment = prompt.segments[index]
         if why == MISSING and segment.kind == "chunk" and self._jobs.is_waiting(segment.stored or segment.tokens):
@@ -171,17 +172,17 @@ class Planner:
         reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
         return index, next(filter(None, reasons), why)
 
-    def _nothing(self, prompt: Prompt, lost: bool) -> str:
+    def _why_nothing(self, prompt: Prompt, lost: bool) -> str:
         """Return why nothing of a prompt was found, with the tiers that do not answer and may have it."""
-        if len(prompt) < SHORT:
+        if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
         tiers = self._store.tiers  # their breakers know from the lookup just done; do not ask slow tiers again
         silent = [tier.name for tier in tiers if isinstance(tier, Breaks) and tier.breaker.is_open]
-        there = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
+        unknown = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
         if prompt.altered:
             return f"{DOCUMENTS_ALTERED}: {prompt.altered}"
         first = not (silent or lost) and any(segment.kind == "chunk" for segment in prompt.segments)
-        return FIRST_SEEN if first else f"{NOTHING_STORED}{there if silent else ''}"
+        return FIRST_SEEN if first else f"{NOTHING_STORED}{unknown if silent else ''}"
 
 
 def _judged(prompt: Prompt, profile: ModelProfile, blends: bool) -> ModelProfile:
@@ -192,5 +193,5 @@ def _judged(prompt: Prompt, profile: ModelProfile, blends: bool) -> ModelProfile
     """
     if blends:
         return profile
-    stays = prompt.taken is not None or any(segment.kind == "prefix" for segment in prompt.segments)
+    stays = prompt.schema_use is not None or any(segment.kind == "prefix" for segment in prompt.segments)
     return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)

@@ -1,7 +1,7 @@
 """Prefetching: read KV from slow tiers into memory in a background thread, before a question needs it.
 
 Texts are prefetched once a retriever has found them; conversations in the order of the requests that wait. Nothing is
-encoded here. A question reads or computes by itself whatever was not prefetched.
+encoded here. A question itself reads or computes the KV that was not prefetched.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ MAX_TIER_SHARE = 0.5
 """Share of a fast tier's bytes, without pinned entries, that one request may fill."""
 
 
-class _Wish:
+class _Request:
     """One prefetch request.
 
     Attributes:
-        what: What it reads, in words for the log.
-        left: Keys to skip, as a question reads them by itself.
+        what: A description of what it reads, for the log.
+        skipped: Keys that are not read here, as a question reads them by itself.
         steps: Reads one entry per step.
     """
 
-    def __init__(self, what: str, bring: Callable[[_Wish], Iterator[None]]) -> None:
-        self.what, self.left = what, set[ChunkKey]()
-        self.steps = bring(self)
+    def __init__(self, what: str, read: Callable[[_Request], Iterator[None]]) -> None:
+        self.what, self.skipped = what, set[ChunkKey]()
+        self.steps = read(self)
 
 
 class Prefetcher:
     """Reads entries from slow tiers so that they enter the fast ones: one at a time, the newest request first.
 
-    Conversations are prefetched while no texts wait. The thread lives while something waits. No lock is held while a
-    tier is queried or read.
+    Conversations are prefetched while no texts wait. The thread ends once nothing waits. No lock is held while a tier
+    is queried or read.
 
     Args:
         store: The store whose tiers are read.
@@ -69,41 +69,43 @@ class Prefetcher:
 
     def renew(self) -> None:
         """Start with no requests; also in a forked process."""
-        self._ahead: _Wish | None = None
-        self._wishes: deque[_Wish] = deque(maxlen=MAX_WAITING_REQUESTS)
+        self._ahead: _Request | None = None
+        self._requests: deque[_Request] = deque(maxlen=MAX_WAITING_REQUESTS)
 
     def submit(self, texts: Iterable[str]) -> None:
         """Prefetch the KV of these texts, before all earlier requests. Returns at once."""
         texts = (texts,) if isinstance(texts, str) else tuple(texts)
         if texts:
-            self._wish(f"{len(texts)} texts", lambda: self._wanted(texts))
+            self._submit(f"{len(texts)} texts", lambda: self._keys(texts))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""
-        if wanted := [(key,) for key in keys]:
-            self._wish(f"{len(wanted)} entries", lambda: wanted)
+        if alternatives := [(key,) for key in keys]:
+            self._submit(f"{len(alternatives)} entries", lambda: alternatives)
 
-    def _wish(self, what: str, wanted: Callable[[], Iterable[tuple[ChunkKey, ...]]]) -> None:
-        wish = _Wish(what, lambda wish: self._bring(wish, wanted()))
+    def _submit(self, what: str, keys: Callable[[], Iterable[tuple[ChunkKey, ...]]]) -> None:
+        request = _Request(what, lambda request: self._read_entries(request, keys()))
         with self._worker.changed:
             if self._closed:
                 return
-            self._wishes.append(wish)
+            self._requests.append(request)
             self._start()
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
         """Prefetch the KV of these conversations in their order; they replace those of an earlier call."""
-        wish = _Wish("conversations that wait", lambda wish: self._bring_talks(wish, waiting))
+        request = _Request(
+            "the conversations of waiting requests", lambda request: self._read_conversations(request, waiting)
+        )
         with self._worker.changed:
-            self._ahead = wish if waiting and not self._closed else None
+            self._ahead = request if waiting and not self._closed else None
             if self._ahead is not None:
                 self._start()
 
-    def leave(self, keys: Iterable[ChunkKey]) -> None:
+    def skip(self, keys: Iterable[ChunkKey]) -> None:
         """Skip these keys in waiting requests, as a question now reads them by itself."""
         with self._worker.changed:
-            for wish in (*self._wishes, *([self._ahead] if self._ahead is not None else ())):
-                wish.left.update(keys)
+            for request in (*self._requests, *([self._ahead] if self._ahead is not None else ())):
+                request.skipped.update(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all requests are done; return False if that takes longer than `timeout_s` seconds."""
@@ -113,87 +115,89 @@ class Prefetcher:
         """Accept no more requests, drop waiting ones, and wait at most `timeout_s` seconds for the current read."""
         with self._worker.changed:
             self._closed, self._ahead = True, None
-            self._wishes.clear()
+            self._requests.clear()
         self.flush(timeout_s)
 
     # inside
 
     def _start(self) -> None:
         if not self._worker.start():
-            self._wishes.clear()
+            self._requests.clear()
             self._ahead = None
 
-    def _take(self) -> _Wish | None:
-        """Return the newest request, which stays in the queue until its last step is done."""
-        return self._wishes[-1] if self._wishes else self._ahead
+    def _take(self) -> _Request | None:
+        """Return the newest request; it stays in the queue until its last step is done."""
+        return self._requests[-1] if self._requests else self._ahead
 
-    def _run(self, wish: _Wish) -> None:
+    def _run(self, request: _Request) -> None:
         """Run one step of a request."""
         try:
-            for _ in wish.steps:
+            for _ in request.steps:
                 break
             else:
-                self._done(wish)
+                self._done(request)
         except Exception as error:
-            log.warning("Of %s nothing more is prefetched: %s", wish.what, error)
+            log.warning(
+                "Prefetching %s stopped early. Questions load the rest when they need it: %s", request.what, error
+            )
             log.debug("Where it failed", exc_info=True)
-            self._done(wish)
+            self._done(request)
 
-    def _done(self, wish: _Wish) -> None:
+    def _done(self, request: _Request) -> None:
         with self._worker.changed:
-            if wish in self._wishes:
-                self._wishes.remove(wish)
-            if wish is self._ahead:
+            if request in self._requests:
+                self._requests.remove(request)
+            if request is self._ahead:
                 self._ahead = None
 
-    def _bring_talks(self, wish: _Wish, waiting: Sequence[Name]) -> Iterator[None]:
+    def _read_conversations(self, request: _Request, waiting: Sequence[Name]) -> Iterator[None]:
         """Read entries of the first of these conversations from slow tiers, one entry per step."""
-        for entry in to_bring(self._store, self._keys_of, waiting, self._free_share):
-            if entry.key not in wish.left:
+        for entry in entries_to_prefetch(self._store, self._keys_of, waiting, self._free_share):
+            if entry.key not in request.skipped:
                 self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
                 yield
 
-    def _bring(self, wish: _Wish, wanted: Iterable[tuple[ChunkKey, ...]]) -> Iterator[None]:
+    def _read_entries(self, request: _Request, keys: Iterable[tuple[ChunkKey, ...]]) -> Iterator[None]:
         """Read, for each tuple of alternative keys, the first entry that is stored, one entry per step."""
-        entries = self._affordable(self._found(list(wanted)))
+        entries = self._affordable(self._found(list(keys)))
         for tier in {entry.tier for entry in entries}:
             there = [entry for entry in entries if entry.tier == tier]
             self._store.expect(tier, [entry.key for entry in there], 0, there[0].n_layers)
         yield
         for entry in entries:
-            if entry.key not in wish.left:
+            if entry.key not in request.skipped:
                 self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
                 yield
 
-    def _found(self, wanted: Sequence[tuple[ChunkKey, ...]]) -> list[Entry]:
+    def _found(self, keys: Sequence[tuple[ChunkKey, ...]]) -> list[Entry]:
         """Return the stored entry of each tuple of alternative keys, in the given order."""
-        found = self._store.lookup((key for keys in wanted for key in keys), counts=False)
-        best = (next((found[key] for key in keys if key in found), None) for keys in wanted)
+        found = self._store.lookup((key for alternatives in keys for key in alternatives), counts=False)
+        best = (next((found[key] for key in alternatives if key in found), None) for alternatives in keys)
         return list({entry.key: entry for entry in best if entry is not None}.values())
 
-    def _wanted(self, texts: Sequence[str]) -> Iterator[tuple[ChunkKey, ...]]:
+    def _keys(self, texts: Sequence[str]) -> Iterator[tuple[ChunkKey, ...]]:
         """Yield the key of each text that fits the model and is long enough to be stored."""
         encoder = self._runtime.encoder
         runs = (encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model))
         yield from ((encoder.key(ids, encoder.context),) for ids in runs if len(ids) >= encoder.shortest)
 
     def _affordable(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return the entries in slow tiers that fit into the fast ones beside the entries that are there already."""
+        """Return the entries in slow tiers for which the fast ones have room, besides those already in them."""
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         there = [entry for entry in entries if entry.tier in fast]
         for tier in fast.values():
             if isinstance(tier, Touches):
                 tier.touch([entry.key for entry in there])
         room = min((MAX_TIER_SHARE * _free(tier) for tier in fast.values()), default=0.0) - sum(e.nbytes for e in there)
-        taken = []
+        chosen = []
         for entry in entries:
             if entry.tier not in fast and entry.nbytes <= room:
                 room -= entry.nbytes
-                taken.append(entry)
-        return taken
+                chosen.append(entry)
+        return chosen
 
 
-def to_bring(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name], free_share: float) -> Iterator[Entry]:
+def entries_to_prefetch(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name], free_share: float) -> Iterator[Entry]:
     """Yield the entries in slow tiers to prefetch for the first waiting conversations (AttentionStore 3.3).
 
     Args:

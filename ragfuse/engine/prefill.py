@@ -39,26 +39,26 @@ class PrefillStage:
             chosen = fetched.chosen()
             try:
                 with fetched.layers(chosen) as (reader, layers):
-                    kept = self.prefixes.kept() if ask.reuse and model.profile.state else None
-                    prefill = _prefill(model, chosen, layers, kept)
-            except LostRun as gone:
-                fetched.lose(gone.segment, chosen)
+                    states = self.prefixes.kept_states() if ask.reuse and model.profile.state else None
+                    prefill = _prefill(model, chosen, layers, states)
+            except LostRun as lost:
+                fetched.lose(lost.segment, chosen)
                 continue
             timing = fetched.timing(reader)
             if not fetched.streamed_segments:
-                self.timings.saw(model, chosen, reader.load_s)
+                self.timings.note_load(model, chosen, reader.load_s)
             if not model.profile.state:
-                self.timings.computed(model, chosen, timing.compute_s)
+                self.timings.note_compute(model, chosen, timing.compute_s)
             trace = fetched.streamed.trace() if fetched.streamed is not None else None
             return PreparedPrompt(chosen, prefill, timing, room, trace)
 
 
 @fused
-def _prefill(model: HFModel, chosen: LoadPlan, layers: LayerSource, kept: TenantStates | None) -> Prefill:
+def _prefill(model: HFModel, chosen: LoadPlan, layers: LayerSource, states: TenantStates | None) -> Prefill:
     """Compute what the plan does not load: the whole prompt, the tokens after a kept state, or the selected rows."""
     prompt = chosen.prompt
-    if chosen.fallback_reason and model.profile.state and prompt.taken is None:
-        return model.begun(prompt.token_ids, kept)
+    if chosen.fallback_reason and model.profile.state and prompt.schema_use is None:
+        return model.prefill_state(prompt.token_ids, states)
     if chosen.fallback_reason:
         return model.full_prefill(prompt.token_ids, prompt.positions)
     runs, parts = list[CachedRun](), dict[int, tuple[int, int]]()
@@ -69,4 +69,5 @@ def _prefill(model: HFModel, chosen: LoadPlan, layers: LayerSource, kept: Tenant
         if segment.rows is not None:
             parts[fetch.segment] = segment.rows
     source = SlicedSource(layers, parts) if runs else NoSource()
-    return model.fuse(prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked)
+    ids, positions, asked = prompt.token_ids, prompt.positions, prompt.question_rows
+    return model.fuse(ids, positions, runs, source, chosen.policy, chosen.ratio, question_rows=asked)

@@ -82,7 +82,7 @@ class PrefixCache:
         at_fork(self)
 
     def renew(self) -> None:
-        """Start over in a forked process: no pending saves; trees stay unless the fork caught one being changed."""
+        """Drop pending saves in a forked process, and the trees if the fork came while one was being changed."""
         if is_torn(self._changed):
             self._tenants = defaultdict[str, _Tenant](_Tenant)
         self._changed = threading.Condition()
@@ -112,15 +112,15 @@ class PrefixCache:
             found = [each for each in found if each.hi - each.lo > 0]
             keys = {each.key for each in found}
             self._changed.wait_for(lambda: not keys & self._waiting, HELD_S)
-        there = self._store.lookup(keys, counts=False) if keys else {}
-        if gone := keys - set(there):
+        entries = self._store.lookup(keys, counts=False) if keys else {}
+        if evicted := keys - set(entries):
             with self._changed:
-                tree.discard(gone - self._waiting)
+                tree.discard(evicted - self._waiting)
         # Entries of conversations may exist at lossy levels only, and would not be exact.
-        found = [each for each in found if each.key in there and LEVEL_NAMES[0] in there[each.key].sizes]
+        found = [each for each in found if each.key in entries and LEVEL_NAMES[0] in entries[each.key].sizes]
         return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
 
-    def kept(self) -> TenantStates | None:
+    def kept_states(self) -> TenantStates | None:
         """Return the kept states of a model whose cache is not KV per token; None where prefix caching is off."""
         if not self.is_on:
             return None
@@ -142,19 +142,19 @@ class PrefixCache:
         with _logged():
             if not self._can_save(ready):
                 return
-            prompt, n_exact, least = ready.plan.prompt, exact_rows(ready), self._settings.min_chunk_tokens
+            prompt, n_exact, min_tokens = ready.plan.prompt, exact_rows(ready), self._settings.min_chunk_tokens
             ids = prompt.token_ids
             parts = list(_parts(ready, n_exact))
             n_known = self._n_known(ids[:n_exact])
             runs = ((max(lo, n_known), hi) for lo, hi in _computed(parts, n_exact))
-            # A short last run is not saved, as a later prompt may extend it. Before the first chunk it is saved all the
-            # same, since `missing_beginning` needs every row before that chunk.
+            # A short last run is not saved, as a later prompt may extend it. It is saved where the first chunk follows,
+            # since `prefix_to_encode` needs every row before that chunk.
             ends = {n_exact} - {prompt.first_chunk}
-            runs = ((lo, hi) for lo, hi in runs if hi - lo >= (least if hi in ends else 1))
-            made = [self._entry(ids, lo, hi) for lo, hi in runs]
-            if made or parts:
+            runs = ((lo, hi) for lo, hi in runs if hi - lo >= (min_tokens if hi in ends else 1))
+            new = [self._entry(ids, lo, hi) for lo, hi in runs]
+            if new or parts:
                 kv = ready.prefill.kv
-                self._save(ids, [*parts, *made], made, lambda lo, hi: _rows(kv, lo, hi), kv.nbytes if made else 0)
+                self._save(ids, [*parts, *new], new, lambda lo, hi: _rows(kv, lo, hi), kv.nbytes if new else 0)
 
     def after(self, ready: PreparedPrompt, written: Sequence[int]) -> None:
         """Save the KV of an answer, generated as the ids `written`, where its whole prompt is exact.
@@ -168,11 +168,11 @@ class PrefixCache:
             ids = (*ready.plan.prompt.token_ids, *written)[:n_rows]
             lo = self._n_known(ids)
             if n_rows - lo >= self._settings.min_chunk_tokens:
-                made = self._entry(ids, lo, n_rows)
+                new = self._entry(ids, lo, n_rows)
                 kv = _rows(ready.prefill.rows(lo, n_rows), 0, n_rows - lo)
-                self._save(ids, [made], [made], lambda lo, hi: kv, kv.nbytes)
+                self._save(ids, [new], [new], lambda lo, hi: kv, kv.nbytes)
 
-    def missing_beginning(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
+    def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
         """Return the prefix to encode in the background so that the prompt's first chunk is exact the next time.
 
         Only the prefix stands before the first chunk, so its exact KV serves every prompt with both. Blending the first
@@ -289,47 +289,47 @@ class PrefixCache:
     def _sweep(self, tenant: _Tenant) -> None:
         with self._changed:
             keys = tenant.tree.keys - self._waiting
-        gone = keys - set(self._store.lookup(keys, counts=False))
+        evicted = keys - set(self._store.lookup(keys, counts=False))
         with self._changed:
-            tenant.tree.discard(gone)
+            tenant.tree.discard(evicted)
             tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
 
-    def _save(self, ids: Sequence[int], parts: Sequence[Rows], made: Sequence[Rows], rows: RowsOf, held: int) -> None:
-        """Insert all parts into the tree, and save those of `made` that are new in the background.
+    def _save(self, ids: Sequence[int], parts: Sequence[Rows], new: Sequence[Rows], rows: RowsOf, nbytes: int) -> None:
+        """Insert all parts into the tree, and save the new ones that became nodes in the background.
 
         Does nothing where too many bytes wait already.
 
         Args:
             ids: The token ids from the prompt's start.
             parts: All entries that cover them.
-            made: Those of the parts that are not stored yet.
+            new: Those of the parts that are not stored yet.
             rows: Returns the KV of tokens lo:hi.
-            held: Bytes that stay in memory until these entries are saved.
+            nbytes: Bytes that stay in memory until these entries are saved.
         """
         with self._changed:
-            if self._waiting_bytes and self._waiting_bytes + held > self._settings.history_buffer_bytes:
+            if self._waiting_bytes and self._waiting_bytes + nbytes > self._settings.history_buffer_bytes:
                 return
-            taken = self._insert(ids, sorted(parts, key=lambda part: part.lo))
-            made = [each for each in made if each.key in taken]
-            self._waiting |= {each.key for each in made}
-            self._waiting_bytes += held
+            inserted = self._insert(ids, sorted(parts, key=lambda part: part.lo))
+            new = [each for each in new if each.key in inserted]
+            self._waiting |= {each.key for each in new}
+            self._waiting_bytes += nbytes
         self._sweep_later()
-        if not made or not self._writer.submit("prefix", partial(self._write, rows, made, held)):
-            self._done(made, held)
+        if not new or not self._writer.submit("prefix", partial(self._write, rows, new, nbytes)):
+            self._done(new, nbytes)
 
-    def _write(self, rows: RowsOf, made: Sequence[Rows], held: int) -> None:
+    def _write(self, rows: RowsOf, new: Sequence[Rows], nbytes: int) -> None:
         tier = self._fast[-1]
         try:
-            for each in made:
+            for each in new:
                 if not self._store.lookup([each.key], counts=False):
                     self._store.put(each.key, rows(each.lo, each.hi), tier=tier, levels={tier: LEVEL_NAMES[:1]})
         finally:
-            self._done(made, held)
+            self._done(new, nbytes)
 
-    def _done(self, made: Sequence[Rows], held: int) -> None:
+    def _done(self, saved: Sequence[Rows], nbytes: int) -> None:
         with self._changed:
-            self._waiting -= {each.key for each in made}
-            self._waiting_bytes -= held
+            self._waiting -= {each.key for each in saved}
+            self._waiting_bytes -= nbytes
             self._changed.notify_all()
 
 
@@ -382,13 +382,13 @@ def _logged() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        log.warning("A prompt's beginning was not kept for the next prompt: %s", error)
+        log.warning("The beginning of a prompt was not saved for reuse. Answers are not affected: %s", error)
         log.debug("Where it failed", exc_info=True)
 
 
 def _is_plain(prompt: Prompt) -> bool:
     """Return whether the prompt's positions are 0, 1, 2, ..., unlike those of a prompt over a schema."""
-    return prompt.taken is None and prompt.segments[-1].stop == len(prompt)
+    return prompt.schema_use is None and prompt.segments[-1].stop == len(prompt)
 
 
 def _n_history(prompt: Prompt) -> int:

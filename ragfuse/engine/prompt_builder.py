@@ -20,9 +20,9 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.background import LEARNT
-from ragfuse.engine.context_window import check_texts, check_turns, may_fit
+from ragfuse.engine.context_window import check_messages, check_texts, may_fit
 from ragfuse.engine.options import Ask, ends_of
-from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, turns_of
+from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.fork import ForkLock, at_fork
@@ -34,7 +34,7 @@ from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_probe import call_format
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
-from ragfuse.text.fit import ShortenedContents, lean
+from ragfuse.text.fit import ShortenedContents, drop_last_chunks
 from ragfuse.text.known_spans import MAX_SPANS, MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.retrieved_documents import RetrievedDocuments
 from ragfuse.text.tool_calls import CallFormat
@@ -45,7 +45,7 @@ __all__ = ["PromptBuilder"]
 
 log = logging.getLogger("ragfuse.engine")
 
-MOST_HEARD = 256
+MAX_RETRIEVED = 256
 """Most documents of one question that are searched for in it; retrievers give the best first."""
 PARTS_PROBE = "probed-words"
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
@@ -130,13 +130,12 @@ class PromptBuilder:
         if text and text not in (known := self.known(digest)):
             known.add([text], source)
 
-    def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: ChatInput | Ids) -> None:
-        """Search prompts for these retrieved documents from now on, in this process.
+    def note_retrieved(self, digest: str, texts: Iterable[tuple[str, str]], question: ChatInput | Ids) -> None:
+        """Search prompts for these retrieved documents from now on, in this process only.
 
-        Whoever encodes one adds it with `note`, for other processes too.
-
-        A document that is not in the question verbatim is searched for by its token ids only. Searching for one takes
-        as long as reading the question, so only the first `MOST_HEARD` are used.
+        A document that is encoded later is added with `note`, for other processes too. One that is not in the question
+        verbatim is searched for by its token ids only. Searching for one takes as long as reading the question, so only
+        the first `MAX_RETRIEVED` are used.
 
         Args:
             digest: The tenant's digest.
@@ -144,7 +143,7 @@ class PromptBuilder:
             question: The question they were retrieved for.
         """
         known, contents = self.known(digest), _contents(question)
-        for text, source in islice(texts, MOST_HEARD):
+        for text, source in islice(texts, MAX_RETRIEVED):
             text = text.strip()
             if text in known or not may_fit(text, self._runtime.model):
                 continue
@@ -160,8 +159,8 @@ class PromptBuilder:
             ids = self._runtime.model.tokens(text.strip())
             passages |= {span.tokens: span.text for span in self._spans.sharing(ids, LEARNT)}
             self._drop(ids, text.strip())
-        for run, said in passages.items():
-            self._drop(run, said)
+        for run, passage in passages.items():
+            self._drop(run, passage)
         self.known(digest).discard([chunk_id(text) for text in (*texts, *filter(None, passages.values()))])
         return set(passages)
 
@@ -183,9 +182,9 @@ class PromptBuilder:
     def calls(self) -> CallFormat:
         """The format in which the model writes tool calls, probed once from its chat template."""
         if self._calls is None:
-            model, words = self._runtime.model, self._runtime.model.tokenizer
-            own = [str(token) for token in words.added_tokens_decoder.values()]
-            self._calls = call_format(self.render, own, [words.decode([end]) for end in ends_of(model)])
+            model, tokenizer = self._runtime.model, self._runtime.model.tokenizer
+            own = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+            self._calls = call_format(self.render, own, [tokenizer.decode([end]) for end in ends_of(model)])
         return self._calls
 
     def prompt(
@@ -218,37 +217,41 @@ class PromptBuilder:
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):
             render = partial(self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs)
-        own = Assembler(
-            words=model.encoder,
+        assembler = Assembler(
+            tokenizer=model.encoder,
             key_of=self._runtime.encoder.key,
             render=render,
             min_tokens=shortest,
             min_chunk_tokens=shortest,
             context=context,
             find=self._find,
-            whole=not ask.reuse,
-            goes_on=ask.continue_final_message,
+            as_one_text=not ask.reuse,
+            continues_last=ask.continue_final_message,
             check=self._check_text if check else lambda text: None,
         )
         if is_ids(question) and not tools and not ask.continue_final_message:
-            return own.ids(_checked(question, len(model.tokenizer)))
+            return assembler.ids(_checked(question, len(model.tokenizer)))
         if isinstance(question, str) and is_bare_text(question, ask, tools):
-            left = lean([self.pieces(question, digest)], leave_out)
+            shortened = drop_last_chunks([self.pieces(question, digest)], leave_out)
             if check:
-                self._check([ChatMessage("user", left.contents[0])], left, (), is_text=True)
-            return replace(own.text(left.contents[0], model.bos), dropped=left.sources)
-        turns = turns_of(question)
-        asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
-        left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
-        turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
-        if ask.continue_final_message and (turns[-1].role != "assistant" or not turns[-1].says_something):
+                self._check([ChatMessage("user", shortened.contents[0])], shortened, (), is_text=True)
+            return replace(assembler.text(shortened.contents[0], model.bos), dropped=shortened.sources)
+        messages = messages_of(question)
+        last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
+        shortened = drop_last_chunks(
+            [self.pieces(message.content, digest) for message in messages], leave_out, last_user
+        )
+        messages = [
+            replace(message, content=content) for message, content in zip(messages, shortened.contents, strict=True)
+        ]
+        if ask.continue_final_message and (messages[-1].role != "assistant" or not messages[-1].has_content):
             raise InputError(
-                "continue_final_message continues an answer that is begun: wanted a last message of role "
-                f"'assistant' with a text, found role '{turns[-1].role}'. Add one, or leave the option out."
+                "continue_final_message continues the last message: wanted role 'assistant' with a text, found role "
+                f"'{messages[-1].role}'. Add such a message, or leave the option out."
             )
         if check:
-            self._check(turns, left, tools)
-        return replace(replace(own, calls=self.calls).chat(turns, tools), dropped=left.sources)
+            self._check(messages, shortened, tools)
+        return replace(replace(assembler, calls=self.calls).chat(messages, tools), dropped=shortened.sources)
 
     def _check_text(self, text: str) -> None:
         """Raise OverlongError for a rendered prompt that can never fit.
@@ -259,14 +262,14 @@ class PromptBuilder:
 
     def _check(
         self,
-        turns: Sequence[ChatMessage],
-        left: ShortenedContents,
+        messages: Sequence[ChatMessage],
+        shortened: ShortenedContents,
         tools: Sequence[Mapping[str, Any]],
         is_text: bool = False,
     ) -> None:
-        n_gone = len(left.sources)
-        what = f"The prompt without the {n_gone} chunks that could be left out" if n_gone else "The prompt"
-        check_turns(turns, self._runtime.model, tools, what=what, is_text=is_text)
+        n_omitted = len(shortened.sources)
+        what = f"The prompt without the {n_omitted} chunks that could be left out" if n_omitted else "The prompt"
+        check_messages(messages, self._runtime.model, tools, what=what, is_text=is_text)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """Return a message's content cut into chunks and fresh text; pieces in a list stay as they are."""
@@ -321,17 +324,17 @@ class PromptBuilder:
             more: Variables of the template.
             goes_on: Leave the last message open, so that the answer continues it; no generation prompt is added.
         """
-        told = [self._told(message) for message in messages]
-        last = {"continue_final_message": True} if goes_on else {"add_generation_prompt": ask}
-        return self._written(told, tools, {**more, **last})
+        forms = [self._in_template_form(message) for message in messages]
+        ending = {"continue_final_message": True} if goes_on else {"add_generation_prompt": ask}
+        return self._rendered(forms, tools, {**more, **ending})
 
-    def _written(
+    def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
     ) -> str:
-        words, given = self._runtime.model.tokenizer, [dict(tool) for tool in tools] or None
-        return str(words.apply_chat_template(messages, tools=given, tokenize=False, **more))
+        tokenizer, given = self._runtime.model.tokenizer, [dict(tool) for tool in tools] or None
+        return str(tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **more))
 
-    def _told(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _in_template_form(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with its content in the form that the template renders: a text, or a list of parts."""
         content, role = message.get("content"), str(message.get("role"))
         if not isinstance(content, str):
@@ -343,14 +346,14 @@ class PromptBuilder:
 
     def _takes_parts(self, role: str) -> bool:
         """Return whether the template renders contents of this role only where they are lists of parts."""
-        beside = [] if role == "user" else [self._told({"role": "user", "content": "Why?"})]
+        others = [] if role == "user" else [self._in_template_form({"role": "user", "content": "Why?"})]
         for content, is_list in ((PARTS_PROBE, False), ([{"type": "text", "text": PARTS_PROBE}], True)):
             message = {"role": role, "content": content}
             try:
-                written = self._written([message, *beside] if role == "system" else [*beside, message], (), {})
+                text = self._rendered([message, *others] if role == "system" else [*others, message], (), {})
             except Exception:  # a template may raise anything
                 continue
-            if PARTS_PROBE in written:
+            if PARTS_PROBE in text:
                 return is_list
         return False
 
@@ -360,13 +363,13 @@ class PromptBuilder:
         return bytes.fromhex(self._catalog.settle("marker", new)["secret"])
 
 
-def _checked(ids: Ids, n_words: int) -> list[int]:
+def _checked(ids: Ids, n_ids: int) -> list[int]:
     """Return token ids as ints; raise InputError for an id that the tokenizer does not have."""
-    strange = next((id for id in ids if not isinstance(id, Integral) or not 0 <= id < n_words), None)
-    if strange is not None:
+    unknown = next((id for id in ids if not isinstance(id, Integral) or not 0 <= id < n_ids), None)
+    if unknown is not None:
         raise InputError(
-            f"A prompt of token ids is whole numbers from 0 to {n_words - 1:,}, found {strange!r:.80}. Encode it with "
-            "the model's own tokenizer."
+            f"Token ids are whole numbers from 0 to {n_ids - 1:,}, found {unknown!r:.80}. Encode the prompt with the "
+            "model's own tokenizer."
         )
     return [int(id) for id in ids]
 
@@ -375,7 +378,7 @@ def _contents(question: ChatInput | Ids) -> str:
     """Return all text of a question; "" for token ids."""
     if is_ids(question):
         return ""
-    return "\n".join(text for turn in turns_of(question) for text in _texts(turn.content))
+    return "\n".join(text for message in messages_of(question) for text in _texts(message.content))
 
 
 def _texts(content: Content) -> list[str]:

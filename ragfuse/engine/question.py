@@ -42,7 +42,7 @@ def mended(text: str, what: str) -> str:
     """Return a text without lone surrogates (U+FFFD replaces them); log a warning that names the text by `what`."""
     whole = whole_text(text)
     if whole is not text:
-        log.warning("%s holds halves of characters (lone surrogates); U+FFFD stands for each.", whole_text(what))
+        log.warning("%s has invalid characters (lone surrogates); each is replaced by U+FFFD.", whole_text(what))
     return whole
 
 
@@ -56,11 +56,13 @@ def mended_content(content: Content) -> Content:
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield (text, source) of documents without lone surrogates; raise InputError for anything else than such pairs."""
     if isinstance(texts, str):
-        raise InputError(f"Wanted a list of (text, source), found the text {texts!r:.80}. Write [(text, source)].")
+        raise InputError(
+            f"Documents are a list of (text, source) pairs; found the text {texts!r:.80}. Write [(text, source)]."
+        )
     for each in texts:
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
-            raise InputError(f"Wanted a document as (text, source), two texts; found {each!r:.80}.")
+            raise InputError(f"A document is a pair of two texts, (text, source); found {each!r:.80}.")
         source = whole_text(each[1])
         yield mended(each[0], f"'{source}'"), source
 
@@ -74,12 +76,12 @@ def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
         return mended(question, "The prompt")
     return [
         replace(
-            turn,
-            content=mended_content(turn.content),
-            name=whole_text(turn.name),
-            reasoning=mended(turn.reasoning, "The prompt"),
+            message,
+            content=mended_content(message.content),
+            name=whole_text(message.name),
+            reasoning=mended(message.reasoning, "The prompt"),
         )
-        for turn in turns_of(question)
+        for message in messages_of(question)
     ]
 
 
@@ -88,21 +90,21 @@ def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) ->
     return isinstance(question, str) and not tools and not ask.continue_final_message
 
 
-def turns_of(question: ChatInput | Ids) -> list[ChatMessage]:
+def messages_of(question: ChatInput | Ids) -> list[ChatMessage]:
     """Return a question's messages; a text is one message of the user.
 
     Raises:
         InputError: It is token ids, or no messages, or an empty list.
     """
     if is_ids(question):
-        raise InputError("A prompt of token ids has no messages: leave out tools and session, or ask by messages.")
+        raise InputError("A prompt of token ids cannot have tools or a session. Leave these out, or ask with messages.")
     question = cast(ChatInput, question)
     if not isinstance(question, str | Sequence):
-        raise InputError(f"Wanted a text, messages or token ids, found {question!r:.80}.")
+        raise InputError(f"A question is a text, a list of messages or token ids; found {question!r:.80}.")
     messages = [ChatMessage("user", question)] if isinstance(question, str) else list(question)
     if not messages:
         raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
-    return [_turn(each) for each in messages]
+    return [_message(each) for each in messages]
 
 
 def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
@@ -111,7 +113,7 @@ def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
         return prompt
     if pml is not None and prompt is None:
         return read_prompt(pml)
-    raise InputError(f"Wanted a prompt, or one in PML as `pml`; found {'both' if pml is not None else 'neither'}.")
+    raise InputError(f"Give either a prompt or `pml`, found {'both' if pml is not None else 'neither'}.")
 
 
 def read_prompt(pml: Path | str) -> PMLPrompt:
@@ -136,16 +138,16 @@ def _mended_part(part: str | Piece) -> str | Piece:
     return part if text is part.text and source is part.source else replace(part, text=text, source=source)
 
 
-def _turn(message: object) -> ChatMessage:
+def _message(given: object) -> ChatMessage:
     """Return a (role, content) pair or `ChatMessage` as a `ChatMessage`; raise InputError for anything else."""
-    is_pair = isinstance(message, Sequence) and not isinstance(message, str) and len(message) == 2
-    turn = message if isinstance(message, ChatMessage) else ChatMessage(*message) if is_pair else None  # type: ignore[misc]
-    if turn is None or not isinstance(turn.role, str) or not _is_content(turn.content):
+    is_pair = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
+    message = given if isinstance(given, ChatMessage) else ChatMessage(*given) if is_pair else None  # type: ignore[misc]
+    if message is None or not isinstance(message.role, str) or not _is_content(message.content):
         raise InputError(
-            f"Wanted a message such as ('user', 'a question') or a ChatMessage of a text or a list of texts and "
-            f"pieces; found {message!r:.80}."
+            f"A message is a pair such as ('user', 'a question'), or a ChatMessage whose content is a text or a list "
+            f"of texts and `Piece`s; found {given!r:.80}."
         )
-    return turn
+    return message
 
 
 def _is_content(content: object) -> bool:

@@ -30,16 +30,19 @@ class RecurringPassages:
     """Finds passages that recur in one tenant's prompts. Thread-safe.
 
     Args:
-        most: Most fingerprints that are remembered.
+        max_fingerprints: Most fingerprints that are remembered.
         ttl_s: Seconds that each is remembered.
         clock: Returns seconds.
     """
 
     def __init__(
-        self, most: int = MAX_FINGERPRINTS, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic
+        self,
+        max_fingerprints: int = MAX_FINGERPRINTS,
+        ttl_s: float = TTL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = ForkLock(self._start_over)
-        self._limits = most, ttl_s, clock
+        self._limits = max_fingerprints, ttl_s, clock
         self._start_over()
 
     def _start_over(self) -> None:
@@ -53,13 +56,13 @@ class RecurringPassages:
 
         Text found in the store, and the question itself, are not passages.
         """
-        whose, found = token_digest(prompt.token_ids), list[tuple[int, ...]]()
+        prompt_digest, found = token_digest(prompt.token_ids), list[tuple[int, ...]]()
         for run in _runs(prompt, border_of):
             fingerprint = token_digest(run)
             with self._lock:
                 before = self._met.get(fingerprint)
-                if before is None or before == whose:
-                    self._met[fingerprint] = whose
+                if before is None or before == prompt_digest:
+                    self._met[fingerprint] = prompt_digest
                     continue
                 del self._met[fingerprint]
             found.append(run)
@@ -70,9 +73,9 @@ class RecurrenceHint:
     """Logs once that long passages recur while nothing is reused, and what to do about it."""
 
     def __init__(self) -> None:
-        self._lock, self._said = ForkLock(), False
+        self._lock, self._is_logged = ForkLock(), False
 
-    def tell(self, n_passages: int, settings: Settings, why: str) -> None:
+    def log_once(self, n_passages: int, settings: Settings, why: str) -> None:
         """Log the hint unless it was logged before.
 
         Args:
@@ -81,27 +84,31 @@ class RecurrenceHint:
             why: Why this model is not blended; "" where it may be.
         """
         with self._lock:
-            if self._said:
+            if self._is_logged:
                 return
-            self._said = True
-        mend = f"RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead: engine.ingest(texts)"
+            self._is_logged = True
+        advice = f"set RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead with engine.ingest(texts)"
         if why:
-            mend = f"ragfuse calibrate --model {settings.model} --docs PATH ({why})"
-        log.warning("Nothing was reused, although %d long passages were asked about before. Try %s.", n_passages, mend)
+            advice = f"run ragfuse calibrate --model {settings.model} --docs PATH ({why})"
+        log.warning(
+            "Nothing was reused, although %d long passages of this prompt were in earlier prompts. To reuse them: %s.",
+            n_passages,
+            advice,
+        )
 
 
 def _runs(prompt: Prompt, border_of: BorderOf) -> Iterator[tuple[int, ...]]:
     """Yield the token ids of the passages in a prompt's fresh segments, without the question."""
-    asked = _question(prompt, border_of)
+    lo_question, hi_question = _question(prompt, border_of)
     for segment, (lo, _) in zip(prompt.segments, prompt.spans, strict=True):
         if segment.kind != "fresh":
             continue
         for first, stop in passages(segment.tokens, border_of):
-            if lo + stop <= asked[0] or lo + first >= asked[1]:
+            if lo + stop <= lo_question or lo + first >= hi_question:
                 yield segment.tokens[first:stop]
 
 
 def _question(prompt: Prompt, border_of: BorderOf) -> tuple[int, int]:
     """Return the rows lo, hi of the question: the last paragraph of the last message."""
-    lo, hi = prompt.said
+    lo, hi = prompt.last_user_rows
     return lo + last_paragraph(prompt.token_ids[lo:hi], border_of), hi

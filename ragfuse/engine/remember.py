@@ -73,37 +73,37 @@ class RememberStage:
     def _submit(self, prepared: PreparedPrompt) -> None:
         """Queue the background jobs of an answered prompt: chunks to encode or promote, passages to learn."""
         plan, profile = prepared.plan, self._runtime.model.profile
-        taken = plan.prompt.taken
-        if not profile.refusal or (profile.fixed and taken is not None):
+        schema_use = plan.prompt.schema_use
+        if not profile.refusal or (profile.fixed and schema_use is not None):
             for job in jobs_after(plan):
                 self.jobs.submit(job)
             used = tuple(fetch.key for fetch in (*plan.fetches, *plan.unread))
             if used and plan.forecast is not None and len(self._placement.slow_tiers) > 1:
-                self.jobs.submit(EncodeJob((), used=used))
+                self.jobs.submit(EncodeJob("promote", keys=used))
         if not profile.refusal:
-            beginning, n_exact = self._prefixes.missing_beginning(prepared)
-            if beginning:
-                self.jobs.submit(EncodeJob(tuple(beginning), begins=n_exact))
-        if self._settings.learn != "off" and taken is None:
-            self.jobs.submit(EncodeJob((), prompt=plan.prompt, bare=not plan.fetches))
-        if isinstance(taken, SchemaUse):
-            self._prefetcher.submit_keys(taken.others)  # of the unions used: the next prompt may want another one
+            prefix, n_exact = self._prefixes.prefix_to_encode(prepared)
+            if prefix:
+                self.jobs.submit(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
+        if self._settings.learn != "off" and schema_use is None:
+            self.jobs.submit(EncodeJob("learn", prompt=plan.prompt, nothing_reused=not plan.fetches))
+        if isinstance(schema_use, SchemaUse):
+            self._prefetcher.submit_keys(schema_use.others)  # of the unions used: the next prompt may want another one
 
     # in the background
 
     def _do(self, job: EncodeJob) -> None:
-        if job.used:
-            self._placement.promote(self._runtime.model, job.used)
-        elif job.far is not None:
-            self._store.promote(job.far)
-        elif job.prompt is not None:
+        if job.kind == "promote":
+            self._placement.promote(self._runtime.model, job.keys)
+        elif job.kind == "copy":
+            self._store.promote(job.keys[0])
+        elif job.kind == "learn":
             self._learn(job)
         else:
             self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
             self._encode(job)
 
     def _learn(self, job: EncodeJob) -> None:
-        """Encode passages that an earlier prompt held, too; say once where that would help and is turned off."""
+        """Encode passages that an earlier prompt contained too; where that is off, log once that it would help."""
         assert job.prompt is not None
         model = self._runtime.model
         runs = self._passages.met_again(job.prompt, model.border)
@@ -111,14 +111,14 @@ class RememberStage:
         if self._settings.learn == "text" and not why:
             for run in runs:
                 if is_prose(model.text(run)):
-                    self.jobs.submit(EncodeJob(run, source=LEARNT))
-        elif runs and job.bare:
+                    self.jobs.submit(EncodeJob("chunk", run, source=LEARNT))
+        elif runs and job.nothing_reused:
             hint = shared(("recurs", self._settings.model), RecurrenceHint)
-            hint.tell(len(runs), self._settings, why)
+            hint.log_once(len(runs), self._settings, why)
 
     def _encode(self, job: EncodeJob) -> None:
-        if job.begins:
-            self._prefixes.extend(job.tokens, job.begins)
+        if job.kind == "prefix":
+            self._prefixes.extend(job.tokens, job.n_prefix)
             return
         encoder = self._runtime.encoder.in_background()
         if job.run is not None:

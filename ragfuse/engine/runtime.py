@@ -132,8 +132,8 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
     """
     if given is not None:
         weights = weights_digest(given.model)
-        whose = "handed over", id(given.model), id(given.tokenizer), weights
-        return shared_while_used(whose, lambda: given.probed(weights, profiles.probed))
+        name = "handed over", id(given.model), id(given.tokenizer), weights
+        return shared_while_used(name, lambda: given.probed(weights, profiles.probed))
     named = settings.model, settings.dtype, settings.device, *([settings.model_kwargs] if settings.model_kwargs else [])
     return shared(("model", *named), lambda: _load(settings, profiles))
 
@@ -151,20 +151,22 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
     """
     if not isinstance(settings, Settings):
         raise ModelError(
-            f"Wanted Settings first, found {settings!r:.60}. Name a model as Engine(model=...), and where KV lies as "
-            "Engine(Settings(store=...))."
+            f"The first argument of Engine is Settings, found {settings!r:.60}. Give a model as Engine(model=...), and "
+            "the folder of the store as Engine(Settings(store=...))."
         )
     if given is None or isinstance(given, str | Path | HFModel):
         if tokenizer is not None:
             raise ModelError(
-                "Wanted a loaded model beside tokenizer=..., found none: what is named brings its own. Leave it out."
+                "tokenizer= is only for a loaded transformers model, found none: other models have their own. Leave "
+                "tokenizer= out."
             )
         if isinstance(given, HFModel):
             return given, settings
         return None, settings.model_copy(update={"model": str(given)}) if given is not None else settings
     if settings.model_kwargs:
         raise ModelError(
-            "model_kwargs say how a model is loaded, and this one is loaded already. Leave them out, or name the model."
+            "model_kwargs only apply when ragfuse loads the model, and this one is loaded already. Leave them out, or "
+            "give the model's name."
         )
     found = LoadedModel.of(given, tokenizer)
     device, dtype = str(device_of(found.model)), str(found.model.dtype).removeprefix("torch.")
@@ -176,7 +178,9 @@ def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
     source = resolve_llm(settings.model, settings.home)
     options = dict(settings.model_kwargs)
     if options.get("gguf_file") and isinstance(source, Path):
-        raise ModelError("gguf_file names a file of a Hugging Face id; of a local model give the file's path as model.")
+        raise ModelError(
+            "gguf_file is for a file of a Hugging Face id. For a local model, give the file's path as model."
+        )
     with quietly(source):
         model = load_model(
             source, settings.dtype, settings.device, profiles.probed, model_kwargs=options, home=settings.home

@@ -72,7 +72,7 @@ class SchemaService:
     def __init__(self, settings: Settings, registry: SchemaRegistry, prompts: PromptBuilder, runtime: Runtime) -> None:
         self._settings, self._registry, self._prompts, self._runtime = settings, registry, prompts, runtime
         self._lock, self._ensuring = ForkLock(), ForkLock()
-        self._laid: dict[str, tuple[str, SchemaLayout]] = {}
+        self._layouts: dict[str, tuple[str, SchemaLayout]] = {}
         self._keys: dict[str, tuple[SchemaLayout, list[str]]] = {}
         self._template: tuple[str, Wrapping] | None = None
 
@@ -97,26 +97,26 @@ class SchemaService:
     def _register(
         self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None, must: bool
     ) -> RegisteredSchema:
-        kept = _kept(schema)
-        layout, encoder, began = self._lay_out(kept), self._runtime.encoder, time.perf_counter()
-        remaining_context(layout.n_positions, encoder.model, f"Schema '{kept.name}'", "Make its modules shorter.")
+        stored = _stored_schema(schema)
+        layout, encoder, began = self._lay_out(stored), self._runtime.encoder, time.perf_counter()
+        remaining_context(layout.n_positions, encoder.model, f"Schema '{stored.name}'", "Shorten its modules.")
         done = Ingested(of=len(layout.runs))
         for run in layout.runs:
             done = done.plus(len(run.tokens), encoder.keep_run(run), time.perf_counter() - began)
             if progress is not None:
                 progress(done)
         keys = [str(encoder.key_of(run)) for run in layout.runs]
-        self._registry.put(kept, encoder.digest, keys, must)
+        self._registry.put(stored, encoder.digest, keys, must)
         with self._lock:
-            self._laid[kept.name] = kept.pml, layout
+            self._layouts[stored.name] = stored.pml, layout
         return RegisteredSchema(layout, done)
 
     def has(self, schema: Schema) -> bool:
         """Return whether an equal schema is registered and encoded for the engine's model."""
-        kept = self._registry.get(schema.name)
-        if kept is None or not kept.is_encoded(self._runtime.encoder.digest):
+        stored = self._registry.get(schema.name)
+        if stored is None or not stored.is_encoded(self._runtime.encoder.digest):
             return False
-        return self._as_kept(kept, schema) is not None
+        return self._layout_if_same(stored, schema) is not None
 
     def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> RegisteredSchema | None:
         """Register a schema unless it is registered already; a registration in another thread is waited for.
@@ -139,39 +139,39 @@ class SchemaService:
         Raises:
             InputError: There is no such schema and no such file.
         """
-        kept = self._registry.get(str(name))
-        if kept is None and Path(name).is_file():
-            kept = _kept(Path(name))
-        if kept is None:
-            raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
-        return self.laid_out(kept)
+        stored = self._registry.get(str(name))
+        if stored is None and Path(name).is_file():
+            stored = _stored_schema(Path(name))
+        if stored is None:
+            raise InputError(f"There is no schema and no file '{name}'; wanted {self.describe_names()}.")
+        return self.laid_out(stored)
 
     def get(self, name: str) -> StoredSchema | None:
         """Return a registered schema as it is stored; None where there is none of this name."""
         return self._registry.get(name)
 
-    def laid_out(self, kept: StoredSchema) -> SchemaLayout:
+    def laid_out(self, stored: StoredSchema) -> SchemaLayout:
         """Return the layout of a stored schema for the engine's model; it is cached until the schema changes."""
         with self._lock:
-            pml, layout = self._laid.get(kept.name, ("", None))
-        if layout is None or pml != kept.pml:
-            layout = self._lay_out(kept)
+            pml, layout = self._layouts.get(stored.name, ("", None))
+        if layout is None or pml != stored.pml:
+            layout = self._lay_out(stored)
             with self._lock:
-                self._laid[kept.name] = kept.pml, layout
+                self._layouts[stored.name] = stored.pml, layout
         return layout
 
     def names(self) -> list[str]:
         """Return the names of all registered schemas, sorted."""
         return self._registry.names()
 
-    def names_told(self) -> str:
+    def describe_names(self) -> str:
         """Return the names of all registered schemas in words, for an error message."""
-        return self._registry.names_told()
+        return self._registry.describe_names()
 
     def remove(self, name: str) -> int:
         """Delete a schema and, in every tier, the KV that no other registered schema uses; return the bytes freed."""
         with self._lock:
-            self._laid.pop(name, None)
+            self._layouts.pop(name, None)
             self._keys.pop(name, None)
         return self._registry.remove(name)
 
@@ -184,65 +184,68 @@ class SchemaService:
             OverlongError: It can never fit the model's context.
         """
         if ask.session is not None:
-            raise InputError("A prompt in PML cannot continue a session: leave out `session`, or ask by messages.")
+            raise InputError("A prompt in PML cannot continue a session: leave out `session`, or ask with messages.")
         if ask.tools:
-            raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask by messages.")
-        kept, encoder = self._registry.get(request.schema), self._runtime.encoder
-        if kept is None:
-            wanted = self._registry.names_told()
+            raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.")
+        stored, encoder = self._registry.get(request.schema), self._runtime.encoder
+        if stored is None:
+            wanted = self._registry.describe_names()
             raise request.at.error(
-                f"a prompt for schema '{request.schema}', which is not registered", f"{wanted} (Engine.register)"
+                f"a prompt for schema '{request.schema}', which is not registered",
+                f"{wanted}. Register it first: `ragfuse schema add FILE` or Engine.register(FILE)",
             )
         check_request(request, encoder.model)
-        layout = self._meant(kept, request.over)
-        self._note(kept, layout, encoder)
+        layout = self._layout_of(stored, request.over)
+        self._note(stored, layout, encoder)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend).prompt
 
     # inside
 
-    def _meant(self, kept: StoredSchema, schema: Schema | None) -> SchemaLayout:
+    def _layout_of(self, stored: StoredSchema, schema: Schema | None) -> SchemaLayout:
         """Return the layout of `schema`, even if the stored one of its name differs; None means the stored one."""
-        return self.laid_out(kept) if schema is None else self._as_kept(kept, schema) or self._lay_out(_kept(schema))
+        if schema is None:
+            return self.laid_out(stored)
+        return self._layout_if_same(stored, schema) or self._lay_out(_stored_schema(schema))
 
-    def _note(self, kept: StoredSchema, layout: SchemaLayout, encoder: Encoder) -> None:
+    def _note(self, stored: StoredSchema, layout: SchemaLayout, encoder: Encoder) -> None:
         """Record the keys that answers over a layout may store, so that they are deleted together with the schema."""
         with self._lock:
-            noted = self._keys.get(kept.name)
+            noted = self._keys.get(stored.name)
         if noted is None or noted[0] is not layout:
             noted = layout, [str(encoder.key_of(run)) for run in layout.runs]
             with self._lock:
-                self._keys[kept.name] = noted
-        if not {*noted[1]} <= {*kept.keys.get(encoder.digest, ())}:
-            self._registry.note(kept.name, encoder.digest, noted[1])
+                self._keys[stored.name] = noted
+        if not {*noted[1]} <= {*stored.keys.get(encoder.digest, ())}:
+            self._registry.note(stored.name, encoder.digest, noted[1])
 
-    def _as_kept(self, kept: StoredSchema, schema: Schema) -> SchemaLayout | None:
+    def _layout_if_same(self, stored: StoredSchema, schema: Schema) -> SchemaLayout | None:
         """Return the layout of the stored schema if it equals `schema`, else None."""
         try:
-            layout = self.laid_out(kept)
+            layout = self.laid_out(stored)
         except PMLError:  # the stored schema is a different one
             return None
         return layout if layout.schema == schema else None
 
-    def _lay_out(self, kept: StoredSchema) -> SchemaLayout:
-        model, schema = self._runtime.encoder.model, parse_schema(kept.pml, kept.file)
+    def _lay_out(self, stored: StoredSchema) -> SchemaLayout:
+        model, schema = self._runtime.encoder.model, parse_schema(stored.pml, stored.file)
         check_schema(schema, model)
         begins, wrapping = self._wrapping()
         is_chat = wrapping is not NO_WRAPPING and _has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos
         first = _first_text(schema.items, wrapping if is_chat else NO_WRAPPING)
-        bos = (*bos, *model.encoder.beginning(first, is_chat and bool(begins)))
+        bos = (*bos, *model.encoder.prefix_ids(first, is_chat and bool(begins)))
         unknown = model.tokenizer.unk_token_id
         placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
         shortest, fixed = self._settings.min_chunk_tokens, model.profile.fixed
         return lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
 
     def _wrapping(self) -> tuple[str, Wrapping]:
-        """Return the beginning of prompts and the texts around messages that the chat template writes; probed once."""
+        """Return how the chat template begins a prompt, and the texts it puts around messages; probed once."""
         if self._template is None:
-            words = self._runtime.encoder.model.tokenizer
-            has_template = getattr(words, "chat_template", None)
+            tokenizer = self._runtime.encoder.model.tokenizer
+            has_template = getattr(tokenizer, "chat_template", None)
             render: Any = lambda messages, ask: self._prompts.render(messages, (), ask)  # noqa: E731
-            self._template = wrapping_of(render, str(words.bos_token or "")) if has_template else ("", NO_WRAPPING)
+            self._template = wrapping_of(render, str(tokenizer.bos_token or "")) if has_template else ("", NO_WRAPPING)
         return self._template
 
 
@@ -257,7 +260,7 @@ def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, A
         if isinstance(part, ModulePosition):
             run = layout.modules.get(part.path)
             n_kept = len(run.tokens) if run is not None else 0
-            own = sum(len(each.tokens) for each in part.own)
+            own = sum(len(each.tokens) for each in part.ranges)
             row |= {"name": part.name, "path": part.path, "tokens": own, "nbytes": n_kept * nbytes_per_token}
         elif what == "param":
             row |= {"name": getattr(part, "param", ""), "tokens": part.stop - part.start}
@@ -282,7 +285,7 @@ def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
     return ""
 
 
-def _kept(schema: Schema | Path | str) -> StoredSchema:
+def _stored_schema(schema: Schema | Path | str) -> StoredSchema:
     """Return a schema, PML text or file as a `StoredSchema`."""
     if isinstance(schema, Schema):
         return StoredSchema(schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else "")

@@ -31,7 +31,7 @@ def opened(settings: Settings, store: KVStore | None, codecs: Codecs, evict: Evi
         SettingsError: `store` is not a KVStore.
     """
     if not isinstance(store, KVStore | None):
-        raise SettingsError(f"Wanted an open KVStore, found {store!r:.60}. Name a folder by Settings(store=...).")
+        raise SettingsError(f"store= takes an open KVStore, found {store!r:.60}. Give a folder as Settings(store=...).")
     return store if store is not None else open_kept(settings, codecs=codecs, evict=evict)
 
 
@@ -52,5 +52,5 @@ def open_kept(
     own, shared = (expired_first(policy, settings.ttl_s, clock) for policy in (evict, lru))
     store = open_store(settings, own, codecs, shared)
     store.expired = partial(expired, ttl_s=settings.ttl_s)
-    store.tell_every_s = min(store.tell_every_s, settings.ttl_s / 8)
+    store.report_every_s = min(store.report_every_s, settings.ttl_s / 8)
     return store

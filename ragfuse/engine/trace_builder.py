@@ -90,7 +90,7 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
     cached = sum(s.n_tokens for s in segments if s.hit)
     blendable_tokens = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
     recomputed = round(prefill.mean_ratio * blendable_tokens)
-    foreseen = plan.forecast
+    forecast = plan.forecast
     return Trace(
         model=model,
         policy=plan.policy,
@@ -109,14 +109,14 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
         fallback_reason=plan.fallback_reason,
         segments=segments,
         recomputed_rows=rows,
-        predicted_ttft_s=foreseen.ttft_s if foreseen is not None else None,
-        predicted_load_s=foreseen.load_s if foreseen is not None else None,
-        corrections=foreseen.corrections if foreseen is not None else (),
+        predicted_ttft_s=forecast.ttft_s if forecast is not None else None,
+        predicted_load_s=forecast.load_s if forecast is not None else None,
+        corrections=forecast.corrections if forecast is not None else (),
         dropped=plan.prompt.dropped,
         stream=_judged(ready.stream, timing, first_s or now_s),
-        session=plan.prompt.talk.id if plan.prompt.talk is not None else "",
+        session=plan.prompt.conversation.id if plan.prompt.conversation is not None else "",
         truncated=plan.prompt.truncated,
-        schema=plan.prompt.taken.schema if isinstance(plan.prompt.taken, SchemaUse) else "",
+        schema=plan.prompt.schema_use.schema if isinstance(plan.prompt.schema_use, SchemaUse) else "",
         modules=_modules(plan),
         tokens_prefix=sum(s.n_tokens for s in segments if s.hit and s.kind == "prefix"),
         tokens_chunks=sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk") - recomputed,
@@ -125,8 +125,8 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
 
 def _modules(plan: LoadPlan) -> tuple[str, ...]:
     """Return the paths of a schema's modules whose KV was reused."""
-    taken, keys = plan.prompt.taken, {fetch.key for fetch in plan.fetches}
-    return tuple(path for path, key in taken.modules if key in keys) if isinstance(taken, SchemaUse) else ()
+    schema_use, keys = plan.prompt.schema_use, {fetch.key for fetch in plan.fetches}
+    return tuple(path for path, key in schema_use.modules if key in keys) if isinstance(schema_use, SchemaUse) else ()
 
 
 def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> StreamTrace | None:
@@ -157,7 +157,7 @@ def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]
 
 def _goes_on(segments: Sequence[Segment], index: int) -> bool:
     """Return whether a segment is a later piece of the same chunk as the last segment with an entry before it."""
-    mine, before = segments[index], next((each for each in reversed(segments[:index]) if each.keys), None)
-    if before is None or not mine.rows or not before.rows or mine.keys != before.keys:
+    segment, before = segments[index], next((each for each in reversed(segments[:index]) if each.keys), None)
+    if before is None or not segment.rows or not before.rows or segment.keys != before.keys:
         return False
-    return mine.kind == before.kind == "chunk" and before.rows[0] < mine.rows[0]
+    return segment.kind == before.kind == "chunk" and before.rows[0] < segment.rows[0]

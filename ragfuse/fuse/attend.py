@@ -108,11 +108,11 @@ class RowMask:
         rows = self.rows.tolist()
         for lo in range(0, len(rows), QUERY_BLOCK):
             hi = min(lo + QUERY_BLOCK, len(rows))
-            key_lo, seen = self._oldest(rows[lo], window), rows[lo] + 1
+            key_lo, n_seen = self._oldest(rows[lo], window), rows[lo] + 1
             if hi - lo == 1:
-                yield Block(lo, hi, key_lo, seen, seen, None)
+                yield Block(lo, hi, key_lo, n_seen, n_seen, None)
                 continue
-            clear = key_lo if window is not None else seen // KEY_TILE * KEY_TILE
+            clear = key_lo if window is not None else n_seen // KEY_TILE * KEY_TILE
             key_hi = min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE)
             hidden = self._additive(slice(lo, hi), slice(clear, key_hi), dtype, window)
             yield Block(lo, hi, key_lo, clear, key_hi, hidden)
@@ -147,13 +147,13 @@ class Ragged:
 
     Args:
         sizes: Batch rows of each prompt.
-        held: KV [B, H, n, D] of each prompt in the current layer, as a list of parts in any order. The same tensors
+        kv_parts: KV [B, H, n, D] of each prompt in the current layer, as a list of parts in any order. The same tensors
             in several prompts are a part that these share.
         newest: Keys [sum B, H, 1, D] of the newest rows, which the joint cache returns instead of the whole KV.
     """
 
     sizes: list[int]
-    held: list[list[KV]] = field(default_factory=list)
+    kv_parts: list[list[KV]] = field(default_factory=list)
     newest: Tensor | None = None
 
 
@@ -178,53 +178,54 @@ def attend_ragged(
     Returns:
         [sum B, 1, Hq, Dv].
     """
-    parts, plain = torch.split(query, ragged.sizes), softcap is None and sinks is None
-    alone = [stretches[0] if len(stretches) == 1 else None for stretches in ragged.held]
-    if None in alone and not (plain and query.device.type == "cpu" and _is_even(query, ragged.held)):
-        alone = [_together(stretches) for stretches in ragged.held]
-    done: list[Tensor] = list(parts)
-    several = [at for at, whole in enumerate(alone) if whole is None]
-    found = _attend_stretches([parts[at] for at in several], [ragged.held[at] for at in several], scaling)
-    for at, output in zip(several, found, strict=True):
-        done[at] = output
-    for at, whole in enumerate(alone):
+    queries, is_cpu = torch.split(query, ragged.sizes), query.device.type == "cpu"
+    plain = softcap is None and sinks is None
+    single_parts = [kv_parts[0] if len(kv_parts) == 1 else None for kv_parts in ragged.kv_parts]
+    if None in single_parts and not (plain and is_cpu and _has_equal_widths(query, ragged.kv_parts)):
+        single_parts = [_concatenated(kv_parts) for kv_parts in ragged.kv_parts]
+    outputs: list[Tensor] = list(queries)
+    several = [at for at, whole in enumerate(single_parts) if whole is None]
+    merged = _attend_parts([queries[at] for at in several], [ragged.kv_parts[at] for at in several], scaling)
+    for at, output in zip(several, merged, strict=True):
+        outputs[at] = output
+    for at, whole in enumerate(single_parts):
         if whole is not None:
-            done[at] = _attend_newest(parts[at], *_last(window, *whole), scaling, softcap, sinks)
-    return torch.cat(done).transpose(1, 2)
+            outputs[at] = _attend_newest(queries[at], *_last(window, *whole), scaling, softcap, sinks)
+    return torch.cat(outputs).transpose(1, 2)
 
 
-def _is_even(query: Tensor, held: Sequence[Sequence[KV]]) -> bool:
+def _has_equal_widths(query: Tensor, kv_by_prompt: Sequence[Sequence[KV]]) -> bool:
     """Whether values are as wide as queries: the flash kernel, which also returns its softmax sums, requires it."""
-    return all(values.shape[-1] == query.shape[-1] for _, values in held[0])
+    return all(values.shape[-1] == query.shape[-1] for _, values in kv_by_prompt[0])
 
 
-def _together(stretches: Sequence[KV]) -> KV:
+def _concatenated(kv_parts: Sequence[KV]) -> KV:
     """Concatenate the parts of a prompt's KV; their order is irrelevant to a query that sees all rows."""
-    keys, values = zip(*stretches, strict=True)
+    keys, values = zip(*kv_parts, strict=True)
     return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
-def _attend_stretches(parts: Sequence[Tensor], held: Sequence[Sequence[KV]], scaling: float) -> list[Tensor]:
+def _attend_parts(queries: Sequence[Tensor], kv_by_prompt: Sequence[Sequence[KV]], scaling: float) -> list[Tensor]:
     """Return the output [B, Hq, 1, D] of each prompt's newest row over its KV parts; a shared part is read once.
 
     The outputs over the parts are merged by their softmax sums.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     readers: dict[int, tuple[KV, list[int]]] = {}
-    for at, stretches in enumerate(held):
-        for kv in stretches:
+    for at, kv_parts in enumerate(kv_by_prompt):
+        for kv in kv_parts:
             readers.setdefault(id(kv[0]), (kv, []))[1].append(at)
-    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in parts]
-    for (keys, values), who in readers.values():
-        asked = [parts[at].reshape(parts[at].shape[0], keys.shape[1], -1, parts[at].shape[3]) for at in who]
-        out, sums = flash(torch.cat(asked, 2), keys, values, scale=scaling)
-        each = asked[0].shape[2]
-        for at, some, its_sums in zip(who, out.split(each, 2), sums.split(each, 2), strict=True):
-            found[at].append((some, its_sums))
-    return [_joined(pieces).reshape(part.shape) for pieces, part in zip(found, parts, strict=True)]
+    outputs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in queries]
+    for (keys, values), prompts in readers.values():
+        folded = [queries[at].reshape(queries[at].shape[0], keys.shape[1], -1, queries[at].shape[3]) for at in prompts]
+        out, sums = flash(torch.cat(folded, 2), keys, values, scale=scaling)
+        n_rows = folded[0].shape[2]
+        for at, output, its_sums in zip(prompts, out.split(n_rows, 2), sums.split(n_rows, 2), strict=True):
+            outputs[at].append((output, its_sums))
+    return [_merge_outputs(pieces).reshape(part.shape) for pieces, part in zip(outputs, queries, strict=True)]
 
 
-def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+def _merge_outputs(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Merge attention outputs [B, H, R, D] of the same queries over disjoint keys.
 
     Args:
@@ -329,9 +330,9 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, block: Block, gro
         seen = slice(block.key_lo, block.clear)
         parts.append(flash(query, keys[:, :, seen], values[:, :, seen], scale=scaling))
     if block.mask is not None:
-        some, mask = slice(block.clear, block.key_hi), block.mask.repeat_interleave(groups, 0)
-        parts.append(flash(query, keys[:, :, some], values[:, :, some], attn_mask=mask, scale=scaling))
-    return _joined(parts)
+        masked, mask = slice(block.clear, block.key_hi), block.mask.repeat_interleave(groups, 0)
+        parts.append(flash(query, keys[:, :, masked], values[:, :, masked], attn_mask=mask, scale=scaling))
+    return _merge_outputs(parts)
 
 
 def _attend_suffix(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

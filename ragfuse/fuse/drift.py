@@ -56,18 +56,22 @@ def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> Ch
     count = 0
     for found, wanted, rows in pairs:
         back = -rows.double()
-        here = []
-        for mine, theirs, layout in zip(found.layers, wanted.layers, rope, strict=True):
+        differences = []
+        for found_layer, wanted_layer, layout in zip(found.layers, wanted.layers, rope, strict=True):
+            parts = (
+                ("keys", found_layer.keys, wanted_layer.keys),
+                ("values", found_layer.values, wanted_layer.values),
+            )
             keys, values = (
                 shifted_rows((b[:, rows].float() - a[:, rows].float()), back, _of(layout, name)).sum(1, keepdim=True)
-                for name, a, b in (("keys", mine.keys, theirs.keys), ("values", mine.values, theirs.values))
+                for name, a, b in parts
             )
-            here.append(LayerKV(keys, values))
-        pairs_of = zip(total, here, strict=True) if total is not None else ()
-        total = [LayerKV(a.keys + b.keys, a.values + b.values) for a, b in pairs_of] or here
+            differences.append(LayerKV(keys, values))
+        sums = zip(total, differences, strict=True) if total is not None else ()
+        total = [LayerKV(a.keys + b.keys, a.values + b.values) for a, b in sums] or differences
         count += len(rows)
     if total is None or not count:
-        raise ValueError("A drift is measured on one row at least.")
+        raise ValueError("A drift is measured on at least one row (a token), found none.")
     return ChunkKV(tuple(LayerKV(layer.keys / count, layer.values / count) for layer in total))
 
 

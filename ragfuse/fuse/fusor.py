@@ -110,13 +110,13 @@ class Buffers:
             keys, values = self._allocated(layer, kv.keys, kv.values, run)
             keys[0].narrow(1, run.lo, kv.n_tokens).copy_(kv.keys, non_blocking=True)
             values[0].narrow(1, run.lo, kv.n_tokens).copy_(kv.values, non_blocking=True)
-        self._turn(layer)
+        self._rotate(layer)
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1, H, T, D] of a layer."""
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:
-            raise RuntimeError(f"Layer {layer} was read before anything was written to it.")
+            raise RuntimeError(f"Layer {layer} was read before any KV was written to it.")
         return keys[:, :, : self.n_tokens], values[:, :, : self.n_tokens]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -156,11 +156,11 @@ class Buffers:
                 for part in (like_keys, like_values)
             )
             self.keys[layer], self.values[layer] = keys, values
-        elif run is not None and not (_alike(keys, like_keys) and _alike(values, like_values)):
+        elif run is not None and not (_same_shape(keys, like_keys) and _same_shape(values, like_values)):
             raise LostRun(run.segment)
         return keys, values
 
-    def _turn(self, layer: int) -> None:
+    def _rotate(self, layer: int) -> None:
         """Rotate the copied runs to their positions, all at once; rows that do not move rotate by 0, which is exact."""
         layout = self._rope[layer]
         shifted = [run for run in self._runs if run.start]
@@ -176,7 +176,7 @@ class Buffers:
         place(part, part, self._angles[layout], layout)
 
 
-def _alike(buffer: Tensor, part: Tensor) -> bool:
+def _same_shape(buffer: Tensor, part: Tensor) -> bool:
     """Whether a part [H, n, D] fits a buffer [1, H, T, D]."""
     return buffer.shape[1] == part.shape[0] and buffer.shape[-1] == part.shape[-1]
 
@@ -224,7 +224,7 @@ class Fusion:
         cached[-1] = False
         self._forced = (~cached).nonzero()[:, 0].to(positions.device)
         self.candidates = candidate_rows(runs, len(positions)).to(positions.device)
-        self.view = _view(len(buffers), ratio, len(self._forced), runs, self.candidates, score)
+        self.candidate_set = _candidate_set(len(buffers), ratio, len(self._forced), runs, self.candidates, score)
         self._active = torch.arange(len(self.candidates), device=positions.device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()
@@ -248,7 +248,7 @@ class Fusion:
         """
         before = self.rows
         if layer >= self.policy.check_layer:
-            self._active = self.policy.choose(self.view, layer, self._active, self._deviation)
+            self._active = self.policy.choose(self.candidate_set, layer, self._active, self._deviation)
             self._deviation = None
             if layer == self.policy.check_layer:
                 self.chosen = self.candidates[self._active]
@@ -286,8 +286,8 @@ class Fusion:
 
     def _is_thinned(self, layer: int) -> bool:
         """Whether the policy will drop rows in `layer`; then the deviation is measured in the layer before."""
-        alive, follows = len(self._active), self.policy.check_layer < layer < len(self.buffers)
-        return follows and alive > 0 and self.policy.thins(self.view, layer, alive)
+        n_active, follows = len(self._active), self.policy.check_layer < layer < len(self.buffers)
+        return follows and n_active > 0 and self.policy.thins(self.candidate_set, layer, n_active)
 
     def _merge(self) -> Tensor:
         return torch.cat([self._forced, self.candidates[self._active]]).sort().values
@@ -304,11 +304,11 @@ class Fusion:
         return total[torch.searchsorted(self.rows, self.candidates[self._active])]
 
 
-def _view(
+def _candidate_set(
     n_layers: int, ratio: float, forced: int, runs: Sequence[CachedRun], candidates: Tensor, score: Tensor | None
 ) -> Candidates:
     chunk, offset = torch.zeros_like(candidates), torch.zeros_like(candidates)
     for run in runs:
-        mine = (candidates >= run.lo) & (candidates < run.hi)
-        chunk[mine], offset[mine] = run.segment, candidates[mine] - run.lo
+        in_run = (candidates >= run.lo) & (candidates < run.hi)
+        chunk[in_run], offset[in_run] = run.segment, candidates[in_run] - run.lo
     return Candidates(n_layers, ratio, forced, chunk, offset, score)

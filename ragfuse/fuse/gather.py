@@ -30,9 +30,9 @@ def gathered(kv: ChunkKV, spans: Sequence[tuple[int, int]], rope: Sequence[RopeL
 
 
 def _layer(layer: LayerKV, spans: Sequence[tuple[int, int]], layout: RopeLayout | None) -> LayerKV:
-    turned = layout is not None and layout.part == "values"
-    keys = _rows(layer.keys, spans, None if turned else layout)
-    values = _rows(layer.values, spans, layout if turned else None)
+    rotates_values = layout is not None and layout.part == "values"
+    keys = _rows(layer.keys, spans, None if rotates_values else layout)
+    values = _rows(layer.values, spans, layout if rotates_values else None)
     return replace(layer, keys=keys, values=values)
 
 

@@ -21,7 +21,7 @@ GROWTH_ROWS = 64
 """The least number of rows that a full layer grows by."""
 
 
-class Taker(Protocol):
+class KVReceiver(Protocol):
     """A receiver of the KV that each layer computes during a fused prefill."""
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ class RowLayer(CacheLayerMixin):
 
     Args:
         layer: Index of the layer.
-        taker: Receives the KV during a fused prefill; None: rows are appended.
+        receiver: Receives the KV during a fused prefill; None: rows are appended.
 
     Attributes:
         length: Rows held.
@@ -64,9 +64,9 @@ class RowLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, layer: int, taker: Taker | None = None) -> None:
+    def __init__(self, layer: int, receiver: KVReceiver | None = None) -> None:
         super().__init__()
-        self.layer, self.taker, self.length = layer, taker, 0
+        self.layer, self.receiver, self.length = layer, receiver, 0
         self.common: tuple[FrozenRows, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -79,15 +79,15 @@ class RowLayer(CacheLayerMixin):
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 
-    def share(self, stretches: Sequence[FrozenRows]) -> None:
+    def share(self, ranges: Sequence[FrozenRows]) -> None:
         """Drop rows from the buffers that are stored outside from now on.
 
         Args:
-            stretches: The ranges, in order of their rows; none may include the last row.
+            ranges: The ranges, in order of their rows; none may include the last row.
         """
         keys, values = self.whole()
-        self.common = tuple(stretches)
-        self.keys, self.values = (self._with_room(_between(states, stretches)) for states in (keys, values))
+        self.common = tuple(ranges)
+        self.keys, self.values = (self._with_room(_between(states, ranges)) for states in (keys, values))
 
     def gather(self) -> None:
         """Copy all rows back into its own buffers, also those past `length`, which may still be used."""
@@ -97,8 +97,8 @@ class RowLayer(CacheLayerMixin):
 
     def whole(self) -> KV:
         """Return all rows [B, H, length, D]: views, or a copy if some are stored outside."""
-        own = self.own
-        keys, values = self.keys[:, :, :own], self.values[:, :, :own]
+        n_buffered = self.n_buffered
+        keys, values = self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]
         if not self.common:
             return keys, values
         return self._with_frozen(keys, 0), self._with_frozen(values, 1)
@@ -106,32 +106,32 @@ class RowLayer(CacheLayerMixin):
     def rows(self, lo: int, hi: int) -> KV:
         """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some of them are stored outside."""
         outside = 0
-        for stretch in self.common:
-            if stretch.lo < hi and lo < stretch.hi:
+        for frozen in self.common:
+            if frozen.lo < hi and lo < frozen.hi:
                 keys, values = self.whole()
                 return keys[:, :, lo:hi], values[:, :, lo:hi]
-            outside += stretch.hi - stretch.lo if stretch.hi <= lo else 0
+            outside += frozen.hi - frozen.lo if frozen.hi <= lo else 0
         lo, hi = lo - outside, hi - outside
         return self.keys[:, :, lo:hi], self.values[:, :, lo:hi]
 
     def held(self) -> list[KV]:
         """Return all rows in parts, without a copy: those in its buffers, then those stored outside."""
-        own = self.own
-        return [(self.keys[:, :, :own], self.values[:, :, :own]), *(stretch.kv for stretch in self.common)]
+        n_buffered = self.n_buffered
+        return [(self.keys[:, :, :n_buffered], self.values[:, :, :n_buffered]), *(frozen.kv for frozen in self.common)]
 
     @property
-    def own(self) -> int:
+    def n_buffered(self) -> int:
         """Number of rows in its own buffers."""
-        return self.length - sum(stretch.hi - stretch.lo for stretch in self.common)
+        return self.length - sum(frozen.hi - frozen.lo for frozen in self.common)
 
-    def _with_frozen(self, own: Tensor, which: int) -> Tensor:
+    def _with_frozen(self, buffered: Tensor, which: int) -> Tensor:
         """Return its own rows and those stored outside, in the order of the prompt; which: keys (0) or values (1)."""
-        parts, at, taken = list[Tensor](), 0, 0
-        for stretch in self.common:
-            free = stretch.lo - at
-            parts += [own[:, :, taken : taken + free], stretch.kv[which]]
-            taken, at = taken + free, stretch.hi
-        return torch.cat([*parts, own[:, :, taken:]], 2)
+        parts, at, used = list[Tensor](), 0, 0
+        for frozen in self.common:
+            free = frozen.lo - at
+            parts += [buffered[:, :, used : used + free], frozen.kv[which]]
+            used, at = used + free, frozen.hi
+        return torch.cat([*parts, buffered[:, :, used:]], 2)
 
     def _with_room(self, parts: Sequence[Tensor]) -> Tensor:
         """Return a buffer that begins with the parts and has room for `GROWTH_ROWS` more rows."""
@@ -142,8 +142,8 @@ class RowLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> KV:
         """Pass the rows to the taker during a fused prefill, append them afterwards; return the whole KV."""
-        if self.taker is not None:
-            return self.taker.take(self.layer, key_states, value_states)
+        if self.receiver is not None:
+            return self.receiver.take(self.layer, key_states, value_states)
         self.gather()
         self.append(key_states, value_states)
         return self.whole()
@@ -152,19 +152,19 @@ class RowLayer(CacheLayerMixin):
         """Append rows [B, H, n, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        own, count = self.own, key_states.shape[2]
-        if own + count > self.keys.shape[2]:
-            self._grow(own, own + count)
-        self.keys[:, :, own : own + count] = key_states
-        self.values[:, :, own : own + count] = value_states
+        n_buffered, count = self.n_buffered, key_states.shape[2]
+        if n_buffered + count > self.keys.shape[2]:
+            self._grow(n_buffered, n_buffered + count)
+        self.keys[:, :, n_buffered : n_buffered + count] = key_states
+        self.values[:, :, n_buffered : n_buffered + count] = value_states
         self.length += count
 
-    def _grow(self, own: int, needed: int) -> None:
+    def _grow(self, n_buffered: int, needed: int) -> None:
         size = max(needed + GROWTH_ROWS, needed * 5 // 4)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_empty(*old.shape[:2], size, old.shape[3])
-            new[:, :, :own] = old[:, :, :own]
+            new[:, :, :n_buffered] = old[:, :, :n_buffered]
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -173,7 +173,7 @@ class RowLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Return the rows held; 0 during a fused prefill, so that transformers makes masks for a whole prompt."""
-        return 0 if self.taker is not None else self.length
+        return 0 if self.receiver is not None else self.length
 
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
@@ -207,8 +207,8 @@ class RowLayer(CacheLayerMixin):
 class RowCache(Cache):
     """A transformers cache whose layers are `RowLayer`s."""
 
-    def __init__(self, n_layers: int, taker: Taker | None = None) -> None:
-        super().__init__(layers=[RowLayer(layer, taker) for layer in range(n_layers)])
+    def __init__(self, n_layers: int, receiver: KVReceiver | None = None) -> None:
+        super().__init__(layers=[RowLayer(layer, receiver) for layer in range(n_layers)])
 
     def fill(self, buffers: Buffers) -> None:
         """Take over the KV of a fused prompt; from now on new rows are appended.
@@ -219,8 +219,8 @@ class RowCache(Cache):
         for index, layer in enumerate(self.layers):
             keys, values = buffers.keys[index], buffers.values[index]
             if keys is None or values is None:
-                raise RuntimeError(f"Layer {index} holds no KV after the prefill.")
-            layer.taker = None
+                raise RuntimeError(f"Layer {index} has no KV after the prefill, which did not complete.")
+            layer.receiver = None
             layer.fill(keys, values, buffers.n_tokens)
 
     def adopt(self, other: DynamicCache) -> None:
@@ -273,7 +273,7 @@ class JointLayer(RowLayer):
             return _stacked([keys for keys, _ in whole], longest), _stacked([values for _, values in whole], longest)
         for part, keys, values in news:
             part.append(keys, values)
-        self._ragged.held = [part.held() for part in self._parts]
+        self._ragged.kv_parts = [part.held() for part in self._parts]
         return key_states, value_states
 
 
@@ -290,7 +290,7 @@ def _stacked(states: Sequence[Tensor], longest: int) -> Tensor:
     return torch.cat([torch.nn.functional.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
 
 
-def _between(states: Tensor, stretches: Sequence[FrozenRows]) -> list[Tensor]:
+def _between(states: Tensor, ranges: Sequence[FrozenRows]) -> list[Tensor]:
     """Return the rows of [B, H, T, D] that none of the ranges covers."""
-    stops, starts = [*(stretch.lo for stretch in stretches), states.shape[2]], [0, *(each.hi for each in stretches)]
+    stops, starts = [*(frozen.lo for frozen in ranges), states.shape[2]], [0, *(frozen.hi for frozen in ranges)]
     return [states[:, :, start:stop] for start, stop in zip(starts, stops, strict=True)]

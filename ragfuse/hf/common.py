@@ -55,19 +55,19 @@ class SharedKV:
             windows: Sliding window of each layer; layers that have one are not shared.
         """
         last = cache.length - 1  # every prompt computes its last row, which is dropped before an answer begins
-        meant = [SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo)) for each in spans]
-        meant = [span for span in meant if span.hi - span.lo >= MIN_SHARED_ROWS]
-        if not meant:
+        shared = [SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo)) for each in spans]
+        shared = [span for span in shared if span.hi - span.lo >= MIN_SHARED_ROWS]
+        if not shared:
             return
         with self._lock:
-            owners = [self._rows.setdefault(span.name, _Rows()) for span in meant]
+            owners = [self._rows.setdefault(span.name, _Rows()) for span in shared]
             for layer, window in zip(cache.layers, windows, strict=True):
                 if window is None:
-                    layer.share([_stretch(layer, span, rows) for span, rows in zip(meant, owners, strict=True)])
+                    layer.share([_frozen_rows(layer, span, rows) for span, rows in zip(shared, owners, strict=True)])
         give_back()
 
 
-def _stretch(layer: RowLayer, span: SharedSpan, rows: _Rows) -> FrozenRows:
+def _frozen_rows(layer: RowLayer, span: SharedSpan, rows: _Rows) -> FrozenRows:
     """Return the shared KV of a span in one layer, copied from this prompt if it is the first that has it."""
     found = rows.layers.get(layer.layer)
     if found is None:

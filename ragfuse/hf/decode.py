@@ -27,7 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.fuse.attend import Ragged
 from ragfuse.hf.cache import JointCache, RowCache
-from ragfuse.hf.hooks import Remade, Wiring, attending
+from ragfuse.hf.hooks import KVTransformed, Wiring, attending
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.seed import undrawn
 from ragfuse.process.fork import at_fork
@@ -193,7 +193,7 @@ class Batcher:
     def _work(self) -> None:
         while self._is_due():
             with self._lock:
-                began, steps = time.perf_counter(), self._taken()
+                began, steps = time.perf_counter(), self._take_posted()
                 try:
                     self._run(steps)
                 except BaseException as error:  # of no single request: raise it in all, so that none waits forever
@@ -208,12 +208,12 @@ class Batcher:
         """Wait until the next step is due; return False when no request is left, and the worker thread ends."""
         with self._changed:
             while self._members or self._posted:
-                left = None
+                wait_s = None
                 if self._posted:
-                    left = self._since_s + max(self.patience_s, self._took_s) - time.perf_counter()
-                    if not self._missing or left <= 0:
+                    wait_s = self._since_s + max(self.patience_s, self._took_s) - time.perf_counter()
+                    if not self._missing or wait_s <= 0:
                         return True
-                self._changed.wait(left)
+                self._changed.wait(wait_s)
             self._thread = None
             return False
 
@@ -222,7 +222,7 @@ class Batcher:
         """Whether a request that is not late has not posted its step yet."""
         return any(not member.is_posted and not member.is_late for member in self._members)
 
-    def _taken(self) -> list[Step]:
+    def _take_posted(self) -> list[Step]:
         """Take all posted steps, and mark the requests without one as late."""
         with self._changed:
             steps, self._posted = self._posted, []
@@ -241,9 +241,13 @@ class Batcher:
             try:
                 self._share(steps)
             except Exception as error:
-                log.warning("A step of %d requests failed and is done one by one: %s", len(steps), error)
+                log.warning(
+                    "Decoding %d requests together failed; this step is repeated one by one, which is slower: %s",
+                    len(steps),
+                    error,
+                )
                 log.debug("Where it failed", exc_info=True)
-                _take_back(steps)
+                _reset_lengths(steps)
                 for step in steps:
                     step.run()
                 self._failures += all(step.error is None for step in steps)
@@ -252,9 +256,9 @@ class Batcher:
         ragged = Ragged([step.ids.shape[0] for step in steps])
         try:
             logits = self._logits(steps, ragged)
-        except Remade:
+        except KVTransformed:
             self._pads = True
-            _take_back(steps)
+            _reset_lengths(steps)
             logits = self._logits(steps, ragged)
         for step, some in zip(steps, torch.split(logits, ragged.sizes), strict=True):
             step.output = CausalLMOutputWithPast(logits=some, past_key_values=step.member.cache)
@@ -295,7 +299,7 @@ def _fail(steps: Sequence[Step], error: BaseException) -> None:
         step.error = step.error or error
 
 
-def _take_back(steps: Sequence[Step]) -> None:
+def _reset_lengths(steps: Sequence[Step]) -> None:
     """Reset every cache to its length before the step."""
     for step in steps:
         step.member.cache.length = step.length

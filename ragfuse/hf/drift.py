@@ -1,5 +1,4 @@
-"""Reads and writes a model's drift (`fuse/drift.py`) as a file in its folder, bound to the weights it was measured
-on."""
+"""Reads and writes a model's drift (`fuse/drift.py`), a file in its folder that holds for the measured weights only."""
 
 from __future__ import annotations
 
@@ -33,19 +32,19 @@ def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
     path = folder / DRIFT_FILE
     if not path.is_file():
         return None
-    again = "Remove it, or measure it again."
+    again = "Remove the file, or measure the drift again."
     try:
         parts = load_file(path, device=str(model.device))
-        seen, n_layers = parts.pop("weights"), model.config.get_text_config().num_hidden_layers
+        stored, n_layers = parts.pop("weights"), model.config.get_text_config().num_hidden_layers
         layers = tuple(LayerKV(parts[f"keys.{i}"], parts[f"values.{i}"]) for i in range(n_layers))
     except (OSError, SafetensorError, KeyError, AttributeError) as error:
         raise ModelError(f"'{path}' cannot be read ({error}). {again}") from error
     if len(parts) != 2 * len(layers) or [_shapes(layer) for layer in layers] != _shapes_of(model):
         raise ModelError(f"'{path}' was measured on a model of another shape. {again}")
     if not all(bool(part.isfinite().all()) for part in parts.values()):
-        raise ModelError(f"'{path}' holds numbers that are none. {again}")
-    mine = _sample(model)
-    if mine.shape != seen.shape or not torch.allclose(mine, seen.to(mine), rtol=ROUNDING, atol=1e-6):
+        raise ModelError(f"'{path}' contains NaN or infinity. {again}")
+    sample = _sample(model)
+    if sample.shape != stored.shape or not torch.allclose(sample, stored.to(sample), rtol=ROUNDING, atol=1e-6):
         raise ModelError(f"'{path}' was measured on other weights. {again}")
     return ChunkKV(layers)
 

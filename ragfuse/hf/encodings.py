@@ -44,18 +44,18 @@ class _Parallelism:
         at_fork(self)
 
     def pause(self) -> None:
-        """As any owner."""
+        """Disable the worker threads before a fork."""
         self._is_ours = self.NAME not in os.environ
         if self._is_ours:
             os.environ[self.NAME] = "false"
 
     def resume(self) -> None:
-        """As any owner."""
+        """Enable them again in the parent process."""
         if self._is_ours:
             os.environ.pop(self.NAME, None)
 
     def renew(self) -> None:
-        """As any owner."""
+        """Leave them disabled in the forked child."""
 
 
 _PARALLELISM = _Parallelism()
@@ -69,15 +69,15 @@ class Offsets(Sequence[Chars]):
         encoding: The encoding.
         lo: First token.
         hi: The token after the last.
-        by: Added to each offset.
-        least: Smallest offset; smaller ones are raised to it.
+        shift: Added to each offset.
+        minimum: Smallest offset; smaller ones are raised to it.
     """
 
     encoding: Encoding
     lo: int
     hi: int
-    by: int = 0
-    least: int = 0
+    shift: int = 0
+    minimum: int = 0
 
     @classmethod
     def of(cls, encoding: Encoding) -> Offsets:
@@ -86,11 +86,11 @@ class Offsets(Sequence[Chars]):
 
     def behind(self, n: int) -> Offsets:
         """Return the offsets without the first `n` characters of the encoded text, which are not part of the text."""
-        return replace(self, by=self.by - n)
+        return replace(self, shift=self.shift - n)
 
-    def moved(self, by: int) -> Offsets:
-        """Return the offsets in a longer text in which this one begins at character `by`."""
-        return replace(self, by=self.by + by, least=self.least + by)
+    def moved(self, shift: int) -> Offsets:
+        """Return the offsets in a longer text in which this one begins at character `shift`."""
+        return replace(self, shift=self.shift + shift, minimum=self.minimum + shift)
 
     def __len__(self) -> int:
         return self.hi - self.lo
@@ -109,4 +109,4 @@ class Offsets(Sequence[Chars]):
         if not self.lo <= row < self.hi:
             raise IndexError(at)
         lo, hi = self.encoding.token_to_chars(row) or (0, 0)
-        return max(self.least, lo + self.by), max(self.least, hi + self.by)
+        return max(self.minimum, lo + self.shift), max(self.minimum, hi + self.shift)

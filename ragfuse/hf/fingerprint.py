@@ -53,7 +53,7 @@ def fingerprint(
     config = {name: _plain(value) for name, value in model.config.to_diff_dict().items() if name not in UNNAMED}
     hasher = [str(FORMAT_VERSION), str(model.dtype), _text(config)]
     if is_alibi(model.config):
-        hasher.append("biases count positions")  # they counted keys once, over gaps
+        hasher.append("biases count positions")  # in an earlier version they counted keys, ignoring gaps
     hasher += [weights or weights_digest(model), *_remote_code(model)]
     for layer in drift.layers if drift is not None else ():
         hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))
@@ -82,18 +82,18 @@ def weights_digest(model: nn.Module) -> str:
 def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (full name, value) of everything in a model's state, module by module."""
     for prefix, module in model.named_modules():
-        start, own = f"{prefix}." if prefix else "", dict[str, Any]()
-        module._save_to_state_dict(own, start, True)
+        start, state = f"{prefix}." if prefix else "", dict[str, Any]()
+        module._save_to_state_dict(state, start, True)
         for name, buffer in module.named_buffers(start.removesuffix("."), recurse=False):
-            if not isinstance(module, PackedLinear):  # whose state is its weight, as it was before
-                own.setdefault(name, buffer)
+            if not isinstance(module, PackedLinear):  # its saved state is the unpacked weight already
+                state.setdefault(name, buffer)
         elsewhere = _offloaded(module)
-        for name, value in own.items():
+        for name, value in state.items():
             missing = isinstance(value, Tensor) and value.is_meta and elsewhere is not None
             yield name, elsewhere(name.removeprefix(start)) if missing and elsewhere is not None else value
         if type(module).__module__.partition(".")[0] == "peft":  # scalings, which adapters are active, what is merged
-            told = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
-            yield f"{start}peft", {name: value for name, value in told.items() if _is_simple(value)}
+            attributes = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
+            yield f"{start}peft", {name: value for name, value in attributes.items() if _is_simple(value)}
 
 
 def _offloaded(module: nn.Module) -> Callable[[str], Tensor] | None:
@@ -118,26 +118,26 @@ def _feed(hasher: Any, name: str, value: Any) -> None:
         _feed_tensor(hasher, name, value.detach())
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            _say(hasher, f"{key}:")
+            _feed_text(hasher, f"{key}:")
             _feed(hasher, f"{name}.{key}", value[key])
     elif isinstance(value, list | tuple):
-        _say(hasher, f"{len(value)} in order")
+        _feed_text(hasher, f"{len(value)} in order")
         for index, each in enumerate(value):
             _feed(hasher, f"{name}.{index}", each)
     else:
-        _say(hasher, _text(_plain(value)))
+        _feed_text(hasher, _text(_plain(value)))
 
 
 def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
     kind = type(tensor).__name__ if type(tensor) is not nn.Parameter else "Tensor"
-    _say(hasher, f"{kind} {tensor.dtype} {tuple(tensor.shape)}")
+    _feed_text(hasher, f"{kind} {tensor.dtype} {tuple(tensor.shape)}")
     if tensor.is_meta:
         raise ModelError(f"The weight '{name}' has no data (it is on torch's meta device). Load the model's weights.")
     if hasattr(tensor, "__tensor_flatten__"):  # of a quantisation library: several tensors and how they are read
         inner, context = tensor.__tensor_flatten__()
-        _say(hasher, _text(_plain(context)))
+        _feed_text(hasher, _text(_plain(context)))
         for part in inner:
-            _say(hasher, part)
+            _feed_text(hasher, part)
             _feed(hasher, f"{name}.{part}", getattr(tensor, part))
     elif tensor.is_quantized:
         per_channel = tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
@@ -172,7 +172,7 @@ def _feed_bytes(hasher: Any, tensor: Tensor) -> None:
         hasher.update(piece.cpu().numpy().data)
 
 
-def _say(hasher: Any, text: str) -> None:
+def _feed_text(hasher: Any, text: str) -> None:
     """Hash a text preceded by its length, so that different sequences of parts never give the same bytes."""
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))

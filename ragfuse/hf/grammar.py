@@ -39,7 +39,7 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
     except ValueError as error:  # numbers that JSON does not have
         found = str(error)
     if found:
-        raise InputError(f"{what} cannot be compiled: {found.strip()}\nSay it more simply, or leave out what is named.")
+        raise InputError(f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove what is named above.")
 
 
 class GrammarCompiler:
@@ -56,12 +56,12 @@ class GrammarCompiler:
         self.ends, self.n_tokens = tuple(ends), n_tokens
         self._lock = ForkLock()
         self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
-        self._closing: ShortestEnd | None = None
+        self._shortest_end: ShortestEnd | None = None
         every = tokenizer.added_tokens_decoder
         added = {str(token): id for id, token in every.items()}
         self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
         longest = sorted(self._ids, key=len, reverse=True)
-        self._own = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled."""
@@ -70,7 +70,7 @@ class GrammarCompiler:
         with self._lock:
             made = self._compiled.pop(grammar, None) or LLMatcher(self.tokens, _source(grammar))
             if made.is_error():
-                raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}")
+                raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or simplify it.")
             self._compiled[grammar] = made  # the last one now
             while len(self._compiled) > CACHED_GRAMMARS:
                 del self._compiled[next(iter(self._compiled))]
@@ -94,16 +94,16 @@ class GrammarCompiler:
         """
         return GrammarProcessor(self, grammar, limit, is_sampled, [self.tokens.tokenize_str(text) for text in exits])
 
-    def closing(self) -> ShortestEnd:
+    def shortest_end(self) -> ShortestEnd:
         """Return the search for short completions over this tokenizer, made once."""
         with self._lock:
-            if self._closing is None:
-                self._closing = ShortestEnd(self.tokens, min(self.n_tokens, self.tokens.vocab_size))
-            return self._closing
+            if self._shortest_end is None:
+                self._shortest_end = ShortestEnd(self.tokens, min(self.n_tokens, self.tokens.vocab_size))
+            return self._shortest_end
 
     def literal(self, text: str) -> str:
         """Return a text as a Lark literal, with special tokens written by their ids."""
-        parts = self._own.split(text) if self._own is not None else [text]
+        parts = self._special.split(text) if self._special is not None else [text]
         return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
 
 
@@ -112,8 +112,8 @@ class _Row:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher, self.within = matcher, OUTSIDE
-        self.way: list[int] | None = None
-        self.ways: dict[int, list[int]] = {}  # behind tokens that may come now
+        self.completion: list[int] | None = None
+        self.completions: dict[int, list[int]] = {}  # by next token, the rest of a completion after it
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -141,40 +141,40 @@ class GrammarProcessor(LogitsProcessor):
         """Return the scores [B, V] with all tokens that are not allowed set to -inf."""
         if not self._rows:
             self._begin(*input_ids.shape)
-        news = input_ids[:, self._seen :].tolist()
+        new_ids = input_ids[:, self._seen :].tolist()
         self._seen = input_ids.shape[1]
-        for row, new in zip(self._rows, news, strict=True):
-            self._take(row, new)
-        left = None if self._limit is None else self._limit - (self._seen - self._from)
-        held = [self._held(row, line, left) for row, line in zip(self._rows, scores, strict=True)]
-        return torch.stack(held)
+        for row, ids in zip(self._rows, new_ids, strict=True):
+            self._advance(row, ids)
+        n_left = None if self._limit is None else self._limit - (self._seen - self._from)
+        masked = [self._masked(row, line, n_left) for row, line in zip(self._rows, scores, strict=True)]
+        return torch.stack(masked)
 
     def _begin(self, n_rows: int, n_tokens: int) -> None:
         self._from = self._seen = n_tokens
         self._rows = [_Row(self._grammars.matcher(self._grammar)) for _ in range(n_rows)]
         if self._limit is not None:
-            row, closing = self._rows[0], self._grammars.closing()
-            way = closing.way(row.matcher, row.within, self._limit, self._exits)
-            self._near = NEAR + 2 * len(way) if way is not None else 0
-            if way is None:
-                way = closing.searched(row.matcher, row.within, self._limit)
-                self._near, self._is_hard = SLACK + 2 * len(way) if way is not None else 0, True
+            row, shortest_end = self._rows[0], self._grammars.shortest_end()
+            completion = shortest_end.greedy(row.matcher, row.within, self._limit, self._exits)
+            self._near = NEAR + 2 * len(completion) if completion is not None else 0
+            if completion is None:
+                completion = shortest_end.search(row.matcher, row.within, self._limit)
+                self._near, self._is_hard = SLACK + 2 * len(completion) if completion is not None else 0, True
             for row in self._rows:
-                row.way = way
+                row.completion = completion
 
-    def _take(self, row: _Row, tokens: Sequence[int]) -> None:
+    def _advance(self, row: _Row, tokens: Sequence[int]) -> None:
         """Advance a sequence by the tokens written since the last call."""
         for token in tokens:
             if row.matcher.is_stopped() or token in self._grammars.ends:
                 continue
             row.matcher.consume_token(token)
             if self._limit is not None:
-                row.within = row.within.after(self._grammars.closing().text(token))
-                ahead = row.way[1:] if row.way and row.way[0] == token else None
-                row.way = row.ways.get(token, ahead)
-        row.ways = {}
+                row.within = row.within.after(self._grammars.shortest_end().text(token))
+                ahead = row.completion[1:] if row.completion and row.completion[0] == token else None
+                row.completion = row.completions.get(token, ahead)
+        row.completions = {}
 
-    def _held(self, row: _Row, scores: Tensor, left: int | None) -> Tensor:
+    def _masked(self, row: _Row, scores: Tensor, n_left: int | None) -> Tensor:
         """Mask the scores [V] of one sequence; left: tokens until the limit."""
         n_tokens = len(scores)
         if row.matcher.is_stopped():
@@ -183,39 +183,41 @@ class GrammarProcessor(LogitsProcessor):
         else:
             allowed = torch.from_numpy(allowed_by(row.matcher, n_tokens))
         allowed = allowed.to(scores.device)
-        held = scores.masked_fill(~allowed, float("-inf"))
-        if bool(held.isneginf().all()):  # forbidden from elsewhere: the grammar comes first
-            held = torch.where(allowed, torch.zeros_like(held), held)
-        if left is None or left > self._near or row.matcher.is_stopped():
-            return held
-        return self._steered(row, held, left)
+        masked = scores.masked_fill(~allowed, float("-inf"))
+        if bool(masked.isneginf().all()):  # forbidden from elsewhere: the grammar comes first
+            masked = torch.where(allowed, torch.zeros_like(masked), masked)
+        if n_left is None or n_left > self._near or row.matcher.is_stopped():
+            return masked
+        return self._steered(row, masked, n_left)
 
-    def _steered(self, row: _Row, held: Tensor, left: int) -> Tensor:
+    def _steered(self, row: _Row, masked: Tensor, n_left: int) -> Tensor:
         """Allow only tokens after which the text can still be completed within the limit."""
-        closing = self._grammars.closing()
-        if row.way is None:
-            here = row.matcher, row.within, left
-            row.way = closing.searched(*here) if self._is_hard else closing.way(*here, self._exits)
-        if row.way is None or (self._is_hard and len(row.way) + SLACK < left):
-            return held
+        shortest_end = self._grammars.shortest_end()
+        if row.completion is None:
+            here = row.matcher, row.within, n_left
+            row.completion = shortest_end.search(*here) if self._is_hard else shortest_end.greedy(*here, self._exits)
+        if row.completion is None or (self._is_hard and len(row.completion) + SLACK < n_left):
+            return masked
         if self._is_hard:
-            return _only(held, row.way[:1] or list(self._grammars.ends))
-        for token in held.topk(min(self._likely + 3, len(held))).indices.tolist():
-            if held[token].isneginf() or (self._likely == 1 and row.ways):
+            return _only(masked, row.completion[:1] or list(self._grammars.ends))
+        for token in masked.topk(min(self._likely + 3, len(masked))).indices.tolist():
+            if masked[token].isneginf() or (self._likely == 1 and row.completions):
                 break
             then = row.matcher.deep_copy()
             if token in self._grammars.ends:
-                row.ways[token] = []
+                row.completions[token] = []
             elif then.consume_token(token):
-                way = closing.way(then, row.within.after(closing.text(token)), left - 1, self._exits)
-                row.ways.update({token: way} if way is not None else {})
-        return _only(held, list(row.ways) or row.way[:1])
+                completion = shortest_end.greedy(
+                    then, row.within.after(shortest_end.text(token)), n_left - 1, self._exits
+                )
+                row.completions.update({token: completion} if completion is not None else {})
+        return _only(masked, list(row.completions) or row.completion[:1])
 
 
-def _only(held: Tensor, tokens: Sequence[int]) -> Tensor:
+def _only(scores: Tensor, tokens: Sequence[int]) -> Tensor:
     """Return the scores with all but these tokens set to -inf."""
-    only = torch.full_like(held, float("-inf"))
-    only[list(tokens)] = held[list(tokens)]
+    only = torch.full_like(scores, float("-inf"))
+    only[list(tokens)] = scores[list(tokens)]
     return only
 
 
@@ -232,14 +234,14 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise InputError(
-            "Grammars and tools need a tokenizer of the `tokenizers` library; this model's is "
-            f"{type(tokenizer).__name__}. Ask without them, or load the model with its fast tokenizer."
+            "Grammars and tools need a fast tokenizer (of the `tokenizers` library), this model's is "
+            f"{type(tokenizer).__name__}. Ask without grammars and tools, or load the model with its fast tokenizer."
         )
     try:
         return from_tokenizer(tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None)
-    except Exception as error:  # whatever the library thinks of it
+    except Exception as error:  # the library raises exceptions of many kinds
         raise InputError(
-            f"This model's tokenizer cannot be read by llguidance ({error}); ask without tools."
+            f"This model's tokenizer cannot be read by llguidance ({error}). Ask without grammars and tools."
         ) from error
 
 
@@ -263,5 +265,5 @@ def _require() -> None:
         import llguidance  # noqa: F401
     except ImportError as error:
         raise InputError(
-            "Answers that follow a grammar, and calls of tools, need llguidance: pip install 'ragfuse-kv[structured]'"
+            "Grammars and tools need llguidance, which is not installed: pip install 'ragfuse-kv[structured]'"
         ) from error

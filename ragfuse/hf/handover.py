@@ -28,7 +28,7 @@ from ragfuse.hf.decode import Member
 from ragfuse.hf.hooks import Wiring
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
-from ragfuse.hf.stream import Spelling, StopWhere, UntilStop
+from ragfuse.hf.stream import Detokenizer, StopWhere, UntilStop
 
 log = logging.getLogger("ragfuse.hf")
 
@@ -94,16 +94,18 @@ def generate(
     """
     _refuse(options)
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
-    criteria, full = _complete(model, options)
+    criteria, full = _adapted_options(model, options)
     with model.batcher.member(*sharing(model, prefill)) as member, seeded(seed):
-        face = _face(model.model, _Answers(model, prefill, member))
-        out = face.generate(
+        view = _with_forward(model.model, _GenerateForward(model, prefill, member))
+        out = view.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([*stopping, *criteria]),
-            past_key_values=prefill.state if _goes_on(model, prefill, options) else _lacking_one(prefill.cache),
-            **_gapped(model, prefill),
+            past_key_values=prefill.state
+            if _can_continue(model, prefill, options)
+            else _without_last_row(prefill.cache),
+            **_position_ids(model, prefill),
             **full,
         )
     sequences = out if isinstance(out, Tensor) else out.sequences
@@ -117,26 +119,32 @@ def _refuse(options: Mapping[str, Any]) -> None:
     given = {**(vars(config) if config is not None else {}), **options}
     for name in UNUSABLE:
         if given.get(name) is not None:
-            raise SettingsError(f"generate's option '{name}' needs a cache of its own; leave it out.")
+            raise SettingsError(
+                f"generate's option '{name}' cannot be used: it needs another cache than the prompt's. Leave it out."
+            )
     if options.get("token_healing"):
         raise SettingsError(
-            "generate's option 'token_healing' takes back the prompt's last token, which is computed already; leave it "
-            "out."
+            "generate's option 'token_healing' cannot be used: it removes the prompt's last token, whose KV is "
+            "computed already. Leave it out."
         )
     if given.get("use_cache") is False:
-        raise SettingsError("generate's option 'use_cache' is False, but the prompt lies in a cache; leave it out.")
+        raise SettingsError(
+            "generate's option use_cache=False cannot be used: the prompt's KV is in a cache. Leave it out."
+        )
     for name in HANDOVER_OPTIONS:
         if options.get(name) is not None:
-            raise SettingsError(f"generate's option '{name}' is set by the prompt that was prefilled; leave it out.")
+            raise SettingsError(
+                f"generate's option '{name}' cannot be given: ragfuse sets it from the prompt. Leave it out."
+            )
 
 
-def _goes_on(model: HFModel, prefill: Prefill, options: Mapping[str, Any]) -> bool:
+def _can_continue(model: HFModel, prefill: Prefill, options: Mapping[str, Any]) -> bool:
     """Whether to continue from the prompt's state; with several sequences or beams the prompt is computed anew."""
-    several = (told(name, options, model) for name in ("num_beams", "num_return_sequences"))
+    several = (resolve_option(name, options, model) for name in ("num_beams", "num_return_sequences"))
     return prefill.state is not None and all(int(number or 1) == 1 for number in several)
 
 
-def _lacking_one(cache: RowCache | None) -> RowCache | None:
+def _without_last_row(cache: RowCache | None) -> RowCache | None:
     """Hide the last row of the prompt in its cache and return it; None if the model's state is not KV per token."""
     if cache is not None:
         cache.length -= 1
@@ -164,14 +172,14 @@ def sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring |
     return prefill.cache, None
 
 
-def _gapped(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
+def _position_ids(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
     """Return `position_ids` int64 [1, T] for a prompt whose positions have gaps; else `generate` needs none."""
     if prefill.positions is None or not probe.takes_positions(model.model):
         return {}
     return {"position_ids": prefill.positions[None].to(model.device)}
 
 
-def told(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
+def resolve_option(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
     """Return an option of `generate`: from `options`, else their `generation_config`, else the model's own config."""
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
@@ -180,11 +188,11 @@ def told(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
 
 def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ...]:
     """Return the stop strings of the options, else of their generation config, else of the model's own."""
-    found = told("stop_strings", options, model) or ()
+    found = resolve_option("stop_strings", options, model) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def _complete(model: HFModel, options: Mapping[str, Any]) -> tuple[list[StoppingCriteria], dict[str, Any]]:
+def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> tuple[list[StoppingCriteria], dict[str, Any]]:
     """Return stopping criteria and options adapted to the prefilled cache.
 
     Stop strings are replaced by a criterion of our own, because that of transformers also searches the end of the
@@ -194,10 +202,10 @@ def _complete(model: HFModel, options: Mapping[str, Any]) -> tuple[list[Stopping
     full = {**options, "use_cache": True, "cache_implementation": None, "stop_strings": None, "token_healing": False}
     criteria, stops = list[StoppingCriteria](), stop_strings_of(options, model)
     if stops:
-        reorders = int(told("num_beams", options, model) or 1) > 1
-        criteria.append(StopWhere(lambda: UntilStop(Spelling.over(model.tokenizer, stops), stops), reorders))
-    if told("token_healing", options, model):
-        _tell_of_healing(model.name)
+        reorders = int(resolve_option("num_beams", options, model) or 1) > 1
+        criteria.append(StopWhere(lambda: UntilStop(Detokenizer.of(model.tokenizer, stops), stops), reorders))
+    if resolve_option("token_healing", options, model):
+        _warn_of_healing(model.name)
     config = model.model.generation_config
     if config.pad_token_id is None and "pad_token_id" not in full:
         end = config.eos_token_id
@@ -206,29 +214,29 @@ def _complete(model: HFModel, options: Mapping[str, Any]) -> tuple[list[Stopping
 
 
 @functools.cache
-def _tell_of_healing(name: str) -> None:
+def _warn_of_healing(name: str) -> None:
     """Log, once per model, that token healing is switched off."""
     log.warning(
-        "The generation config of %s wants token_healing; answers are written without it: it takes back the prompt's "
-        "last token, which is computed already. Set token_healing to false there to hear no more of it.",
+        "The generation config of %s sets token_healing, which is ignored: it would remove the prompt's last token, "
+        "whose KV is computed already. Set token_healing to false in that config to avoid this warning.",
         name,
     )
 
 
-def _face(model: PreTrainedModel, answers: _Answers) -> Any:
+def _with_forward(model: PreTrainedModel, answers: _GenerateForward) -> Any:
     """Return a shallow copy of the model with another forward; modules, weights and configs are shared."""
-    face = copy.copy(model)
+    view = copy.copy(model)
 
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return answers.forward(args, kwargs)
 
-    face.__dict__["forward"] = forward
-    face.__dict__["_optimize_model_for_decode"] = nullcontext  # it changes shared modules: each decoding step does it
-    return face
+    view.__dict__["forward"] = forward
+    view.__dict__["_optimize_model_for_decode"] = nullcontext  # it changes shared modules: each decoding step does it
+    return view
 
 
-class _Answers:
+class _GenerateForward:
     """The forward that one `generate` call sees: first the prefill's logits, then decoding steps."""
 
     def __init__(self, model: HFModel, prefill: Prefill, member: Member | None) -> None:
@@ -250,5 +258,5 @@ class _Answers:
                 cache.length += 1
                 logits = self._prefill.logits.expand(repeats, 1, -1)
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        behind = self._model.standing(self._prefill, arguments["input_ids"].shape[1])
-        return self._batcher.step(self._member, behind(self._forward), arguments)
+        at_real_positions = self._model.real_positions(self._prefill, arguments["input_ids"].shape[1])
+        return self._batcher.step(self._member, at_real_positions(self._forward), arguments)

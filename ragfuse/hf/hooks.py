@@ -48,7 +48,7 @@ def attention_of_rows(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, Ragged):
         if key is not attention_mask.newest:
-            raise Remade
+            raise KVTransformed
         return attend_ragged(query, attention_mask, scaling, sliding_window, softcap, s_aux), None
     if attention_mask.watch is not None:
         attention_mask.watch(module, query, key, scaling)
@@ -58,7 +58,7 @@ def attention_of_rows(
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
 
 
-class Remade(Exception):
+class KVTransformed(Exception):
     """The model transforms the KV that its cache returns before it attends, so the cache must return all of it."""
 
 
@@ -126,7 +126,7 @@ class FusedPrefill:
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
-        self.cache = RowCache(len(wiring.layers), taker=self)
+        self.cache = RowCache(len(wiring.layers), receiver=self)
         self.score: Tensor | None = None
         self._capture = False
         self._done, self._unseen = False, 0
@@ -158,7 +158,7 @@ class FusedPrefill:
             self.run(token_ids)
         except _Seen:
             return self.score
-        raise RuntimeError("A layer ran without its attention being seen.")
+        raise RuntimeError("A layer ran without calling our attention function.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's KV [1, H, R, D] of the rows in flight; called by the cache. Return the whole [1, H, T, D]."""
@@ -194,9 +194,9 @@ class FusedPrefill:
                 mask.watch = self._watch
             changed["attention_mask"] = mask
         else:
-            own = inputs.kwargs.get("attention_mask")
-            if isinstance(own, Tensor) and own.ndim == 4:
-                changed["attention_mask"] = own.index_select(2, rows)
+            given = inputs.kwargs.get("attention_mask")
+            if isinstance(given, Tensor) and given.ndim == 4:
+                changed["attention_mask"] = given.index_select(2, rows)
             else:
                 changed["attention_mask"] = mask.dense(inputs.dtype, self.wiring.windows[layer])
         changed = {**inputs.kwargs, **changed}
@@ -211,7 +211,7 @@ class FusedPrefill:
             return keys, values
         finally:
             self._capture = False
-        raise RuntimeError(f"Layer {layer} ran without touching its cache.")
+        raise RuntimeError(f"Layer {layer} ran without updating its KV cache.")
 
     def _watch(self, module: object, query: Tensor, keys: Tensor, scaling: float) -> None:
         if self.score is not None:
@@ -294,7 +294,7 @@ def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
 
 
 @contextmanager
-def standing(wiring: Wiring, positions: Tensor | None, count: int) -> Iterator[None]:
+def real_positions(wiring: Wiring, positions: Tensor | None, count: int) -> Iterator[None]:
     """Give an ALiBi model biases for real key positions during one forward.
 
     Other models take positions as an argument of their forward, and nothing is changed for them.

@@ -25,7 +25,7 @@ from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
-from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, standing
+from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, real_positions
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
@@ -72,8 +72,8 @@ class HFModel:
         self._encoder: TextEncoder | None = None
         self._encoding = ForkLock()
         self._wired: Wiring | None = None
-        self._numbers: dict[int, int] = {}  # token id -> word number; `_known`: word -> number
-        self._known: dict[str, int] = {}
+        self._word_of_token: dict[int, int] = {}  # token id -> word number; `_number_of_word`: word -> number
+        self._number_of_word: dict[str, int] = {}
         self._borders: dict[int, tuple[int, bool]] = {}
         self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = probe.device_of(model), model.dtype
@@ -129,7 +129,7 @@ class HFModel:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; ModelError if the model came without one."""
         if self._tokenizer is None:
-            raise ModelError(f"{self.name} has no tokenizer: it can take token ids only, no text.")
+            raise ModelError(f"{self.name} was loaded without a tokenizer, so it takes token ids only, no text.")
         return self._tokenizer
 
     @property
@@ -155,7 +155,7 @@ class HFModel:
                 tokens. False: what looks like one is encoded as text.
         """
         text = whole_text(text)
-        return self.encoder.written(text) if special else self.encoder.tokens(text)
+        return self.encoder.template_tokens(text) if special else self.encoder.tokens(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
@@ -188,13 +188,13 @@ class HFModel:
             context: Tokens that the chunk attends to, at negative positions; their own rows are cut off.
         """
         cut, size = len(context), len(token_ids)
-        layers = self._behind(tuple(context))
+        layers = self._context_kv(tuple(context))
         step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else max(1, size)
         for lo in range(0, max(1, size), step):
-            layers = self._onwards(layers, token_ids[lo : lo + step], lo)
+            layers = self._extended(layers, token_ids[lo : lo + step], lo)
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
 
-    def _onwards(self, before: tuple[LayerKV, ...], token_ids: Sequence[int], position: int) -> tuple[LayerKV, ...]:
+    def _extended(self, before: tuple[LayerKV, ...], token_ids: Sequence[int], position: int) -> tuple[LayerKV, ...]:
         """Return the KV `before` extended by that of `token_ids`, the first of which stands at `position`."""
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(position, position + len(token_ids), device=self.device)
@@ -226,7 +226,7 @@ class HFModel:
         kv = self.encode(token_ids, context)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
-    def _behind(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
+    def _context_kv(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
         """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in memory.
 
         It is computed in steps, between which the lock is released for questions.
@@ -240,7 +240,7 @@ class HFModel:
                 return found
         found = ()
         for lo in range(0, len(context), ENCODE_STEP_TOKENS):
-            found = self._onwards(found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context))
+            found = self._extended(found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context))
         with self.lock:
             self._contexts[context] = found
             while len(self._contexts) > CONTEXTS:
@@ -255,7 +255,7 @@ class HFModel:
             positions: int64 [T], if they are not 0..T-1.
         """
         ids = torch.tensor([list(token_ids)], device=self.device)
-        at = self._gapped(positions) if positions is not None else None
+        at = self._explicit_positions(positions) if positions is not None else None
         if at is not None and not self.profile.refusal:
             return self.fuse(token_ids, at, [], NoSource(), "none", 0.0)
         given = None if self.profile.refusal else DynamicCache()
@@ -268,19 +268,19 @@ class HFModel:
             cache.adopt(found)
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
-    def begun(self, token_ids: Sequence[int], kept: TenantStates | None) -> Prefill:
+    def prefill_state(self, token_ids: Sequence[int], states: TenantStates | None) -> Prefill:
         """Prefill all but the last token of a prompt for a model whose state is not KV per token (`hf/states.py`).
 
         Args:
             token_ids: The tokens of the prompt; `generate` computes the last.
-            kept: Model caches of earlier prompts: the prefill continues from the longest that matches, and its own
+            states: Model caches of earlier prompts: the prefill continues from the longest that matches, and its own
                 cache is kept there. None: the prompt is neither looked up nor kept.
         """
         with self.lock:
-            state, n_before = begin(self.model, token_ids, self.profile.state, kept)
+            state, n_before = begin(self.model, token_ids, self.profile.state, states)
         return Prefill(tuple(token_ids), None, torch.empty(0, device=self.device), state=state, n_before=n_before)
 
-    def _gapped(self, positions: Tensor) -> Tensor | None:
+    def _explicit_positions(self, positions: Tensor) -> Tensor | None:
         """Return positions int64 [T] on the model's device; None if they are 0..T-1."""
         positions = positions.to(self.device)
         return None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
@@ -297,14 +297,14 @@ class HFModel:
         logits, count, at = [prefill.logits[None].float()], after.shape[1], prefill.positions
         if count:
             behind = None if at is None else torch.arange(1, count + 1, device=self.device) + at[-1]
-            with self.lock, torch.no_grad(), self.standing(prefill, count):
+            with self.lock, torch.no_grad(), self.real_positions(prefill, count):
                 options = probe.at_positions(self.model, behind)
                 out = self.model(input_ids=after, past_key_values=prefill.cache, use_cache=True, **options)
             logits.append(out.logits[0].float())
         return torch.cat(logits)
 
     @contextmanager
-    def standing(self, prefill: Prefill, count: int) -> Iterator[None]:
+    def real_positions(self, prefill: Prefill, count: int) -> Iterator[None]:
         """Give ALiBi models the prompt's real positions during one forward of `count` tokens after a prefill.
 
         It matters only for prompts whose positions have gaps. The caller holds the lock.
@@ -313,7 +313,7 @@ class HFModel:
         if wiring is None or cache is None:
             yield
             return
-        with standing(wiring, prefill.positions, cache.length + count):
+        with real_positions(wiring, prefill.positions, cache.length + count):
             yield
 
     def fuse(
@@ -325,7 +325,7 @@ class HFModel:
         policy: str,
         ratio: float,
         profile: ModelProfile | None = None,
-        asked: Sequence[Tensor] = (),
+        question_rows: Sequence[Tensor] = (),
     ) -> Prefill:
         """Prefill a prompt that reuses the KV of cached runs.
 
@@ -337,9 +337,9 @@ class HFModel:
             policy: Name of the policy that chooses the rows to recompute.
             ratio: Share of the candidate rows to recompute, 0..1.
             profile: How to hook into the model; default: its own profile.
-            asked: Row sets int64 where the question may stand, likeliest first (`Prompt.asked`), for policies that want
-                its words; the first set that shares a word with the chunks is used. Default: the rows behind the last
-                run, then all rows outside runs.
+            question_rows: Row sets int64 where the question may stand, likeliest first (`Prompt.question_rows`), for
+                policies that want its words; the first set that shares a word with the chunks is used. Default: the
+                rows behind the last run, then all rows outside runs.
 
         Raises:
             RefusedError: KV of this model cannot be reused.
@@ -347,33 +347,35 @@ class HFModel:
         """
         profile = profile or self.profile
         if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
-            raise RefusedError(f"{self.name}: {profile.refusal}")
+            raise RefusedError(f"{self.name} cannot reuse stored KV: {profile.refusal}")
         ids, positions = torch.tensor([list(token_ids)], device=self.device), positions.to(self.device)
         chosen = policy_named(policy if ratio > 0 else "none")
         buffers = Buffers(len(positions), runs, source, profile.rope, self.device, SPARE_ROWS)
         with self.lock, torch.no_grad():
             score = None
             if chosen.wants == "words":
-                score = self._nearness(token_ids, runs, asked)
+                score = self._nearness(token_ids, runs, question_rows)
             elif chosen.wants == "attention" and any(run.blend for run in runs):
                 bare = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
-                paid = FusedPrefill(self._wiring(profile), bare).look(ids)
-                score = paid[bare.candidates] if paid is not None else None
+                attention = FusedPrefill(self._wiring(profile), bare).look(ids)
+                score = attention[bare.candidates] if attention is not None else None
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
-        at = self._gapped(positions)
+        at = self._explicit_positions(positions)
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
-    def _nearness(self, token_ids: Sequence[int], runs: Sequence[CachedRun], asked: Sequence[Tensor]) -> Tensor | None:
+    def _nearness(
+        self, token_ids: Sequence[int], runs: Sequence[CachedRun], question_rows: Sequence[Tensor]
+    ) -> Tensor | None:
         """Return how near each candidate row is to words of the question, float32 [C]; None without candidates."""
-        total, held = len(token_ids), {row for run in runs for row in range(run.lo, run.hi)}
+        total, reused = len(token_ids), {row for run in runs for row in range(run.lo, run.hi)}
         candidates = candidate_rows(runs, total)
         if not len(candidates):
             return None
         numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
-        outside = torch.tensor([row for row in range(total) if row not in held or row == total - 1])
-        for rows in asked or (outside[outside >= max(run.hi for run in runs)], outside):
+        outside = torch.tensor([row for row in range(total) if row not in reused or row == total - 1])
+        for rows in question_rows or (outside[outside >= max(run.hi for run in runs)], outside):
             near = nearness(numbers, rows, candidates)[candidates]
             if bool(near.any()):
                 break
@@ -385,16 +387,18 @@ class HFModel:
         It is -1 for punctuation, space and special tokens. A token that is part of a character counts as a word: in
         some scripts characters are split into several tokens.
         """
-        found = self._numbers.get(token_id)
+        found = self._word_of_token.get(token_id)
         if found is None:
-            said, special = f"token {token_id}", False
+            text, special = f"token {token_id}", False
             if self._tokenizer is not None:
-                said = str(self._tokenizer.decode([token_id])).strip().casefold()
+                text = str(self._tokenizer.decode([token_id])).strip().casefold()
                 special = token_id in self._tokenizer.all_special_ids
-            part = "\ufffd" in said
-            is_word = not special and (part or any(letter.isalnum() for letter in said))
-            name = f"{said} {token_id}" if part else said
-            found = self._numbers[token_id] = self._known.setdefault(name, len(self._known)) if is_word else -1
+            is_partial = "\ufffd" in text
+            is_word = not special and (is_partial or any(letter.isalnum() for letter in text))
+            name = f"{text} {token_id}" if is_partial else text
+            found = self._word_of_token[token_id] = (
+                self._number_of_word.setdefault(name, len(self._number_of_word)) if is_word else -1
+            )
         return found
 
     def border(self, token_id: int) -> tuple[int, bool]:
@@ -404,10 +408,10 @@ class HFModel:
         """
         found = self._borders.get(token_id)
         if found is None:
-            said = "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+            text = "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
             special = self._tokenizer is not None and token_id in self._tokenizer.all_special_ids
-            ends = 3 if special else min(2, said.count("\n"))
-            found = self._borders[token_id] = (ends, not special and bool(said.strip()))
+            ends = 3 if special else min(2, text.count("\n"))
+            found = self._borders[token_id] = (ends, not special and bool(text.strip()))
         return found
 
     def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile) -> FusedPrefill:
@@ -417,7 +421,7 @@ class HFModel:
 
     @property
     def wiring(self) -> Wiring | None:
-        """How to hook into the model's layers; None for a refused model."""
+        """How to hook into the model's layers; None if its KV cannot be fused (`profile.refusal` says why)."""
         return None if self.profile.refusal else self._wiring(self.profile)
 
     def _wiring(self, profile: ModelProfile) -> Wiring:
@@ -454,20 +458,22 @@ class HFModel:
         except (FixedError, RefusedError):
             raise
         except probe.UNFIT as failure:
-            said = f"{type(failure).__name__}: {failure}"
-            raise RefusedError(f"Its forward does not keep KV per token in a plain cache ({said}).") from failure
+            cause = f"{type(failure).__name__}: {failure}"
+            raise RefusedError(
+                f"Its forward does not keep the KV of every token in a standard cache ({cause})."
+            ) from failure
         worst = ""
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
             profile = ModelProfile(self.fingerprint, len(layers), rope, windows, mode)
             try:
                 error = self._self_test(profile)
             except probe.UNFIT as failure:
-                worst = f"its own forward does not take a fused prefill ({type(failure).__name__}: {failure})"
+                worst = f"its own forward cannot do a fused prefill ({type(failure).__name__}: {failure})"
                 continue
             if error <= probe.logits_bound(self.dtype):
                 return ModelProfile(self.fingerprint, len(layers), rope, windows, mode, errors={"ratio_one": error})
-            worst = f"a fused prefill at ratio 1 is off by {error:.2g}"
-        raise RefusedError(f"Its self-test failed: {worst}.")
+            worst = f"a fused prefill that recomputes all (ratio 1) differs from a full one by {error:.2g}"
+        raise RefusedError(f"Its self-test of fused prefill failed: {worst}.")
 
     def _probe_fixed(self, why: str) -> ModelProfile:
         """Return the profile of a model whose KV cannot be moved: `fixed` if reuse at its own positions is exact."""

@@ -43,7 +43,9 @@ class Prefill:
     def kv(self) -> ChunkKV:
         """The KV of all T rows, as views if it is contiguous; RefusedError if there is none."""
         if self.cache is None:
-            raise RefusedError("This model's state is not KV per token.")
+            raise RefusedError(
+                "This model does not keep KV per token (it may be recurrent), so there is none to return."
+            )
         whole = (layer.whole() for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in whole))
 
@@ -54,7 +56,9 @@ class Prefill:
             RefusedError: The model's state is not KV per token.
         """
         if self.cache is None:
-            raise RefusedError("This model's state is not KV per token.")
+            raise RefusedError(
+                "This model does not keep KV per token (it may be recurrent), so there is none to return."
+            )
         rows = (layer.rows(lo, hi) for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))
 
@@ -63,9 +67,9 @@ class Prefill:
         if self.cache is None:
             return self
         cache = RowCache(len(self.cache.layers))
-        for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
-            keys, values = theirs.whole()
-            mine.fill(keys.clone(), values.clone(), theirs.length)
+        for copied, layer in zip(cache.layers, self.cache.layers, strict=True):
+            keys, values = layer.whole()
+            copied.fill(keys.clone(), values.clone(), layer.length)
         return replace(self, cache=cache)
 
 

@@ -45,7 +45,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     wanted = model.config.get_text_config().num_hidden_layers
     lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
     if not lists:
-        raise RefusedError(f"Its {wanted} decoder layers were not found as one list.")
+        raise RefusedError(f"Its {wanted} decoder layers were not found: no ModuleList of the model has that length.")
     return tuple(max(lists, key=_size))
 
 
@@ -60,11 +60,11 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
     kinds = [kind for kind in _rope_types(config) if kind in UNMOVABLE_ROPE]
     if kinds:
         raise RefusedError(f"Its rope scaling '{kinds[0]}' depends on the length of the whole prompt.")
-    strange = {kind for kind in _layer_types(config) if any(word in kind for word in UNKNOWN_LAYERS)}
-    if strange:
-        raise RefusedError(f"It has layers of the kind {sorted(strange)[0]}, whose state is not KV per token.")
+    unknown = {kind for kind in _layer_types(config) if any(word in kind for word in UNKNOWN_LAYERS)}
+    if unknown:
+        raise RefusedError(f"It has layers of the kind {sorted(unknown)[0]}, which do not keep KV per token.")
     if getattr(config, "num_kv_shared_layers", 0):
-        raise RefusedError("Some of its layers share the KV of others.")
+        raise RefusedError("Some of its layers use the KV of other layers.")
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -82,19 +82,19 @@ def devices_of(model: nn.Module) -> tuple[str, ...]:
     held = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     run = {getattr(hook, "execution_device", None) for hook in hooks if getattr(hook, "offload", False)}
-    brought = {f"cuda:{device}" if isinstance(device, int) else str(device) for device in run if device is not None}
-    return tuple(sorted(held | brought))
+    moved_to = {f"cuda:{device}" if isinstance(device, int) else str(device) for device in run if device is not None}
+    return tuple(sorted(held | moved_to))
 
 
 def refuse_by_modules(model: PreTrainedModel) -> None:
     """Raise RefusedError if a model's layers are on several devices or quantised dynamically."""
     devices = devices_of(model)
     if len(devices) > 1:
-        raise RefusedError(f"Its layers are spread over {', '.join(devices)}, and a prompt is fused on one device.")
+        raise RefusedError(f"Its layers are spread over {', '.join(devices)}, and KV is reused on one device only.")
     if any(type(module).__module__.startswith(DYNAMIC) for module in model.modules()):
         raise RefusedError(
-            "Its products are quantised by the range of all rows at once, so a token's KV depends on what is computed "
-            "beside it."
+            "Its activations are quantised with one scale for all tokens together, so a token's KV depends on the "
+            "others."
         )
 
 
@@ -188,7 +188,7 @@ def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tu
     first = plain_kv(model, token_ids, near)
     if not takes_positions(model):
         if not is_alibi(model.config):
-            raise RefusedError("Its forward cannot be told the positions of tokens.")
+            raise RefusedError("Its forward does not accept the positions of tokens (position_ids).")
         return (None,) * len(first)
     second = plain_kv(model, token_ids, near + DELTA)
     pairs, tables = zip(first, second, strict=True), _tables(model)
@@ -204,16 +204,18 @@ def is_alibi(config: PreTrainedConfig) -> bool:
 def _layer_rope(
     layer: int, near: LayerKV, far: LayerKV, tables: Sequence[tuple[float, ...]], tolerance: float
 ) -> RopeLayout | None:
-    turned = [part for part in ("keys", "values") if typical(getattr(near, part), getattr(far, part)) > tolerance]
-    if not turned:
+    rotated = [part for part in ("keys", "values") if typical(getattr(near, part), getattr(far, part)) > tolerance]
+    if not rotated:
         return None
-    if len(turned) > 1:
-        raise FixedError(f"Keys and values of layer {layer} both depend on the position: the hidden states carry it.")
-    before, after = getattr(near, turned[0]), getattr(far, turned[0])
-    fitting = list(_candidates(tables, before.shape[-1], turned[0]))
+    if len(rotated) > 1:
+        raise FixedError(f"Keys and values of layer {layer} both depend on the position, as the hidden states do.")
+    before, after = getattr(near, rotated[0]), getattr(far, rotated[0])
+    fitting = list(_candidates(tables, before.shape[-1], rotated[0]))
     errors = [typical(shifted(before, DELTA, layout), after) for layout in fitting]
     if not errors or min(errors) > tolerance:
-        raise FixedError(f"The {turned[0]} of layer {layer} carry position in a way that one rotation does not undo.")
+        raise FixedError(
+            f"The {rotated[0]} of layer {layer} depend on the position in a way that no one rotation undoes."
+        )
     return fitting[errors.index(min(errors))]
 
 

@@ -25,7 +25,7 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
     if model.profile.mode != "rows" or model.profile.refusal or not runs:
         return ()
     powers: dict[int, Tensor] = {}
-    with model.lock, torch.no_grad(), _attending(model, _noting(powers, ALL_ATTENTION_FUNCTIONS["sdpa"])):
+    with model.lock, torch.no_grad(), _attending(model, _recording(powers, ALL_ATTENTION_FUNCTIONS["sdpa"])):
         try:
             for run in runs:
                 model.model(input_ids=torch.tensor([list(run)], device=model.device), use_cache=False)
@@ -36,11 +36,11 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
     return tuple((powers[at] / sum(map(len, runs))).sqrt() for at in range(model.n_layers))
 
 
-def _noting(powers: dict[int, Tensor], attention: Attention) -> Attention:
+def _recording(powers: dict[int, Tensor], attention: Attention) -> Attention:
     """Wrap an attention function so that it also sums the squares of its queries by layer."""
 
     @wraps(attention)
-    def noted(
+    def recorded(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, None]:
         at, heads = getattr(module, "layer_idx", None), key.shape[1]
@@ -49,7 +49,7 @@ def _noting(powers: dict[int, Tensor], attention: Attention) -> Attention:
             powers[at] = powers[at] + power if at in powers else power
         return attention(module, query, key, value, *args, **options)
 
-    return noted
+    return recorded
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def scored(
         check()
         hi = min(lo + size, len(ids) - 1)
         given = torch.tensor([ids[lo:hi] if prefill.cache is not None else ids[:hi]], device=model.device)
-        with model.lock, torch.no_grad(), model.standing(prefill, hi - lo):
+        with model.lock, torch.no_grad(), model.real_positions(prefill, hi - lo):
             out = model.model(input_ids=given, past_key_values=prefill.cache, use_cache=True)
         found += _score(out.logits[0, lo - hi :], ids[lo + 1 : hi + 1], n_top)
     return found
@@ -45,7 +45,7 @@ def scored(
 def _score(logits: torch.Tensor, ids: Sequence[int], n_top: int) -> list[Score]:
     """Return the scores of n ids from the logits [n, V] that predict them."""
     rows = logits.float().log_softmax(-1)
-    own = rows[torch.arange(len(ids)), torch.tensor(list(ids), device=rows.device)].tolist()
+    log_probs = rows[torch.arange(len(ids)), torch.tensor(list(ids), device=rows.device)].tolist()
     best = rows.topk(min(n_top, rows.shape[1]), -1)
     tops = (tuple(zip(*each, strict=True)) for each in zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return list(zip(own, tops, strict=True))
+    return list(zip(log_probs, tops, strict=True))

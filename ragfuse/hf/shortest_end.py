@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 LLMatcher = Any
 LLTokenizer = Any
-"""Of llguidance, which is an extra: imported where it is used."""
+"""Types of llguidance, an optional dependency that is imported only where it is used."""
 
 QUOTE, ESCAPE = ord('"'), ord("\\")
 CLASS = 100
-"""Ranks that share their hundreds are tokens of one sort."""
+"""Ranks per kind of token: two tokens are of the same kind if their ranks, divided by this, are equal."""
 TRIES = 150
 
 
@@ -42,7 +42,7 @@ class Within(tuple[bool, bool]):
         return Within((inside, escaped))
 
     @property
-    def turned(self) -> Within:
+    def inverted(self) -> Within:
         """The opposite guess, because text around JSON may hold an unpaired quote."""
         return Within((not self[0], False))
 
@@ -63,7 +63,7 @@ class ShortestEnd:
         """Return the bytes of a token; none for a special token."""
         return self.texts[token] if token < len(self.texts) else b""
 
-    def way(
+    def greedy(
         self, matcher: LLMatcher, within: Within, longest: int, exits: Sequence[Sequence[int]] = ()
     ) -> list[int] | None:
         """Find a completion by one greedy try, which is fast.
@@ -80,25 +80,27 @@ class ShortestEnd:
         """
         if matcher.is_accepting():
             return []
-        ways = (self._straight(matcher.deep_copy(), guess, longest, exits) for guess in (within, within.turned))
-        return next((way for way in ways if way is not None), None)
+        completions = (
+            self._straight(matcher.deep_copy(), guess, longest, exits) for guess in (within, within.inverted)
+        )
+        return next((completion for completion in completions if completion is not None), None)
 
     def _straight(
         self, matcher: LLMatcher, within: Within, longest: int, exits: Sequence[Sequence[int]]
     ) -> list[int] | None:
         """Find a completion by taking the best token at every step."""
-        way: list[int] = []
-        while len(way) < longest:
+        completion: list[int] = []
+        while len(completion) < longest:
             forced = matcher.compute_ff_tokens()[
                 : 1 if exits else None
             ]  # an exit may begin inside what must stand there
             steps = self._exit(matcher, exits) or forced or self._next(matcher, within, 1)
-            if not steps or not matcher.consume_tokens(steps[: longest - len(way)]):
+            if not steps or not matcher.consume_tokens(steps[: longest - len(completion)]):
                 return None
-            way += steps[: longest - len(way)]
+            completion += steps[: longest - len(completion)]
             within = within.after(b"".join(self.texts[step] for step in steps))
             if matcher.is_accepting():
-                return way
+                return completion
         return None
 
     def _exit(self, matcher: LLMatcher, exits: Sequence[Sequence[int]]) -> list[int]:
@@ -111,33 +113,35 @@ class ShortestEnd:
                     return list(steps)
         return []
 
-    def searched(self, matcher: LLMatcher, within: Within, longest: int) -> list[int] | None:
-        """Find a completion by a best-first search over several tokens per step, a hundred times slower than `way`."""
+    def search(self, matcher: LLMatcher, within: Within, longest: int) -> list[int] | None:
+        """Find a completion by a best-first search over several tokens per step, 100 times slower than `greedy`."""
         order = count()
-        ways: list[tuple[int, int, list[int], Within, LLMatcher]] = [(0, next(order), [], within, matcher)]
+        heap: list[tuple[int, int, list[int], Within, LLMatcher]] = [(0, next(order), [], within, matcher)]
         for _ in range(TRIES):
-            if not ways:
+            if not heap:
                 return None
-            size, _, way, here, at = heapq.heappop(ways)
+            size, _, completion, here, at = heapq.heappop(heap)
             if at.is_accepting():
-                return way
+                return completion
             for step in self._next(at, here, 6) if size < longest else ():
                 then = at.deep_copy()
                 if then.consume_token(step):
-                    heapq.heappush(ways, (size + 1, next(order), [*way, step], here.after(self.texts[step]), then))
+                    heapq.heappush(
+                        heap, (size + 1, next(order), [*completion, step], here.after(self.texts[step]), then)
+                    )
         return None
 
-    def _next(self, matcher: LLMatcher, within: Within, sorts: int) -> list[int]:
-        """Return the best allowed token of each of the `sorts` best sorts, best first."""
+    def _next(self, matcher: LLMatcher, within: Within, n_kinds: int) -> list[int]:
+        """Return the best allowed token of each of the `n_kinds` best kinds, best first."""
         allowed = np.flatnonzero(allowed_by(matcher, len(self.texts)))
         ranks = self._escaped if within[1] else self._inside if within[0] else self._outside
         found: list[int] = []
-        for _ in range(sorts):
+        for _ in range(n_kinds):
             if not len(allowed):
                 break
             best = int(allowed[np.argmin(ranks[allowed])])
             found.append(best)
-            if sorts > 1:
+            if n_kinds > 1:
                 allowed = allowed[ranks[allowed] // CLASS != ranks[best] // CLASS]
         return found
 
@@ -157,13 +161,13 @@ def _ranks(texts: Sequence[bytes], rank: Callable[[bytes], int]) -> NDArray[np.i
 def _rank_outside(text: bytes) -> int:
     """Rank a token outside of strings: first what closes, then the shortest values, then what opens."""
     size = min(len(text), 90)
-    for rank, sort in enumerate(_sorts_outside(text.lstrip(b" ") or text)):
-        if sort:
+    for rank, is_kind in enumerate(_kinds_outside(text.lstrip(b" ") or text)):
+        if is_kind:
             return rank * CLASS + 99 - size
     return 2_000 + 99 - size
 
 
-def _sorts_outside(text: bytes) -> Iterator[bool]:
+def _kinds_outside(text: bytes) -> Iterator[bool]:
     yield not text.strip(b"}]")
     yield text == b'""'
     yield text[:1] in (b",", b":") and not text.strip(b',: "')

@@ -52,16 +52,16 @@ class KeptCache:
 class States:
     """The kept caches of one engine, with LRU eviction beyond `nbytes` bytes. Thread-safe.
 
-    In all methods `whose` is the digest of model and tenant; caches of one are never found by another.
+    In all methods `tenant` is the digest of model and tenant; caches of one are never found by another.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._most = nbytes
+        self._limit = nbytes
         self._lock = ForkLock(torn=self._empty)
         self._empty()
 
     def _empty(self) -> None:
-        self._kept: LRUCache[_Key, KeptCache] = LRUCache(self._most, getsizeof=lambda state: state.nbytes)
+        self._kept: LRUCache[_Key, KeptCache] = LRUCache(self._limit, getsizeof=lambda state: state.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class States:
         with self._lock:
             return int(self._kept.currsize)
 
-    def beginning(self, whose: str, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
+    def longest_prefix(self, tenant: str, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
         """Find the longest kept prefix of a prompt.
 
         Returns:
@@ -80,26 +80,26 @@ class States:
         with self._lock:
             for key in self._kept:
                 kept = np.frombuffer(key[1], np.int64)
-                n = _n_shared(kept, ids) if key[0] == whose else 0
+                n = _n_shared(kept, ids) if key[0] == tenant else 0
                 n_shared = max(n_shared, n)
                 if 0 < n == len(kept) and (longest is None or len(key[1]) > len(longest[1])):
                     longest = key
             return (self._kept[longest] if longest is not None else None), n_shared
 
-    def keep(self, whose: str, token_ids: Sequence[int], cache: Any) -> None:
+    def keep(self, tenant: str, token_ids: Sequence[int], cache: Any) -> None:
         """Keep the cache of these tokens, unless it exceeds the limit; it must not be modified from now on."""
         state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in tensors(cache)))
         with self._lock:
             if state.nbytes <= self._kept.maxsize:
-                self._kept[whose, _array(token_ids).tobytes()] = state
+                self._kept[tenant, _array(token_ids).tobytes()] = state
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem()
 
-    def forget(self, whose: str, runs: Collection[Sequence[int]]) -> None:
+    def forget(self, tenant: str, runs: Collection[Sequence[int]]) -> None:
         """Drop all caches whose tokens contain one of these runs."""
         doomed = [_array(run).tobytes() for run in runs if len(run)]
         with self._lock:
-            for key in [key for key in self._kept if key[0] == whose and any(_holds(key[1], run) for run in doomed)]:
+            for key in [key for key in self._kept if key[0] == tenant and any(_holds(key[1], run) for run in doomed)]:
                 del self._kept[key]
 
     def clear(self) -> None:
@@ -114,32 +114,32 @@ class TenantStates:
 
     Args:
         states: All kept caches.
-        whose: Digest of model and tenant.
-        shortest: The least tokens of a prefix that is worth keeping.
+        tenant: Digest of model and tenant.
+        min_tokens: The least tokens of a prefix that is worth keeping.
     """
 
     states: States
-    whose: str
-    shortest: int
+    tenant: str
+    min_tokens: int
 
-    def beginning(self, token_ids: Sequence[int], kind: Kind) -> tuple[KeptCache | None, int]:
+    def longest_prefix(self, token_ids: Sequence[int], kind: Kind) -> tuple[KeptCache | None, int]:
         """Return the kept cache that a model of this kind can continue from, or None, and the common prefix in tokens.
 
         The cache lies before the prompt's last token. The common prefix is the longest with any kept prompt.
         """
-        state, n_shared = self.states.beginning(self.whose, token_ids[:-1])
+        state, n_shared = self.states.longest_prefix(self.tenant, token_ids[:-1])
         n_left = len(token_ids) - 1 - (state.n_tokens if state is not None else 0)
         if kind == "run" or (kind == "token" and n_left <= MAX_STEPS):
             return state, n_shared
         return None, n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of the cache of these tokens, unless they are fewer than `shortest`."""
-        if len(token_ids) >= self.shortest:
-            self.states.keep(self.whose, token_ids, copied(cache))
+        """Keep a copy of the cache of these tokens, unless they are fewer than `min_tokens`."""
+        if len(token_ids) >= self.min_tokens:
+            self.states.keep(self.tenant, token_ids, copied(cache))
 
 
-def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, kept: TenantStates | None) -> tuple[Any, int]:
+def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: TenantStates | None) -> tuple[Any, int]:
     """Compute a model's cache after all tokens of a prompt but the last, continuing from a kept one if possible.
 
     Copies are kept at that point, and where an earlier prompt diverges from this one.
@@ -148,7 +148,7 @@ def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, kept: Te
         model: The model.
         token_ids: The tokens of the prompt.
         kind: How the model can continue from a copy.
-        kept: The kept caches; None: nothing is looked up or kept.
+        states: The kept caches; None: nothing is looked up or kept.
 
     Returns:
         The cache and the number of tokens that it did not have to compute. The cache is None if the prompt must be
@@ -157,16 +157,16 @@ def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, kept: Te
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
         return None, 0
-    state, n_shared = kept.beginning(token_ids, kind) if kept is not None else (None, 0)
+    state, n_shared = states.longest_prefix(token_ids, kind) if states is not None else (None, 0)
     cache, n_before = (copied(state.cache), state.n_tokens) if state is not None else (None, 0)
     at, ids = n_before, torch.tensor([list(token_ids)], device=probe.device_of(model))
-    parts = kind == "run" and kept is not None and n_shared - at >= kept.shortest and n_shared < end
+    parts = kind == "run" and states is not None and n_shared - at >= states.min_tokens and n_shared < end
     for stop in (n_shared, end) if parts else (end,):
         step = 1 if kind == "token" and at else max(1, stop - at)
         for lo in range(at, stop, step):
-            cache, _ = onwards(model, ids[:, lo : lo + step], cache, lo)
-        if kept is not None and stop > at:
-            kept.keep(token_ids[:stop], cache)
+            cache, _ = run_forward(model, ids[:, lo : lo + step], cache, lo)
+        if states is not None and stop > at:
+            states.keep(token_ids[:stop], cache)
         at = stop
     return cache, n_before
 
@@ -191,7 +191,7 @@ def tensors(value: object) -> Iterator[Tensor]:
         yield from tensors(getattr(value, "__dict__", {}))
 
 
-def onwards(model: PreTrainedModel, token_ids: Tensor, cache: Any, n_before: int) -> tuple[Any, Tensor]:
+def run_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any, n_before: int) -> tuple[Any, Tensor]:
     """Run the model's forward over further tokens.
 
     Args:
@@ -221,7 +221,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
         return ""
     ids = probe.probe_tokens(config.vocab_size, _PROBED, probe.device_of(model))
     try:
-        whole, logits = onwards(model, ids, None, 0)
+        whole, logits = run_forward(model, ids, None, 0)
         if probe.is_whole(whole, n_layers, _PROBED):
             return ""
         if not list(tensors(whole)) or not _is_answered(model, ids, logits):
@@ -234,7 +234,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
 
 def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor) -> bool:
     """Whether `generate`, given a copy of the cache before the last token, gets the same logits as one forward."""
-    before, _ = onwards(model, ids[:, :-1], None, 0)
+    before, _ = run_forward(model, ids[:, :-1], None, 0)
     out: Any = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -249,11 +249,13 @@ def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor) -> bool:
 
 def _is_same(model: PreTrainedModel, ids: Tensor, cut: int, wanted: tuple[Any, Tensor]) -> bool:
     """Whether computing the ids from `cut` on after a copied cache gives the same cache and logits as one forward."""
-    found = onwards(model, ids[:, cut:], copied(onwards(model, ids[:, :cut], None, 0)[0]), cut)
-    mine, theirs = list(tensors(found[0])), list(tensors(wanted[0]))
-    if [each.shape for each in mine] != [each.shape for each in theirs]:
+    found = run_forward(model, ids[:, cut:], copied(run_forward(model, ids[:, :cut], None, 0)[0]), cut)
+    found_tensors, wanted_tensors = list(tensors(found[0])), list(tensors(wanted[0]))
+    if [each.shape for each in found_tensors] != [each.shape for each in wanted_tensors]:
         return False
-    errors = [probe.relative(*pair) for pair in zip(mine, theirs, strict=True) if pair[0].is_floating_point()]
+    errors = [
+        probe.relative(*pair) for pair in zip(found_tensors, wanted_tensors, strict=True) if pair[0].is_floating_point()
+    ]
     bound = probe.tolerance_of(model.dtype)
     return max(errors) <= bound and probe.logits_error(found[1], wanted[1]) <= probe.logits_bound(model.dtype)
 

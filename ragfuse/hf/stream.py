@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
+from ragfuse.types.partial_match import partial_match
+
 UNFINISHED = "\ufffd"
 """The replacement character, which tokenizers return for bytes that do not form a whole character yet."""
 CONTEXT_TOKENS_BEFORE, MAX_PENDING_TOKENS = 8, 64
@@ -30,7 +32,7 @@ TextOf = Callable[[Sequence[int]], str]
 Piece = TypeVar("Piece", covariant=True)
 
 
-class Spelling:
+class Detokenizer:
     """An incremental decoder: its text equals that of all ids decoded at once.
 
     Args:
@@ -57,16 +59,16 @@ class Spelling:
         self._done = 0  # characters of the window's text that are in `text`
 
     @staticmethod
-    def over(words: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Spelling:
+    def of(tokenizer: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Detokenizer:
         """Return a decoder for a tokenizer that omits special tokens, except those that occur in a text of `shown`."""
-        every = {id: str(token) for id, token in words.added_tokens_decoder.items() if token.special}
+        every = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         texts = tuple(shown)
         marks = {id: token for id, token in every.items() if token and any(token in text for text in texts)}
-        return Spelling(
-            lambda ids: str(words.decode(list(ids), skip_special_tokens=True)),
+        return Detokenizer(
+            lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             frozenset(every),
             marks,
-            bool(getattr(words, "clean_up_tokenization_spaces", False)),
+            bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
         )
 
     def add(self, ids: Iterable[int]) -> str:
@@ -83,12 +85,12 @@ class Spelling:
 
     def end(self) -> str:
         """Return the whole text; incomplete bytes become replacement characters."""
-        now = self._text_of(self._window)
-        self.text += now[self._done :]
-        self._done = max(self._done, len(now))
+        text = self._text_of(self._window)
+        self.text += text[self._done :]
+        self._done = max(self._done, len(text))
         return self.text
 
-    def copy(self) -> Spelling:
+    def copy(self) -> Detokenizer:
         """Return an independent copy, for a sequence that continues differently."""
         new = copy.copy(self)
         new.spans, new._window = list(self.spans), list(self._window)
@@ -100,21 +102,21 @@ class Spelling:
         return "".join(self.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
 
     def _grow(self) -> None:
-        now = self._text_of(self._window)
-        sure = len(now.rstrip(UNFINISHED))
-        if self._cleans and (found := UNSETTLED.search(now, max(0, sure - 4), sure)):
-            sure = found.start()
-        if sure > self._done:
-            self.text += now[self._done : sure]
-            self._done = sure
+        text = self._text_of(self._window)
+        n_final = len(text.rstrip(UNFINISHED))
+        if self._cleans and (found := UNSETTLED.search(text, max(0, n_final - 4), n_final)):
+            n_final = found.start()
+        if n_final > self._done:
+            self.text += text[self._done : n_final]
+            self._done = n_final
         if len(self._window) >= MAX_PENDING_TOKENS:
             self.end()
             self._window = self._window[-CONTEXT_TOKENS_BEFORE:]
             self._done = len(self._text_of(self._window))
-        elif len(self._window) >= 2 * CONTEXT_TOKENS_BEFORE and sure == len(now):
+        elif len(self._window) >= 2 * CONTEXT_TOKENS_BEFORE and n_final == len(text):
             rest = self._text_of(self._window[-CONTEXT_TOKENS_BEFORE:])
-            done = self._done - (len(now) - len(rest))
-            if done > 0 and now.endswith(rest):
+            done = self._done - (len(text) - len(rest))
+            if done > 0 and text.endswith(rest):
                 self._window, self._done = self._window[-CONTEXT_TOKENS_BEFORE:], done
 
 
@@ -140,26 +142,17 @@ class StopFinder:
             self._seen = max(self._seen, hi)
         return self.at
 
-    def begun(self, text: str, lo: int = 0) -> int:
+    def possible_start(self, text: str, lo: int = 0) -> int:
         """Return how many characters at the end of text[lo:] may be the beginning of a stop string."""
-        return longest_start(text[max(lo, len(text) - self._longest + 1) :], self.stops) if self.stops else 0
-
-
-def longest_start(text: str, words: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` could be the beginning of one of several words (stop strings).
-
-    `text.tool_calls.longest_start` does the same for a single word.
-    """
-    sizes = range(min(len(text), max(map(len, words), default=0) - 1), 0, -1)
-    return next((size for size in sizes if any(word.startswith(text[-size:]) for word in words)), 0)
+        return partial_match(text[max(lo, len(text) - self._longest + 1) :], self.stops) if self.stops else 0
 
 
 class Tracked(Protocol):
-    """A generated sequence that decides when it is over."""
+    """A sequence of generated tokens that knows when generation has to end."""
 
     @property
     def over(self) -> bool:
-        """Whether it has ended."""
+        """Whether the sequence has ended."""
         ...
 
     def add(self, ids: Iterable[int]) -> None:
@@ -174,8 +167,8 @@ class Tracked(Protocol):
 class UntilStop:
     """A generated sequence that is over at the first stop string in its text."""
 
-    def __init__(self, spelling: Spelling, stops: Iterable[str]) -> None:
-        self._spelling, self._stops = spelling, StopFinder(stops)
+    def __init__(self, detokenizer: Detokenizer, stops: Iterable[str]) -> None:
+        self._detokenizer, self._stops = detokenizer, StopFinder(stops)
 
     @property
     def over(self) -> bool:
@@ -186,12 +179,12 @@ class UntilStop:
         """Add its next ids; they are ignored once it is over."""
         for id in ids:
             if not self.over:
-                self._stops.look(self._spelling.add([id]))
+                self._stops.look(self._detokenizer.add([id]))
 
     def copy(self) -> UntilStop:
         """Return an independent copy, for a sequence that continues differently."""
         new = copy.copy(self)
-        new._spelling, new._stops = self._spelling.copy(), copy.copy(self._stops)
+        new._detokenizer, new._stops = self._detokenizer.copy(), copy.copy(self._stops)
         return new
 
 
@@ -277,11 +270,11 @@ class FirstToken:
 
 
 class TextSink(FirstToken):
-    """A streamer that calls `say` with each piece of a sequence's text as soon as it is final."""
+    """A streamer that calls `emit` with each piece of a sequence's text as soon as it is final."""
 
-    def __init__(self, growing: Growing[Any], say: Callable[[Any], None]) -> None:
+    def __init__(self, growing: Growing[Any], emit: Callable[[Any], None]) -> None:
         super().__init__()
-        self._growing, self._say, self._skipped = growing, say, False
+        self._growing, self._emit, self._skipped = growing, emit, False
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt's ids, which are skipped, then the ids of each step."""
@@ -290,13 +283,13 @@ class TextSink(FirstToken):
             self._skipped = True
             return
         self._growing.add(value.reshape(-1).tolist())
-        self._hand_out()
+        self._emit_final()
 
     def end(self) -> None:
         """End the sequence and pass on its remaining text."""
         self._growing.end()
-        self._hand_out()
+        self._emit_final()
 
-    def _hand_out(self) -> None:
+    def _emit_final(self) -> None:
         for piece in self._growing.take():
-            self._say(piece)
+            self._emit(piece)

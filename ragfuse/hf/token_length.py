@@ -11,7 +11,7 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
 _COMPOSED = 4
-"""Characters that a normal form of Unicode makes one of, at most."""
+"""The most characters that a Unicode normal form composes into one."""
 _GROWS = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
 _COMPOSES = frozenset({"NFC", "NFKC"})
 _KEEPS = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
@@ -25,7 +25,7 @@ class TokenLength(NamedTuple):
     chars: int
     dropped: str = ""
 
-    def least(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Return the least number of tokens that a text can have."""
         return -(-(len(text) - sum(map(text.count, self.dropped))) // self.chars)
 

@@ -27,7 +27,7 @@ from ragfuse.process.fork import ForkLock
 Cut = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi that are tokenised separately from the text around them, and their ids if these are known."""
 Part = tuple[tuple[int, ...], int, Sequence[Chars]]
-"""Ids that were encoded together, the number of the cut that they are (-1: none), and the characters of each id."""
+"""Ids that were encoded together, the number of their cut (-1: none), and the characters of each id."""
 Place = Literal["start", "border", "middle"]
 """Where a text stands in a prompt: at its beginning, after an added token, or after other text."""
 
@@ -62,23 +62,23 @@ class TextEncoder:
         self._control_ids = {id for id, word in self._added.items() if word in self._control} - {_unknown(tokenizer)}
         self._matcher = _matcher(self._control)
         special = {*tokenizer.all_special_tokens}
-        told = tokenizer.added_tokens_decoder.values()
-        self._unspecial = {str(each) for each in told if not each.special and str(each) not in special}
-        self._own, self._text = _own(tokenizer), _nothing()
+        tokens = tokenizer.added_tokens_decoder.values()
+        self._unspecial = {str(each) for each in tokens if not each.special and str(each) not in special}
+        self._backend, self._pieces = _backend_of(tokenizer), _nothing()
         self._before: dict[Place, tuple[str, str]] = {}
         self._normalised = set[int]()
         self._anchor: list[int] = []
         self._lead = ""
         self._flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-        if self._own is not None:
-            self._text = self._within(self._own)
-            self._anchor = encoding_of(self._text, "x").ids[-1:]
+        if self._backend is not None:
+            self._pieces = self._tokenizer_of_pieces(self._backend)
+            self._anchor = encoding_of(self._pieces, "x").ids[-1:]
             self._before = {"start": self._prefixes(""), "border": self._prefixes(self._plain_token())}
-            unknown, is_normal = _unknown(tokenizer), self._own.normalizer is not None
+            unknown, is_normal = _unknown(tokenizer), self._backend.normalizer is not None
             found = tokenizer.added_tokens_decoder.items() if is_normal else ()
             self._normalised = {int(id) for id, token in found if token.normalized and int(id) != unknown}
         else:
-            self._anchor = self._called("x", True)[-1:]
+            self._anchor = self._call("x", True)[-1:]
             self._lead = self._find_lead()
 
     # pieces
@@ -87,16 +87,16 @@ class TextEncoder:
         """Return the ids of a text in the middle of a prompt; what looks like a control token is encoded as text."""
         return self._encoded(checked(text))[0]
 
-    def written(self, text: str) -> list[int]:
-        """Return the ids of a text by the chat template in the middle of a prompt; control tokens become such."""
-        if self._own is None:
-            return self._called_within(checked(text), split=False)
+    def template_tokens(self, text: str) -> list[int]:
+        """Return the ids of a text that the chat template wrote in the middle of a prompt; control tokens stay such."""
+        if self._backend is None:
+            return self._call_within(checked(text), split=False)
         with self._lock:
-            self._text.encode_special_tokens = False
+            self._pieces.encode_special_tokens = False
             try:
-                encoding = encoding_of(self._text, checked(text))
+                encoding = encoding_of(self._pieces, checked(text))
             finally:
-                self._text.encode_special_tokens = True
+                self._pieces.encode_special_tokens = True
         ids = list(encoding.ids)
         if self._before["border"] == ("", ""):
             return ids
@@ -109,27 +109,33 @@ class TextEncoder:
             done, place = hi, "border"
         return found + self._encoded(text[done:], self._put_before(place, text[done:]))[0]
 
-    def beginning(self, text: str, is_behind_token: bool = False) -> list[int]:
+    def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
         """Return the ids that the tokenizer puts before a text at the start of a prompt or after a control token."""
-        if self._own is None:
+        if self._backend is None:
             return []
         before = self._put_before("border" if is_behind_token else "start", text)
-        first = encoding_of(self._own, text)
+        first = encoding_of(self._backend, text)
         offsets = Offsets.of(first)
         if not before or 0 in (offsets[row][0] for row in self._borders(text, first.ids, offsets)):
             return []
-        return list(encoding_of(self._text, before).ids)
+        return list(encoding_of(self._pieces, before).ids)
 
-    def said(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Decode ids as in the middle of a text, control tokens included."""
-        own = self._own
-        head = "" if not self._anchor else text_of(own, self._anchor) if own is not None else self._decode(self._anchor)
+        backend = self._backend
+        head = (
+            ""
+            if not self._anchor
+            else text_of(backend, self._anchor)
+            if backend is not None
+            else self._decode_alone(self._anchor)
+        )
         whole = [*self._anchor, *ids]
-        return (text_of(own, whole) if own is not None else self._decode(whole))[len(head) :]
+        return (text_of(backend, whole) if backend is not None else self._decode_alone(whole))[len(head) :]
 
     # what looks like a control token
 
-    def forged(self, text: str, is_begun: bool = False) -> list[Chars]:
+    def control_spans(self, text: str, is_begun: bool = False) -> list[Chars]:
         """Return the characters lo:hi of everything in a text that would be tokenised as a control token.
 
         Letter case is ignored; surrounding white space is not included.
@@ -142,8 +148,8 @@ class TextEncoder:
             return []
         encoding = encoding_of(self._matcher, _lowered(checked(text)))
         found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
-        if self._own is not None and not self._normalised.isdisjoint(self._control_ids):
-            seen = encoding_of(self._own, text)  # its normalizer may turn other letters into a control token
+        if self._backend is not None and not self._normalised.isdisjoint(self._control_ids):
+            seen = encoding_of(self._backend, text)  # its normalizer may turn other letters into a control token
             wanted, offsets = self._normalised & self._control_ids, Offsets.of(seen)
             found += [offsets[row] for row, id in enumerate(seen.ids) if id in wanted]
         spans = sorted({(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()})
@@ -160,28 +166,28 @@ class TextEncoder:
             cuts: Pieces to tokenise separately, in order; a cut that would change the decoded text is ignored.
         """
         text = checked(text)
-        if self._own is None:
+        if self._backend is None:
             return self._parts_by_calls(text, bare, cuts)
-        encoding = encoding_of(self._own, _masked(text, bare))
+        encoding = encoding_of(self._backend, _masked(text, bare))
         ids, offsets = encoding.ids, Offsets.of(encoding)
         if not bare and not cuts:
             return [(tuple(ids), -1, offsets)] if ids else []
         borders = self._borders(text, ids, offsets)
         sections = list(_sections(len(text), borders, ids, offsets))
         spans = [(offsets[row], ids[row] in self._control_ids) for row in borders]
-        fit = [(number, cut) for number, cut in enumerate(cuts) if _fits(cut, spans)]
-        hidden, begun = sorted(lo for lo, _ in bare), [cut[0] for _, cut in fit]
+        fitting = [(number, cut) for number, cut in enumerate(cuts) if _fits(cut, spans)]
+        hidden, cut_starts = sorted(lo for lo, _ in bare), [cut[0] for _, cut in fitting]
         parts, row = list[Part](), 0
-        for first, last in _areas(sections, hidden, fit):
+        for first, last in _areas(sections, hidden, fitting):
             lo, hi = sections[first].rows[0], sections[last].rows[1]
             parts.append((tuple(ids[row:lo]), -1, offsets[row:lo]))
             chars = sections[first].chars[0], sections[last].chars[1]
             is_plain = bisect_left(hidden, chars[0]) == bisect_left(hidden, chars[1])
-            own: Part | None = (tuple(ids[lo:hi]), -1, offsets[lo:hi]) if is_plain else None
-            within = fit[bisect_left(begun, chars[0]) : bisect_left(begun, chars[1])]
+            whole: Part | None = (tuple(ids[lo:hi]), -1, offsets[lo:hi]) if is_plain else None
+            within = fitting[bisect_left(cut_starts, chars[0]) : bisect_left(cut_starts, chars[1])]
             is_empty = sections[first].chars[0] == sections[first].chars[1]
             place: Place = "middle" if is_empty else "border" if lo else "start"
-            parts += self._area(text, chars, place, own, within)
+            parts += self._area(text, chars, place, whole, within)
             row = hi
         parts.append((tuple(ids[row:]), -1, offsets[row:]))
         return [part for part in parts if part[0]]
@@ -196,22 +202,22 @@ class TextEncoder:
         ]
 
     def _area(
-        self, text: str, chars: Chars, place: Place, own: Part | None, within: Sequence[tuple[int, Cut]]
+        self, text: str, chars: Chars, place: Place, whole: Part | None, within: Sequence[tuple[int, Cut]]
     ) -> list[Part]:
         """Return the parts of an area with its cuts applied; own: the area encoded as a whole, None if unknown."""
         lo, hi = chars
         before = self._put_before(place, text[lo:hi])
-        if own is None:
+        if whole is None:
             ids, offsets = self._encoded(text[lo:hi], before)
-            own = tuple(ids), -1, _moved(offsets, lo)
-        wanted = self.said(own[0]) if within else ""
+            whole = tuple(ids), -1, _moved(offsets, lo)
+        wanted = self.decode(whole[0]) if within else ""
         while within:
             parts = self._cut(text, chars, before, within)
-            if self.said(_ids(parts)) == wanted:
+            if self.decode(_ids(parts)) == wanted:
                 return parts
-            kept = [(at, cut) for at, cut in within if self._reads_alike(text, chars, before, cut)]
-            within = kept if len(kept) < len(within) else []
-        return [own]
+            harmless = [(at, cut) for at, cut in within if self._reads_alike(text, chars, before, cut)]
+            within = harmless if len(harmless) < len(within) else []
+        return [whole]
 
     def _cut(self, text: str, chars: Chars, before: str, cuts: Sequence[tuple[int, Cut]]) -> list[Part]:
         parts, (at, end) = list[Part](), chars
@@ -231,24 +237,24 @@ class TextEncoder:
         first, last = max(chars[0], lo - CUT_CONTEXT_CHARS), min(chars[1], hi + CUT_CONTEXT_CHARS)
         before = before if first == chars[0] else ""
         apart = self._cut(text, (first, last), before, [(0, (lo, hi, given))])
-        return self.said(_ids(apart)) == self.said(self._encoded(text[first:last], before)[0])
+        return self.decode(_ids(apart)) == self.decode(self._encoded(text[first:last], before)[0])
 
     # inside
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        if self._own is not None:
-            return text_of(self._own, ids)
+    def _decode_alone(self, ids: Sequence[int]) -> str:
+        if self._backend is not None:
+            return text_of(self._backend, ids)
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _encoded(self, text: str, before: str = "") -> tuple[list[int], Sequence[Chars]]:
         """Return the ids of `before + text` in the middle of a prompt, and the characters in `text` of each id."""
-        if self._own is None:
-            ids = self._called_within(text) if text else []
+        if self._backend is None:
+            ids = self._call_within(text) if text else []
             return ids, [(0, len(text))] * len(ids)
         if not text and not before:
             return [], []
         with self._lock:
-            encoding = encoding_of(self._text, before + text)
+            encoding = encoding_of(self._pieces, before + text)
         n, ids, offsets = len(before), encoding.ids, Offsets.of(encoding)
         breaks = self._breaks(before + text, ids, offsets)
         if not breaks:
@@ -285,40 +291,40 @@ class TextEncoder:
 
     def _put_before(self, place: Place, text: str) -> str:
         """Return what the tokenizer puts before this text at that place."""
-        if self._own is None or place == "middle" or not text:
+        if self._backend is None or place == "middle" or not text:
             return ""
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
         """Return what the tokenizer puts before a text after `head`, and before one that begins with a space."""
-        if head is None or self._own is None:
+        if head is None or self._backend is None:
             return "", ""
-        own, n = self._own, len(encoding_of(self._own, head).ids)
+        backend, n = self._backend, len(encoding_of(self._backend, head).ids)
 
         def prefix(texts: Iterable[str]) -> str:
-            real = {text: encoding_of(own, head + text).ids[n:] for text in texts}
+            real = {text: encoding_of(backend, head + text).ids[n:] for text in texts}
             fits = (put for put in ("", " ") if all(self._encoded_as(put + text, ids) for text, ids in real.items()))
             return next(fits, "")
 
         return prefix(TEXT_PROBES), prefix([" " + text for text in TEXT_PROBES])
 
     def _encoded_as(self, text: str, ids: Sequence[int]) -> bool:
-        return bool(encoding_of(self._text, text).ids == ids)
+        return bool(encoding_of(self._pieces, text).ids == ids)
 
     def _plain_token(self) -> str | None:
         """Return an added token without flags (lstrip, rstrip, single_word), or None."""
         tokens = self._tokenizer.added_tokens_decoder.values()
         fit = (str(token) for token in tokens if not (token.lstrip or token.rstrip or token.single_word))
-        return next((word for word in fit if self._own is not None and len(self._own.encode(word).ids)), None)
+        return next((word for word in fit if self._backend is not None and len(self._backend.encode(word).ids)), None)
 
-    def _within(self, own: Tokenizer) -> Tokenizer:
-        """Return the tokenizer for pieces: `own` without what it puts before each text, if pieces decode right so."""
-        told = json.loads(own.to_str())
-        bare = {**told, **{key: _without_prefix(told.get(key)) for key in ("normalizer", "pre_tokenizer")}}
-        found = [Tokenizer.from_str(own.to_str())]
-        if bare != told:
-            found.append(Tokenizer.from_str(json.dumps(bare)))
-        best = max(found, key=lambda each: _n_alike(own, each))
+    def _tokenizer_of_pieces(self, backend: Tokenizer) -> Tokenizer:
+        """Return the tokenizer for pieces: `backend` without the prefix of every text, if pieces then decode right."""
+        spec = json.loads(backend.to_str())
+        bare = {**spec, **{key: _without_prefix(spec.get(key)) for key in ("normalizer", "pre_tokenizer")}}
+        candidates = [Tokenizer.from_str(backend.to_str())]
+        if bare != spec:
+            candidates.append(Tokenizer.from_str(json.dumps(bare)))
+        best = max(candidates, key=lambda each: _n_alike(backend, each))
         marks = [token for token in self._tokenizer.added_tokens_decoder.values() if str(token) in self._control]
         best.add_special_tokens([_special(token) for token in marks])
         best.encode_special_tokens = True
@@ -326,67 +332,67 @@ class TextEncoder:
 
     # slow tokenizers, which give no character offsets
 
-    def _called(self, text: str, split: bool) -> list[int]:
+    def _call(self, text: str, split: bool) -> list[int]:
         with self._lock:
             options = {"split_special_tokens": split, "verbose": False}
             ids: list[int] = self._tokenizer(text, add_special_tokens=False, **options).input_ids
         return ids
 
-    def _called_within(self, text: str, split: bool = True) -> list[int]:
+    def _call_within(self, text: str, split: bool = True) -> list[int]:
         """Return the ids of a text after other text, encoded behind `_lead` if the tokenizer prefixes every text."""
         if self._lead:
-            head, ids = self._called(self._lead, split), self._called(self._lead + text, split)
+            head, ids = self._call(self._lead, split), self._call(self._lead + text, split)
             if ids[: len(head)] == head:
                 return ids[len(head) :]
-        return self._called(text, split)
+        return self._call(text, split)
 
     def _find_lead(self) -> str:
         """Return a text after which pieces are tokenised as in the middle of a prompt; "" if none is needed."""
         for lead in ("", *PREFIX_PROBES):
             self._lead = lead
-            if all(self.said(self._called_within(probe)) == probe for probe in TEXT_PROBES):
+            if all(self.decode(self._call_within(probe)) == probe for probe in TEXT_PROBES):
                 return lead
         return ""
 
     def _parts_by_calls(self, text: str, bare: Sequence[Chars], cuts: Sequence[Cut]) -> list[Part]:
         if not bare and not cuts:
-            ids = tuple(self._called(text, False))
+            ids = tuple(self._call(text, False))
             return [(ids, -1, _spread(ids, 0, len(text)))]
         hidden = {lo for lo, _ in bare}
-        borders = [self._stripping(text, lo, hi) for lo, hi in self.forged(text) if lo not in hidden]
+        borders = [self._stripping(text, lo, hi) for lo, hi in self.control_spans(text) if lo not in hidden]
         spans = [(chars, True) for chars in borders]
-        plain = self._called_apart(text, borders, ())
-        wanted, within = self.said(_ids(plain)), [each for each in enumerate(cuts) if _fits(each[1], spans)]
+        plain = self._call_apart(text, borders, ())
+        wanted, within = self.decode(_ids(plain)), [each for each in enumerate(cuts) if _fits(each[1], spans)]
         while within:
-            parts = self._called_apart(text, borders, within)
-            if self.said(_ids(parts)) == wanted:
+            parts = self._call_apart(text, borders, within)
+            if self.decode(_ids(parts)) == wanted:
                 return parts
-            kept = [each for each in within if self._called_alike(text, each[1])]
-            within = kept if len(kept) < len(within) else []
+            harmless = [each for each in within if self._call_reads_alike(text, each[1])]
+            within = harmless if len(harmless) < len(within) else []
         return plain
 
-    def _called_apart(self, text: str, borders: Sequence[Chars], cuts: Sequence[tuple[int, Cut]]) -> list[Part]:
-        """Tokenise a text with one call for each stretch between control tokens and cuts."""
+    def _call_apart(self, text: str, borders: Sequence[Chars], cuts: Sequence[tuple[int, Cut]]) -> list[Part]:
+        """Tokenise a text with one call for each span between control tokens and cuts."""
         ends = sorted([*((lo, hi, -1, ()) for lo, hi in borders), *((*cut[:2], at, cut[2]) for at, cut in cuts)])
         parts, at, is_cut = list[Part](), 0, False
         for lo, hi, number, given in [*ends, (len(text), len(text), -1, ())]:
             if lo < at:
                 continue
             if at < lo:  # after a control token the tokenizer prefixes a text as at the beginning
-                ids = tuple(self._called_within(text[at:lo]) if is_cut else self._called(text[at:lo], True))
+                ids = tuple(self._call_within(text[at:lo]) if is_cut else self._call(text[at:lo], True))
                 parts.append((ids, -1, _spread(ids, at, lo)))
             if lo < hi:
-                said = self._called_within(text[lo:hi]) if number >= 0 else self._called(text[lo:hi], False)
-                parts.append((given or tuple(said), number, [(lo, hi)] * len(given or said)))
+                ids = given or tuple(self._call_within(text[lo:hi]) if number >= 0 else self._call(text[lo:hi], False))
+                parts.append((ids, number, [(lo, hi)] * len(ids)))
             at, is_cut = hi, number >= 0
         return [part for part in parts if part[0]]
 
-    def _called_alike(self, text: str, cut: Cut) -> bool:
+    def _call_reads_alike(self, text: str, cut: Cut) -> bool:
         """Whether a cut leaves the decoded text unchanged, checked with `CUT_CONTEXT_CHARS` on both sides."""
         lo, hi, given = cut
         first, last = max(0, lo - CUT_CONTEXT_CHARS), min(len(text), hi + CUT_CONTEXT_CHARS)
-        apart = self._called_apart(text[first:last], (), [(0, (lo - first, hi - first, given))])
-        return self.said(_ids(apart)) == self.said(self._called(text[first:last], True))
+        apart = self._call_apart(text[first:last], (), [(0, (lo - first, hi - first, given))])
+        return self.decode(_ids(apart)) == self.decode(self._call(text[first:last], True))
 
     def _stripping(self, text: str, lo: int, hi: int) -> Chars:
         """Extend a control token by the white space that its lstrip and rstrip flags absorb."""
@@ -415,8 +421,8 @@ def checked(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"The text has half a character (U+{ord(text[error.start]):04X}) at {error.start}; wanted whole ones: "
-            "decode it as UTF-8 with errors='replace', or leave it out."
+            f"The text has half a character (an unpaired surrogate, U+{ord(text[error.start]):04X}) at {error.start}. "
+            "Decode the text as UTF-8 with errors='replace', or remove it."
         ) from None
     return text
 
@@ -436,15 +442,15 @@ def _unknown(tokenizer: PreTrainedTokenizerBase) -> int:
     return id if isinstance(id, int) else -1
 
 
-def _own(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Return a copy of a fast tokenizer's backend, without truncation and padding; None for a slow tokenizer."""
     if not tokenizer.is_fast:
         return None
-    own = Tokenizer.from_str(cast(Any, tokenizer).backend_tokenizer.to_str())
-    own.no_truncation()
-    own.no_padding()
-    own.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
-    return own
+    backend = Tokenizer.from_str(cast(Any, tokenizer).backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+    return backend
 
 
 def _matcher(control: Iterable[str]) -> Tokenizer | None:
@@ -467,31 +473,33 @@ def _special(token: AddedToken) -> AddedToken:
     return AddedToken(token.content, special=True, normalized=token.normalized, **flags)
 
 
-def _without_prefix(told: Any) -> Any:
+def _without_prefix(spec: Any) -> Any:
     """Return a normalizer or pre-tokenizer, as JSON, without the steps that put something before a text."""
-    if not isinstance(told, Mapping):
-        return told
-    kind = told.get("type")
+    if not isinstance(spec, Mapping):
+        return spec
+    kind = spec.get("type")
     if kind == "Prepend":
         return None
     if kind == "Metaspace":
-        return {**told, "prepend_scheme": "never"}
+        return {**spec, "prepend_scheme": "never"}
     if kind == "ByteLevel":
-        return {**told, "add_prefix_space": False}
+        return {**spec, "add_prefix_space": False}
     for key in ("normalizers", "pretokenizers"):
-        if key in told:
-            inner = [_without_prefix(each) for each in told[key]]
-            return {**told, key: [each for each in inner if each is not None]}
-    return told
+        if key in spec:
+            inner = [_without_prefix(each) for each in spec[key]]
+            return {**spec, key: [each for each in inner if each is not None]}
+    return spec
 
 
-def _n_alike(own: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
+def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
     """Count the joints whose pieces decode to the same text as when joined, and those that also have the same ids."""
     read = same = 0
     for head, tail in JOINTS:
-        joint = encoding_of(own, head + tail).ids
-        begun, rest = encoding_of(own, head).ids, encoding_of(pieces, tail).ids
-        read += own.decode([*begun, *rest], skip_special_tokens=False) == own.decode(joint, skip_special_tokens=False)
+        joint = encoding_of(backend, head + tail).ids
+        begun, rest = encoding_of(backend, head).ids, encoding_of(pieces, tail).ids
+        read += backend.decode([*begun, *rest], skip_special_tokens=False) == backend.decode(
+            joint, skip_special_tokens=False
+        )
         same += joint[-len(rest) :] == rest
     return read, same
 
@@ -519,16 +527,16 @@ def _areas(sections: Sequence[_Section], hidden: Sequence[int], cuts: Sequence[t
     starts = [section.chars[0] for section in sections]
     wanted = [*((lo, lo) for lo in hidden), *((lo, hi - 1) for _, (lo, hi, _) in cuts)]
     spans = sorted((bisect_right(starts, lo) - 1, bisect_right(starts, hi) - 1) for lo, hi in wanted)
-    held: Chars | None = None
+    current: Chars | None = None
     for first, last in spans:
-        if held is not None and first <= held[1]:
-            held = held[0], max(held[1], last)
+        if current is not None and first <= current[1]:
+            current = current[0], max(current[1], last)
             continue
-        if held is not None:
-            yield held
-        held = first, last
-    if held is not None:
-        yield held
+        if current is not None:
+            yield current
+        current = first, last
+    if current is not None:
+        yield current
 
 
 def _masked(text: str, bare: Sequence[Chars]) -> str:
@@ -539,8 +547,8 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
     mask = next((chr(code) for code in chain(*PRIVATE_USE_RANGES) if chr(code) not in used), None)
     if mask is None:
         raise InputError(
-            "The text holds every private character of Unicode beside what looks like a control token; leave out "
-            "either of them."
+            "The text contains what looks like a control token, and every private-use character of Unicode, one of "
+            "which must be free to mask it. Remove either."
         )
     pieces, at = list[str](), 0
     for lo in sorted({lo for lo, _ in bare}):

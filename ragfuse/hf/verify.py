@@ -121,11 +121,11 @@ def verify(
     if model.profile.refusal:
         return Verdict(model.name, False, (Check(model.profile.refusal, 1.0, 0.0, False),))
     with model.lock:
-        checks = tuple(_told(_Checks(model, policy, ratio).run(), progress))
+        checks = tuple(_with_progress(_Checks(model, policy, ratio).run(), progress))
     return Verdict(model.name, all(check.passed for check in checks), checks)
 
 
-def _told(checks: Iterator[Check], progress: Progress) -> Iterator[Check]:
+def _with_progress(checks: Iterator[Check], progress: Progress) -> Iterator[Check]:
     for check in checks:
         progress(check.name)
         yield check
@@ -199,12 +199,12 @@ class _Checks:
         """Compare keys that we rotated with keys that the model rotated, and rotate them back."""
         ids, errors = self.chunks[0].ids, []
         near, far = self.model.encode(ids).layers, self._alone(ids, DELTA)
-        for layout, kv, own in zip(self.model.profile.rope, near, far, strict=True):
+        for layout, kv, wanted in zip(self.model.profile.rope, near, far, strict=True):
             for name in ("keys", "values"):
-                turned = layout if layout is not None and layout.part == name else None
-                there = shifted(getattr(kv, name), DELTA, turned)
-                errors.append((typical if self._routed else relative)(there, getattr(own, name)))
-                errors.append(relative(shifted(there, -DELTA, turned), getattr(kv, name)))
+                rotation = layout if layout is not None and layout.part == name else None
+                rotated = shifted(getattr(kv, name), DELTA, rotation)
+                errors.append((typical if self._routed else relative)(rotated, getattr(wanted, name)))
+                errors.append(relative(shifted(rotated, -DELTA, rotation), getattr(kv, name)))
         return _worst(errors)
 
     def _ratio_one(self, parts: Sequence[PromptPart]) -> float:
@@ -243,10 +243,10 @@ class _Checks:
     def _untouched(self) -> float:
         """Compare the candidates that were not chosen with the cached KV, from the check layer on."""
         prefill = self._prefill(self.parts, self.policy, self.ratio)
-        kept = torch.ones(sum(PART_TOKENS), dtype=torch.bool)
-        kept[sum(PART_TOKENS[:-1]) :] = False
-        kept[prefill.chosen] = False
-        rows = kept.nonzero()[:, 0].to(self.model.device)
+        is_reused = torch.ones(sum(PART_TOKENS), dtype=torch.bool)
+        is_reused[sum(PART_TOKENS[:-1]) :] = False
+        is_reused[prefill.chosen] = False
+        rows = is_reused.nonzero()[:, 0].to(self.model.device)
         first = policy_named(self.policy).check_layer
         return _state(prefill).of(rows, first).error(self._by_hand(self.parts).of(rows, first), self._routed)
 

@@ -26,7 +26,7 @@ from ragfuse.types.plan import Fetch
 
 log = logging.getLogger("ragfuse.load")
 
-LOOK_S = 0.5
+ALIVE_CHECK_S = 0.5
 """Seconds between two checks that the reading thread is still alive."""
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ class LayerReader:
         store: Where the segments are stored.
         fetches: The segments to read.
         n_layers: Layers of the model.
-        most: Most layers of a segment that are read at once; 0: as many as `plan.steps` allows.
+        max_layers: Most layers of a segment that are read at once; 0: as many as `plan.steps` allows.
         device: The device that needs the layers.
         before: Layers that may be read ahead before the first one is used, if `plan.steps` allows fewer: a read buffer
             (AttentionStore 3.2.1).
@@ -62,20 +62,22 @@ class LayerReader:
         store: KVStore,
         fetches: Sequence[Fetch],
         n_layers: int,
-        most: int = 0,
+        max_layers: int = 0,
         device: torch.device = CPU,
         before: int = 0,
     ) -> None:
         self.load_s = self.wait_s = self.last_s = 0.0
         self._store, self._fetches = store, fetches
-        most = most or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), n_layers)
-        self._spans = deque(spans(steps(n_layers, most)))
-        self._ready: Queue[PendingCopy] = Queue(room_for(before, n_layers, most))
-        self._at_hand: deque[Layer] = deque()
+        max_layers = max_layers or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), n_layers)
+        self._spans = deque(spans(steps(n_layers, max_layers)))
+        self._read_ahead: Queue[PendingCopy] = Queue(room_for(before, n_layers, max_layers))
+        self._ready_layers: deque[Layer] = deque()
         self._stop = threading.Event()
         far = {tier.name for tier in store.tiers if is_far(tier, device)}
         ahead = any(fetch.tier in far for fetch in fetches)
-        self._staging = StagingBuffer(device, sum(fetch.nbytes for fetch in fetches) * most // n_layers + SPARE_NBYTES)
+        self._staging = StagingBuffer(
+            device, sum(fetch.nbytes for fetch in fetches) * max_layers // n_layers + SPARE_NBYTES
+        )
         self._thread = threading.Thread(target=self._run, name="ragfuse-load", daemon=True) if ahead else None
         self._next = 0
 
@@ -93,7 +95,7 @@ class LayerReader:
         self._stop.set()
         while self._thread is not None and self._thread.is_alive():
             try:
-                self._ready.get_nowait()
+                self._read_ahead.get_nowait()
             except Empty:
                 self._thread.join(0.01)
 
@@ -104,21 +106,21 @@ class LayerReader:
             ValueError: `layer` is not the next layer: call this once per layer, in order.
         """
         if layer != self._next:
-            raise ValueError(f"Layer {layer} was asked for, layer {self._next} is next.")
+            raise ValueError(f"Layers must be read in order: layer {self._next} is next, found {layer}.")
         self._next += 1
-        if not self._at_hand:
+        if not self._ready_layers:
             began = time.perf_counter()
             sent = PendingCopy(self._load()) if self._thread is None else self._wait(self._thread)
-            self._at_hand.extend(self._staging.landed(sent))
+            self._ready_layers.extend(self._staging.landed(sent))
             self.wait_s += time.perf_counter() - began
-        return self._at_hand.popleft()
+        return self._ready_layers.popleft()
 
     def _wait(self, thread: threading.Thread) -> PendingCopy:
         """Wait for the next layers that are read ahead; if the thread has died, every segment counts as unreadable."""
         while True:
             alive = thread.is_alive()  # before the queue is read, so that what a thread put last is not missed
             try:
-                return self._ready.get(timeout=LOOK_S if alive else 0)
+                return self._read_ahead.get(timeout=ALIVE_CHECK_S if alive else 0)
             except Empty:
                 if not alive:
                     return PendingCopy([dict.fromkeys(fetch.segment for fetch in self._fetches)])
@@ -126,7 +128,7 @@ class LayerReader:
     def _run(self) -> None:
         self._expect()
         while self._spans and not self._stop.is_set():
-            self._ready.put(self._staging.send(self._load()))
+            self._read_ahead.put(self._staging.send(self._load()))
 
     def _load(self) -> list[Layer]:
         """Read the next layers, each entry once: segments that use rows of the same entry share the read."""
@@ -156,7 +158,13 @@ class LayerReader:
         try:
             return self._store.read_layers(fetch.key, first, count, fetch.tier, fetch.level)
         except Exception as error:
-            log.warning("Layer %d of %s could not be read from %s: %s", first, fetch.key, fetch.tier, error)
+            log.warning(
+                "Layer %d of %s could not be read from %s, so its text is computed instead: %s",
+                first,
+                fetch.key,
+                fetch.tier,
+                error,
+            )
             return None
 
 

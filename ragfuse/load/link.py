@@ -1,4 +1,4 @@
-"""The network or storage link to a tier, as all streams over it share it: how many they are, and how fast it was."""
+"""The network or storage link to a tier, which all its streams share: their number and its last throughput."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Link:
     """The link to one tier. Threads may share it.
 
     Args:
-        most: Streams that may read at the same time; others wait for their turn.
+        max_streams: Streams that may read at the same time; others wait for their turn.
         clock: Returns the time in seconds.
     """
 
-    def __init__(self, most: int = MAX_STREAMS, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._clock = most, clock
+    def __init__(self, max_streams: int = MAX_STREAMS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_streams, self._clock = max_streams, clock
         self._seen: tuple[float, float] | None = None
         self.renew()
         at_fork(self)
 
     def renew(self) -> None:
         """Forget the streams under way in a forked process; the measured throughput stays."""
-        self._streams, self._lock, self._turns = 0, Lock(), BoundedSemaphore(self._most)
+        self._streams, self._lock, self._slots = 0, Lock(), BoundedSemaphore(self._max_streams)
 
     @property
     def throughput(self) -> float | None:
@@ -57,17 +57,17 @@ class Link:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Wait for a turn to read, and hold it while the block runs; at most `most` streams read at once."""
-        with self._turns:
+        """Wait for a turn to read, and hold it while the block runs; at most `max_streams` streams read at once."""
+        with self._slots:
             yield
 
-    def saw(self, nbytes: int, seconds: float) -> float:
+    def record(self, nbytes: int, seconds: float) -> float:
         """Record that one stream read `nbytes` in `seconds`; return the link's throughput in bytes per second.
 
         It is the stream's own throughput times the number of streams that read at the same time.
         """
         with self._lock:
-            carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._most))
+            carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._max_streams))
             self._seen = carried, self._clock()
             return carried
 
@@ -75,13 +75,13 @@ class Link:
 class Links:
     """The links to a store's tiers by name, each created at its first use."""
 
-    def __init__(self, most: int = MAX_STREAMS) -> None:
-        self._most, self._lock, self._links = most, ForkLock(), dict[str, Link]()
+    def __init__(self, max_streams: int = MAX_STREAMS) -> None:
+        self._max_streams, self._lock, self._links = max_streams, ForkLock(), dict[str, Link]()
 
     def of(self, tier: str) -> Link:
         """Return the link that all streams from a tier share."""
         with self._lock:
-            return self._links.setdefault(tier, Link(self._most))
+            return self._links.setdefault(tier, Link(self._max_streams))
 
     def forget(self) -> None:
         """Forget all links and their measured throughputs."""

@@ -17,8 +17,8 @@ class PendingRead:
         segments: Segments to read.
         span: The first layer, and the one after the last.
         level: Codec level to read.
-        asked: When the read was requested.
-        came: What has arrived so far, by segment.
+        requested: When the read was requested.
+        received: What has arrived so far, by segment.
         done: Set when the read has ended.
         stop: Set to end the read after the current segment.
         began: When it got its turn on the link; None while it waits for it.
@@ -28,8 +28,8 @@ class PendingRead:
     segments: tuple[int, ...]
     span: tuple[int, int]
     level: str
-    asked: float
-    came: dict[int, EncodedLayers] = field(default_factory=dict)
+    requested: float
+    received: dict[int, EncodedLayers] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
     began: float | None = None
@@ -45,19 +45,19 @@ class CurrentPiece:
         wanted: Its segments that are still to be streamed, not computed.
         at: The first of the layers that come next.
         end: The layer after the last of these.
-        lacking: Segments whose layers at:end are missing.
-        banned: Levels at which reading layers at:end has failed.
+        missing: Segments whose layers at:end are missing.
+        failed_levels: Levels at which reading layers at:end has failed.
         reading: The read of layers at:end that is under way, if any.
         is_aside: Whether the piece is set aside: that read goes on while other pieces are streamed.
-        stood: Whether the piece was set aside before its latest layers came.
+        was_aside: Whether the piece was set aside before its latest layers came.
     """
 
     piece: StreamPiece
     wanted: list[int]
     at: int = 0
     end: int = 0
-    lacking: list[int] = field(default_factory=list)
-    banned: set[str] = field(default_factory=set)
+    missing: list[int] = field(default_factory=list)
+    failed_levels: set[str] = field(default_factory=set)
     reading: PendingRead | None = None
     is_aside: bool = False
-    stood: bool = False
+    was_aside: bool = False

@@ -61,7 +61,11 @@ class StagingBuffer:
             with torch.cuda.stream(self._stream):
                 return self._send(layers)
         except RuntimeError as error:
-            log.warning("Layers go to %s only when they are used: %s", self._device, error)
+            log.warning(
+                "Layers could not be copied to %s ahead of time; they are copied when used, which is slower: %s",
+                self._device,
+                error,
+            )
             return PendingCopy(layers)
 
     def landed(self, sent: PendingCopy) -> Sequence[Layer]:
@@ -80,7 +84,7 @@ class StagingBuffer:
         pinned = iter(buffer.room([part.nbytes for part in parts.values() if _is_pageable(part)]))
         sent: dict[int, Tensor] = {}
 
-        def over(part: Tensor) -> Tensor:
+        def on_device(part: Tensor) -> Tensor:
             """Return a tensor on the device, copied only once for all segments that share it."""
             at = id(part)
             if at not in sent:
@@ -90,7 +94,7 @@ class StagingBuffer:
             return sent[at]
 
         moved = [
-            {at: None if kv is None else LayerKV(over(kv.keys), over(kv.values)) for at, kv in layer.items()}
+            {at: None if kv is None else LayerKV(on_device(kv.keys), on_device(kv.values)) for at, kv in layer.items()}
             for layer in layers
         ]
         buffer.sent = torch.cuda.current_stream(self._device).record_event()
@@ -101,7 +105,7 @@ class _Buffer:
     """Pinned host memory of at least `nbytes`; it is reused only after the copy of its last content (`sent`) ended."""
 
     def __init__(self, nbytes: int = 0) -> None:
-        self._least, self._bytes = nbytes, torch.empty(0, dtype=torch.uint8)
+        self._min_nbytes, self._bytes = nbytes, torch.empty(0, dtype=torch.uint8)
         self.sent: torch.cuda.Event | None = None
 
     def room(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -110,7 +114,7 @@ class _Buffer:
         if self.sent is not None:
             self.sent.synchronize()
         if ends and ends[-1] > self._bytes.numel():
-            nbytes = max(ends[-1], self._least)
+            nbytes = max(ends[-1], self._min_nbytes)
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         return [self._bytes[at : at + size] for at, size in zip([0, *ends], sizes, strict=False)]
 

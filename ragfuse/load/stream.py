@@ -25,8 +25,8 @@ from ragfuse.load.piece import CurrentPiece, PendingRead
 from ragfuse.load.staging_buffer import Layer
 from ragfuse.load.terms import (
     BYTES_UNREADABLE,
+    COMPUTED_FASTER,
     COMPUTED_IN_TIME,
-    COMPUTED_SOONER,
     DEADLINE_MARGIN,
     GIVEN_UP,
     LEVEL_NOT_KEPT,
@@ -35,9 +35,9 @@ from ragfuse.load.terms import (
     Terms,
 )
 from ragfuse.plan.adapt import (
-    AGAIN,
     AS_TEXT,
-    LONGER,
+    BACKOFF,
+    COMPUTE_MARGIN,
     MIN_THROUGHPUT,
     StreamPart,
     StreamPiece,
@@ -79,7 +79,7 @@ class Stream:
     Attributes:
         pieces: The trace of every read and decision, in order.
         text: Segments that are to be computed instead, with the reason.
-        came: By segment that was read, its lossiest level and its bytes.
+        received: By segment that was read, its lossiest level and its bytes.
         load_s: Seconds until the last piece had been read.
         wait_s: `load_s` and the seconds that `read` has waited for decoding.
         last_s: `clock()` when the last piece had been read.
@@ -98,21 +98,21 @@ class Stream:
     ) -> None:
         self.pieces: list[PieceTrace] = []
         self.text: dict[int, str] = {}
-        self.came: dict[int, tuple[str, int]] = {}
+        self.received: dict[int, tuple[str, int]] = {}
         self.load_s = self.wait_s = self.last_s = 0.0
         self._store, self._fetches = store, {fetch.segment: fetch for fetch in fetches}
         self._n_layers = n_layers
         self._pieces, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
-        self._behind: list[StreamPiece] = []
+        self._later: list[StreamPiece] = []
         self._aside: list[CurrentPiece] = []
-        self._also = {part.segment: part.also for part in parts}
+        self._sharers = {part.segment: part.also for part in parts}
         self._tokens = {part.segment: part.tokens for part in parts}
         self._device, self._clock = device, clock
-        self._promised_s = terms.base_s
+        self._compute_s = terms.base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
         self._decoding: dict[int, dict[int, Future[LayerKV]]] = {}
         self._levels: dict[int, dict[int, str]] = {}
-        self._stood = False
+        self._is_stalled = False
         self._nbytes: dict[int, int] = {}
 
     def close(self) -> None:
@@ -131,18 +131,18 @@ class Stream:
         began = self._clock()
         with self._link.joined():
             for number, piece in enumerate(self._pieces):
-                self._behind = [*self._pieces[number + 1 :], *self._waiting()]
-                self._bring(CurrentPiece(piece, list(piece.segments)), self._refines)
+                self._later = [*self._pieces[number + 1 :], *self._set_aside()]
+                self._stream_piece(CurrentPiece(piece, list(piece.segments)), self._refines)
             while self._aside:
-                now = self._aside.pop(0)
-                self._behind = self._waiting()
-                self._bring(now, False)
+                current = self._aside.pop(0)
+                self._later = self._set_aside()
+                self._stream_piece(current, False)
             if self._refines:
                 self._refine()
         for segment in self._decoding:
             level = max(dict.fromkeys(self._levels[segment].values()), key=_loss)
-            self.came[segment] = level, self._nbytes[segment]
-            self.came |= dict.fromkeys(self._also[segment], (level, 0))
+            self.received[segment] = level, self._nbytes[segment]
+            self.received |= dict.fromkeys(self._sharers[segment], (level, 0))
         self.last_s = self._clock()
         self.load_s = self.wait_s = self.last_s - began
 
@@ -150,26 +150,28 @@ class Stream:
         """Return one layer's KV by segment that was read, waiting until it is decoded; None if it cannot be decoded."""
         began = self._clock()
         found = {segment: self._decoded(segment, layers[layer]) for segment, layers in self._decoding.items()}
-        found |= {other: kv for segment, kv in found.items() for other in self._also[segment]}
+        found |= {other: kv for segment, kv in found.items() for other in self._sharers[segment]}
         self.wait_s += self._clock() - began
         return found
 
     # deciding
 
-    def _left(self, now: CurrentPiece) -> list[StreamPiece]:
+    def _remaining(self, current: CurrentPiece) -> list[StreamPiece]:
         """Return what is still to be read, beginning with the segments that lack the current layers."""
-        lacking, behind = ((self._n_layers - at) / self._n_layers for at in (now.at, now.end))
-        others = [segment for segment in now.wanted if segment not in now.lacking]
-        later = [now.piece.rest(others, behind)] if others and behind else []
-        return [now.piece.rest(now.lacking, lacking, now.banned), *later, *self._behind]
+        missing_share, later_share = ((self._n_layers - at) / self._n_layers for at in (current.at, current.end))
+        others = [segment for segment in current.wanted if segment not in current.missing]
+        later = [current.piece.rest(others, later_share)] if others and later_share else []
+        return [current.piece.rest(current.missing, missing_share, current.failed_levels), *later, *self._later]
 
-    def _choice(self, now: CurrentPiece, left: Sequence[StreamPiece]) -> str:
+    def _choose_level(self, current: CurrentPiece, remaining: Sequence[StreamPiece]) -> str:
         if self._terms.level is not None:
-            return self._terms.level if self._terms.level in left[0].sizes else AS_TEXT
-        known = left, self._throughput, self._left_s(), self._link.sharing
+            return self._terms.level if self._terms.level in remaining[0].sizes else AS_TEXT
+        known = remaining, self._throughput, self._time_left_s(), self._link.sharing
         if self._refines:
-            begun = now.at > 0
-            return decide_first(*known, is_whole=not begun and not self._lost(), has_begun=begun and not now.stood)
+            begun = current.at > 0
+            return decide_first(
+                *known, is_whole=not begun and not self._worst_loss(), has_begun=begun and not current.was_aside
+            )
         return decide(*known, self._terms.adapt)
 
     @property
@@ -177,12 +179,12 @@ class Stream:
         """Whether pieces may be read again at better levels."""
         return self._terms.adapt == "refine" and self._terms.level is None
 
-    def _waiting(self) -> list[StreamPiece]:
+    def _set_aside(self) -> list[StreamPiece]:
         """Return what is still to be read of the pieces that were set aside."""
         n = self._n_layers
         return [each.piece.rest(each.wanted, (n - each.at) / n) for each in self._aside]
 
-    def _lost(self) -> int:
+    def _worst_loss(self) -> int:
         """Return the loss rank of the lossiest level that was read and has a better one stored; 0 if there is none."""
         return max(map(_loss, {level for piece in self._pieces for level, _, _ in self._worse(piece)}), default=0)
 
@@ -193,111 +195,113 @@ class Stream:
             if segment in self._decoding:
                 yield from ((level, segment, at) for at, level in self._levels[segment].items() if level != best)
 
-    def _left_s(self) -> float:
+    def _time_left_s(self) -> float:
         """Return the seconds left for reading: until the deadline, less its margin and all computing decided so far."""
-        return self._terms.began_s + (1 - DEADLINE_MARGIN) * self._terms.deadline_s - self._clock() - self._promised_s
+        return self._terms.began_s + (1 - DEADLINE_MARGIN) * self._terms.deadline_s - self._clock() - self._compute_s
 
     @property
     def _throughput(self) -> float | None:
         seen = self._link.throughput
         return self._terms.prior if seen is None else seen
 
-    def _compute(self, now: CurrentPiece, segments: Sequence[int], why: str) -> None:
+    def _compute(self, current: CurrentPiece, segments: Sequence[int], why: str) -> None:
         """Decide that segments are computed, and discard what was read of them."""
-        rest = now.piece.rest(segments, 1.0)
-        self._promised_s += (rest.text_s or 0.0) * (LONGER if self._refines else 1.0)
+        rest = current.piece.rest(segments, 1.0)
+        self._compute_s += (rest.text_s or 0.0) * (COMPUTE_MARGIN if self._refines else 1.0)
         self.text |= dict.fromkeys(self._with_others(segments), why)
         for segment in segments:
             self._decoding.pop(segment, None)
-        now.wanted = [segment for segment in now.wanted if segment not in segments]
+        current.wanted = [segment for segment in current.wanted if segment not in segments]
         began_s = self._clock() - self._terms.began_s
         self.pieces.append(PieceTrace(self._with_others(segments), rest.tokens, AS_TEXT, began_s=began_s, why=why))
 
     def _with_others(self, segments: Sequence[int]) -> tuple[int, ...]:
         """Return these segments, and those that use rows of the same entries."""
-        return tuple(each for segment in segments for each in (segment, *self._also[segment]))
+        return tuple(each for segment in segments for each in (segment, *self._sharers[segment]))
 
     # reading
 
-    def _bring(self, now: CurrentPiece, may_wait: bool) -> None:
+    def _stream_piece(self, current: CurrentPiece, may_wait: bool) -> None:
         """Read a piece, some layers at a time, until it is complete, computed instead, or set aside.
 
-        may_wait: whether the piece may be set aside; its state is kept in `now` then.
+        may_wait: whether the piece may be set aside; its state is kept in `current` then.
         """
-        while now.wanted and now.at < self._n_layers:
-            if now.reading is None:
-                now.lacking, now.banned, now.end = list(now.wanted), set(), now.at
-            while now.lacking:
-                left = self._left(now)
-                if now.reading is None:
-                    level = self._choice(now, left)
+        while current.wanted and current.at < self._n_layers:
+            if current.reading is None:
+                current.missing, current.failed_levels, current.end = list(current.wanted), set(), current.at
+            while current.missing:
+                remaining = self._remaining(current)
+                if current.reading is None:
+                    level = self._choose_level(current, remaining)
                     if level == AS_TEXT:
-                        self._as_text(now, left)
+                        self._as_text(current, remaining)
                         break
-                    if now.end == now.at:
-                        now.end += self._together(left[0], level, now.at)
-                    now.reading = self._started(
-                        PendingRead(tuple(now.lacking), (now.at, now.end), level, self._clock())
+                    if current.end == current.at:
+                        current.end += self._layers_a_read(remaining[0], level, current.at)
+                    current.reading = self._start(
+                        PendingRead(tuple(current.missing), (current.at, current.end), level, self._clock())
                     )
-                if not self._read(now, now.reading, left, may_wait):
-                    self._aside.append(now)
+                if not self._read(current, current.reading, remaining, may_wait):
+                    self._aside.append(current)
                     return
-            now.at = now.end
+            current.at = current.end
 
-    def _as_text(self, now: CurrentPiece, left: Sequence[StreamPiece]) -> None:
+    def _as_text(self, current: CurrentPiece, remaining: Sequence[StreamPiece]) -> None:
         """Decide that the segments that lack the current layers are computed."""
-        self._compute(now, now.lacking, self._why_text(now, left[0]))
-        now.lacking = []
+        self._compute(current, current.missing, self._why_text(current, remaining[0]))
+        current.missing = []
 
-    def _why_text(self, now: CurrentPiece, piece: StreamPiece) -> str:
+    def _why_text(self, current: CurrentPiece, piece: StreamPiece) -> str:
         wanted = self._terms.level
-        if not piece.sizes or wanted in now.banned:
+        if not piece.sizes or wanted in current.failed_levels:
             return BYTES_UNREADABLE
         if wanted is not None:
             return LEVEL_NOT_KEPT
-        in_time = piece.text_s is not None and piece.text_s <= self._left_s()
-        return COMPUTED_IN_TIME if in_time else COMPUTED_SOONER
+        in_time = piece.text_s is not None and piece.text_s <= self._time_left_s()
+        return COMPUTED_IN_TIME if in_time else COMPUTED_FASTER
 
-    def _together(self, rest: StreamPiece, level: str, at: int) -> int:
+    def _layers_a_read(self, rest: StreamPiece, level: str, at: int) -> int:
         """Return how many layers to read at once, from layer `at` on."""
-        left, throughput = rest.sizes[level], self._throughput
-        whole_s = None if throughput is None else self._link.sharing * left / max(throughput, MIN_THROUGHPUT)
+        nbytes, throughput = rest.sizes[level], self._throughput
+        whole_s = None if throughput is None else self._link.sharing * nbytes / max(throughput, MIN_THROUGHPUT)
         return layers_together(self._n_layers, self._n_layers - at, whole_s)
 
-    def _read(self, now: CurrentPiece, reading: PendingRead, left: Sequence[StreamPiece], may_wait: bool) -> bool:
+    def _read(
+        self, current: CurrentPiece, reading: PendingRead, remaining: Sequence[StreamPiece], may_wait: bool
+    ) -> bool:
         """Wait for a read and take what it brought; return False if the piece is set aside instead.
 
         Segments that did not come still lack the layers, or are computed if the read was given up.
         """
-        was_aside, began = now.is_aside, self._clock() if now.is_aside else reading.asked
-        gave_up = not self._waited(reading, left, began, may_wait)
-        came, ended = dict(reading.came), self._clock()
-        self._stood = gave_up or (self._stood and not came)
-        now.is_aside, now.stood = gave_up and may_wait, was_aside
-        if now.is_aside:
+        was_aside, began = current.is_aside, self._clock() if current.is_aside else reading.requested
+        gave_up = not self._wait(reading, remaining, began, may_wait)
+        received, ended = dict(reading.received), self._clock()
+        self._is_stalled = gave_up or (self._is_stalled and not received)
+        current.is_aside, current.was_aside = gave_up and may_wait, was_aside
+        if current.is_aside:
             self._note(reading, {}, (began, ended), SET_ASIDE)
             return False
-        now.reading = None
-        self._take(came, reading.level)
-        now.lacking = [segment for segment in now.lacking if segment not in came]
-        self._note(reading, came, (began, ended), GIVEN_UP if gave_up else BYTES_UNREADABLE)
+        current.reading = None
+        self._decode_later(received, reading.level)
+        current.missing = [segment for segment in current.missing if segment not in received]
+        self._note(reading, received, (began, ended), GIVEN_UP if gave_up else BYTES_UNREADABLE)
         if gave_up:
-            self._compute(now, reading.segments, GIVEN_UP)
-            now.lacking = []
-        elif now.lacking:
-            now.banned.add(reading.level)
+            self._compute(current, reading.segments, GIVEN_UP)
+            current.missing = []
+        elif current.missing:
+            current.failed_levels.add(reading.level)
         return True
 
-    def _started(self, reading: PendingRead) -> PendingRead:
+    def _start(self, reading: PendingRead) -> PendingRead:
         try:
             threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True).start()
         except RuntimeError:  # no thread can be started: read on this one
             self._run(reading)
         return reading
 
-    def _take(self, came: Mapping[int, EncodedLayers], level: str) -> None:
+    def _decode_later(self, received: Mapping[int, EncodedLayers], level: str) -> None:
         """Queue layers for decoding, replacing what was there at another level."""
-        for segment, encoded in came.items():
+        for segment, encoded in received.items():
             decoding = self._decoding.setdefault(segment, {})
             for at in encoded.layers:
                 if at in decoding:
@@ -308,56 +312,58 @@ class Stream:
 
     def _refine(self) -> None:
         """While time is left, read the lossiest layers again, piece by piece, at the best level for which all fit."""
-        while lost := self._lost():
-            throughput, left_s = self._throughput, self._left_s()
-            left, steps = list[StreamPiece](), list[tuple[tuple[int, ...], tuple[int, int]]]()
+        while worst_loss := self._worst_loss():
+            throughput, time_left_s = self._throughput, self._time_left_s()
+            remaining, steps = list[StreamPiece](), list[tuple[tuple[int, ...], tuple[int, int]]]()
             for piece in self._pieces:
-                layers = {at for level, _, at in self._worse(piece) if _loss(level) == lost}
+                layers = {at for level, _, at in self._worse(piece) if _loss(level) == worst_loss}
                 if layers:
                     segments = tuple(segment for segment in piece.segments if segment in self._decoding)
-                    left.append(piece.rest(segments, len(layers) / self._n_layers))
+                    remaining.append(piece.rest(segments, len(layers) / self._n_layers))
                     steps.append((segments, _first_of(layers)))
             if throughput is None:
                 return
-            better = [level for level in left[0].sizes if _loss(level) < lost]
-            level = decide_better(left, better, throughput, left_s, self._link.sharing)
+            better = [level for level in remaining[0].sizes if _loss(level) < worst_loss]
+            level = decide_better(remaining, better, throughput, time_left_s, self._link.sharing)
             if not level:
                 return
             segments, (first, end) = steps[0]
-            span = first, first + min(end - first, self._together(left[0], level, first))
-            if not self._again(PendingRead(segments, span, level, self._clock())):
+            span = first, first + min(end - first, self._layers_a_read(remaining[0], level, first))
+            if not self._read_again(PendingRead(segments, span, level, self._clock())):
                 return
 
-    def _again(self, reading: PendingRead) -> bool:
+    def _read_again(self, reading: PendingRead) -> bool:
         """Read layers again at a better level, wait until the deadline at most, and return whether all came."""
-        self._started(reading)
-        is_done = reading.done.wait(max(0.0, self._left_s()))
+        self._start(reading)
+        is_done = reading.done.wait(max(0.0, self._time_left_s()))
         reading.stop.set()
-        came = dict(reading.came)
-        self._take(came, reading.level)
-        self._note(reading, came, (reading.asked, self._clock()), BYTES_UNREADABLE if is_done else NOT_WAITED_FOR)
-        return len(came) == len(reading.segments)
+        received = dict(reading.received)
+        self._decode_later(received, reading.level)
+        self._note(
+            reading, received, (reading.requested, self._clock()), BYTES_UNREADABLE if is_done else NOT_WAITED_FOR
+        )
+        return len(received) == len(reading.segments)
 
-    def _waited(self, reading: PendingRead, left: Sequence[StreamPiece], began: float, may_wait: bool) -> bool:
+    def _wait(self, reading: PendingRead, remaining: Sequence[StreamPiece], began: float, may_wait: bool) -> bool:
         """Wait for a read; return False if it is too slow: to be set aside, or given up if it must not wait."""
         first, end = reading.span
-        step = left[0].rest(reading.segments, (end - first) / (self._n_layers - first))
-        nbytes, behind, wait_s = step.sizes[reading.level], (self._n_layers - end) / (self._n_layers - first), None
+        step = remaining[0].rest(reading.segments, (end - first) / (self._n_layers - first))
+        nbytes, later_share, wait_s = step.sizes[reading.level], (self._n_layers - end) / (self._n_layers - first), None
         if self._terms.level is None:
-            stood = self._stood and self._refines
-            wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing, stood)
+            is_stalled = self._is_stalled and self._refines
+            wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing, is_stalled)
             if wait_s is not None and self._refines and not may_wait:
-                wait_s = max(wait_s, spare_s(left, self._left_s()))
+                wait_s = max(wait_s, spare_s(remaining, self._time_left_s()))
         is_over = is_late if may_wait else is_given_up
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - began
-            if is_over(left, behind, nbytes, waited_s, self._left_s()):
+            if is_over(remaining, later_share, nbytes, waited_s, self._time_left_s()):
                 if not may_wait:
                     reading.stop.set()
                 if reading.began is not None:
-                    self._link.saw(nbytes, 2 * (self._clock() - reading.began))
+                    self._link.record(nbytes, 2 * (self._clock() - reading.began))
                 return False
-            wait_s = waited_s * (AGAIN - 1)
+            wait_s = waited_s * (BACKOFF - 1)
         return True
 
     def _run(self, reading: PendingRead) -> None:
@@ -372,15 +378,19 @@ class Stream:
                     if reading.stop.is_set():
                         break
                     if found is not None:
-                        reading.came[segment] = found
+                        reading.received[segment] = found
         except Exception as error:
-            log.warning("A piece at level %s could not be read: %s", reading.level, error)
+            log.warning(
+                "Stored KV could not be read at level %s; another level is tried, or its text is computed: %s",
+                reading.level,
+                error,
+            )
         finally:
             reading.ended = self._clock()
             reading.done.set()
 
     def _note(
-        self, reading: PendingRead, came: Mapping[int, EncodedLayers], span_s: tuple[float, float], why: str
+        self, reading: PendingRead, received: Mapping[int, EncodedLayers], span_s: tuple[float, float], why: str
     ) -> None:
         """Record a read: its throughput for the decisions that follow, and its pieces for the trace.
 
@@ -389,17 +399,20 @@ class Stream:
         up, for all of it.
         """
         began, ended = span_s
-        nbytes, sharing, throughput = sum(encoded.nbytes for encoded in came.values()), self._link.sharing, None
+        nbytes, sharing, throughput = sum(encoded.nbytes for encoded in received.values()), self._link.sharing, None
         if nbytes and why != GIVEN_UP and reading.began is not None:
-            throughput = self._link.saw(nbytes, min(ended, reading.ended or ended) - reading.began)
-        there = [segment for segment in reading.segments if segment in came and why != GIVEN_UP]
-        gone = [segment for segment in reading.segments if segment not in there]
-        for segments, told, size, word in ((there, throughput, nbytes, ""), (gone, None, 0 if there else nbytes, why)):
+            throughput = self._link.record(nbytes, min(ended, reading.ended or ended) - reading.began)
+        present = [segment for segment in reading.segments if segment in received and why != GIVEN_UP]
+        missing = [segment for segment in reading.segments if segment not in present]
+        for segments, piece_throughput, size, reason in (
+            (present, throughput, nbytes, ""),
+            (missing, None, 0 if present else nbytes, why),
+        ):
             if segments:
                 tokens = sum(self._tokens[segment] for segment in segments)
                 what = (self._with_others(segments), tokens, reading.level, reading.span, size)
                 when = (began - self._terms.began_s, ended - began)
-                self.pieces.append(PieceTrace(*what, *when, told, sharing, word))
+                self.pieces.append(PieceTrace(*what, *when, piece_throughput, sharing, reason))
 
     # decoding
 
@@ -413,7 +426,9 @@ class Stream:
         try:
             return layer.result()
         except Exception as error:
-            log.warning("What came of segment %d cannot be decoded: %s", segment, error)
+            log.warning(
+                "Stored KV of segment %d cannot be decoded, so its text is computed instead: %s", segment, error
+            )
             return None
 
 

@@ -1,6 +1,6 @@
-"""Time one model on this machine (full prefill, fused prefill, codecs, tiers), and return a `MachineProfile`.
+"""Time one model on this machine: full prefill, fused prefill, codecs and tiers.
 
-`plan` uses the figures to predict prefills, the engine stores them.
+The result is a `MachineProfile`, which the engine stores and `ragfuse.plan` uses to predict prefills.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("ragfuse.measure")
 MAX_TIMED_TOKENS = 3072
 """Tokens of the longest prompt that is timed, unless the model's context is shorter."""
 Progress = Callable[[str, float], object]
-"""Called with what is being timed, and the share of all timings that is done (0 to 1)."""
+"""Called with a description of the current timing, and the share of all timings that is done (0 to 1)."""
 _PREFILL, _FUSED, _DECODE = 0.3, 0.5, 0.05
 
 
@@ -52,29 +52,29 @@ def measure(
         progress: Called as the timings proceed.
         longest: Tokens of the longest prompt to time.
         rounds: Rounds of each timing.
-        cool: Called before a tier is read, to empty caches so that the read is cold. Disk tiers do not need it.
+        cool: Called before each read of a tier, to empty caches so that the read is cold. Disk tiers do not need it.
         codecs: Returns the codec of a level, or None; decoding is timed for levels with a codec.
 
     Raises:
-        ModelError: The model's KV is never fused, so there is nothing to plan.
+        ModelError: The model's KV cannot be reused, so there is nothing to time.
     """
     if model.profile.refusal:
-        raise ModelError(f"{model.name} is not fused, so there is nothing to plan: {model.profile.refusal}")
-    top = min(longest, model.max_context or longest)
-    prefill = prefill_points(model, top, rounds, _part(progress, 0.0, _PREFILL))
+        raise ModelError(f"{model.name} cannot reuse stored KV, so there is nothing to time: {model.profile.refusal}")
+    max_tokens = min(longest, model.max_context or longest)
+    prefill = prefill_points(model, max_tokens, rounds, _part(progress, 0.0, _PREFILL))
     fused = fused_points(model, prefill[-1][0], rounds, _part(progress, _PREFILL, _FUSED))
     folder = next((tier.path for tier in tiers if isinstance(tier, DiskTier)), None)
     held_up_s = reading_s(model, prefill[-1][0], rounds, folder, _part(progress, _PREFILL + _FUSED, 0.0))
     decode, packed = decoding(model, codecs, rounds, _part(progress, _PREFILL + _FUSED, _DECODE))
-    before = _PREFILL + _FUSED + _DECODE
-    speeds, share = {}, (1 - before) / max(1, len(tiers))
+    done_share = _PREFILL + _FUSED + _DECODE
+    speeds, share = {}, (1 - done_share) / max(1, len(tiers))
     sample = model.encode([0])
     for index, tier in enumerate(tiers):
-        part = _part(progress, before + index * share, share)
+        part = _part(progress, done_share + index * share, share)
         try:
             speeds[tier.name] = speed_of(tier, sample, rounds, part, cool, model.device)
         except StoreError as error:
-            log.warning("Tier %s is left out of the timings: %s", tier.name, error)
+            log.warning("Tier %s was not timed, so there are no timings of it: %s", tier.name, error)
     return MachineProfile(
         model=model.fingerprint,
         device=str(model.device),
@@ -95,7 +95,7 @@ def measure(
 def _part(progress: Progress, before: float, share: float) -> Progress:
     """Return a progress callback for a part that is `share` of the whole and begins when `before` is done."""
 
-    def told(what: str, done: float) -> Any:
+    def report(what: str, done: float) -> Any:
         return progress(what, before + share * done)
 
-    return told
+    return report

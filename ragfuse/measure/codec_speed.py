@@ -1,4 +1,4 @@
-"""Time the decoding of each codec level, and measure how small it packs KV."""
+"""Time the decoding of each codec level, and measure the size of its packed KV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Progress = Callable[[str, float], object]
 def decoding(
     model: HFModel, codecs: Callable[[str], Codec | None], rounds: int, progress: Progress
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Time the decoding of each level, on this thread and from host memory, as entries are decoded.
+    """Time the decoding of each level on this thread and from host memory, which is how entries are decoded.
 
     Args:
         model: The model whose KV is encoded.
@@ -35,17 +35,17 @@ def decoding(
         By level, median seconds to decode one token's KV; and by level, encoded bytes over raw bytes. Levels without a
         codec, or that cannot encode this model's KV, are left out.
     """
-    there = [(level, codec) for level in LEVEL_NAMES[1:] if (codec := codecs(level)) is not None]
-    kv = [_at_host(layer) for layer in model.encode(_ids(model)).layers] if there else []
+    available = [(level, codec) for level in LEVEL_NAMES[1:] if (codec := codecs(level)) is not None]
+    kv = [_at_host(layer) for layer in model.encode(_ids(model)).layers] if available else []
     seconds, packed = dict[str, float](), dict[str, float]()
-    for index, (level, codec) in enumerate(there):
-        progress(f"decoding {level}", index / len(there))
+    for index, (level, codec) in enumerate(available):
+        progress(f"decoding {level}", index / len(available))
         try:
             blobs = [codec.encode(layer, at) for at, layer in enumerate(kv)]
         except ValueError:  # KV that only the raw codec can store
             continue
-        taken = [_timed(codec, kv, blobs) for _ in range(rounds + 1)]
-        seconds[level] = median(taken[1:]) / kv[0].n_tokens
+        timings = [_timed(codec, kv, blobs) for _ in range(rounds + 1)]
+        seconds[level] = median(timings[1:]) / kv[0].n_tokens
         packed[level] = sum(blob.numel() for blob in blobs) / sum(layer.nbytes for layer in kv)
     return seconds, packed
 
@@ -64,6 +64,6 @@ def _at_host(layer: LayerKV) -> LayerKV:
 
 def _ids(model: HFModel) -> list[int]:
     """Return random token ids, the same in every run."""
-    config, drawn = model.model.config.get_text_config(), torch.Generator().manual_seed(1)
+    config, generator = model.model.config.get_text_config(), torch.Generator().manual_seed(1)
     count = min(TIMED_CHUNK_TOKENS, model.max_context or TIMED_CHUNK_TOKENS)
-    return [int(token) for token in torch.randint(config.vocab_size, (count,), generator=drawn)]
+    return [int(token) for token in torch.randint(config.vocab_size, (count,), generator=generator)]

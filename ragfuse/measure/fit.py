@@ -17,11 +17,11 @@ _NOTHING = 1e-50
 
 
 def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Find non-negative weights of the columns whose weighted sums are closest to `seconds`, by relative error.
+    """Find the non-negative weights of the columns whose weighted sums are closest to `seconds`, by relative error.
 
-    Tries all subsets of the columns and takes the best least-squares solution without a negative weight, so the result
-    is exact. Of columns that are proportional to each other, the first gets the whole weight. A column of values near
-    zero gets the weight 0.
+    All subsets of the columns are tried, and the best least-squares solution without a negative weight is taken, so the
+    result is exact. Of columns that are proportional to each other, the first gets the whole weight. A column of values
+    near zero gets the weight 0.
 
     Args:
         table: One row of features per timing.

@@ -1,4 +1,4 @@
-"""Time full and fused prefills of random tokens: speed does not depend on the words."""
+"""Time full and fused prefills of random tokens, as the speed does not depend on the text."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PASS_BUDGET_S, MIN_LENGTHS = 12.0, 4
 """After a prefill of more than PASS_BUDGET_S seconds no longer prompt is timed, once there are MIN_LENGTHS lengths."""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
-"""Lengths at which fused prefills are timed, as shares of the longest; tokens of their questions, in turn."""
+"""Lengths at which fused prefills are timed, as shares of the longest; and the tokens of their questions, in turn."""
 HELD_UP = 96, 4
-"""For `reading_s`: tokens of the prompt, and the factor on the number of rounds."""
+"""For `reading_s`: tokens of the prompt, and by how much the number of rounds is multiplied."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -42,10 +42,10 @@ BLENDS = (
 Progress = Callable[[str, float], object]
 
 
-def prefill_points(model: HFModel, top: int, rounds: int, progress: Progress) -> tuple[tuple[int, float], ...]:
+def prefill_points(model: HFModel, max_tokens: int, rounds: int, progress: Progress) -> tuple[tuple[int, float], ...]:
     """Time full prefills of up to `top` tokens; return (tokens, median seconds), shortest first."""
-    lengths = sorted({max(1, round(top * share)) for share in LENGTH_SHARES})
-    ids, cases = _ids(model, top), dict[str, Callable[[], object]]()
+    lengths = sorted({max(1, round(max_tokens * share)) for share in LENGTH_SHARES})
+    ids, cases = _ids(model, max_tokens), dict[str, Callable[[], object]]()
     for length in lengths:  # the warm-up, which also shows which lengths would take too long
         case = _prefill(model, ids[:length])
         cases[str(length)] = case
@@ -55,12 +55,12 @@ def prefill_points(model: HFModel, top: int, rounds: int, progress: Progress) ->
     return tuple((int(name), seconds) for name, seconds in found.items())
 
 
-def fused_points(model: HFModel, top: int, rounds: int, progress: Progress) -> tuple[FusedPoint, ...]:
+def fused_points(model: HFModel, max_tokens: int, rounds: int, progress: Progress) -> tuple[FusedPoint, ...]:
     """Time fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's includes the copy)."""
     cases, points = dict[str, Callable[[], object]](), list[FusedPoint]()
     for share in FUSED_LENGTH_SHARES:
         for number, (policy, ratio) in enumerate(BLENDS):
-            tokens = max(TIMED_CHUNKS + 2, round(top * share))
+            tokens = max(TIMED_CHUNKS + 2, round(max_tokens * share))
             question = max(1, min(QUESTION_TOKENS[number % len(QUESTION_TOKENS)], tokens // 4))
             case, point = _fused(model, tokens, question, policy, ratio)
             cases[f"{policy} {ratio:.0%}, {tokens} tokens"] = case
@@ -72,17 +72,17 @@ def fused_points(model: HFModel, top: int, rounds: int, progress: Progress) -> t
     )
 
 
-def reading_s(model: HFModel, top: int, rounds: int, folder: Path | None, progress: Progress) -> float:
+def reading_s(model: HFModel, max_tokens: int, rounds: int, folder: Path | None, progress: Progress) -> float:
     """Return the seconds by which each read on a background thread delays the model; see `read_cost.py`."""
     progress("reading while fusing", 0.0)
-    tokens, more = min(HELD_UP[0], top), HELD_UP[1]
+    tokens, round_factor = min(HELD_UP[0], max_tokens), HELD_UP[1]
     ids, runs, chunk = _prompt(model, max(TIMED_CHUNKS + 2, tokens), 1)
     positions = torch.arange(len(ids))
 
     def fuse(source: LayerSource) -> float:
         return _seconds(model, lambda: model.fuse(ids, positions, runs, source, "none", 0.0))
 
-    return held_up_s(fuse, KVSource([chunk] * TIMED_CHUNKS), [chunk] * TIMED_CHUNKS, folder, more * rounds)
+    return held_up_s(fuse, KVSource([chunk] * TIMED_CHUNKS), [chunk] * TIMED_CHUNKS, folder, round_factor * rounds)
 
 
 def at_hand(kv: ChunkKV) -> ChunkKV:
@@ -102,8 +102,8 @@ def _prompt(model: HFModel, tokens: int, question: int) -> tuple[list[int], list
 
 def _ids(model: HFModel, count: int) -> list[int]:
     """Return random token ids, the same in every run."""
-    vocabulary, drawn = model.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
-    return [int(token) for token in torch.randint(vocabulary, (count,), generator=drawn)]
+    vocabulary, generator = model.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    return [int(token) for token in torch.randint(vocabulary, (count,), generator=generator)]
 
 
 def _prefill(model: HFModel, ids: Sequence[int]) -> Callable[[], object]:
@@ -129,12 +129,12 @@ def _medians(
     model: HFModel, cases: Mapping[str, Callable[[], object]], rounds: int, progress: Progress
 ) -> dict[str, float]:
     """Return the median seconds of each case; each round runs all cases once."""
-    taken: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(rounds):
+    timings: dict[str, list[float]] = {name: [] for name in cases}
+    for round_index in range(rounds):
         for index, (name, case) in enumerate(cases.items()):
-            progress(name, (turn + index / len(cases)) / rounds)
-            taken[name].append(_seconds(model, case))
-    return {name: median(seconds) for name, seconds in taken.items()}
+            progress(name, (round_index + index / len(cases)) / rounds)
+            timings[name].append(_seconds(model, case))
+    return {name: median(seconds) for name, seconds in timings.items()}
 
 
 def _seconds(model: HFModel, case: Callable[[], object]) -> float:

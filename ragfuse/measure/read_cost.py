@@ -19,50 +19,50 @@ from ragfuse.types.kv import ChunkKV
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
 
-MOST_S = 2e-3
+MAX_DELAY_S = 2e-3
 """Largest delay per read, in seconds: more must come from something else that ran meanwhile."""
 
 Fuse = Callable[[LayerSource], float]
-"""Fuses one prompt with the KV of a source, and returns the seconds that took."""
+"""Fuses one prompt with the KV of a source, and returns the seconds it took."""
 
 
-def held_up_s(fuse: Fuse, at_hand: LayerSource, chunks: list[ChunkKV], folder: Path | None, rounds: int) -> float:
-    """Measure the seconds by which each read on a background thread delays fusing.
+def held_up_s(fuse: Fuse, in_memory: LayerSource, chunks: list[ChunkKV], folder: Path | None, rounds: int) -> float:
+    """Return the seconds by which each read on a background thread delays fusing.
 
-    Compares fusing while a thread reads layer by layer from files with fusing when all KV is in memory.
+    It compares fusing while a thread reads layer by layer from files with fusing when all KV is in memory.
 
     Args:
         fuse: Fuses the prompt.
-        at_hand: The KV in memory.
+        in_memory: The KV in memory.
         chunks: The KV of each segment; small, so that reading is hidden behind fusing.
         folder: Where to put temporary files; None: the system's temporary folder.
         rounds: Rounds of the timing, after one to warm up.
     """
     n_layers = len(chunks[0].layers)
     with (
-        TemporaryDirectory(prefix="measure-", dir=folder, ignore_cleanup_errors=True) as own,
-        KVStore([DiskTier(own, UNLIMITED, lambda entries: ())]) as store,
+        TemporaryDirectory(prefix="measure-", dir=folder, ignore_cleanup_errors=True) as scratch,
+        KVStore([DiskTier(scratch, UNLIMITED, lambda entries: ())]) as store,
     ):
-        fetches, taken = [_kept(store, at, chunk) for at, chunk in enumerate(chunks)], list[float]()
+        fetches, delays = [_stored(store, at, chunk) for at, chunk in enumerate(chunks)], list[float]()
         for _ in range(rounds + 1):
-            hand_s, (read_s, load_s) = fuse(at_hand), _read(store, fetches, n_layers, fuse)
-            taken.append(over_s(read_s, hand_s, load_s, n_layers) / (n_layers * len(fetches)))
-    return min(MOST_S, max(0.0, median(taken[1:])))  # the first is to warm up
+            in_memory_s, (read_s, load_s) = fuse(in_memory), _read(store, fetches, n_layers, fuse)
+            delays.append(unexplained_s(read_s, in_memory_s, load_s, n_layers) / (n_layers * len(fetches)))
+    return min(MAX_DELAY_S, max(0.0, median(delays[1:])))  # the first is to warm up
 
 
-def over_s(read_s: float, hand_s: float, load_s: float, n_layers: int) -> float:
+def unexplained_s(read_s: float, in_memory_s: float, load_s: float, n_layers: int) -> float:
     """Return the part of `read_s` that pipelining does not explain. All in seconds.
 
     Args:
         read_s: Fusing while a thread reads layer by layer.
-        hand_s: Fusing with all KV in memory.
-        load_s: Reading, in all.
+        in_memory_s: Fusing with all KV in memory.
+        load_s: All of the reading.
         n_layers: Layers of the model.
     """
-    return read_s - pipelined_s([load_s / n_layers] * n_layers, [hand_s / n_layers] * n_layers, room(1))
+    return read_s - pipelined_s([load_s / n_layers] * n_layers, [in_memory_s / n_layers] * n_layers, room(1))
 
 
-def _kept(store: KVStore, at: int, chunk: ChunkKV) -> Fetch:
+def _stored(store: KVStore, at: int, chunk: ChunkKV) -> Fetch:
     key = ChunkKey(digest("measure"), digest(str(at)))
     store.put(key, chunk, wait=True)
     return Fetch(at, key, store.tiers[0].name, LEVEL_NAMES[0], chunk.nbytes)
@@ -71,6 +71,6 @@ def _kept(store: KVStore, at: int, chunk: ChunkKV) -> Fetch:
 def _read(store: KVStore, fetches: list[Fetch], n_layers: int, fuse: Fuse) -> tuple[float, float]:
     """Return the seconds of fusing while a thread reads layer by layer, and the seconds of that reading."""
     began = time.perf_counter()
-    with LayerReader(store, fetches, n_layers, most=1) as reader:
+    with LayerReader(store, fetches, n_layers, max_layers=1) as reader:
         fuse(reader)
         return time.perf_counter() - began, reader.load_s

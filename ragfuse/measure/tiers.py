@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,7 +24,7 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import TierSpeed, Warmth
 
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
-"""Size of the largest entry that is written, in bytes and in tokens; the smaller one counts."""
+"""Limits on the size of the largest entry that is written, in bytes and in tokens; the smaller one applies."""
 ENTRY_SHARES = (1 / 16, 1 / 4, 1)
 """Sizes of the entries, as shares of the largest."""
 LAYERS = (4, 1, 0)
@@ -75,20 +76,21 @@ def speed_of(
     Raises:
         StoreError: The tier does not store what is written to it, or has no room.
     """
-    with _scratch(tier) as (used, chill):
-        points = _points(used, sample, rounds, lambda done: progress(f"tier {tier.name}", done), cool or chill)
+    with _scratch(tier) as (timed_tier, make_cold):
+        report = partial(progress, f"tier {tier.name}")
+        points = _points(timed_tier, sample, rounds, report, cool or make_cold)
     open_s, read_s, byte_s = fitted([(1, p.reads, p.nbytes) for p in points], [p.read_s for p in points])
     write_s, write_byte_s = fitted([(1, p.nbytes) for p in points], [p.write_s for p in points])
-    kept = tuple((p.reads, p.nbytes, p.read_s) for p in points)
+    measured = tuple((p.reads, p.nbytes, p.read_s) for p in points)
     reads = warmth(points, is_local=isinstance(tier, DiskTier) or cool is not None) if tier.slow else "warm"
-    return TierSpeed(open_s, read_s, byte_s, write_s, write_byte_s, is_far(tier, device), kept, reads)
+    return TierSpeed(open_s, read_s, byte_s, write_s, write_byte_s, is_far(tier, device), measured, reads)
 
 
 def warmth(points: Sequence[TierTiming], is_local: bool) -> Warmth:
     """Return whether the reads came from the medium ("cold") or the page cache ("warm").
 
-    "cold" if at least half of the bytes came from the medium, where the system counts them. "warm" on systems that
-    cannot drop cached pages. "unknown" for a tier on another machine (not `is_local`), which has caches of its own.
+    It is "cold" if at least half of the bytes came from the medium, where the system counts them; "warm" on systems
+    that cannot drop cached pages; "unknown" for a tier on another machine (not `is_local`), which has its own caches.
     """
     if not is_local:
         return "unknown"
@@ -131,11 +133,11 @@ def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
         yield tier, lambda: None
         return
     with TemporaryDirectory(prefix="measure-", dir=tier.path, ignore_cleanup_errors=True) as folder:
-        own = DiskTier(folder, UNLIMITED, lambda entries: (), name=tier.name)
+        scratch = DiskTier(folder, UNLIMITED, lambda entries: (), name=tier.name)
         try:
-            yield own, lambda: forget_pages(Path(folder))
+            yield scratch, lambda: forget_pages(Path(folder))
         finally:
-            own.close()
+            scratch.close()
 
 
 def _points(
@@ -146,15 +148,15 @@ def _points(
     sizes = [max(1, round(largest * share)) for share in ENTRY_SHARES]
     chunks = {n: _random(sample, n) for n in sizes}
     cases = [(n, count or len(sample.layers)) for n in sizes for count in LAYERS]
-    taken: dict[tuple[int, int], list[TierTiming]] = {}
+    timings: dict[tuple[int, int], list[TierTiming]] = {}
     _timed(tier, chunks[sizes[0]], 1, cool)  # to warm up
-    for turn in range(rounds):
+    for round_index in range(rounds):
         for index, (n, count) in enumerate(cases):
-            if len(taken) >= MIN_ENTRIES and time.perf_counter() - began > TIER_BUDGET_S:
+            if len(timings) >= MIN_ENTRIES and time.perf_counter() - began > TIER_BUDGET_S:
                 break
-            progress((turn + index / len(cases)) / rounds)
-            taken.setdefault((n, count), []).append(_timed(tier, chunks[n], count, cool))
-    return [_median(points) for points in taken.values()]
+            progress((round_index + index / len(cases)) / rounds)
+            timings.setdefault((n, count), []).append(_timed(tier, chunks[n], count, cool))
+    return [_median(points) for points in timings.values()]
 
 
 def _median(points: list[TierTiming]) -> TierTiming:
@@ -169,16 +171,18 @@ def _largest(tier: Tier, sample: ChunkKV) -> int:
     free = tier.capacity - tier.nbytes
     tokens = min(MAX_ENTRY_TOKENS, max(1, MAX_ENTRY_NBYTES // sample.nbytes), free // (2 * sample.nbytes))
     if tokens < 1:
-        raise StoreError(f"Tier {tier.name} has {free:,} bytes left, too few to measure it. Make room or give it more.")
+        raise StoreError(
+            f"Tier {tier.name} has {free:,} bytes left, too few to time it. Delete entries or raise its capacity."
+        )
     return tokens
 
 
 def _random(sample: ChunkKV, n: int) -> ChunkKV:
     """Return random KV of `n` tokens of the sample's shape."""
-    drawn = torch.Generator().manual_seed(n)
+    generator = torch.Generator().manual_seed(n)
 
     def like(part: torch.Tensor) -> torch.Tensor:
-        return torch.randn((part.shape[0], n, part.shape[2]), generator=drawn).to(part.dtype)
+        return torch.randn((part.shape[0], n, part.shape[2]), generator=generator).to(part.dtype)
 
     return ChunkKV(tuple(LayerKV(like(layer.keys), like(layer.values)) for layer in sample.layers))
 
@@ -188,16 +192,18 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> T
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
         began = time.perf_counter()
-        kept = store.put(key, kv, wait=True)
+        stored = store.put(key, kv, wait=True)
         write_s = time.perf_counter() - began
         cool()
         firsts, before = range(0, len(kv.layers), count), fetched_nbytes()
         began = time.perf_counter()
-        whole = all(store.read_layers(key, at, min(count, len(kv.layers) - at)) is not None for at in firsts)
+        all_read = all(store.read_layers(key, at, min(count, len(kv.layers) - at)) is not None for at in firsts)
         read_s, after = time.perf_counter() - began, fetched_nbytes()
     finally:
         tier.delete([key])
-    if not (kept and whole):
-        raise StoreError(f"Tier {tier.name} did not keep {kv.nbytes:,} bytes that were written. Is it full, or down?")
+    if not (stored and all_read):
+        raise StoreError(
+            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See: ragfuse store stats"
+        )
     fetched = after - (before or 0) if after is not None else None
     return TierTiming(len(firsts), kv.nbytes, write_s, read_s, fetched)

@@ -13,7 +13,7 @@ from ragfuse.settings import Settings
 _BF16_UNITS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16")
 
 
-def quick_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> str:
+def auto_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> str:
     """Return the dtype that `dtype="auto"` stands for on a device.
 
     It is bfloat16 if the device computes it natively. A CPU without bfloat16 units is two to three times faster in
@@ -21,7 +21,7 @@ def quick_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> s
 
     Args:
         device: Name of the device, such as "cpu" or "cuda:1".
-        capabilities: Of the CPU; default: those of this machine.
+        capabilities: The CPU's capabilities; None: those of this machine.
     """
     kind = torch.device(device).type
     if kind == "mps":
@@ -33,38 +33,38 @@ def quick_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> s
     return "bfloat16" if any(found.get(unit) for unit in _BF16_UNITS) else "float32"
 
 
-def quick_device() -> str:
+def auto_device() -> str:
     """Return the device that `device="auto"` stands for: a GPU if torch sees one, else the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def settled(settings: Settings) -> Settings:
+def resolve_auto(settings: Settings) -> Settings:
     """Return settings with "auto" device and dtype resolved and folders made absolute.
 
-    So settings that mean the same are equal, whether they were given explicitly or left open.
+    Settings that mean the same become equal, whether the values were given or left at "auto".
 
     Raises:
         ModelError: torch does not know the device, or the dtype is not supported.
     """
     settings = settings.placed()
-    device = quick_device() if settings.device == "auto" else settings.device
+    device = auto_device() if settings.device == "auto" else settings.device
     dtype: str = settings.dtype
-    told = settings.model_kwargs.get("torch_dtype", settings.model_kwargs.get("dtype"))
-    if told not in (None, "auto"):
-        dtype = dtype_named(told)
+    given = settings.model_kwargs.get("torch_dtype", settings.model_kwargs.get("dtype"))
+    if given not in (None, "auto"):
+        dtype = dtype_named(given)
     elif dtype == "auto":
         _device(device)
-        dtype = quick_dtype(device)
+        dtype = auto_dtype(device)
     if (device, dtype) == (settings.device, settings.dtype):
         return settings
     return settings.model_copy(update={"device": device, "dtype": dtype})
 
 
-def dtype_named(told: object) -> Literal["float32", "bfloat16", "float16"]:
+def dtype_named(given: object) -> Literal["float32", "bfloat16", "float16"]:
     """Return the name of a dtype, given as a torch dtype or a name; ModelError if KV is not stored in it."""
-    name = str(told).removeprefix("torch.")
+    name = str(given).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"Wanted a dtype of float32, bfloat16 or float16, found '{name}'. Name one of these.")
     return name  # type: ignore[return-value]

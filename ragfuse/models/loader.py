@@ -79,30 +79,31 @@ def load_model(
     """
     require_device(device)
     options = {**(model_kwargs or {})}
-    told = options.pop("torch_dtype", options.pop("dtype", None))
-    dtype = dtype if told in (None, "auto") else dtype_named(told)
+    given_dtype = options.pop("torch_dtype", options.pop("dtype", None))
+    dtype = dtype if given_dtype in (None, "auto") else dtype_named(given_dtype)
     options.setdefault("trust_remote_code", False)
     folder = Path(source)
-    how = {"dtype": dtype, "device": torch.device(device).type, **{k: v for k, v in options.items() if k != SECRET}}
-    with _said(source):
+    public_options = {key: value for key, value in options.items() if key != SECRET}
+    load_options = {"dtype": dtype, "device": torch.device(device).type, **public_options}
+    with _readable_errors(source):
         if isinstance(source, str) and not folder.is_dir():
             folder = _adapter_on_hub(source, options) or folder
         parts = [folder]
         if (folder / ADAPTER).is_file():
             base = _base_of(folder, home)
             parts += [Path(base)] if Path(base).is_dir() else []
-            name, changed = identity(parts, how)
+            name, changed = identity(parts, load_options)
             model = _adapted(base, folder, dtype, device, options)
             tokenizer = _tokenizer(folder if (folder / "tokenizer_config.json").is_file() else base, options)
         else:
             options.pop("merge_adapter", None)
-            name, changed = identity(parts, how)
+            name, changed = identity(parts, load_options)
             tokenizer = _tokenizer(source, options)
             model = _weights(source, dtype, device, options)
     digests = WeightDigests(home.expanduser() / "fingerprints" if home is not None else None)
     known = digests.get(name)
     loaded = HFModel(model, tokenizer, profile_of, read_drift(folder, model), known)
-    if known is None and identity(parts, how) == (name, changed):
+    if known is None and identity(parts, load_options) == (name, changed):
         digests.put(name, loaded.weights, changed, time.time_ns())
     return loaded if _is_quantised(model) or _has_adapters(model) else loaded.packed()
 
@@ -130,16 +131,16 @@ class LoadedModel:
             given = given.model
         model = _bare(given)
         if isinstance(tokenizer, str | Path):
-            with _said(tokenizer):
+            with _readable_errors(tokenizer):
                 tokenizer = _tokenizer(tokenizer, {"trust_remote_code": False})
         if tokenizer is None:
             raise ModelError(
-                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found none. Give tokenizer=... beside "
-                "model=..."
+                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found none. Give tokenizer=... in "
+                "addition to model=..."
             )
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ModelError(
-                f"Wanted a tokenizer of transformers, found {type(tokenizer).__name__}. Give "
+                f"Wanted a transformers tokenizer, found {type(tokenizer).__name__}. Give "
                 "AutoTokenizer.from_pretrained(...)."
             )
         return cls(model, tokenizer)
@@ -150,10 +151,10 @@ class LoadedModel:
         return _name_of(self.model)
 
     def probed(self, weights: str, profile_of: ProfileOf | None = None) -> HFModel:
-        """Return it as an `HFModel`, on its own device and in its own dtype; its weights are not packed.
+        """Return the model as an `HFModel`, on its device and in its dtype; its weights are not packed.
 
         Args:
-            weights: Their `weights_digest`.
+            weights: The `weights_digest` of its weights.
             profile_of: Looks up a stored profile by fingerprint, so that a model is probed only once.
         """
         return HFModel(self.model, self.tokenizer, profile_of, weights=weights)
@@ -183,7 +184,7 @@ def _unwrapped(given: Any) -> object:
         why = _why_outside(config)
         if why:
             raise ModelError(
-                f"Wanted an adapter inside the model's layers (such as LoRA), found {why}. Use another adapter, or the "
+                f"Wanted an adapter that changes layers only (such as LoRA), found {why}. Use another one, or the "
                 "model without it."
             )
     return given.get_base_model()
@@ -212,7 +213,7 @@ def _weights(source: str | Path, dtype: str, device: str, options: Mapping[str, 
         raise ModelError("Spreading or quantising weights needs the package accelerate: pip install accelerate")
     if isinstance(options.get("device_map"), Mapping):
         options["device_map"] = dict(options["device_map"])
-    with _no_advice():
+    with _no_warnings():
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype), use_safetensors=True, **options
         )
@@ -228,7 +229,7 @@ def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: M
     from peft import PeftConfig, PeftModel
 
     options = dict(options)
-    merges = options.pop("merge_adapter", None)
+    merge = options.pop("merge_adapter", None)
     if not (folder / "adapter_model.safetensors").is_file():
         raise ModelError(
             f"Wanted adapter_model.safetensors in '{folder}', found none. Save the adapter by save_pretrained(...), "
@@ -237,14 +238,14 @@ def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: M
     why = _why_outside(PeftConfig.from_pretrained(str(folder)))
     if why:
         raise ModelError(
-            f"Wanted an adapter inside the model's layers (such as LoRA), found {why}. Use another adapter, or the "
+            f"Wanted an adapter that changes layers only (such as LoRA), found {why}. Use another one, or the "
             "model without it."
         )
     model = _weights(base, dtype, device, options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
         adapted = PeftModel.from_pretrained(model, folder)
-        if merges if merges is not None else not _is_quantised(model):
+        if merge if merge is not None else not _is_quantised(model):
             adapted = adapted.merge_and_unload()
             return _bare(adapted)
     return _bare(adapted)
@@ -256,7 +257,7 @@ def _base_of(folder: Path, home: Path | None) -> str | Path:
     if not name:
         raise ModelError(
             f"Wanted the base model of the adapter in '{folder}', found none. Write it into {ADAPTER} as "
-            "base_model_name_or_path: a folder, an embedded name or a Hugging Face id."
+            "base_model_name_or_path: a folder, the name of an included model or a Hugging Face id."
         )
     if (folder / str(name)).is_dir() and not Path(name).is_absolute():
         return folder / str(name)
@@ -289,8 +290,8 @@ def _refuse_pickled(folder: Path) -> None:
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
     if pickled:
         raise ModelError(
-            f"Wanted weights as safetensors in '{folder}', found {pickled[0]}, which would have to be unpickled and "
-            "may run any code. Load it where you trust it and write it anew: model.save_pretrained(folder)."
+            f"Wanted weights as safetensors in '{folder}', found only {pickled[0]}, a pickle, which may run code when "
+            "loaded. If you trust it, load it by transformers and convert it: model.save_pretrained(folder)."
         )
 
 
@@ -316,8 +317,8 @@ def _name_of(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def _no_advice() -> Iterator[None]:
-    """Silence deprecation warnings that libraries cause themselves."""
+def _no_warnings() -> Iterator[None]:
+    """Silence deprecation warnings that are caused by libraries, not by the user."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -325,7 +326,7 @@ def _no_advice() -> Iterator[None]:
 
 
 @contextmanager
-def _said(source: object) -> Iterator[None]:
+def _readable_errors(source: object) -> Iterator[None]:
     """Turn errors of loading a model into a ModelError that says what to do."""
     try:
         yield
@@ -337,7 +338,7 @@ def _said(source: object) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             advice = "It brings code of its own: read it, then load it with model_kwargs={'trust_remote_code': True}."
         elif isinstance(error, ImportError):
-            advice = "Install what it names."
+            advice = "Install the package that it names."
         else:
             advice = "Give a local folder, a Hugging Face id, or a name that `ragfuse models ls` lists."
         raise ModelError(f"No model could be loaded from '{source}' ({first}). {advice}") from error

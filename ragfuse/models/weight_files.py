@@ -24,26 +24,26 @@ A later change within the same clock tick would not show in the file's times.
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
-def identity(folders: Iterable[Path], how: Mapping[str, Any]) -> tuple[str, int]:
+def identity(folders: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, int]:
     """Return a name for the weights in some folders, and when the newest file changed.
 
     Args:
         folders: The folders with the files.
-        how: The options that the weights are loaded with.
+        options: The options that the weights are loaded with.
 
     Returns:
-        (name, nanoseconds since 1970); ("", 0) if JSON cannot represent `how` or a file is missing.
+        (name, nanoseconds since 1970); ("", 0) if JSON cannot represent `options` or a file is missing.
     """
     try:
-        told = json.dumps(dict(how), sort_keys=True)
+        options_json = json.dumps(dict(options), sort_keys=True)
         files = sorted({path.resolve() for folder in folders for path in folder.rglob("*") if path.is_file()})
-        seen = [(str(path), path.stat()) for path in files]
+        stats = [(str(path), path.stat()) for path in files]
     except (TypeError, ValueError, OSError):
         return "", 0
-    lines = [f"{path} {at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}" for path, at in seen]
-    changed = max((max(at.st_mtime_ns, at.st_ctime_ns) for _, at in seen), default=0)
+    lines = [f"{path} {at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}" for path, at in stats]
+    changed = max((max(at.st_mtime_ns, at.st_ctime_ns) for _, at in stats), default=0)
     libraries = [f"{name} {version(name)}" for name in ("torch", "transformers")]
-    return (digest("weights", told, *libraries, *lines), changed) if lines else ("", 0)
+    return (digest("weights", options_json, *libraries, *lines), changed) if lines else ("", 0)
 
 
 class WeightDigests:

@@ -29,15 +29,15 @@ STEPS_PER_PIECE = 6
 """Most steps in which a piece is read, some layers each, so that a change of throughput is seen within a piece."""
 STEP_S = 0.05
 """Least seconds of a step, where a piece has several: each costs a round trip."""
-SAFE = 0.15
+THROUGHPUT_MARGIN = 0.15
 """Safety factor of "refine": a level is sent first only if it met the deadline at this share of the throughput."""
-LONGER = 1.15
+COMPUTE_MARGIN = 1.15
 """Safety factor for computing: assume that it takes this many times as long as predicted."""
-PROBE = 0.1
+STALLED_WAIT = 0.1
 """How long to wait for a piece on a link that stalled, as a share of the seconds to compute the piece."""
 PATIENCE = 2.0
 """A piece is checked for lateness once it took this many times as long as predicted."""
-AGAIN = 1.5
+BACKOFF = 1.5
 """Back-off factor: the next check for lateness comes after this many times the time already waited."""
 MIN_THROUGHPUT = 1e-9
 """Stands for a throughput of zero, in bytes per second."""
@@ -136,19 +136,19 @@ class StreamPiece:
         return StreamPiece(tuple(part.rest(share, banned) for part in parts))
 
 
-def pieces(parts: Sequence[StreamPart], most: int = PIECE_TOKENS) -> list[StreamPiece]:
+def pieces(parts: Sequence[StreamPart], max_tokens: int = PIECE_TOKENS) -> list[StreamPiece]:
     """Group parts, in order, into pieces of at most `most` tokens with the same levels; a longer part stands alone."""
-    cut: list[list[StreamPart]] = []
+    groups: list[list[StreamPart]] = []
     for part in parts:
-        alike = bool(cut) and list(part.sizes) == list(cut[-1][-1].sizes)
-        if not alike or sum(each.tokens for each in cut[-1]) + part.tokens > most:
-            cut.append([])
-        cut[-1].append(part)
-    return [StreamPiece(tuple(each)) for each in cut]
+        alike = bool(groups) and list(part.sizes) == list(groups[-1][-1].sizes)
+        if not alike or sum(each.tokens for each in groups[-1]) + part.tokens > max_tokens:
+            groups.append([])
+        groups[-1].append(part)
+    return [StreamPiece(tuple(each)) for each in groups]
 
 
 def decide(
-    left: Sequence[StreamPiece],
+    remaining: Sequence[StreamPiece],
     throughput: float | None,
     left_s: float,
     sharing: int = 1,
@@ -157,25 +157,26 @@ def decide(
     """Return how to send the first of the remaining pieces: `AS_TEXT`, or at which codec level (CacheGen 5.3).
 
     Args:
-        left: All remaining pieces.
+        remaining: All remaining pieces.
         throughput: Bytes per second of the link, as last measured; None: unknown, which gives a medium level unless
             text meets the deadline.
         left_s: Seconds to the deadline, without those for what is computed in any case.
         sharing: Streams on that link, this one included (the paper's N_c).
         adapt: Whether all pieces must meet the deadline as text ("paper"), or only the first ("algorithm").
     """
-    text_s = _sum(piece.text_s for piece in (left if adapt == "paper" else left[:1]))
-    levels, is_text_in_time = list(left[0].sizes), text_s is not None and text_s <= left_s
+    text_s = _sum(piece.text_s for piece in (remaining if adapt == "paper" else remaining[:1]))
+    levels, is_text_in_time = list(remaining[0].sizes), text_s is not None and text_s <= left_s
     if not levels or throughput is None:
         return AS_TEXT if is_text_in_time or not levels else levels[len(levels) // 2]
-    delays, all_s = {level: delay_s(left, level, throughput, sharing) for level in levels}, _total_text_s(left)
+    delays = {level: delay_s(remaining, level, throughput, sharing) for level in levels}
+    all_s = _total_text_s(remaining)
     if is_text_in_time:
         return AS_RAW if delays.get(AS_RAW, inf) < min(left_s, inf if all_s is None else all_s) else AS_TEXT
-    return next((level for level in levels if delays[level] <= left_s), None) or _soonest(delays, all_s)
+    return next((level for level in levels if delays[level] <= left_s), None) or _fastest(delays, all_s)
 
 
 def decide_first(
-    left: Sequence[StreamPiece],
+    remaining: Sequence[StreamPiece],
     throughput: float | None,
     left_s: float,
     sharing: int = 1,
@@ -186,119 +187,122 @@ def decide_first(
     """Return how to send the first of these pieces in "refine", where better levels may follow once all are there.
 
     Text as in `decide`, while nothing lossy was sent (`is_whole`). Else the least lossy level that meets the deadline
-    at `SAFE` times the throughput, else the most lossy one: then a falling throughput costs quality, not the deadline.
-    A piece that is late even so is recomputed where that is faster, but only after part of it was read (`has_begun`),
-    so that the throughput is known.
+    at `THROUGHPUT_MARGIN` times the throughput, else the most lossy one: then a falling throughput costs quality, not
+    the deadline. A piece that is late even so is recomputed where that is faster, but only after part of it was read
+    (`has_begun`), so that the throughput is known.
     """
-    levels, text_s = list(left[0].sizes), _total_text_s(left)
-    if not levels or (is_whole and text_s is not None and LONGER * text_s <= left_s):
-        return decide(left, throughput, left_s, sharing)
-    last, own_s = levels[-1], left[0].text_s
+    levels, text_s = list(remaining[0].sizes), _total_text_s(remaining)
+    if not levels or (is_whole and text_s is not None and COMPUTE_MARGIN * text_s <= left_s):
+        return decide(remaining, throughput, left_s, sharing)
+    last, own_s = levels[-1], remaining[0].text_s
     if throughput is None:
         return last
-    in_time = (level for level in levels if delay_s(left, level, SAFE * throughput, sharing) <= left_s)
+    safe = THROUGHPUT_MARGIN * throughput
+    in_time = (level for level in levels if delay_s(remaining, level, safe, sharing) <= left_s)
     level = next(in_time, last)
-    if level == last and has_begun and own_s is not None and delay_s(left, last, throughput, sharing) > left_s:
-        rather = 1.0 if text_s is not None and LONGER * text_s <= left_s else PATIENCE
-        return AS_TEXT if rather * own_s < delay_s(left[:1], last, throughput, sharing) else last
+    if level == last and has_begun and own_s is not None and delay_s(remaining, last, throughput, sharing) > left_s:
+        weight = 1.0 if text_s is not None and COMPUTE_MARGIN * text_s <= left_s else PATIENCE
+        return AS_TEXT if weight * own_s < delay_s(remaining[:1], last, throughput, sharing) else last
     return level
 
 
 def decide_better(
-    left: Sequence[StreamPiece], better: Sequence[str], throughput: float, left_s: float, sharing: int = 1
+    remaining: Sequence[StreamPiece], better: Sequence[str], throughput: float, left_s: float, sharing: int = 1
 ) -> str:
     """Return the level at which to send the lossiest pieces once more in "refine"; "" for none.
 
     Args:
-        left: These pieces.
+        remaining: These pieces.
         better: Levels of the first piece that are less lossy than what was sent, the least lossy first. The first at
             which all pieces meet the deadline is chosen; else the last, if the first piece meets it.
         throughput: Bytes per second of the link.
         left_s: Seconds to the deadline.
         sharing: Streams on that link.
     """
-    in_time = (level for level in better if delay_s(left, level, throughput, sharing) <= left_s)
+    in_time = (level for level in better if delay_s(remaining, level, throughput, sharing) <= left_s)
     level = next(in_time, better[-1])
-    return level if delay_s(left[:1], level, throughput, sharing) <= left_s else ""
+    return level if delay_s(remaining[:1], level, throughput, sharing) <= left_s else ""
 
 
-def delay_s(left: Sequence[StreamPiece], level: str, throughput: float, sharing: int = 1) -> float:
+def delay_s(remaining: Sequence[StreamPiece], level: str, throughput: float, sharing: int = 1) -> float:
     """Return the seconds until all pieces are read and decoded at one level; each is decoded while the next is read."""
-    rank = list(left[0].sizes).index(level)
+    rank = list(remaining[0].sizes).index(level)
     read_s = done_s = 0.0
-    for piece in left:
-        alone_s, then_s = piece.seconds(level, rank, throughput)
-        read_s += sharing * alone_s
-        done_s = max(done_s, read_s) + then_s
+    for piece in remaining:
+        piece_read_s, decode_s = piece.seconds(level, rank, throughput)
+        read_s += sharing * piece_read_s
+        done_s = max(done_s, read_s) + decode_s
     return done_s
 
 
-def layers_together(n_layers: int, left: int, whole_s: float | None) -> int:
+def layers_together(n_layers: int, n_left: int, whole_s: float | None) -> int:
     """Return how many layers of a piece to read in the next step.
 
     Args:
         n_layers: Layers of the model.
-        left: Layers of the piece that are not read yet.
+        n_left: Layers of the piece that are not read yet.
         whole_s: Predicted seconds to read the piece; None: unknown.
     """
     steps = STEPS_PER_PIECE if whole_s is None else max(1, min(STEPS_PER_PIECE, int(whole_s / STEP_S)))
-    return min(left, ceil(n_layers / steps))
+    return min(n_left, ceil(n_layers / steps))
 
 
 def first_look_s(
-    piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1, stood: bool = False
+    piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1, has_stalled: bool = False
 ) -> float | None:
     """Return the seconds to wait for a piece before checking whether it is late; None: until the tier's own timeout.
 
     With an unknown throughput, wait as long as recomputing the piece takes; on a link that stalled at the last read
-    (`stood`), a small part of that (`PROBE`).
+    (`has_stalled`), a small part of that (`STALLED_WAIT`).
     """
     if throughput is None:
         return None if piece.text_s is None else max(NEVER_LATE_S, piece.text_s)
     wait_s = PATIENCE * sharing * piece.sizes[level] / max(throughput, MIN_THROUGHPUT)
-    return max(NEVER_LATE_S, min(wait_s, PROBE * piece.text_s) if stood and piece.text_s is not None else wait_s)
+    if has_stalled and piece.text_s is not None:
+        wait_s = min(wait_s, STALLED_WAIT * piece.text_s)
+    return max(NEVER_LATE_S, wait_s)
 
 
-def is_late(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
+def is_late(remaining: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
     """Return whether waiting for the current piece, a step of which is late, would miss the deadline.
 
     The step is assumed to need as long again as it was waited for, and the link to stay as slow.
 
     Args:
-        left: The current piece and those after it.
+        remaining: The current piece and those after it.
         share: Share of the current piece that follows the step.
         nbytes: Bytes of the step.
         waited_s: Seconds that the step was waited for.
         left_s: Seconds to the deadline.
     """
-    return _waiting_s(left, share, nbytes, waited_s) > left_s
+    return _waiting_s(remaining, share, nbytes, waited_s) > left_s
 
 
-def is_given_up(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
+def is_given_up(remaining: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
     """Return whether to recompute the current piece, a step of which is late, instead of waiting for it.
 
     A piece that can still meet the deadline is waited for. Arguments as for `is_late`.
     """
-    if left[0].text_s is None:
+    if remaining[0].text_s is None:
         return False
-    waiting_s = _waiting_s(left, share, nbytes, waited_s)
-    return waiting_s > left_s and left[0].text_s + _soonest_s(left[1:], _slow(nbytes, waited_s)) < waiting_s
+    waiting_s = _waiting_s(remaining, share, nbytes, waited_s)
+    return waiting_s > left_s and remaining[0].text_s + _fastest_s(remaining[1:], _slow(nbytes, waited_s)) < waiting_s
 
 
-def spare_s(left: Sequence[StreamPiece], left_s: float) -> float:
+def spare_s(remaining: Sequence[StreamPiece], left_s: float) -> float:
     """Return the seconds to wait for these pieces when nothing else is left to read.
 
     Zero where all of them can be recomputed in time, which is lossless; else until the deadline, which only reading can
     meet.
     """
-    text_s = _total_text_s(left)
-    return 0.0 if text_s is None or LONGER * text_s <= left_s else left_s
+    text_s = _total_text_s(remaining)
+    return 0.0 if text_s is None or COMPUTE_MARGIN * text_s <= left_s else left_s
 
 
-def _waiting_s(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float) -> float:
+def _waiting_s(remaining: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float) -> float:
     """Return the seconds until all pieces are there, if the current step needs as long again as it was waited for."""
-    behind = [left[0].rest(left[0].segments, share)] if share > 0 else []
-    return waited_s + _soonest_s([*behind, *left[1:]], _slow(nbytes, waited_s))
+    rest = [remaining[0].rest(remaining[0].segments, share)] if share > 0 else []
+    return waited_s + _fastest_s([*rest, *remaining[1:]], _slow(nbytes, waited_s))
 
 
 def _slow(nbytes: int, waited_s: float) -> float:
@@ -306,26 +310,26 @@ def _slow(nbytes: int, waited_s: float) -> float:
     return nbytes / max(2 * waited_s, MIN_THROUGHPUT)
 
 
-def _soonest_s(left: Sequence[StreamPiece], throughput: float) -> float:
+def _fastest_s(remaining: Sequence[StreamPiece], throughput: float) -> float:
     """Return the least seconds until all pieces are read, at any level, or recomputed."""
-    if not left:
+    if not remaining:
         return 0.0
-    text_s = _total_text_s(left)
-    delays = (delay_s(left, level, throughput) for level in left[0].sizes)
+    text_s = _total_text_s(remaining)
+    delays = (delay_s(remaining, level, throughput) for level in remaining[0].sizes)
     return min((*delays, inf if text_s is None else text_s))
 
 
-def _soonest(delays: Mapping[str, float], text_s: float | None) -> str:
+def _fastest(delays: Mapping[str, float], text_s: float | None) -> str:
     level = min(delays, key=lambda each: delays[each])
     return AS_TEXT if text_s is not None and text_s < delays[level] else level
 
 
-def _total_text_s(left: Sequence[StreamPiece]) -> float | None:
+def _total_text_s(remaining: Sequence[StreamPiece]) -> float | None:
     """Return the seconds to recompute all pieces; None: unknown."""
-    return _sum(piece.text_s for piece in left)
+    return _sum(piece.text_s for piece in remaining)
 
 
-def _sum(each: Iterable[float | None]) -> float | None:
+def _sum(values: Iterable[float | None]) -> float | None:
     """Return the sum; None where one of the values is None."""
-    known = list(each)
+    known = list(values)
     return None if None in known else sum(seconds for seconds in known if seconds is not None)

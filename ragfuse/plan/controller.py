@@ -13,7 +13,7 @@ from math import floor
 from types import MappingProxyType
 
 from ragfuse.plan.estimate import Blend, Estimate
-from ragfuse.plan.levels import WORTH, Offers, coarser, finest, offers, soonest
+from ragfuse.plan.levels import MIN_GAIN, ReadOptions, fastest, least_lossy, lossier, read_options
 from ragfuse.plan.observed import corrected
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import Entry
@@ -32,8 +32,8 @@ MEASURED = ("hkvd", 0.15)
 TIE = 0.02
 """Plans whose times to the first token differ by less than this share count as equally fast."""
 SLOWER = "slower to load than to compute"
-NO_WAYS: Mapping[int, str] = MappingProxyType({})
-AS_FOUND: Mapping[int, Fetch] = MappingProxyType({})
+NONE_SKIPPED: Mapping[int, str] = MappingProxyType({})
+NO_WAYS: Mapping[int, Fetch] = MappingProxyType({})
 NO_COPIES: Mapping[ChunkKey, list[Entry]] = MappingProxyType({})
 
 
@@ -44,8 +44,8 @@ def plan(
     ratio: float | None = None,
     lost: frozenset[int] = frozenset(),
     choice: tuple[str, float] | None = None,
-    left: Mapping[int, str] = NO_WAYS,
-    ways: Mapping[int, Fetch] = AS_FOUND,
+    skipped: Mapping[int, str] = NONE_SKIPPED,
+    ways: Mapping[int, Fetch] = NO_WAYS,
     *,
     cost_of: CostOf,
 ) -> LoadPlan:
@@ -58,7 +58,7 @@ def plan(
         ratio: The recompute ratio; None: 0.15, or that of `choice`.
         lost: Segments whose entries could not be read.
         choice: Policy and ratio that calibration chose, which "auto" uses if all chunks were encoded after filler text.
-        left: Segments to recompute although they are in the store, with the reason.
+        skipped: Segments to recompute although they are in the store, with the reason.
         ways: Tier and level from which to read a segment; by default the tier where it was found, at its least lossy
             level.
         cost_of: The costs of policies by name.
@@ -73,20 +73,19 @@ def plan(
         elif entry is None:
             misses.append((index, MISSING))
         elif not _fits(entry.n_tokens, segment):
-            misses.append((index, f"its entry holds {entry.n_tokens} tokens"))
+            misses.append((index, f"its entry has {entry.n_tokens} tokens"))
         elif not entry.nbytes:
-            misses.append((index, "its entry holds nothing"))
+            misses.append((index, "its entry is empty"))
         else:
             level, nbytes = next(iter(entry.sizes.items()))
-            found = Fetch(index, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
-            fetch = ways.get(index, found)
-            (unread if index in left else fetches).append(fetch)
-            misses += [(index, left[index])] if index in left else []
+            read = Fetch(index, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
+            fetch = ways.get(index, read)
+            (unread if index in skipped else fetches).append(fetch)
+            misses += [(index, skipped[index])] if index in skipped else []
     fetches = list(_once(fetches))
     blended = [fetch for fetch in fetches if is_blended(prompt, fetch)]
     all_behind_filler = bool(blended) and all(f.key.encoded == "filler" for f in blended)
-    settled = settle(policy, ratio, choice if all_behind_filler else None)
-    name, share = settled
+    name, share = settle(policy, ratio, choice if all_behind_filler else None)
     return LoadPlan(prompt, share, name, tuple(fetches), tuple(misses), unread=tuple(unread), cost=cost_of(name))
 
 
@@ -139,13 +138,13 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     return gapless and fetch.key.context == token_digest(prompt.token_ids[:lo])
 
 
-def blend_of(found: LoadPlan) -> Blend:
+def blend_of(load_plan: LoadPlan) -> Blend:
     """Return the row counts of a plan's fused prefill, from which its time is estimated."""
-    prompt = found.prompt
-    sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
-    chunks = [n for n, fetch in zip(sizes, found.fetches, strict=True) if is_blended(prompt, fetch)]
-    share = found.cost.share_of(found.ratio, chunks)
-    return Blend(found.cost, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
+    prompt = load_plan.prompt
+    sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in load_plan.fetches]
+    chunks = [n for n, fetch in zip(sizes, load_plan.fetches, strict=True) if is_blended(prompt, fetch)]
+    share = load_plan.cost.share_of(load_plan.ratio, chunks)
+    return Blend(load_plan.cost, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
 
 
 @dataclass(frozen=True)
@@ -193,26 +192,28 @@ class LoadingController:
                 smallest ratio is too slow, the forecast says so.
             others: Entries of the same keys in further tiers.
         """
-        found = plan(prompt, entries, policy, ratio, lost, self.choice, cost_of=self.cost_of)
-        if self.machine is None or not Estimate(self.machine).knows(found.fetches):
-            return found
+        first_plan = plan(prompt, entries, policy, ratio, lost, self.choice, cost_of=self.cost_of)
+        if self.machine is None or not Estimate(self.machine).knows(first_plan.fetches):
+            return first_plan
 
-        def again(ways: Mapping[int, Fetch], left: Mapping[int, str] = NO_WAYS) -> LoadPlan:
-            return plan(prompt, entries, policy, ratio, lost, self.choice, left, ways, cost_of=self.cost_of)
+        def replan(ways: Mapping[int, Fetch], skipped: Mapping[int, str] = NONE_SKIPPED) -> LoadPlan:
+            return plan(prompt, entries, policy, ratio, lost, self.choice, skipped, ways, cost_of=self.cost_of)
 
-        times = Estimate(corrected(self.machine, self.corrections))
-        ways, timed = _at_levels(times, offers(times, found.fetches, entries, others), again)
-        asked = policy != AUTO or ratio is not None
-        if not asked and timed.is_loading:
-            timed = _without_slow(timed, partial(again, ways))
+        estimate = Estimate(corrected(self.machine, self.corrections))
+        ways, timed = _at_levels(estimate, read_options(estimate, first_plan.fetches, entries, others), replan)
+        by_caller = policy != AUTO or ratio is not None
+        if not by_caller and timed.is_loading:
+            timed = _without_slow(timed, partial(replan, ways))
         base_s = timed.ttft_s
         chosen: tuple[float, Bound] = (ratio, "asked") if ratio is not None else widest(timed, deadline_s)
         timed = timed.at(chosen[0]).in_best_steps()
         forecast = _forecast(timed, chosen[1], deadline_s)
-        tiers = {fetch.tier for fetch in (*timed.found.fetches, *timed.found.unread)}
-        there = tuple((tier, times) for tier, times in sorted(self.corrections.items()) if tier in tiers)
-        foretold = replace(timed.found, forecast=replace(forecast, corrections=there))
-        return foretold if asked or not found.fetches or base_s < timed.full_s else _in_full(foretold, base_s)
+        tiers = {fetch.tier for fetch in (*timed.load_plan.fetches, *timed.load_plan.unread)}
+        used = tuple((tier, times) for tier, times in sorted(self.corrections.items()) if tier in tiers)
+        predicted = replace(timed.load_plan, forecast=replace(forecast, corrections=used))
+        if by_caller or not first_plan.fetches or base_s < timed.full_s:
+            return predicted
+        return _in_full(predicted, base_s)
 
 
 @dataclass(frozen=True)
@@ -220,61 +221,61 @@ class Timed:
     """A plan with its predicted times.
 
     Args:
-        times: The estimate for this machine.
-        found: The plan.
+        estimate: The estimate for this machine.
+        load_plan: The plan.
         blend: Its fused prefill in row counts.
         ttft_s: Seconds to the first logits.
         load_s: Seconds of loading.
     """
 
-    times: Estimate
-    found: LoadPlan
+    estimate: Estimate
+    load_plan: LoadPlan
     blend: Blend
     ttft_s: float
     load_s: float
 
     @classmethod
-    def of(cls, times: Estimate, found: LoadPlan) -> Timed:
+    def of(cls, estimate: Estimate, load_plan: LoadPlan) -> Timed:
         """Return a plan with its times; those of full prefill where it reads nothing."""
-        blend = blend_of(found)
-        if not found.fetches:
-            return cls(times, found, blend, times.prefill_s(len(found.prompt)), 0.0)
-        return cls(times, found, blend, 0.0, 0.0).in_best_steps()
+        blend = blend_of(load_plan)
+        if not load_plan.fetches:
+            return cls(estimate, load_plan, blend, estimate.prefill_s(len(load_plan.prompt)), 0.0)
+        return cls(estimate, load_plan, blend, 0.0, 0.0).in_best_steps()
 
     def in_best_steps(self) -> Timed:
         """Return the plan with the number of layers per read that gives the fastest first token at its ratio."""
-        times, fetches = self.times, self.found.fetches
+        estimate, fetches = self.estimate, self.load_plan.fetches
         if not fetches:
             return self
-        count = _layers_a_read(times, self.blend, fetches)
-        ttft_s, load_s = times.ttft_s(self.blend, fetches, count), sum(times.steps_s(fetches, count))
-        return replace(self, found=replace(self.found, layers_a_read=count), ttft_s=ttft_s, load_s=load_s)
+        count = _layers_a_read(estimate, self.blend, fetches)
+        ttft_s, load_s = estimate.ttft_s(self.blend, fetches, count), sum(estimate.steps_s(fetches, count))
+        return replace(self, load_plan=replace(self.load_plan, layers_a_read=count), ttft_s=ttft_s, load_s=load_s)
 
     def at(self, ratio: float) -> Timed:
         """Return the plan at another ratio, with the same number of layers per read."""
-        if ratio == self.found.ratio:
+        if ratio == self.load_plan.ratio:
             return self
         blend = replace(self.blend, ratio=ratio)
-        ttft_s = self.times.ttft_s(blend, self.found.fetches, self.found.layers_a_read)
-        return replace(self, found=replace(self.found, ratio=ratio), blend=blend, ttft_s=ttft_s)
+        ttft_s = self.estimate.ttft_s(blend, self.load_plan.fetches, self.load_plan.layers_a_read)
+        return replace(self, load_plan=replace(self.load_plan, ratio=ratio), blend=blend, ttft_s=ttft_s)
 
     @property
     def full_s(self) -> float:
         """Seconds of a full prefill of the prompt."""
-        return self.times.prefill_s(len(self.found.prompt))
+        return self.estimate.prefill_s(len(self.load_plan.prompt))
 
     @property
     def is_loading(self) -> bool:
         """Whether the first token waits for loading rather than for computing."""
-        return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.times.fused_s(self.blend)
+        return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.estimate.fused_s(self.blend)
 
 
-def _layers_a_read(times: Estimate, blend: Blend, fetches: Sequence[Fetch]) -> int:
+def _layers_a_read(estimate: Estimate, blend: Blend, fetches: Sequence[Fetch]) -> int:
     """Return the layers per read that give the fastest first token: fewer overlap better, more need fewer reads."""
-    counts = [times.count(fetches)]
-    while counts[-1] > 1 and times.is_ahead(fetches):
+    counts = [estimate.count(fetches)]
+    while counts[-1] > 1 and estimate.is_ahead(fetches):
         counts.append(counts[-1] // 2)
-    return min(counts, key=lambda count: times.ttft_s(blend, fetches, count))
+    return min(counts, key=lambda count: estimate.ttft_s(blend, fetches, count))
 
 
 def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]:
@@ -283,40 +284,40 @@ def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]
     It is at least the plan's own ratio. Compute is hidden if the first token comes no later than within `TIE`, and only
     where there is loading to hide it.
     """
-    least = timed.found.ratio
+    min_ratio = timed.load_plan.ratio
     hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)
-    if not (0 < least < 1 and timed.blend.candidate_rows and timed.found.cost.is_adjustable):
-        return least, "floor"
+    if not (0 < min_ratio < 1 and timed.blend.candidate_rows and timed.load_plan.cost.is_adjustable):
+        return min_ratio, "floor"
     ratio = _largest(timed, hidden_s)
     if deadline_s is not None and timed.at(ratio).ttft_s > deadline_s:
         return _largest(timed, deadline_s), "deadline"
-    return ratio, "loading" if ratio > least else "floor"
+    return ratio, "loading" if ratio > min_ratio else "floor"
 
 
 def _largest(timed: Timed, within_s: float) -> float:
     """Return the largest ratio, in hundredths, whose first logits come in time; at least the plan's own ratio."""
-    least = timed.found.ratio
-    low, high = floor(100 * least), 100
+    min_ratio = timed.load_plan.ratio
+    low, high = floor(100 * min_ratio), 100
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if timed.at(middle / 100).ttft_s <= within_s else (low, middle - 1)
-    return max(least, low / 100)
+    return max(min_ratio, low / 100)
 
 
 def _at_levels(
-    times: Estimate, offers: Offers, again: Callable[[Mapping[int, Fetch]], LoadPlan]
+    estimate: Estimate, options: ReadOptions, replan: Callable[[Mapping[int, Fetch]], LoadPlan]
 ) -> tuple[Mapping[int, Fetch], Timed]:
     """Return tier and level for each segment, and the plan with them: the least lossy unless others are much faster."""
-    ways, quick = finest(offers), soonest(times, offers)
-    timed = Timed.of(times, again(ways))
-    if ways == quick:
+    ways, fastest_ways = least_lossy(options), fastest(estimate, options)
+    timed = Timed.of(estimate, replan(ways))
+    if ways == fastest_ways:
         return ways, timed
-    enough_s = (1 + WORTH) * Timed.of(times, again(quick)).ttft_s
-    while timed.ttft_s > enough_s and (sooner := coarser(times, offers, ways)) is not None:
-        tried = Timed.of(times, again(sooner))
+    limit_s = (1 + MIN_GAIN) * Timed.of(estimate, replan(fastest_ways)).ttft_s
+    while timed.ttft_s > limit_s and (faster := lossier(estimate, options, ways)) is not None:
+        tried = Timed.of(estimate, replan(faster))
         if tried.ttft_s >= timed.ttft_s:
             break
-        ways, timed = sooner, tried
+        ways, timed = faster, tried
     return ways, timed
 
 
@@ -325,37 +326,37 @@ def _without_slow(timed: Timed, without: Callable[[Mapping[int, str]], LoadPlan]
 
     One segment stays, so that there is something to fuse; whether full prefill is faster is decided elsewhere.
     """
-    segments, times, left = timed.found.prompt.segments, timed.times, dict[int, str]()
-    loads = {fetch.segment: times.fetch_s(fetch) for fetch in timed.found.fetches}
-    for at in sorted(loads, key=lambda at: loads[at] / len(segments[at].tokens), reverse=True)[:-1]:
-        tried = Timed.of(times, without({**left, at: SLOWER}))
-        compute_s = times.rows_s(tried.blend, 0, len(segments[at].tokens))
-        if compute_s >= loads[at] or tried.ttft_s >= timed.ttft_s:
+    segments, estimate, skipped = timed.load_plan.prompt.segments, timed.estimate, dict[int, str]()
+    load_times = {fetch.segment: estimate.fetch_s(fetch) for fetch in timed.load_plan.fetches}
+    for at in sorted(load_times, key=lambda at: load_times[at] / len(segments[at].tokens), reverse=True)[:-1]:
+        tried = Timed.of(estimate, without({**skipped, at: SLOWER}))
+        compute_s = estimate.rows_s(tried.blend, 0, len(segments[at].tokens))
+        if compute_s >= load_times[at] or tried.ttft_s >= timed.ttft_s:
             break
-        timed, left[at] = tried, SLOWER
+        timed, skipped[at] = tried, SLOWER
     return timed
 
 
 def _forecast(timed: Timed, bound: Bound, deadline_s: float | None) -> Forecast:
     """Return the predicted times of a plan, in total and per segment."""
-    times, found, blend, full_s = timed.times, timed.found, timed.blend, timed.full_s
-    if not found.fetches:
+    estimate, load_plan, blend, full_s = timed.estimate, timed.load_plan, timed.blend, timed.full_s
+    if not load_plan.fetches:
         return Forecast(0.0, full_s, full_s, full_s, bound, deadline_s)
-    sizes = [len(segment.tokens) for segment in found.prompt.segments]
-    each = [(index, 0.0, times.rows_s(blend, 0, sizes[index])) for index, _ in found.misses]
-    unread = {fetch.segment: times.fetch_s(fetch) for fetch in found.unread}
-    each = [(index, unread.get(index, 0.0), seconds) for index, _, seconds in each]
-    for fetch in found.fetches:
-        again_s = times.rows_s(blend, sizes[fetch.segment], 0) if is_blended(found.prompt, fetch) else 0.0
-        each.append((fetch.segment, times.fetch_s(fetch), again_s))
-    computing_s = times.fused_s(blend)
-    return Forecast(timed.load_s, computing_s, timed.ttft_s, full_s, bound, deadline_s, tuple(sorted(each)))
+    sizes = [len(segment.tokens) for segment in load_plan.prompt.segments]
+    segments = [(index, 0.0, estimate.rows_s(blend, 0, sizes[index])) for index, _ in load_plan.misses]
+    unread = {fetch.segment: estimate.fetch_s(fetch) for fetch in load_plan.unread}
+    segments = [(index, unread.get(index, 0.0), seconds) for index, _, seconds in segments]
+    for fetch in load_plan.fetches:
+        recompute_s = estimate.rows_s(blend, sizes[fetch.segment], 0) if is_blended(load_plan.prompt, fetch) else 0.0
+        segments.append((fetch.segment, estimate.fetch_s(fetch), recompute_s))
+    computing_s = estimate.fused_s(blend)
+    return Forecast(timed.load_s, computing_s, timed.ttft_s, full_s, bound, deadline_s, tuple(sorted(segments)))
 
 
-def _in_full(found: LoadPlan, fused_s: float) -> LoadPlan:
+def _in_full(load_plan: LoadPlan, fused_s: float) -> LoadPlan:
     """Return a full prefill in place of a plan that takes at least `fused_s`, with both times as the reason."""
-    full_s = found.forecast.full_s if found.forecast is not None else 0.0
-    unread = tuple(sorted((*found.fetches, *found.unread), key=lambda fetch: fetch.segment))
-    misses = dict(found.misses) | {fetch.segment: "full prefill is faster" for fetch in unread}
+    full_s = load_plan.forecast.full_s if load_plan.forecast is not None else 0.0
+    unread = tuple(sorted((*load_plan.fetches, *load_plan.unread), key=lambda fetch: fetch.segment))
+    misses = dict(load_plan.misses) | {fetch.segment: "full prefill is faster" for fetch in unread}
     why = f"full prefill {full_s:.3f} s is predicted, fusing {fused_s:.3f} s"
-    return replace(found.with_full_prefill(why), misses=tuple(sorted(misses.items())), unread=unread)
+    return replace(load_plan.with_full_prefill(why), misses=tuple(sorted(misses.items())), unread=unread)

@@ -59,9 +59,9 @@ def features(blend: Blend, n_layers: int) -> tuple[float, ...]:
     rows, needs = sum(blend.rows(n_layers)) / n_layers, blend.needs
     rows += blend.forced if needs == "attention" else 0
     checked = blend.forced + blend.candidate_rows if needs == "all rows of a layer" else 0
-    looked = blend.tokens if needs == "attention" else 0
+    attended = blend.tokens if needs == "attention" else 0
     placed = blend.tokens - blend.forced
-    return 1.0, rows, rows * blend.tokens, placed, float(checked > 0), checked, float(looked > 0), looked
+    return 1.0, rows, rows * blend.tokens, placed, float(checked > 0), checked, float(attended > 0), attended
 
 
 def fused_s(cost: FusedCost, blend: Blend, n_layers: int) -> float:
@@ -145,7 +145,7 @@ class Estimate:
         """Return the time to read and decode one segment."""
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
-    def kept_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
+    def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
         """Return the time to load a chunk, of `raw_nbytes` as raw, from a measured tier at a measured level."""
         nbytes = round(raw_nbytes * self.machine.packed.get(level, 1.0))
         return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)

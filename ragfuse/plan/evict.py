@@ -1,8 +1,8 @@
 """Eviction: what to drop when a tier is full, or an entry too old. Decisions only, no clock, file or tensor is read.
 
-An eviction policy is an order over the stored items (`Rank`). `Evictor` sorts the entries of a tier by it;
-`EvictionOrder` (`eviction_order.py`) maintains the same order while items change one by one. Windows and prefetching
-are in `look_ahead.py`.
+An eviction policy is an order over the stored items (`Rank`). `ConversationEvictor` sorts the entries of a
+tier by it; `EvictionOrder` (`eviction_order.py`) maintains the same order while items change one by one. Windows and
+prefetching are in `look_ahead.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ConversationOf = Callable[[ChunkKey], Hashable]
 """A function from a key to the name of its conversation; None for a key that belongs to none."""
 
 
-def _itself(key: ChunkKey) -> Hashable:
+def _no_conversation(key: ChunkKey) -> Hashable:
     return None
 
 
-def _at_once(key: ChunkKey) -> float:
+def _arrived_at_zero(key: ChunkKey) -> float:
     return 0.0
 
 
@@ -39,7 +39,9 @@ def _no_clock() -> float:
 
 
 def items(
-    entries: Iterable[Entry], conversation_of: ConversationOf = _itself, arrived: Callable[[ChunkKey], float] = _at_once
+    entries: Iterable[Entry],
+    conversation_of: ConversationOf = _no_conversation,
+    arrived: Callable[[ChunkKey], float] = _arrived_at_zero,
 ) -> list[EvictionItem]:
     """Group entries into items that are evicted together, in order of first appearance.
 
@@ -57,13 +59,13 @@ def items(
     return [
         EvictionItem(
             name,
-            tuple(entry.key for entry in found),
-            sum(entry.nbytes for entry in found),
-            max(entry.last_used for entry in found),
-            min(arrived(entry.key) for entry in found),
+            tuple(entry.key for entry in group_entries),
+            sum(entry.nbytes for entry in group_entries),
+            max(entry.last_used for entry in group_entries),
+            min(arrived(entry.key) for entry in group_entries),
         )
-        for name, found in groups.items()
-        if not any(entry.pinned for entry in found)
+        for name, group_entries in groups.items()
+        if not any(entry.pinned for entry in group_entries)
     ]
 
 
@@ -87,11 +89,11 @@ def nobody_waits() -> Mapping[Hashable, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Evictor:
+class ConversationEvictor:
     """An `Evict` that drops whole conversations, one after the other, in the order of a policy.
 
-    A tier must show it all entries at once: the least recently used ones alone do not tell which came first or are used
-    next. `together` tells the tier which keys are dropped together.
+    The tier must pass all of its entries, not only the least recently used ones, because fifo and look-ahead rank the
+    others too. `together` returns the keys that must be dropped with a given key.
 
     Args:
         rank: The policy.
@@ -103,20 +105,20 @@ class Evictor:
     """
 
     rank: Rank
-    conversation_of: ConversationOf = _itself
+    conversation_of: ConversationOf = _no_conversation
     places: Callable[[], Mapping[Hashable, float]] = nobody_waits
-    arrived: Callable[[ChunkKey], float] = _at_once
+    arrived: Callable[[ChunkKey], float] = _arrived_at_zero
     ttl_s: float = inf
     now: Callable[[], float] = _no_clock
 
     def __call__(self, entries: Sequence[Entry]) -> Iterator[ChunkKey]:
         """Yield keys to drop, in order; none of a conversation with a pinned entry."""
         now_s = self.now()
-        old: list[EvictionItem] = []
+        expired_items: list[EvictionItem] = []
         kept: list[EvictionItem] = []
         for item in items(entries, self.conversation_of, self.arrived):
-            (old if now_s - item.last_used > self.ttl_s else kept).append(item)
-        for item in (*old, *ranked(kept, self.rank, self.places())):
+            (expired_items if now_s - item.last_used > self.ttl_s else kept).append(item)
+        for item in (*expired_items, *ranked(kept, self.rank, self.places())):
             yield from item.keys
 
     def together(self, one: ChunkKey, other: ChunkKey) -> bool:
@@ -144,12 +146,14 @@ def evictor(
     """
     rank = rank_named(name)
     if name == "fifo" and arrived is None:
-        raise SettingsError("The policy fifo wants to know when keys came: give it `arrived`.")
+        raise SettingsError("The policy fifo needs `arrived`, which returns when a key was stored. Give it.")
     if name == "look-ahead" and places is None:
-        raise SettingsError("The policy look-ahead wants to know who waits: give it `places`.")
+        raise SettingsError("The policy look-ahead needs `places`, which returns who waits at which place. Give it.")
     if name == "lru" and conversation_of is None:
         return lru
-    return Evictor(rank, conversation_of or _itself, places or nobody_waits, arrived or _at_once)
+    return ConversationEvictor(
+        rank, conversation_of or _no_conversation, places or nobody_waits, arrived or _arrived_at_zero
+    )
 
 
 def lru(entries: Iterable[Entry]) -> Iterator[ChunkKey]:
@@ -169,14 +173,14 @@ def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[Ch
 def expired_first(evict: Evict, ttl_s: float, now: Callable[[], float]) -> Evict:
     """Return `evict` with entries unused for more than `ttl_s` seconds dropped before all others.
 
-    For an `Evictor`, these are conversations of which no entry was used in that time.
+    For a `ConversationEvictor`, these are conversations of which no entry was used in that time.
     """
-    if isinstance(evict, Evictor):
+    if isinstance(evict, ConversationEvictor):
         return replace(evict, ttl_s=ttl_s, now=now)
 
     def choose(entries: Sequence[Entry]) -> Iterator[ChunkKey]:
-        old = dict.fromkeys(expired(entries, now(), ttl_s))
-        yield from old
-        yield from evict([entry for entry in entries if entry.key not in old])
+        expired_keys = dict.fromkeys(expired(entries, now(), ttl_s))
+        yield from expired_keys
+        yield from evict([entry for entry in entries if entry.key not in expired_keys])
 
     return choose

@@ -1,6 +1,6 @@
 """Items in eviction order, maintained while they change: each change costs O(log n).
 
-The order is the one that `ragfuse.plan.evict.Evictor` sorts by. Not thread-safe: the owner holds a lock.
+The order is the one that `ragfuse.plan.evict.ConversationEvictor` sorts by. Not thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations

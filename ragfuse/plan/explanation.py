@@ -61,12 +61,12 @@ def in_words(plan: LoadPlan) -> str:
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
     """Return a plan in plain JSON types, with one row per reusable segment."""
-    kept, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
+    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
     rows = []
     for at, segment in enumerate(plan.prompt.segments):
         if segment.keys:
-            fetch, (load_s, compute_s) = kept.get(at), times.get(at, (None, None))
+            fetch, (load_s, compute_s) = fetches.get(at), times.get(at, (None, None))
             row: dict[str, Any] = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens)}
             row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
             row |= {"tier": fetch.tier if fetch else "", "nbytes": fetch.nbytes if fetch else 0}
@@ -75,8 +75,15 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
     forecast = asdict(plan.forecast) if plan.forecast is not None else None
     if forecast is not None:
         del forecast["segments"]
-    told = {"policy": plan.policy, "needs": needs(plan), "ratio": plan.ratio, "fallback_reason": plan.fallback_reason}
-    return {**told, "tokens": len(plan.prompt), "segments": rows, "forecast": forecast}
+    return {
+        "policy": plan.policy,
+        "needs": needs(plan),
+        "ratio": plan.ratio,
+        "fallback_reason": plan.fallback_reason,
+        "tokens": len(plan.prompt),
+        "segments": rows,
+        "forecast": forecast,
+    }
 
 
 def needs(plan: LoadPlan) -> str:
@@ -91,18 +98,18 @@ def needs(plan: LoadPlan) -> str:
 
 def _segments(plan: LoadPlan) -> Iterator[str]:
     """Yield a line for each hit or miss."""
-    kept, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
+    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
     for index, segment in enumerate(plan.prompt.segments):
-        if index not in kept and index not in misses:
+        if index not in fetches and index not in misses:
             continue
-        fetch, told = kept.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
+        fetch, notes = fetches.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
         if fetch is not None:
             level = "" if fetch.level == LEVEL_NAMES[0] else f" as {fetch.level}"
-            told[0] += f" in {fetch.tier}{level}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
+            notes[0] += f" in {fetch.tier}{level}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
         if index in times:
-            told.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
-        yield f"- {segment.source or KIND_NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(told)}"
+            notes.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
+        yield f"- {segment.source or KIND_NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(notes)}"
 
 
 def _left_out(plan: LoadPlan) -> Iterator[str]:
@@ -128,10 +135,10 @@ def _chosen(plan: LoadPlan) -> Iterator[str]:
     if plan.fallback_reason:
         return
     if plan.forecast is not None:
-        what = f"Ratio {plan.ratio:.2f}" if plan.cost.is_adjustable else "Rows"
-        yield f"{what} by {plan.policy}: {_bound(plan, plan.forecast)}."
-    if said := needs(plan):
-        yield f"Needed by {plan.policy}: {said}."
+        quantity = f"Ratio {plan.ratio:.2f}" if plan.cost.is_adjustable else "Rows"
+        yield f"{quantity} by {plan.policy}: {_bound(plan, plan.forecast)}."
+    if needed := needs(plan):
+        yield f"Needed by {plan.policy}: {needed}."
 
 
 def _bound(plan: LoadPlan, found: Forecast) -> str:
@@ -152,7 +159,7 @@ def _expected(plan: LoadPlan) -> Iterator[str]:
         f"computing{both}. Full prefill: {found.full_s:.3f} s."
     )
     for tier, times in found.corrections:
-        said = f"{times:.1f} times as long" if times > 1 else f"{times:.2f} of the time"
-        yield f"Reading {tier} is counted as {said} that was measured: so it was in the last answers."
+        factor = f"{times:.1f}" if times > 1 else f"{times:.2f}"
+        yield f"Reading {tier} is assumed to take {factor} times as long as measured, as it did for the last answers."
     if found.is_late:
         yield f"The deadline of {found.deadline_s:.3f} s cannot be met."

@@ -14,9 +14,9 @@ from ragfuse.types.kv import Entry
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
 
-Offers = Mapping[int, Sequence[Fetch]]
+ReadOptions = Mapping[int, Sequence[Fetch]]
 """By segment: all ways to read it, the least lossy first, and the fastest first at equal loss."""
-WORTH = 0.1
+MIN_GAIN = 0.1
 """A lossier level must bring the first token earlier by more than this share to be worth it."""
 LEVEL_STEPS = 8
 """Least number of steps in which all segments change from one level to the next."""
@@ -27,56 +27,59 @@ def loss(level: str) -> int:
     return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
 
 
-def offers(
-    times: Estimate, fetches: Iterable[Fetch], entries: Mapping[ChunkKey, Entry], others: Mapping[ChunkKey, list[Entry]]
-) -> Offers:
+def read_options(
+    estimate: Estimate,
+    fetches: Iterable[Fetch],
+    entries: Mapping[ChunkKey, Entry],
+    others: Mapping[ChunkKey, list[Entry]],
+) -> ReadOptions:
     """Return all ways to read these segments.
 
     Args:
-        times: The estimate for this machine; ways that were not measured are left out, unless no other is left.
+        estimate: The estimate for this machine; ways that were not measured are left out, unless no other is left.
         fetches: The segments, each with the way that was found first.
         entries: The entries that were found first, by key.
         others: Entries of the same keys in further tiers.
     """
     found = {}
     for fetch in fetches:
-        there = [entries[fetch.key], *others.get(fetch.key, ())]
+        copies = [entries[fetch.key], *others.get(fetch.key, ())]
         ways = [
             Fetch(fetch.segment, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
-            for entry in there
+            for entry in copies
             for level, nbytes in entry.sizes.items()
             if entry.n_tokens == fetch.n_tokens
         ]
-        known = [way for way in ways if times.knows([way])]
-        found[fetch.segment] = sorted(known or [fetch], key=lambda way: (loss(way.level), _s(times, way)))
+        known = [way for way in ways if estimate.knows([way])]
+        found[fetch.segment] = sorted(known or [fetch], key=lambda way: (loss(way.level), _s(estimate, way)))
     return found
 
 
-def finest(offers: Offers) -> dict[int, Fetch]:
+def least_lossy(options: ReadOptions) -> dict[int, Fetch]:
     """Return the least lossy way to read each segment."""
-    return {at: ways[0] for at, ways in offers.items()}
+    return {at: ways[0] for at, ways in options.items()}
 
 
-def soonest(times: Estimate, offers: Offers) -> dict[int, Fetch]:
+def fastest(estimate: Estimate, options: ReadOptions) -> dict[int, Fetch]:
     """Return the fastest way to read each segment; at equal times, the least lossy."""
-    return {at: min(ways, key=lambda way: _s(times, way)) for at, ways in offers.items()}
+    return {at: min(ways, key=lambda way: _s(estimate, way)) for at, ways in options.items()}
 
 
-def coarser(times: Estimate, offers: Offers, taken: Mapping[int, Fetch]) -> dict[int, Fetch] | None:
-    """Return `taken` with some segments changed to a lossier and faster level; None where there is none.
+def lossier(estimate: Estimate, options: ReadOptions, chosen: Mapping[int, Fetch]) -> dict[int, Fetch] | None:
+    """Return `chosen` with some segments changed to a lossier and faster level; None where there is none.
 
     The segments that save most time change, one in `LEVEL_STEPS`.
     """
     gains = dict[int, tuple[float, Fetch]]()
-    for at, now in taken.items():
-        now_s = _s(times, now)
-        behind = offers[at][offers[at].index(now) + 1 :]
-        sooner = next((way for way in behind if _s(times, way) < now_s), None)
-        if sooner is not None:
-            gains[at] = now_s - _s(times, sooner), sooner
-    best = sorted(gains, key=lambda at: -gains[at][0])[: -(-len(taken) // LEVEL_STEPS)]
-    return {**taken, **{at: gains[at][1] for at in best}} if best else None
+    for at, current in chosen.items():
+        current_s = _s(estimate, current)
+        lossier_ways = options[at][options[at].index(current) + 1 :]
+        faster = next((way for way in lossier_ways if _s(estimate, way) < current_s), None)
+        if faster is not None:
+            gains[at] = current_s - _s(estimate, faster), faster
+    best = sorted(gains, key=lambda at: -gains[at][0])[: -(-len(chosen) // LEVEL_STEPS)]
+    return {**chosen, **{at: gains[at][1] for at in best}} if best else None
 
 
-def _s(times: Estimate, way: Fetch) -> float:
-    return times.fetch_s(way) if times.knows([way]) else 0.0
+def _s(estimate: Estimate, way: Fetch) -> float:
+    return estimate.fetch_s(way) if estimate.knows([way]) else 0.0

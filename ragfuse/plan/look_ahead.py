@@ -96,14 +96,15 @@ def layers_before(plan: LoadPlan, n_layers: int) -> int:
 
     0 where this machine was not measured, or loading hides behind the prefill anyway.
     """
-    foreseen, nbytes = plan.forecast, sum(fetch.nbytes for fetch in plan.fetches)
-    past = sum(fetch.n_tokens for fetch in plan.fetches)
-    new = max(1, len(plan.prompt) - past)
-    if foreseen is None or foreseen.load_s <= 0 or not nbytes or not past:
+    forecast, nbytes = plan.forecast, sum(fetch.nbytes for fetch in plan.fetches)
+    past_tokens = sum(fetch.n_tokens for fetch in plan.fetches)
+    new_tokens = max(1, len(plan.prompt) - past_tokens)
+    if forecast is None or forecast.load_s <= 0 or not nbytes or not past_tokens:
         return 0
-    bytes_per_s = nbytes / foreseen.load_s
-    held = read_buffer(foreseen.load_s / past, past, foreseen.recompute_s / new, new, bytes_per_s)
-    return min(n_layers, -(-held * n_layers // nbytes))
+    bytes_per_s = nbytes / forecast.load_s
+    token_load_s, token_prefill_s = forecast.load_s / past_tokens, forecast.recompute_s / new_tokens
+    buffer_bytes = read_buffer(token_load_s, past_tokens, token_prefill_s, new_tokens, bytes_per_s)
+    return min(n_layers, -(-buffer_bytes * n_layers // nbytes))
 
 
 def buffer_excess(used_bytes: int, capacity_bytes: int, free_share: float) -> int:
@@ -116,8 +117,8 @@ def taken_until(found: Iterable[EvictionItem], excess_bytes: int) -> Iterator[Ev
 
     `found` is advanced no further than that, because its items may be dropped as they are yielded.
     """
-    left = iter(found)
-    while excess_bytes > 0 and (item := next(left, None)) is not None:
+    remaining = iter(found)
+    while excess_bytes > 0 and (item := next(remaining, None)) is not None:
         excess_bytes -= item.nbytes
         yield item
 

@@ -17,17 +17,17 @@ from ragfuse.types.profiles import MachineProfile, TierSpeed
 
 READINGS = 5
 """Number of last readings of a tier that count. Their median is used, so that one or two outliers change nothing."""
-BEFORE = (1.0, 1.0)
+INITIAL_READINGS = (1.0, 1.0)
 """Readings assumed before any was made; three readings that agree outvote them."""
 MAX_CORRECTION = 20.0
 """Most times by which a tier is assumed slower, or faster, than measured."""
-MATTERS = 1.25
+MIN_CORRECTION = 1.25
 """A tier less than this many times slower or faster than measured is not corrected."""
 MIN_TIER_SHARE = 0.2
 """Least share of a prompt's predicted loading time from which a tier's speed is inferred."""
 MIN_LOAD_S = 1e-3
 """Least seconds of loading, predicted or actual, from which a tier's speed is inferred."""
-LEAST_ROWS = 64
+MIN_PREFILL_ROWS = 64
 """Least rows of a prefill from which the time per row is inferred: with fewer, its fixed cost dominates."""
 
 Seen = Mapping[str, tuple[float, ...]]
@@ -41,14 +41,14 @@ def seen_after(
 
     Where it read from several tiers, all of them get the same correction of their predicted times.
     """
-    believed = {tier: factor(readings) for tier, readings in seen.items()}
+    current = {tier: factor(readings) for tier, readings in seen.items()}
     measured = _loads_s(machine, fetches, layers_a_read)
-    foretold = {tier: believed.get(tier, 1.0) * seconds for tier, seconds in measured.items()}
-    total_s = sum(foretold.values())
+    predicted = {tier: current.get(tier, 1.0) * seconds for tier, seconds in measured.items()}
+    total_s = sum(predicted.values())
     if not (isfinite(load_s) and isfinite(total_s) and total_s > 0) or max(load_s, total_s) < MIN_LOAD_S:
         return seen
-    tiers = [tier for tier, seconds in foretold.items() if seconds >= MIN_TIER_SHARE * total_s]
-    return _noted(seen, {tier: believed.get(tier, 1.0) * load_s / total_s for tier in tiers})
+    tiers = [tier for tier, seconds in predicted.items() if seconds >= MIN_TIER_SHARE * total_s]
+    return _noted(seen, {tier: current.get(tier, 1.0) * load_s / total_s for tier in tiers})
 
 
 def forgotten_after(seen: Seen, tiers: Sequence[str]) -> Seen:
@@ -61,7 +61,7 @@ def forgotten_after(seen: Seen, tiers: Sequence[str]) -> Seen:
 
 def rows_after(readings: Sequence[float], rows: float, seconds: float) -> tuple[float, ...]:
     """Return the seconds per row of the last prefills, with one more that computed `rows` rows in `seconds`."""
-    usable = isfinite(seconds) and seconds > 0 and rows >= LEAST_ROWS
+    usable = isfinite(seconds) and seconds > 0 and rows >= MIN_PREFILL_ROWS
     return (*readings, seconds / rows)[-READINGS:] if usable else tuple(readings)
 
 
@@ -75,13 +75,13 @@ def row_s(readings: Sequence[float]) -> float | None:
 
 def factor(readings: Sequence[float]) -> float:
     """Return the factor by which a tier is slower than measured: the median of its last readings."""
-    return exp(median(log(reading) for reading in readings or BEFORE))
+    return exp(median(log(reading) for reading in readings or INITIAL_READINGS))
 
 
 def factors(seen: Seen) -> dict[str, float]:
-    """Return the factor of each tier for which it is beyond `MATTERS`."""
+    """Return the factor of each tier for which it is beyond `MIN_CORRECTION`."""
     found = {tier: factor(readings) for tier, readings in seen.items()}
-    return {tier: times for tier, times in found.items() if not 1 / MATTERS < times < MATTERS}
+    return {tier: times for tier, times in found.items() if not 1 / MIN_CORRECTION < times < MIN_CORRECTION}
 
 
 def corrected(machine: MachineProfile, times: Mapping[str, float]) -> MachineProfile:
@@ -97,12 +97,13 @@ def _slowed(speed: TierSpeed, times: float) -> TierSpeed:
 def _noted(seen: Seen, readings: Mapping[str, float]) -> Seen:
     """Append readings, each limited to `MAX_CORRECTION`."""
     bounded = {tier: min(MAX_CORRECTION, max(1 / MAX_CORRECTION, reading)) for tier, reading in readings.items()}
-    return {**seen, **{tier: (*seen.get(tier, BEFORE), reading)[-READINGS:] for tier, reading in bounded.items()}}
+    before = {tier: seen.get(tier, INITIAL_READINGS) for tier in bounded}
+    return {**seen, **{tier: (*before[tier], reading)[-READINGS:] for tier, reading in bounded.items()}}
 
 
 def _loads_s(machine: MachineProfile, fetches: Sequence[Fetch], layers_a_read: int) -> dict[str, float]:
     """Return the measured seconds of each tier for its share of a prompt."""
-    times, tiers = Estimate(machine), dict.fromkeys(fetch.tier for fetch in fetches if fetch.tier in machine.tiers)
-    count = times.count(fetches, layers_a_read)
+    estimate, tiers = Estimate(machine), dict.fromkeys(fetch.tier for fetch in fetches if fetch.tier in machine.tiers)
+    count = estimate.count(fetches, layers_a_read)
     shares = {tier: [fetch for fetch in fetches if fetch.tier == tier] for tier in tiers}
-    return {tier: sum(times.steps_s(share, count)) for tier, share in shares.items()}
+    return {tier: sum(estimate.steps_s(share, count)) for tier, share in shares.items()}

@@ -16,48 +16,48 @@ from ragfuse.types.plan import Fetch, LoadPlan
 
 
 def parts_of(
-    found: LoadPlan, fetches: Sequence[Fetch], times: Estimate | None, row_s: float | None = None
+    plan: LoadPlan, fetches: Sequence[Fetch], estimate: Estimate | None, row_s: float | None = None
 ) -> list[StreamPart]:
     """Return a stream part for each entry that these fetches of a plan read.
 
     Args:
-        found: The plan.
+        plan: The plan.
         fetches: Its fetches to stream.
-        times: The estimate for this machine; None: not measured.
+        estimate: The estimate for this machine; None: not measured.
         row_s: Seconds to compute a row, used where the machine was not measured; None: unknown.
     """
-    made: dict[tuple[ChunkKey, str], StreamPart] = {}
+    parts: dict[tuple[ChunkKey, str], StreamPart] = {}
     for fetch in fetches:
-        n = len(found.prompt.segments[fetch.segment].tokens)
+        n = len(plan.prompt.segments[fetch.segment].tokens)
         sizes = dict(fetch.sizes) or {fetch.level: fetch.nbytes}
-        decode = {} if times is None else {level: n * times.machine.decode.get(level, 0.0) for level in sizes}
+        decode = {} if estimate is None else {level: n * estimate.machine.decode.get(level, 0.0) for level in sizes}
         part, entry = (
-            StreamPart(fetch.segment, n, sizes, text_s(found, fetch, times, row_s), decode),
+            StreamPart(fetch.segment, n, sizes, text_s(plan, fetch, estimate, row_s), decode),
             (fetch.key, fetch.tier),
         )
-        made[entry] = made[entry].and_for(part) if entry in made else part
-    return list(made.values())
+        parts[entry] = parts[entry].and_for(part) if entry in parts else part
+    return list(parts.values())
 
 
-def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None, row_s: float | None = None) -> float | None:
+def text_s(plan: LoadPlan, fetch: Fetch, estimate: Estimate | None, row_s: float | None = None) -> float | None:
     """Return the seconds that recomputing one of its fetches adds to a plan; None: unknown."""
-    blend, n = blend_of(found), len(found.prompt.segments[fetch.segment].tokens)
-    candidate_rows = n if is_blended(found.prompt, fetch) else 0
-    if times is None:
+    blend, n = blend_of(plan), len(plan.prompt.segments[fetch.segment].tokens)
+    candidate_rows = n if is_blended(plan.prompt, fetch) else 0
+    if estimate is None:
         return None if row_s is None else row_s * (n - blend.ratio * candidate_rows)
-    instead = replace(blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidate_rows)
-    return max(0.0, times.fused_s(instead) - times.fused_s(blend))
+    recomputed = replace(blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidate_rows)
+    return max(0.0, estimate.fused_s(recomputed) - estimate.fused_s(blend))
 
 
-def base_s(found: LoadPlan, times: Estimate | None, row_s: float | None = None) -> float:
+def base_s(plan: LoadPlan, estimate: Estimate | None, row_s: float | None = None) -> float:
     """Return the compute seconds of a plan once all its fetches are loaded; 0 where unknown."""
-    blend = blend_of(found)
-    if times is None:
+    blend = blend_of(plan)
+    if estimate is None:
         return (row_s or 0.0) * (blend.forced + blend.ratio * blend.candidate_rows)
-    return times.fused_s(blend)
+    return estimate.fused_s(blend)
 
 
-def prior(fetches: Sequence[Fetch], times: Estimate | None) -> float | None:
+def prior(fetches: Sequence[Fetch], estimate: Estimate | None) -> float | None:
     """Return the measured bytes per second of the first fetch's tier; None where it was not measured."""
-    speed = times.machine.tiers.get(fetches[0].tier) if times is not None and fetches else None
+    speed = estimate.machine.tiers.get(fetches[0].tier) if estimate is not None and fetches else None
     return 1 / speed.byte_s if speed is not None and speed.byte_s > 0 else None

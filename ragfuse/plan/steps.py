@@ -18,15 +18,15 @@ def layers_a_read(nbytes: int, n_layers: int) -> int:
     return max(1, min(n_layers, STEP_NBYTES * n_layers // max(1, nbytes)))
 
 
-def steps(n_layers: int, most: int) -> list[int]:
-    """Return the layers of each read: 1, 2, 4, ... up to `most`, then `most` each, and the rest in the last one.
+def steps(n_layers: int, max_layers: int) -> list[int]:
+    """Return the layers of each read: 1, 2, 4, ... up to `max_layers`, then that many each, and at last the rest.
 
     Nothing hides the first read (CacheBlend 5.1); each later one overlaps fusing the layers of the one before it.
     """
-    sizes, left, size = list[int](), n_layers, 1
-    while left > 0:
-        sizes.append(min(size, most, left))
-        left, size = left - sizes[-1], 2 * size
+    sizes, n_left, size = list[int](), n_layers, 1
+    while n_left > 0:
+        sizes.append(min(size, max_layers, n_left))
+        n_left, size = n_left - sizes[-1], 2 * size
     return sizes
 
 
@@ -36,12 +36,12 @@ def spans(sizes: list[int]) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def room(most: int) -> int:
-    """Return how many reads of `most` layers may wait to be fused."""
-    return max(1, AHEAD // most)
+def room(max_layers: int) -> int:
+    """Return how many reads of `max_layers` layers may wait to be fused."""
+    return max(1, AHEAD // max_layers)
 
 
-def room_for(layers: int, n_layers: int, most: int) -> int:
+def room_for(layers: int, n_layers: int, max_layers: int) -> int:
     """Return the same where `layers` are to be read before the first is fused; the reading thread holds one more."""
-    begun = sum(first < layers for first, _ in spans(steps(n_layers, most)))
-    return max(room(most), begun - 1)
+    n_begun = sum(first < layers for first, _ in spans(steps(n_layers, max_layers)))
+    return max(room(max_layers), n_begun - 1)

@@ -13,7 +13,7 @@ from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.profiles import MachineProfile
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
-OFTEN = 3
+PROMOTION_HITS = 3
 """Hits from which on a chunk is promoted to a faster tier."""
 
 
@@ -37,7 +37,7 @@ def choose_tier(
     ratio: float,
     written: Mapping[str, Sequence[str]] = RAW_ALONE,
 ) -> str | None:
-    """Return the cheapest tier for a new chunk from which loading hides behind recomputing; else the fastest tier.
+    """Return the cheapest tier that loads a new chunk at least as fast as its tokens are recomputed; else the fastest.
 
     CacheBlend 5.1: T_recompute(r*, L) >= T_load(L, tier).
 
@@ -52,16 +52,16 @@ def choose_tier(
             loading, and all count for the cost.
 
     Returns:
-        Its name, at equal cost the faster one; None where no tier was measured.
+        The name of the tier, the faster of two that cost the same; None if no tier was measured.
     """
-    times, load_s, cost = Estimate(machine), dict[str, float](), dict[str, float]()
+    estimate, load_s, cost = Estimate(machine), dict[str, float](), dict[str, float]()
     for tier in tiers:
-        levels = [level for level in written.get(tier, LEVEL_NAMES[:1]) if times.knows_level(level)]
+        levels = [level for level in written.get(tier, LEVEL_NAMES[:1]) if estimate.knows_level(level)]
         if tier in machine.tiers and levels:
-            load_s[tier] = min(times.kept_s(tier, level, nbytes, n_tokens) for level in levels)
-            kept = sum(nbytes * machine.packed.get(level, 1.0) for level in levels)
-            cost[tier] = store_cost(round(kept), price_of(tier, prices))
-    hidden = [tier for tier, seconds in load_s.items() if seconds <= times.recompute_s(ratio, n_tokens)]
+            load_s[tier] = min(estimate.stored_s(tier, level, nbytes, n_tokens) for level in levels)
+            stored_nbytes = sum(nbytes * machine.packed.get(level, 1.0) for level in levels)
+            cost[tier] = store_cost(round(stored_nbytes), price_of(tier, prices))
+    hidden = [tier for tier, seconds in load_s.items() if seconds <= estimate.recompute_s(ratio, n_tokens)]
     if not hidden:
         return min(load_s, key=lambda tier: load_s[tier], default=None)
     return min(hidden, key=lambda tier: (cost[tier], load_s[tier]))
@@ -73,21 +73,21 @@ def choose_level(n_tokens: int, nbytes: int, machine: MachineProfile, tier: str,
     Where no level hides, the one that loads fastest; in a tier that was not measured, raw. `nbytes` is the chunk's size
     as raw.
     """
-    times, hidden_s = Estimate(machine), Estimate(machine).recompute_s(ratio, n_tokens)
+    estimate, hidden_s = Estimate(machine), Estimate(machine).recompute_s(ratio, n_tokens)
     if tier not in machine.tiers:
         return LEVEL_NAMES[0]
     known = [
         level
         for level in LEVEL_NAMES
-        if times.knows_level(level) and (level in machine.packed or level == LEVEL_NAMES[0])
+        if estimate.knows_level(level) and (level in machine.packed or level == LEVEL_NAMES[0])
     ]
-    load_s = {level: times.kept_s(tier, level, nbytes, n_tokens) for level in known}
+    load_s = {level: estimate.stored_s(tier, level, nbytes, n_tokens) for level in known}
     hidden = (level for level, seconds in load_s.items() if seconds <= hidden_s)
     return next(hidden, min(load_s, key=lambda level: load_s[level]))
 
 
 def promotions(
-    entries: Iterable[Entry], machine: MachineProfile, room: Mapping[str, int], often: int = OFTEN
+    entries: Iterable[Entry], machine: MachineProfile, room: Mapping[str, int], min_hits: int = PROMOTION_HITS
 ) -> Iterator[tuple[ChunkKey, str]]:
     """Yield chunks to promote and the faster tier for each, those whose loading cost most time first.
 
@@ -98,12 +98,13 @@ def promotions(
         entries: Entries of the chunks in all tiers.
         machine: Timings of this machine.
         room: Free bytes of the tiers that store chunks, in lookup order; promotions are subtracted.
-        often: Hits from which on a chunk is promoted.
+        min_hits: Hits from which on a chunk is promoted.
     """
     free, copies = dict(room), dict[ChunkKey, list[Entry]]()
     for entry in entries:
         copies.setdefault(entry.key, []).append(entry)
-    moves = [move for kept in copies.values() if (move := _gain(kept, machine, list(room), often)) is not None]
+    gains = (_gain(chunk_entries, machine, list(room), min_hits) for chunk_entries in copies.values())
+    moves = [gain for gain in gains if gain is not None]
     for _, entry, load_s in sorted(moves, key=lambda move: move[0], reverse=True):
         fits = [tier for tier in load_s if entry.nbytes <= free[tier]]
         if fits:
@@ -113,25 +114,25 @@ def promotions(
 
 
 def _gain(
-    kept: Sequence[Entry], machine: MachineProfile, order: Sequence[str], often: int
+    chunk_entries: Sequence[Entry], machine: MachineProfile, order: Sequence[str], min_hits: int
 ) -> tuple[float, Entry, dict[str, float]] | None:
     """Return the seconds that a chunk's hits cost, the entry they read, and the load time from each faster tier.
 
     None where it has too few hits, or no tier is faster.
     """
-    times, hits = Estimate(machine), sum(entry.hits for entry in kept)
-    entry = min((e for e in kept if e.tier in order), key=lambda e: order.index(e.tier), default=None)
-    if entry is None or entry.tier not in machine.tiers or hits < often:
+    estimate, hits = Estimate(machine), sum(entry.hits for entry in chunk_entries)
+    entry = min((e for e in chunk_entries if e.tier in order), key=lambda e: order.index(e.tier), default=None)
+    if entry is None or entry.tier not in machine.tiers or hits < min_hits:
         return None
-    if not all(map(times.knows_level, entry.sizes)):
+    if not all(map(estimate.knows_level, entry.sizes)):
         return None
-    now_s = _entry_s(times, entry, entry.tier)
-    before = [tier for tier in order[: order.index(entry.tier)] if tier in machine.tiers]
-    load_s = {tier: seconds for tier in before if (seconds := _entry_s(times, entry, tier)) < now_s}
-    return (hits * now_s, entry, load_s) if load_s else None
+    current_s = _entry_s(estimate, entry, entry.tier)
+    faster_tiers = [tier for tier in order[: order.index(entry.tier)] if tier in machine.tiers]
+    load_s = {tier: seconds for tier in faster_tiers if (seconds := _entry_s(estimate, entry, tier)) < current_s}
+    return (hits * current_s, entry, load_s) if load_s else None
 
 
-def _entry_s(times: Estimate, entry: Entry, tier: str) -> float:
+def _entry_s(estimate: Estimate, entry: Entry, tier: str) -> float:
     """Return the seconds to load an entry's least lossy level from a tier."""
     level, nbytes = next(iter(entry.sizes.items()))
-    return times.load_s(tier, nbytes) + times.decode_s(level, entry.n_tokens)
+    return estimate.load_s(tier, nbytes) + estimate.decode_s(level, entry.n_tokens)

@@ -45,9 +45,9 @@ class Pauses(Protocol):
 
 _OWNERS: dict[int, weakref.ref[Renews]] = {}
 _NUMBERS = count()
-_FIRST = 1 << 60
+_FIRST_OFFSET = 1 << 60
 _PAUSED: list[Pauses] = []
-_TURN = threading.Lock()
+_FORK_LOCK = threading.Lock()
 """Held by the thread that forks, so that only one does at a time."""
 
 
@@ -58,7 +58,7 @@ def at_fork(owner: Renews, first: bool = False) -> None:
         owner: The owner; if it also has `pause` and `resume`, these are called around the fork in the parent.
         first: Whether to pause it before the others, because its threads may wait for theirs.
     """
-    number = next(_NUMBERS) + (_FIRST if first else 0)
+    number = next(_NUMBERS) + (_FIRST_OFFSET if first else 0)
     _OWNERS[number] = weakref.ref(owner, lambda _: _OWNERS.pop(number, None))
 
 
@@ -66,7 +66,7 @@ class ForkLock:
     """A `threading.Lock` that is free in a forked child, whoever held it in the parent.
 
     Args:
-        torn: Called in the child if the lock was held at the fork: what it guards may be half changed.
+        torn: Called in the child if the lock was held at the fork, as the data it guards may be half changed.
     """
 
     def __init__(self, torn: Callable[[], object] | None = None) -> None:
@@ -109,7 +109,7 @@ def is_torn(condition: threading.Condition) -> bool:
 
 
 def _owners() -> Iterator[Renews]:
-    """Yield all owners that still exist, youngest first: an index uses the catalog, which is older."""
+    """Yield all owners that still exist, youngest first, as an owner may use older ones (an index its catalog)."""
     for number in sorted(_OWNERS, reverse=True):
         reference = _OWNERS.get(number)
         owner = reference() if reference is not None else None
@@ -118,32 +118,35 @@ def _owners() -> Iterator[Renews]:
 
 
 def _before() -> None:
-    _TURN.acquire()
+    _FORK_LOCK.acquire()
     for owner in _owners():
         if isinstance(owner, Pauses):
             _PAUSED.append(owner)
-            _carefully(owner.pause)
+            _call_logged(owner.pause)
 
 
 def _in_parent() -> None:
     while _PAUSED:
-        _carefully(_PAUSED.pop().resume)
-    _TURN.release()
+        _call_logged(_PAUSED.pop().resume)
+    _FORK_LOCK.release()
 
 
 def _in_child() -> None:
     _PAUSED.clear()
-    _TURN.release()
+    _FORK_LOCK.release()
     for owner in _owners():
-        _carefully(owner.renew)
+        _call_logged(owner.renew)
 
 
-def _carefully(do: Callable[[], object]) -> None:
-    """Call an owner; log what it raises, so that the fork goes on for the others."""
+def _call_logged(callback: Callable[[], object]) -> None:
+    """Call an owner's method and log any exception, so that the other owners are called too."""
     try:
-        do()
+        callback()
     except Exception:
-        log.warning("Something was not ready for a fork", exc_info=True)
+        log.warning(
+            "A part of ragfuse could not prepare for os.fork(). If the child process fails, start it by spawn instead",
+            exc_info=True,
+        )
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""A bounded mapping for several threads, which also holds in a forked child."""
+"""A bounded mapping that is safe with threads and after a fork."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """Keep the `limit` values used last. Threads may share it.
+    """A mapping of at most `limit` values that drops the one used longest ago. Thread-safe.
 
-    In a child that was forked while another thread changed it, it begins empty.
+    It is empty in a child process that was forked while another thread changed it.
 
     Args:
-        limit: Values kept; of more, the one used longest ago goes.
+        limit: Most values that are kept.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = ForkLock(torn=self._begin)
-        self._begin()
+        self._lock = ForkLock(torn=self._reset)
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._values: LRUCache[K, V] = LRUCache(self._limit)
 
     def __len__(self) -> int:
@@ -37,24 +37,24 @@ class LRU(Generic[K, V]):
         return key in self._values
 
     def get(self, key: K) -> V | None:
-        """Return the value of `key`, which counts as a use, or None."""
+        """Return the value of `key`, or None; this counts as a use."""
         with self._lock:
             return self._values.get(key)
 
     def add(self, key: K, value: V) -> V:
-        """Keep `value` in place of what was there, and return it."""
+        """Store `value` under `key`, replacing any other value, and return it."""
         with self._lock:
             self._values[key] = value
         return value
 
     def discard_where(self, test: Callable[[V], bool]) -> None:
-        """Remove the values that `test` is true of. To look at one does not count as a use."""
+        """Remove the values for which `test` returns True. Testing a value does not count as a use."""
         with self._lock:
             for key in [key for key in self._values if test(Cache.__getitem__(self._values, key))]:
                 del self._values[key]
 
     def discard(self, keys: Iterable[K]) -> None:
-        """Remove these keys, where they are there."""
+        """Remove these keys; missing ones are ignored."""
         with self._lock:
             for key in keys:
                 self._values.pop(key, None)
@@ -62,4 +62,4 @@ class LRU(Generic[K, V]):
     def clear(self) -> None:
         """Remove everything."""
         with self._lock:
-            self._begin()
+            self._reset()

@@ -1,4 +1,4 @@
-"""The only process-wide state of ragfuse: loaded models, engines of equal settings, notes for the current answer."""
+"""Ragfuse's only process-wide state: loaded models, engines by settings, and notes for the current answer."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ T = TypeVar("T")
 
 
 class _Lock:
-    """The lock of this module's state. In a forked child it is free, unless the thread that forked holds it."""
+    """The lock of this module's state. It is free in a forked child, unless the forking thread itself holds it."""
 
     def __init__(self) -> None:
-        self.held = threading.RLock()
+        self.lock = threading.RLock()
         at_fork(self)
 
     def renew(self) -> None:
-        if self.held.acquire(blocking=False):
-            self.held.release()
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
         else:
-            self.held = threading.RLock()
+            self.lock = threading.RLock()
 
 
 _LOCK = _Lock()
-_HELD: dict[Hashable, Any] = {}
+_SHARED: dict[Hashable, Any] = {}
 _USED: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
-_NOTED: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
+_NOTES: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
 def shared(name: Hashable, make: Callable[[], T]) -> T:
     """Return the object of that name; the first caller's `make` creates it, and later callers get the same one."""
-    with _LOCK.held:
-        if name not in _HELD:
-            _HELD[name] = make()
-        found: T = _HELD[name]
+    with _LOCK.lock:
+        if name not in _SHARED:
+            _SHARED[name] = make()
+        found: T = _SHARED[name]
         return found
 
 
 def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
     """Return the object of that name like `shared`, but keep only a weak reference to it."""
-    with _LOCK.held:
+    with _LOCK.lock:
         found: T | None = _USED.get(name)
         if found is None:
             _USED[name] = found = make()
         return found
 
 
-def forget(held: object) -> None:
+def forget(instance: object) -> None:
     """Drop an object that `shared` returned; the next caller creates a new one."""
-    with _LOCK.held:
-        for name in [name for name, value in _HELD.items() if value is held]:
-            del _HELD[name]
+    with _LOCK.lock:
+        for name in [name for name, value in _SHARED.items() if value is instance]:
+            del _SHARED[name]
 
 
 @contextmanager
-def noting() -> Iterator[list[str]]:
+def collect_notes() -> Iterator[list[str]]:
     """Collect the notes made in this block, by this thread and by those that run in a copy of its context."""
-    noted: list[str] = []
-    token = _NOTED.set(noted)
+    notes: list[str] = []
+    token = _NOTES.set(notes)
     try:
-        yield noted
+        yield notes
     finally:
-        _NOTED.reset(token)
+        _NOTES.reset(token)
 
 
-def note(what: str) -> None:
+def note(text: str) -> None:
     """Add a note to the answer that is being made, if any; equal notes are added once."""
-    noted = _NOTED.get()
-    if noted is not None and what not in noted:
-        noted.append(what)
+    notes = _NOTES.get()
+    if notes is not None and text not in notes:
+        notes.append(text)

@@ -1,4 +1,4 @@
-"""Work in the background: one daemon thread that lives while there is something to do."""
+"""Background work in one daemon thread that lives only while there are jobs."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from ragfuse.process.fork import at_fork
 
 Job = TypeVar("Job")
 EXIT_S = 5.0
-"""Seconds that a process which ends without closing what works in the background spends on what still waits."""
+"""Most seconds that an ending process spends on the waiting jobs of an owner that was not closed."""
 
 
 class Worker(Generic[Job]):
-    """Take jobs one after another and run them in a thread, as long as there are any.
+    """Runs an owner's jobs one after another in a thread that ends when there are no more.
 
-    The owner keeps its own queue, guards it with `changed`, and calls `start` when a job was added. The thread ends
-    when `take` has nothing more, so an idle owner holds no thread. In a forked child no thread runs: what was queued is
-    done by the parent, and the owner empties its queue in its own `renew`.
+    The owner has the queue, guards it with `changed`, and calls `start` after adding a job. The thread ends when `take`
+    returns None, so an idle owner has no thread. In a forked child no thread runs: queued jobs stay with the parent,
+    and the owner empties its queue in its own `renew`.
 
     Args:
-        name: The thread's name is `ragfuse-` and this.
-        take: Return the next job, or None where nothing waits. Called with `changed` held.
-        run: Do a job, without the lock. It must not raise.
+        name: The thread's name is `ragfuse-` followed by this.
+        take: Returns the next job, or None if none waits. Called with `changed` held.
+        run: Runs a job. Called without the lock; it must not raise.
     """
 
     def __init__(self, name: str, take: Callable[[], Job | None], run: Callable[[Job], object]) -> None:
-        self._name, self._take, self._do = name, take, run
+        self._name, self._take, self._run_job = name, take, run
         self.renew()
         at_fork(self)
 
     def renew(self) -> None:
-        """Begin with a free lock and no thread."""
+        """Start with a free lock and no thread."""
         self.changed = Condition()
         self._thread: Thread | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs, or was started."""
+        """Whether the thread was started and has not ended."""
         return self._thread is not None
 
     def start(self) -> bool:
         """Start the thread unless it runs; call this with `changed` held.
 
         Returns:
-            False where no thread can be started, as the interpreter is ending or has too many.
+            False if no thread can be started, because the interpreter is ending or has too many threads.
         """
         if self._thread is None:
             thread = Thread(target=self._run, name=f"ragfuse-{self._name}", daemon=True)
@@ -59,14 +59,14 @@ class Worker(Generic[Job]):
         return True
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing waits and the thread has ended its last job; False if that took longer."""
+        """Wait until all jobs are done; return False if that takes longer than `timeout_s` seconds."""
         with self.changed:
             return self.changed.wait_for(lambda: self._thread is None, timeout_s)
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            self._do(job)
-            del job  # its bytes
+            self._run_job(job)
+            del job  # frees its bytes before the next job is awaited
 
     def _next(self) -> Job | None:
         with self.changed:
@@ -81,12 +81,12 @@ class Closes(Protocol):
     """An owner of background work."""
 
     def close(self, timeout_s: float | None = None) -> object:
-        """Take no more jobs, and wait for those taken, for `timeout_s` at most."""
+        """Accept no more jobs, and wait at most `timeout_s` seconds for those that wait."""
         ...
 
 
 def close_at_exit(owner: Closes, timeout_s: float = EXIT_S) -> None:
-    """Close `owner` when the interpreter ends, if it is still there. No reference is held to it."""
+    """Close `owner` when the interpreter ends, if it still exists; only a weak reference is kept."""
     atexit.register(_close, weakref.ref(owner), timeout_s)
 
 

@@ -34,7 +34,7 @@ KeyOf = Callable[[SchemaRun], ChunkKey]
 
 @dataclass(frozen=True)
 class SchemaUse:
-    """What a prompt reuses of its schema; later stages find it as `Prompt.taken`.
+    """What a prompt reuses of its schema; later stages find it as `Prompt.schema_use`.
 
     Args:
         schema: Name of the schema.
@@ -86,17 +86,17 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
         PMLError: An import or argument does not exist in the schema, or does not fit.
     """
     if request.schema != layout.schema.name:
-        raise request.at.error(f"a prompt for schema '{request.schema}'", f"'{layout.schema.name}'")
-    key_of, wishes = cache(key_of), _Wishes(layout, encode)  # cached: many pieces share a run
-    wishes.scope(layout.root, request.items, request.args, request.at)
-    check_together(wishes.imports.items(), layout.forks)
-    placing = _Placing(layout, wishes, _sources(layout, wishes.imports), key_of, "chunk" if blend else "module")
+        raise request.at.error(f"a prompt for schema '{request.schema}'", f"one for '{layout.schema.name}'")
+    key_of, contents = cache(key_of), _Contents(layout, encode)  # cached: many pieces share a run
+    contents.scope(layout.root, request.items, request.args, request.at)
+    check_together(contents.imports.items(), layout.forks)
+    placing = _Placing(layout, contents, _sources(layout, contents.imports), key_of, "chunk" if blend else "module")
     placing.scope(layout.root)
-    ending = tuple(encode(request.ending, False)) if request.ending else _asking(request, layout, encode)
+    ending = tuple(encode(request.ending, False)) if request.ending else _generation_prompt(request, layout, encode)
     placing.free(_Free(ending, request.at))
-    prompt, others = placing.prompt(request.at), tuple(dict.fromkeys(_others(layout, wishes.imports)))
-    taken = placing.taken(tuple(map(key_of, others)))
-    return Bound(replace(prompt, taken=taken), tuple(placing.imported), tuple(placing.used), others, placing.moved)
+    prompt, others = placing.prompt(request.at), tuple(dict.fromkeys(_others(layout, contents.imports)))
+    prompt = replace(prompt, schema_use=placing.schema_use(tuple(map(key_of, others))))
+    return Bound(prompt, tuple(placing.imported), tuple(placing.used), others, placing.moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class _Free:
     at: SourcePosition
 
 
-class _Wishes:
+class _Contents:
     """The checked contents of a PML prompt: imports, arguments by path, and texts by the module next to them."""
 
     def __init__(self, layout: SchemaLayout, encode: Encode) -> None:
@@ -137,8 +137,8 @@ class _Wishes:
                 continue
             has_ended = has_ended or (following[i] is None and isinstance(item, MessageNode))
             if free := self._free(item, is_last=i == len(items) - 1):
-                nowhere = has_ended or previous is None
-                (waiting if nowhere else self.behind.setdefault(previous or "", [])).append(free)
+                has_no_import = has_ended or previous is None
+                (waiting if has_no_import else self.behind.setdefault(previous or "", [])).append(free)
                 if isinstance(item, MessageNode) and not has_ended:
                     self._check_message(item, previous, following[i], children)
         self.at_end[place.path] = waiting
@@ -150,7 +150,7 @@ class _Wishes:
         if child is None:
             raise self._unknown(item, place, children)
         if child.path in self.imports:
-            raise item.at.error(f"'{item.name}' once more", "each module once")
+            raise item.at.error(f"module '{item.name}' imported twice", "each module once")
         self.imports[child.path] = item.at
         self.before[child.path] = waiting
         self.scope(child, item.items, item.args, item.at)
@@ -158,24 +158,24 @@ class _Wishes:
 
     def _unknown(self, item: Import, place: ModulePosition, children: Mapping[str, ModulePosition]) -> Exception:
         where = f"'{place.path}'" if place.path else f"schema '{self._layout.schema.name}'"
-        deeper = [each.rpartition("/")[0] for each in self._layout.places if each.rpartition("/")[2] == item.name]
-        if deeper:
-            inside = one_of(item.name, deeper) if any(deeper) else "the schema itself"
-            return item.at.error(f"module '{item.name}' in {where}", f"it in {inside}, where it stands")
-        return item.at.error(f"module '{item.name}' in {where}, which it does not have", one_of(item.name, children))
+        parents = [each.rpartition("/")[0] for each in self._layout.places if each.rpartition("/")[2] == item.name]
+        if parents:
+            inside = one_of(item.name, parents) if any(parents) else "the schema itself"
+            return item.at.error(f"module '{item.name}' in {where}", f"it in {inside}, as in the schema")
+        return item.at.error(f"unknown module '{item.name}' in {where}", one_of(item.name, children))
 
     def _arguments(
         self, place: ModulePosition, args: tuple[tuple[str, str], ...], at: SourcePosition
     ) -> dict[str, tuple[int, ...]]:
-        rooms = {part.param: len(part.tokens) for part in place.own if part.param}
+        max_tokens = {part.param: len(part.tokens) for part in place.ranges if part.param}
         found = {}
         for name, value in args:
-            if name not in rooms:
+            if name not in max_tokens:
                 where = f"'{place.path}'" if place.path else "the schema itself"
-                raise at.error(f"argument '{name}' of {where}, which has no such parameter", one_of(name, rooms))
+                raise at.error(f"unknown argument '{name}' of {where}", one_of(name, max_tokens))
             tokens = tuple(self._encode(value, False))
-            if len(tokens) > rooms[name]:
-                raise at.error(f"argument '{name}' of {len(tokens)} tokens", f"at most {rooms[name]}")
+            if len(tokens) > max_tokens[name]:
+                raise at.error(f"argument '{name}' of {len(tokens)} tokens", f"at most {max_tokens[name]}")
             found[name] = tokens
         return found
 
@@ -195,25 +195,25 @@ class _Wishes:
         beside = self._layout.places[previous] if previous is not None else children.get(following or "")
         if beside is not None and beside.in_message:
             raise item.at.error(
-                f"'<{item.role}>' beside '{beside.name}', which is in a message", "it behind all imports"
+                f"'<{item.role}>' next to module '{beside.name}', which is inside a message", "it after all imports"
             )
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
     """Return the run that each module is reused from; a scaffold with all members imported comes first (3.3)."""
-    there, found = {"", *imports}, dict[str, SchemaRun]()
+    imported, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
-        if there.issuperset(run.members) and not any(path in found for path in run.members):
+        if imported.issuperset(run.members) and not any(path in found for path in run.members):
             found.update(dict.fromkeys(run.members, run))
     for path in ("", *imports):  # parents first
-        own = layout.modules.get(path)
-        if own is None or path in found:
+        module_run = layout.modules.get(path)
+        if module_run is None or path in found:
             continue
-        found[path] = own
-        if there.issuperset(own.members):
-            for member in own.members:
+        found[path] = module_run
+        if imported.issuperset(module_run.members):
+            for member in module_run.members:
                 if layout.places[member].is_cached:
-                    found.setdefault(member, own)
+                    found.setdefault(member, module_run)
     return found
 
 
@@ -224,7 +224,7 @@ def _others(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> Iter
                 yield layout.modules[place.path]
 
 
-def _asking(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
+def _generation_prompt(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
     """Return the ids of the generation prompt; none if the prompt has no messages or begins the answer itself."""
     items = _stripped(request.items)
     has_messages = any(isinstance(item, MessageNode) for item in items)
@@ -266,10 +266,10 @@ class _Piece:
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
-    def goes_on(self, piece: _Piece) -> bool:
+    def is_continued_by(self, other: _Piece) -> bool:
         """Whether a piece directly follows this one, both in the prompt and in the run."""
-        follows = self.run is None or self.lo + len(self.tokens) == piece.lo
-        return follows and (self.stop, self.run, self.origin) == (piece.start, piece.run, piece.origin)
+        follows = self.run is None or self.lo + len(self.tokens) == other.lo
+        return follows and (self.stop, self.run, self.origin) == (other.start, other.run, other.origin)
 
 
 @dataclass
@@ -277,7 +277,7 @@ class _Placing:
     """Places token ranges and texts in order; `cursor` is the first free position."""
 
     layout: SchemaLayout
-    wishes: _Wishes
+    contents: _Contents
     sources: Mapping[str, SchemaRun]
     key_of: KeyOf
     kind: Kind
@@ -292,22 +292,22 @@ class _Placing:
         """Place an imported module and everything that is imported in it, in order."""
         for part in place.parts:
             if isinstance(part, TokenRange):
-                self._stretch(part)
+                self._place_range(part)
                 continue
             for child in part.places if isinstance(part, UnionPosition) else (part,):
-                if child.path in self.wishes.imports:
+                if child.path in self.contents.imports:
                     self._child(child)
-        for text in self.wishes.at_end[place.path]:
+        for text in self.contents.at_end[place.path]:
             self.free(text)
 
     def _child(self, place: ModulePosition) -> None:
-        for text in self.wishes.before[place.path]:
+        for text in self.contents.before[place.path]:
             self.free(text)
         self.imported.append(place.path)
         self._make_room(place.start)
         self.scope(place)
         self.cursor = max(self.cursor, place.stop + self.moved)
-        for text in self.wishes.behind.get(place.path, ()):
+        for text in self.contents.behind.get(place.path, ()):
             self.free(text)
 
     def free(self, text: _Free) -> None:
@@ -316,12 +316,12 @@ class _Placing:
             self._add(_Piece(self.cursor, list(text.tokens)))
             self._last = text
 
-    def _stretch(self, part: TokenRange) -> None:
+    def _place_range(self, part: TokenRange) -> None:
         self._make_room(part.start)
         start, run = part.start + self.moved, self.sources.get(part.owner)
         if part.param:
-            given = self.wishes.arguments[part.owner].get(part.param, ())
-            self._add(_Piece(start, list(given)))
+            argument = self.contents.arguments[part.owner].get(part.param, ())
+            self._add(_Piece(start, list(argument)))
         elif run is None:
             self._add(_Piece(start, list(part.tokens)))
         else:
@@ -331,22 +331,23 @@ class _Placing:
 
     def _make_room(self, start: int) -> None:
         """Shift what comes next if its place is taken; PMLError if the model's KV cannot be moved."""
-        missing = self.cursor - start - self.moved
-        if missing <= 0:
+        overlap = self.cursor - start - self.moved
+        if overlap <= 0:
             return
         if self.layout.fixed and self._last is not None:
             n = len(self._last.tokens)
             raise self._last.at.error(
-                f"text of {n} tokens", f"at most {max(0, n - missing)} here, as this model's KV cannot be moved"
+                f"text of {n} tokens",
+                f"at most {max(0, n - overlap)} here, as this model's KV cannot move to other positions",
             )
-        self.moved += missing
+        self.moved += overlap
 
     def _add(self, piece: _Piece) -> None:
         """Add a piece, merged with the last one if it directly follows that."""
         if not piece.tokens:
             return
         self.cursor = piece.stop
-        if self.pieces and self.pieces[-1].goes_on(piece):
+        if self.pieces and self.pieces[-1].is_continued_by(piece):
             self.pieces[-1].tokens += piece.tokens
         else:
             self.pieces.append(piece)
@@ -354,7 +355,7 @@ class _Placing:
     def prompt(self, at: SourcePosition) -> Prompt:
         """Return the Prompt. If its last piece is cached, its last token is made fresh: something must be computed."""
         if not self.pieces:
-            raise at.error("a prompt without a token", "text, or modules that have text")
+            raise at.error("an empty prompt", "text, or a module that has text")
         last = self.pieces[-1]
         if last.run is not None:
             token = _Piece(last.stop - 1, [last.tokens.pop()])
@@ -363,7 +364,7 @@ class _Placing:
         self.used = dict.fromkeys(piece.run for piece in self.pieces if piece.run is not None)
         return Prompt(tuple(self._segment(piece) for piece in self.pieces))
 
-    def taken(self, others: tuple[ChunkKey, ...]) -> SchemaUse:
+    def schema_use(self, others: tuple[ChunkKey, ...]) -> SchemaUse:
         """Return what the prompt reuses of the schema; call it after `prompt`."""
         runs = {self.key_of(run): run for run in self.used}
         sources = {path: self.key_of(run) for path, run in self.sources.items() if run in self.used}

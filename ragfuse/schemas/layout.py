@@ -99,7 +99,7 @@ class ModulePosition:
     at: SourcePosition = NOWHERE
 
     @property
-    def own(self) -> tuple[TokenRange, ...]:
+    def ranges(self) -> tuple[TokenRange, ...]:
         """Its own text and parameters, in order."""
         return tuple(part for part in self.parts if isinstance(part, TokenRange))
 
@@ -135,39 +135,42 @@ class SchemaRun:
     Args:
         members: Paths of the modules in it. A prompt may reuse all of them if it imports all; of a module's run the
             first member, the module itself, may always be reused.
-        stretches: Its token ranges, in order of positions, which may have gaps.
+        ranges: Its token ranges, in order of positions, which may have gaps.
     """
 
     members: tuple[str, ...]
-    stretches: tuple[TokenRange, ...] = field(repr=False)
+    ranges: tuple[TokenRange, ...] = field(repr=False)
 
     @property
     def start(self) -> int:
         """Position of its first token in the schema."""
-        return self.stretches[0].start
+        return self.ranges[0].start
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
         """All n ids."""
-        return tuple(token for stretch in self.stretches for token in stretch.tokens)
+        return tuple(token for part in self.ranges for token in part.tokens)
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
         """The n positions that it is encoded at, relative to `start`, so that the first is 0."""
-        return tuple(at - self.start for each in self.stretches for at in range(each.start, each.stop))
+        return tuple(at - self.start for each in self.ranges for at in range(each.start, each.stop))
 
     @cached_property
     def rows(self) -> Mapping[tuple[str, int], tuple[int, int]]:
         """Rows lo:hi of each token range among its tokens, by (owner, start)."""
-        stops = tuple(accumulate(len(each.tokens) for each in self.stretches))
-        spans = zip(self.stretches, stops, strict=True)
+        stops = tuple(accumulate(len(each.tokens) for each in self.ranges))
+        spans = zip(self.ranges, stops, strict=True)
         return {(each.owner, each.start): (stop - len(each.tokens), stop) for each, stop in spans}
 
     def layout(self, fixed: bool = False) -> str:
-        """Return `ChunkKey.layout` of its KV: "" for positions 0..n-1, else a digest of the positions.
+        """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
+
+        It is "" if the run's positions are 0 to n-1, else a digest of the positions, so that KV computed at other
+        positions is another entry.
 
         Args:
-            fixed: The model's KV cannot be moved, so the digest also covers `start`.
+            fixed: True for a model whose KV cannot be moved to other positions: the digest also covers `start`.
         """
         start = self.start if fixed else 0
         if not start and self.positions[-1] == len(self.tokens) - 1:
@@ -248,15 +251,15 @@ def lay_out(
     builder = _Builder(encode, wrapping, placeholder)
     root = builder.place(Module("", schema.items, at=schema.at), "", 0, False, tuple(bos))
     places = {place.path: place for place in _walk(root)}
-    own = {path: place.own for path, place in places.items()}
+    ranges_by_path = {path: place.ranges for path, place in places.items()}
     modules = {
-        path: builder.run(tuple(_standing_in(place, places)), own, place.at)
+        path: builder.run(tuple(_standing_in(place, places)), ranges_by_path, place.at)
         for path, place in places.items()
         if _is_worth(place, min_tokens)
     }
     named = [(_together(scaffold, places, builder.forks, schema.name), scaffold.at) for scaffold in schema.scaffolds]
     once = {frozenset(paths): (paths, at) for paths, at in named}
-    scaffolds = [builder.run(paths, own, at) for paths, at in once.values()]
+    scaffolds = [builder.run(paths, ranges_by_path, at) for paths, at in once.values()]
     return SchemaLayout(
         schema,
         root,
@@ -264,7 +267,7 @@ def lay_out(
         MappingProxyType(places),
         MappingProxyType(builder.forks),
         MappingProxyType(modules),
-        tuple(sorted(scaffolds, key=lambda run: -sum(len(each.tokens) for each in run.stretches))),
+        tuple(sorted(scaffolds, key=lambda run: -sum(len(each.tokens) for each in run.ranges))),
         builder.has_messages,
         tuple(builder.notes),
         fixed,
@@ -287,7 +290,9 @@ class _Builder:
         """Lay a module out from position `start` on, with the ids `head` before its own."""
         self._n_chars += len(path)
         if self._n_chars > MAX_PML_CHARS:
-            raise module.at.error(f"paths of {self._n_chars} characters", "shorter names, or less depth")
+            raise module.at.error(
+                f"module paths of {self._n_chars} characters in all", "shorter names, or less nesting"
+            )
         check_scope(module.items)
         parts, text, at = list[Part](), list(head), start + len(head)
         for item, inside in self._flat(module.items, in_message):
@@ -304,17 +309,20 @@ class _Builder:
             parts.append(TokenRange(path, at - len(text), tuple(text)))
         return ModulePosition(module.name, path, start, at, tuple(parts), module.cache, in_message, module.at)
 
-    def run(self, paths: tuple[str, ...], own: Mapping[str, tuple[TokenRange, ...]], at: SourcePosition) -> SchemaRun:
+    def run(
+        self, paths: tuple[str, ...], ranges_by_path: Mapping[str, tuple[TokenRange, ...]], at: SourcePosition
+    ) -> SchemaRun:
         """Return the run of these modules' own text; PMLError if it is empty or all runs have too many tokens."""
-        stretches = [each for path in paths for each in own[path]]
-        if not stretches:
-            raise at.error("a scaffold without text", "modules that have text of their own")
-        self._n_tokens += sum(len(each.tokens) for each in stretches)
+        ranges = [each for path in paths for each in ranges_by_path[path]]
+        if not ranges:
+            raise at.error("a scaffold whose modules have no text", "at least one that has text")
+        self._n_tokens += sum(len(each.tokens) for each in ranges)
         if self._n_tokens > MAX_SCHEMA_TOKENS:
             raise at.error(
-                f"{self._n_tokens} tokens to encode", f"at most {MAX_SCHEMA_TOKENS} in all modules and scaffolds"
+                f"{self._n_tokens} tokens to encode",
+                f"at most {MAX_SCHEMA_TOKENS} in all modules and scaffolds together",
             )
-        return SchemaRun(paths, tuple(sorted(stretches, key=lambda each: each.start)))
+        return SchemaRun(paths, tuple(sorted(ranges, key=lambda each: each.start)))
 
     def _flat(self, items: Sequence[Item], in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
         """Yield (item, whether it is in a message), with messages replaced by their items and the template's ids.
@@ -322,17 +330,15 @@ class _Builder:
         White space between messages is dropped, because the template decides what stands there.
         """
         for i, item in enumerate(items):
-            beside = items[max(0, i - 1) : i + 2]
+            is_blank = isinstance(item, TextNode) and not item.text.strip()
             if isinstance(item, Role):
                 yield from self._message(item, in_message)
-            elif not (
-                isinstance(item, TextNode) and not item.text.strip() and any(isinstance(b, Role) for b in beside)
-            ):
+            elif not (is_blank and any(isinstance(each, Role) for each in items[max(0, i - 1) : i + 2])):
                 yield item, in_message
 
     def _message(self, item: Role, in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
         if in_message:
-            raise item.at.error(f"'<{item.role}>' in another message", "a message beside messages")
+            raise item.at.error(f"'<{item.role}>' in another message", "messages next to each other, not nested")
         self.has_messages = True
         before, after = self._wrapping.around(item.role)
         yield opened(self._encode, before), True
@@ -358,17 +364,17 @@ class _Builder:
         """Return the ids that fill a parameter while its module is encoded: its scaffold, then placeholders."""
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()
         if len(tokens) > param.length:
-            said = f"scaffold of parameter '{param.name}' has {len(tokens)} tokens and is cut to its len"
-            self.notes.append(f"line {param.at.line}: {said}, {param.length}")
+            text = f"scaffold of parameter '{param.name}' has {len(tokens)} tokens and is cut to its len"
+            self.notes.append(f"line {param.at.line}: {text}, {param.length}")
         return tokens[: param.length] + (self._placeholder,) * (param.length - len(tokens))
 
     def _fork(self, union: Union, path: str, at: int, inside: bool) -> UnionPosition:
         places = tuple(self.place(each, _below(path, each.name), at, inside) for each in union.modules)
         default = next((place.path for place in places if place.name == union.scaffold), "")
         if union.scaffold and not default:
-            there = one_of(union.scaffold, (place.name for place in places))
+            names = one_of(union.scaffold, (place.name for place in places))
             self.notes.append(
-                f"line {union.at.line}: scaffold '{union.scaffold}' is no module of its union, wanted {there}"
+                f"line {union.at.line}: scaffold '{union.scaffold}' is no module of its union, wanted {names}"
             )
         fork = UnionPosition(at, max((place.stop for place in places), default=at), places, default)
         self.forks.update((place.path, fork) for place in places)
@@ -397,7 +403,7 @@ def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
 
 
 def _is_worth(place: ModulePosition, min_tokens: int) -> bool:
-    return place.is_cached and sum(len(each.tokens) for each in place.own if not each.param) >= max(1, min_tokens)
+    return place.is_cached and sum(len(each.tokens) for each in place.ranges if not each.param) >= max(1, min_tokens)
 
 
 def _standing_in(place: ModulePosition, places: Mapping[str, ModulePosition]) -> Iterator[str]:
@@ -416,9 +422,9 @@ def _together(
     for path in paths:
         place = places.get(path)
         if place is None:
-            raise scaffold.at.error(f"module '{path}' in a scaffold of '{name}'", one_of(path, places))
+            raise scaffold.at.error(f"unknown module '{path}' in a scaffold of '{name}'", one_of(path, places))
         if not place.is_cached:
-            raise scaffold.at.error(f"module '{path}' in a scaffold", "modules that are cached")
+            raise scaffold.at.error(f"module '{path}' in a scaffold, which is not cached", "cached modules only")
     check_together(((path, scaffold.at) for path in paths), forks)
     return paths
 
@@ -434,14 +440,14 @@ def check_together(named: Iterable[tuple[str, SourcePosition]], forks: Mapping[s
         PMLError: A module is named without its parent, or two modules belong to one union.
     """
     named = tuple(named)
-    paths, taken = {path for path, _ in named}, dict[int, str]()
+    paths, module_by_union = {path for path, _ in named}, dict[int, str]()
     for path, at in named:
         parent = path.rpartition("/")[0]
         if parent and parent not in paths:
-            raise at.error(f"'{path}' without '{parent}', which it stands in", "both")
-        rival = taken.setdefault(id(forks[path]), path) if path in forks else path
-        if rival != path:
-            raise at.error(f"'{rival}' and '{path}' of one union", "one of them")
+            raise at.error(f"'{path}' without '{parent}', which contains it", "both")
+        other = module_by_union.setdefault(id(forks[path]), path) if path in forks else path
+        if other != path:
+            raise at.error(f"'{other}' and '{path}' of the same union", "only one of them")
 
 
 def _outline(

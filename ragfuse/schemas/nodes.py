@@ -161,7 +161,7 @@ class PMLPrompt:
         """Return a copy with one more message at its end."""
         return replace(self, items=(*self.items, MessageNode(role, text)))
 
-    def going_on(self, text: str) -> PMLPrompt:
+    def with_ending(self, text: str) -> PMLPrompt:
         """Return a copy with this text added to its ending, for the model to continue."""
         return replace(self, ending=self.ending + text)
 
@@ -198,10 +198,12 @@ def check_scope(items: tuple[Item, ...]) -> None:
         if isinstance(item, Module):
             first = modules.setdefault(item.name, item)
             if first is not item:
-                raise item.at.error(f"a second module '{item.name}'", f"one of that name beside line {first.at.line}'s")
+                raise item.at.error(
+                    f"a second module '{item.name}'", f"another name, as line {first.at.line} has a module of this name"
+                )
         elif isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
             first_at = params[item.name]
             raise item.at.error(
                 f"parameter '{item.name}' with len {item.length}",
-                f"{first_at.length} as in line {first_at.at.line}, or another name",
+                f"len {first_at.length} as in line {first_at.at.line}, or another name",
             )

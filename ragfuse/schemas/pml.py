@@ -112,7 +112,7 @@ def read(path: str | Path) -> Schema | PMLPrompt:
     except UnicodeDecodeError as error:
         before = data[: error.start].decode()
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        raise PMLError(f"byte {data[error.start]:#04x}", "text in UTF-8", str(path), line, column) from error
+        raise PMLError(f"invalid byte {data[error.start]:#04x}", "text in UTF-8", str(path), line, column) from error
 
 
 def is_name(name: str) -> bool:
@@ -133,10 +133,10 @@ def is_name(name: str) -> bool:
 
 def one_of(name: str, names: Iterable[str]) -> str:
     """Return the valid names as text for an error message: those similar to `name`, else the first eight."""
-    there = sorted({each for each in names if each and len(each) <= 100})
-    close = difflib.get_close_matches(name, there[:1000], 3, 0.6) if len(name) <= 100 else []
-    shown = close or there[:8]
-    more = ", ..." if not close and len(there) > len(shown) else ""
+    known = sorted({each for each in names if each and len(each) <= 100})
+    close = difflib.get_close_matches(name, known[:1000], 3, 0.6) if len(name) <= 100 else []
+    shown = close or known[:8]
+    more = ", ..." if not close and len(known) > len(shown) else ""
     listed = ", ".join(f"'{each}'" for each in shown) + more
     return f"one of {listed}" if len(shown) > 1 else listed or "none"
 
@@ -165,7 +165,7 @@ class _Reader:
         self._parser = parser = expat.ParserCreate("utf-8")
         parser.StartElementHandler, parser.EndElementHandler = self._start, self._end
         parser.CharacterDataHandler = self._characters
-        parser.StartDoctypeDeclHandler = lambda *_: self._refuse("a DTD", "none: PML has no entities of its own")
+        parser.StartDoctypeDeclHandler = lambda *_: self._refuse("a DTD", "none: PML has no DTD and no entities")
         parser.ProcessingInstructionHandler = lambda *_: self._refuse("a processing instruction", "PML's own tags")
 
     def read(self) -> Schema | PMLPrompt:
@@ -175,7 +175,9 @@ class _Reader:
         try:
             self._parser.Parse(self._text.encode(), True)
         except UnicodeEncodeError as error:
-            raise PMLError(f"half a character at {error.start}", "text that UTF-8 can hold", self._file) from error
+            raise PMLError(
+                f"half a character (lone surrogate) at {error.start}", "valid Unicode", self._file
+            ) from error
         except expat.ExpatError as error:
             raise self._malformed(error) from None
         assert self._found is not None  # expat: no element found
@@ -186,7 +188,7 @@ class _Reader:
         what = expat.ErrorString(error.code)
         if error.code == expat.errors.codes[expat.errors.XML_ERROR_TAG_MISMATCH] and self._open:
             last = self._open[-1]
-            return at.error(f"the end of another element ({what})", f"'</{last.tag}>' of line {last.at.line} first")
+            return at.error(f"the wrong closing tag ({what})", f"'</{last.tag}>' first, for line {last.at.line}")
         line = _LINE_END.split(self._text, error.lineno)[error.lineno - 1] if error.lineno else ""
         return at.error(f"{what} in {line[max(0, error.offset - 30) : error.offset + 30].strip()!r}", _HELP)
 
@@ -201,7 +203,7 @@ class _Reader:
         if self._count > MAX_ELEMENTS:
             self._refuse(f"more than {MAX_ELEMENTS} elements", "fewer")
         if len(self._open) >= MAX_DEPTH:
-            self._refuse(f"'<{tag}>' in {MAX_DEPTH} elements", "less depth")
+            self._refuse(f"'<{tag}>' nested in {MAX_DEPTH} elements", "less nesting")
         at = self._here()
         if not self._open and tag not in ("schema", "prompt"):
             raise at.error(f"'<{tag}>'", "'<schema>' or '<prompt>'")
@@ -217,14 +219,14 @@ class _Reader:
         parent = self._open[-1].tag
         if self._open[0].tag == "prompt":
             if parent in PML_ROLES:
-                raise at.error(f"'<{tag}>' in '<{parent}>'", "text alone in a message of a prompt")
+                raise at.error(f"'<{tag}>' in '<{parent}>'", "only text in a message of a prompt")
             if tag in PML_TAGS and not (tag in PML_ROLES and parent == "prompt"):
-                raise at.error(f"'<{tag}>' in '<{parent}>'", "modules to import, and messages beside the outermost")
+                raise at.error(f"'<{tag}>' in '<{parent}>'", "modules to import; messages only directly in '<prompt>'")
             return
         if tag not in _INSIDE[parent]:
-            raise at.error(f"'<{tag}>' in '<{parent}>'", f"{one_of(tag, _INSIDE[parent])} there, or text")
+            raise at.error(f"'<{tag}>' in '<{parent}>'", f"{one_of(tag, _INSIDE[parent])} there")
         if tag in PML_ROLES and self._in_role:
-            raise at.error(f"'<{tag}>' in another message", "a message beside messages")
+            raise at.error(f"'<{tag}>' in another message", "messages next to each other, not nested")
 
     def _characters(self, text: str) -> None:
         frame = self._open[-1]
@@ -240,7 +242,7 @@ class _Reader:
         frame.text, frame.text_at = [], None
         if frame.tag in ("union", "parameter", "param", "scaffold"):
             if text.text.strip():
-                raise text.at.error(f"text in '<{frame.tag}>': {text.text.strip()[:40]!r}", "it in a module")
+                raise text.at.error(f"text in '<{frame.tag}>': {text.text.strip()[:40]!r}", "text in modules only")
         else:
             frame.items.append(text)
 
@@ -253,7 +255,7 @@ class _Reader:
         if isinstance(node, Param):
             self._room += node.length
             if self._room > MAX_ROOM:
-                raise node.at.error(f"room for {self._room} tokens of arguments", f"at most {MAX_ROOM} in a schema")
+                raise node.at.error(f"parameters of {self._room} tokens in all", f"at most {MAX_ROOM} in a schema")
         self._open.pop()
         if isinstance(node, Scaffold):
             self._open[-1].scaffolds.append(node)
@@ -285,7 +287,7 @@ def _name(frame: _Frame) -> str:
 def _module(frame: _Frame) -> Module:
     name, cache = _name(frame), frame.attributes.get("cache", "true")
     if name in PML_TAGS:
-        raise frame.at.error(f"a module called '{name}'", "another name, as this is a word of PML")
+        raise frame.at.error(f"a module called '{name}'", "another name, as PML has a tag of this name")
     if cache.lower() not in ("true", "false"):
         raise frame.at.error(f"cache={cache!r}", "'true' or 'false'")
     check_scope(tuple(frame.items))
@@ -293,12 +295,14 @@ def _module(frame: _Frame) -> Module:
 
 
 def _param(frame: _Frame) -> Param:
-    name, given = _name(frame), [frame.attributes[name] for name in ("len", "length") if name in frame.attributes]
-    if len(given) != 1:
-        raise frame.at.error(f"parameter '{name}' with {len(given)} lengths", "len or length, in tokens")
-    if not re.fullmatch(r"[0-9]{1,7}", given[0].strip()) or not 1 <= int(given[0]) <= MAX_LENGTH:
-        raise frame.at.error(f"length {given[0]!r} of parameter '{name}'", f"1 to {MAX_LENGTH} tokens")
-    return Param(name, int(given[0]), frame.attributes.get("scaffold", ""), frame.at)
+    name, lengths = _name(frame), [frame.attributes[name] for name in ("len", "length") if name in frame.attributes]
+    if len(lengths) != 1:
+        raise frame.at.error(
+            f"parameter '{name}' with {len(lengths)} lengths", "exactly one of len and length, in tokens"
+        )
+    if not re.fullmatch(r"[0-9]{1,7}", lengths[0].strip()) or not 1 <= int(lengths[0]) <= MAX_LENGTH:
+        raise frame.at.error(f"length {lengths[0]!r} of parameter '{name}'", f"1 to {MAX_LENGTH} tokens")
+    return Param(name, int(lengths[0]), frame.attributes.get("scaffold", ""), frame.at)
 
 
 def _scaffold(frame: _Frame) -> Scaffold:

@@ -35,21 +35,25 @@ class FilledTemplate(str):
     request: PMLPrompt
     schema: Schema
     progress: Any
-    _whose: str
+    _schema_digest: str
 
-    def __new__(cls, request: PMLPrompt, schema: Schema, progress: Any = None, whose: str = "") -> FilledTemplate:
-        """Make a text that is unique to prompt and schema; whose: a digest of the schema, computed if it is ""."""
-        shown, whose = _each(request, lambda text, at: NO_TEXT.sub("\ufffd", text)), whose or digest(repr(schema))
-        made = super().__new__(cls, f"{to_pml(shown)}<!-- {digest(whose, repr(request))} -->")
-        made.request, made.schema, made.progress, made._whose = replace(request, over=schema), schema, progress, whose
-        return made
+    def __new__(
+        cls, request: PMLPrompt, schema: Schema, progress: Any = None, schema_digest: str = ""
+    ) -> FilledTemplate:
+        """Make a text that is unique to prompt and schema; `schema_digest` is computed if it is ""."""
+        printable = _each(request, lambda text, at: NO_TEXT.sub("\ufffd", text))
+        schema_digest = schema_digest or digest(repr(schema))
+        template = super().__new__(cls, f"{to_pml(printable)}<!-- {digest(schema_digest, repr(request))} -->")
+        template.request, template.schema = replace(request, over=schema), schema
+        template.progress, template._schema_digest = progress, schema_digest
+        return template
 
     def asking(self, text: str) -> FilledTemplate:
         """Return the prompt with a further user message at its end."""
-        return FilledTemplate(self.request.asking(text), self.schema, self.progress, self._whose)
+        return FilledTemplate(self.request.asking(text), self.schema, self.progress, self._schema_digest)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.request, self.schema, self.progress, self._whose
+        return self.request, self.schema, self.progress, self._schema_digest
 
 
 class PMLTemplate:
@@ -75,18 +79,20 @@ class PMLTemplate:
         question: str = "",
         syntax: Syntax = "f-string",
     ) -> None:
-        self.schema, self._whose = _schema(schema), ""
+        self.schema, self._schema_digest = _schema(schema), ""
         self._syntax, self._question = syntax, question
         self._function = schema if callable(schema) and prompt is None else None
         self._request = None if prompt is None else _prompt(prompt)
         if self._request is not None and self._request.schema != self.schema.name:
-            raise self._request.at.error(f"a prompt for schema '{self._request.schema}'", f"'{self.schema.name}'")
+            raise self._request.at.error(
+                f"a prompt for schema '{self._request.schema}'", f"one for '{self.schema.name}'"
+            )
         self._parts: dict[str, list[tuple[str, str | None]]] = {}
         self._own = self._own_variables()
-        asked = self._variables(PMLPrompt("", (MessageNode("user", question),)))
-        self.variables = tuple(dict.fromkeys((*self._own, *asked)))
+        question_variables = self._variables(PMLPrompt("", (MessageNode("user", question),)))
+        self.variables = tuple(dict.fromkeys((*self._own, *question_variables)))
         self.optional = tuple(name for name, has_default in self._own.items() if has_default)
-        self._whose = digest(repr(self.schema))
+        self._schema_digest = digest(repr(self.schema))
 
     @classmethod
     def of(
@@ -115,8 +121,8 @@ class PMLTemplate:
     def alone(others: int) -> InputError:
         """Return the error for a PML prompt that comes with `others` other messages."""
         return InputError(
-            f"A prompt in PML came with {others} other messages; wanted it alone. Put what else is said, system "
-            "prompts too, into its template: messages of its schema or of its prompt, or `question`."
+            f"A prompt in PML must be the only message; found {others} more. Put their text, system prompts too, into "
+            "the template: as messages of its schema or of its prompt, or as `question`."
         )
 
     @classmethod
@@ -126,10 +132,10 @@ class PMLTemplate:
         Raises:
             InputError: There are other messages beside it.
         """
-        mine = [each for each in found if each]
-        if mine and len(found) > 1:
+        templates = [each for each in found if each]
+        if templates and len(found) > 1:
             raise cls.alone(len(found) - 1)
-        return mine[0] if mine else None
+        return templates[0] if templates else None
 
     def fill(self, values: Mapping[str, object], progress: Any = None) -> FilledTemplate:
         """Return the prompt with the `str` of these values.
@@ -145,30 +151,30 @@ class PMLTemplate:
         for name in wanted:
             if name not in values:
                 found = ", ".join(map(str, values)) or "none"
-                raise InputError(f"Wanted the variables {', '.join(wanted)}, found {found}; give '{name}'.")
-        request = self._made(values)
+                raise InputError(f"The variable '{name}' is missing. Wanted: {', '.join(wanted)}; found: {found}.")
+        request = self._filled(values)
         if self._question:
             request = request.asking(self._text(self._question, values, request.at))
-        return FilledTemplate(request, self.schema, progress, self._whose)
+        return FilledTemplate(request, self.schema, progress, self._schema_digest)
 
     def __repr__(self) -> str:
         return f"PMLTemplate(schema '{self.schema.name}', variables {', '.join(self.variables) or 'none'})"
 
     # inside
 
-    def _made(self, values: Mapping[str, object]) -> PMLPrompt:
-        own = {name: values[name] for name in self._own if name in values}
+    def _filled(self, values: Mapping[str, object]) -> PMLPrompt:
+        own_values = {name: values[name] for name in self._own if name in values}
         if self._function is not None:
-            return _prompt(self._function(**own))
+            return _prompt(self._function(**own_values))
         if self._request is None:
-            return filled(self.schema, own)
+            return filled(self.schema, own_values)
         return _each(self._request, lambda text, at: self._text(text, values, at))
 
     def _own_variables(self) -> dict[str, bool]:
         """Return the variables of the prompt without its question, and whether each has a default value."""
         if self._function is not None:
-            given = inspect.signature(self._function).parameters.values()
-            return {each.name: each.default is not each.empty for each in given}
+            parameters = inspect.signature(self._function).parameters.values()
+            return {each.name: each.default is not each.empty for each in parameters}
         if self._request is not None:
             return dict.fromkeys(self._variables(self._request), False)
         return {item.name: False for item in inner(self.schema.items) if isinstance(item, Param)}
@@ -176,11 +182,11 @@ class PMLTemplate:
     def _variables(self, request: PMLPrompt) -> list[str]:
         found: list[str] = []
 
-        def note(text: str, at: SourcePosition) -> str:
+        def collect(text: str, at: SourcePosition) -> str:
             found.extend(name for _, name in self._split(text, at) if name is not None)
             return text
 
-        _each(request, note)
+        _each(request, collect)
         return found
 
     def _text(self, text: str, values: Mapping[str, object], at: SourcePosition) -> str:
@@ -193,30 +199,30 @@ class PMLTemplate:
             parts = [(literal, name) for literal, name, _ in parsed(at.file or "the prompt", text, self._syntax)]
             for _, name in parts:
                 if name is not None and not is_name(name):
-                    raise at.error(f"'{name}' in a template", "the name of a variable, without logic or format")
+                    raise at.error(f"'{name}' in a template", "the plain name of a variable, without logic or format")
             self._parts[text] = parts
         return self._parts[text]
 
 
-def _schema(given: Schema | Path | str | Callable[..., Any]) -> Schema:
-    if isinstance(given, Schema):
-        return given
-    if isinstance(given, str) and given.lstrip().startswith("<"):
-        return parse_schema(given)
-    if not isinstance(given, str | Path):
-        return schema_of(given)
-    found = read(given)
+def _schema(source: Schema | Path | str | Callable[..., Any]) -> Schema:
+    if isinstance(source, Schema):
+        return source
+    if isinstance(source, str) and source.lstrip().startswith("<"):
+        return parse_schema(source)
+    if not isinstance(source, str | Path):
+        return schema_of(source)
+    found = read(source)
     if not isinstance(found, Schema):
         raise found.at.error("<prompt>", "<schema>")
     return found
 
 
-def _prompt(given: Any) -> PMLPrompt:
-    if isinstance(given, PMLPrompt):
-        return given
-    if isinstance(given, str) and given.lstrip().startswith("<"):
-        return parse_prompt(given)
-    found = read(given)
+def _prompt(source: Any) -> PMLPrompt:
+    if isinstance(source, PMLPrompt):
+        return source
+    if isinstance(source, str) and source.lstrip().startswith("<"):
+        return parse_prompt(source)
+    found = read(source)
     if not isinstance(found, PMLPrompt):
         raise found.at.error("<schema>", "<prompt>")
     return found

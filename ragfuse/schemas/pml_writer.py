@@ -35,7 +35,7 @@ def to_pml(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item) ->
     _write(node, parts)
     text = "".join(parts)
     if bad := NO_TEXT.search(text):
-        raise PMLError(f"character {bad.group()!r} in a text", "one that XML can hold")
+        raise PMLError(f"character {bad.group()!r} in a text", "characters that XML allows")
     return text
 
 
@@ -43,7 +43,7 @@ def _write(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item, pa
     if isinstance(node, TextNode):
         parts.append(_escaped(node.text))
         return
-    tag, attributes, items = _told(node)
+    tag, attributes, items = _parts_of(node)
     head = "".join([tag, *(f" {name}={_quoted(value)}" for name, value in attributes)])
     if not items:
         parts.append(f"<{head}/>")
@@ -54,7 +54,7 @@ def _write(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item, pa
     parts.append(f"</{tag}>")
 
 
-def _told(
+def _parts_of(
     node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item,
 ) -> tuple[str, list[tuple[str, str]], list[Any]]:
     """Return the tag, attributes and items of a node."""
@@ -66,8 +66,8 @@ def _told(
         case Union(modules, scaffold):
             return "union", [("scaffold", scaffold)] if scaffold else [], list(modules)
         case Param(name, length, scaffold):
-            said = [("name", name), ("len", str(length))]
-            return "param", [*said, *([("scaffold", scaffold)] if scaffold else [])], []
+            attributes = [("name", name), ("len", str(length))]
+            return "param", [*attributes, *([("scaffold", scaffold)] if scaffold else [])], []
         case Scaffold(modules):
             return "scaffold", [("modules", " ".join(modules))], []
         case Role(role, items):
@@ -79,7 +79,7 @@ def _told(
         case PMLPrompt(schema, items, args, ending=ending):
             return "prompt", [("schema", schema), *args], [*items, *([TextNode(ending)] if ending else [])]
         case _:
-            raise TypeError(f"No node of PML: {node!r}")
+            raise TypeError(f"{node!r} cannot be written as PML.")
 
 
 def _escaped(text: str) -> str:

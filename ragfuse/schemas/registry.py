@@ -98,33 +98,33 @@ class SchemaRegistry:
     ) -> None:
         self._store, self._catalog, self._clock = store, catalog, clock
         self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", ForkLock()
-        self._here: dict[str, dict[str, Any]] = {}
+        self._in_process: dict[str, dict[str, Any]] = {}
         self._unwritten = set[str]()  # names that could not be written to the catalog
 
-    def put(self, kept: StoredSchema, model: str, keys: Sequence[str], must: bool = True) -> None:
+    def put(self, schema: StoredSchema, model: str, keys: Sequence[str], required: bool = True) -> None:
         """Register a schema, replacing another of its name.
 
         Args:
-            kept: The schema.
+            schema: The schema.
             model: Digest of model and tenant.
             keys: Keys of its KV for that model.
-            must: False: a failed write to the catalog is only counted and logged.
+            required: False: a failed write to the catalog is only counted and logged.
 
         Raises:
             StoreError: The catalog cannot be written; then only this process knows the schema.
         """
         with self._lock:
-            before = self._get(kept.name) or kept
-            encoded = {**before.encoded, model: digest("schema", kept.pml)}
-            all_keys = _more(before.keys, model, keys)
-            self._write(replace(kept, added=self._clock(), keys=all_keys, encoded=encoded), must)
+            previous = self._get(schema.name) or schema
+            encoded = {**previous.encoded, model: digest("schema", schema.pml)}
+            all_keys = _more(previous.keys, model, keys)
+            self._write(replace(schema, added=self._clock(), keys=all_keys, encoded=encoded), required)
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
         """Record keys of KV that may be encoded for a schema after an answer, so that it is deleted with the schema."""
         with self._lock:
-            kept = self._get(name)
-            if kept is not None:
-                self._write(replace(kept, keys=_more(kept.keys, model, keys)))
+            schema = self._get(name)
+            if schema is not None:
+                self._write(replace(schema, keys=_more(schema.keys, model, keys)))
 
     def get(self, name: str) -> StoredSchema | None:
         """Return the schema of that name, or None."""
@@ -133,21 +133,21 @@ class SchemaRegistry:
 
     def ls(self) -> list[SchemaInfo]:
         """Return summaries of all schemas, sorted by name; one that cannot be parsed any more counts 0 modules."""
-        return [SchemaInfo(kept.name, kept.file, *_counts(kept), kept.added) for kept in self._all()]
+        return [SchemaInfo(schema.name, schema.file, *_counts(schema), schema.added) for schema in self._all()]
 
     def names(self) -> list[str]:
         """Return the names of all schemas, sorted."""
-        names = self._catalog.strict.names()
-        kept = {name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
-        return sorted(kept | self._unwritten)
+        catalog_names = self._catalog.strict.names()
+        known = {name.removeprefix(self._prefix) for name in catalog_names if name.startswith(self._prefix)}
+        return sorted(known | self._unwritten)
 
-    def names_told(self) -> str:
+    def describe_names(self) -> str:
         """Return the names of all schemas as text for an error message."""
         try:
             names = self.names()
         except StoreError:
-            return "a schema that is registered: which there are cannot be read now"
-        return f"{one_of('', names)}" if names else "a schema that is registered: there is none yet"
+            return "a registered schema (which there are cannot be read now)"
+        return f"{one_of('', names)}" if names else "a registered schema (there is none yet)"
 
     def remove(self, name: str) -> int:
         """Delete a schema and, in every tier, the KV that no other schema of the tenant uses.
@@ -160,36 +160,36 @@ class SchemaRegistry:
         Raises:
             InputError: There is no schema of that name.
         """
-        kept = self.get(name)
-        if kept is None:
-            raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
+        schema = self.get(name)
+        if schema is None:
+            raise InputError(f"There is no schema '{name}'; wanted {self.describe_names()}.")
         others = {key for each in self._all() if each.name != name for key in _keys(each)}
         with self._lock:
             self._catalog.strict.delete(self._prefix + name)
-            self._here.pop(name, None)
+            self._in_process.pop(name, None)
             self._unwritten.discard(name)
-        gone = {key for key in _keys(kept) if key not in others}
-        sizes = [(entry, entry.nbytes) for tier in self._store.tiers for entry in tier.entries(gone).values()]
-        done = dropped(self._store, self._store.drop(gone))
-        if done.silent:
-            log.warning(unanswered(done.silent, f"what it holds of schema '{name}' stays"))
-        return sum(nbytes for entry, nbytes in sizes if not done.has_left(entry))
+        removed = {key for key in _keys(schema) if key not in others}
+        sizes = [(entry, entry.nbytes) for tier in self._store.tiers for entry in tier.entries(removed).values()]
+        outcome = dropped(self._store, self._store.drop(removed))
+        if outcome.silent:
+            log.warning(unanswered(outcome.silent, f"KV of schema '{name}' stays there"))
+        return sum(nbytes for entry, nbytes in sizes if not outcome.has_left(entry))
 
     def _all(self) -> list[StoredSchema]:
         found = map(self.get, self.names())
-        return [kept for kept in found if kept is not None]
+        return [schema for schema in found if schema is not None]
 
-    def _write(self, kept: StoredSchema, must: bool = False) -> None:
-        data = self._here[kept.name] = asdict(kept)
-        self._unwritten.add(kept.name)
+    def _write(self, schema: StoredSchema, required: bool = False) -> None:
+        data = self._in_process[schema.name] = asdict(schema)
+        self._unwritten.add(schema.name)
 
-        catalog = self._catalog.strict if must else self._catalog
-        if catalog.put(self._prefix + kept.name, data):
-            self._unwritten.discard(kept.name)
+        catalog = self._catalog.strict if required else self._catalog
+        if catalog.put(self._prefix + schema.name, data):
+            self._unwritten.discard(schema.name)
 
     def _get(self, name: str) -> StoredSchema | None:
         answered, found = self._catalog.try_get(self._prefix + name)
-        data = found if answered and name not in self._unwritten else self._here.get(name, found)
+        data = found if answered and name not in self._unwritten else self._in_process.get(name, found)
         return StoredSchema.from_dict(data) if data else None
 
 
@@ -199,8 +199,8 @@ def _more(before: Mapping[str, Sequence[str]], model: str, keys: Sequence[str]) 
     return {**others, model: list(dict.fromkeys([*keys, *others.get(model, [])]))}
 
 
-def _keys(kept: StoredSchema) -> Iterator[ChunkKey]:
-    for keys in kept.keys.values():
+def _keys(schema: StoredSchema) -> Iterator[ChunkKey]:
+    for keys in schema.keys.values():
         for key in keys:
             try:
                 yield ChunkKey.parse(key)
@@ -208,9 +208,9 @@ def _keys(kept: StoredSchema) -> Iterator[ChunkKey]:
                 continue
 
 
-def _counts(kept: StoredSchema) -> tuple[int, int]:
+def _counts(stored: StoredSchema) -> tuple[int, int]:
     try:
-        schema = parse_schema(kept.pml, kept.file)
+        schema = parse_schema(stored.pml, stored.file)
     except PMLError:
         return 0, 0
     return _n_modules(schema.items), len(schema.scaffolds)

@@ -36,20 +36,20 @@ def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
 
 def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
     head, after = _between(render, ["user"])
-    asked = _between(render, ["user"], ask=True)[1]
-    _, said, again, _, end = _between(render, ["user", "assistant", "user", "assistant"])
-    ask = asked.removeprefix(after) if asked.startswith(after) else asked
-    if not said.startswith(after):
-        after = said.removesuffix(ask)
-    before_user = again[len(end) :] if end and again.startswith(end) else _common_end(head, again)
-    assistant = said.removeprefix(after), again.removesuffix(before_user)
+    with_prompt = _between(render, ["user"], ask=True)[1]
+    _, to_answer, to_user, _, end = _between(render, ["user", "assistant", "user", "assistant"])
+    ask = with_prompt.removeprefix(after) if with_prompt.startswith(after) else with_prompt
+    if not to_answer.startswith(after):
+        after = to_answer.removesuffix(ask)
+    before_user = to_user[len(end) :] if end and to_user.startswith(end) else _common_end(head, to_user)
+    assistant = to_answer.removeprefix(after), to_user.removesuffix(before_user)
     try:
         first, behind, _ = _between(render, ["system", "user"])
     except Exception:  # the template takes no system messages: wrap them like a user's
         first, behind = head, after + before_user
-    begins = bos if bos and first.startswith(bos) and not before_user.startswith(bos) else ""
-    system = first.removeprefix(begins), behind.removesuffix(before_user)
-    return begins, Wrapping(system, (before_user, after), assistant, ask)
+    prefix = bos if bos and first.startswith(bos) and not before_user.startswith(bos) else ""
+    system = first.removeprefix(prefix), behind.removesuffix(before_user)
+    return prefix, Wrapping(system, (before_user, after), assistant, ask)
 
 
 def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) -> list[str]:

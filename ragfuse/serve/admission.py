@@ -13,10 +13,10 @@ from ragfuse.serve.request_queue import Job, JobQueue
 Ticket = asyncio.Future[None]
 """A future of one waiting request, resolved when it may run."""
 
-Reads = tuple[str, str]
+ConversationId = tuple[str, str]
 """A conversation: its tenant's salt, and its session's name."""
 
-STOPPING = "The server is stopping and takes no more requests; ask another one, or this one later."
+STOPPING = "The server is stopping and takes no more requests. Retry later, or ask another server."
 RETRY_S = 5.0
 """Seconds after which clients of a stopping server should retry."""
 
@@ -25,16 +25,16 @@ class AdmissionControl:
     """Admits requests in the queue's order. Use it from one event loop only, except where a method says otherwise.
 
     Args:
-        together: Requests that run at once; others wait.
-        waiting: Requests that wait, at most.
-        most_each: Requests of one tenant that wait, at most; None: as many as `waiting`.
+        max_running: Requests that run at once; others wait.
+        max_waiting: Most requests that wait.
+        max_each: Most requests of one tenant that wait; None: as many as `max_waiting`.
     """
 
-    def __init__(self, together: int, waiting: int, most_each: int | None = None) -> None:
-        self.jobs: JobQueue[Ticket] = JobQueue(waiting, time.monotonic, most_each)
-        self._together = together
-        self._reads: dict[int, Reads] = {}
-        self._inside: set[int] = set()
+    def __init__(self, max_running: int, max_waiting: int, max_each: int | None = None) -> None:
+        self.jobs: JobQueue[Ticket] = JobQueue(max_waiting, time.monotonic, max_each)
+        self._max_running = max_running
+        self._conversations: dict[int, ConversationId] = {}
+        self._open: set[int] = set()
         self.stopping = False
 
     @property
@@ -43,44 +43,46 @@ class AdmissionControl:
         return not len(self.jobs) and not self.jobs.running
 
     @property
-    def reading(self) -> Sequence[Reads]:
+    def conversations(self) -> Sequence[ConversationId]:
         """The conversations of running requests, then those of waiting ones in the order in which they will run."""
-        waiting = [job.number for job in self.jobs.ahead()]
-        behind = set(waiting)
-        told = [reads for number, reads in list(self._reads.items()) if number not in behind]
-        told += [self._reads[number] for number in waiting if number in self._reads]
-        return tuple(dict.fromkeys(told))
+        ahead = [job.number for job in self.jobs.ahead()]
+        waiting = set(ahead)
+        found = [conversation for number, conversation in list(self._conversations.items()) if number not in waiting]
+        found += [self._conversations[number] for number in ahead if number in self._conversations]
+        return tuple(dict.fromkeys(found))
 
-    def note(self, job: Job[Ticket], reads: Reads) -> None:
+    def note(self, job: Job[Ticket], conversation: ConversationId) -> None:
         """Record which conversation's KV a request will read. May be called from any thread."""
-        self._reads[job.number] = reads
-        if job.number not in self._inside:  # gone meanwhile
-            self._reads.pop(job.number, None)
+        self._conversations[job.number] = conversation
+        if job.number not in self._open:  # it has ended in the meantime
+            self._conversations.pop(job.number, None)
 
-    async def enter(self, tenant: str, conversation: str | None, waits: Callable[[Job[Ticket]], object]) -> Job[Ticket]:
+    async def enter(
+        self, tenant: str, conversation: str | None, on_wait: Callable[[Job[Ticket]], object]
+    ) -> Job[Ticket]:
         """Wait until the request may run; its caller ends it with `leave`.
 
         Args:
             tenant: Name of the tenant.
             conversation: The request's conversation; only one request of a conversation runs at a time.
-            waits: Called with the job before waiting, unless the request may run at once.
+            on_wait: Called with the job before waiting, unless the request may run at once.
 
         Raises:
             APIError: Too many requests wait (429), or the server is stopping (503).
         """
         if self.stopping:
             raise APIError(503, STOPPING, "stopping", None, RETRY_S)
-        turn: Ticket = asyncio.get_running_loop().create_future()
+        ticket: Ticket = asyncio.get_running_loop().create_future()
         try:
-            job = self.jobs.submit(turn, tenant, conversation)
+            job = self.jobs.submit(ticket, tenant, conversation)
         except BusyError as error:
             raise APIError(429, str(error), "busy", None, error.wait_s) from error
-        self._inside.add(job.number)
+        self._open.add(job.number)
         self._call_next()
         try:
-            if not turn.done():
-                waits(job)
-            await turn
+            if not ticket.done():
+                on_wait(job)
+            await ticket
         except BaseException:
             if self.jobs.cancel(job):
                 self._forget(job)
@@ -101,16 +103,16 @@ class AdmissionControl:
             return
         self.stopping = True
         for job in self.jobs.close():
-            if not job.what.done():
-                job.what.set_exception(APIError(503, STOPPING, "stopping", None, RETRY_S))
+            if not job.work.done():
+                job.work.set_exception(APIError(503, STOPPING, "stopping", None, RETRY_S))
 
     def _forget(self, job: Job[Ticket]) -> None:
-        self._inside.discard(job.number)
-        self._reads.pop(job.number, None)
+        self._open.discard(job.number)
+        self._conversations.pop(job.number, None)
 
     def _call_next(self) -> None:
-        while self.jobs.running < self._together and (job := self.jobs.take(0)) is not None:
-            if job.what.done():  # cancelled in this very moment
+        while self.jobs.running < self._max_running and (job := self.jobs.take(0)) is not None:
+            if job.work.done():  # cancelled just now
                 self.jobs.done(job)
             else:
-                job.what.set_result(None)
+                job.work.set_result(None)

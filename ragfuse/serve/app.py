@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
 from ragfuse.serve.guard import Guard
-from ragfuse.serve.refusals import APIError, refusal_of, unreadable
+from ragfuse.serve.refusals import APIError, api_error_of, unreadable
 from ragfuse.serve.routes import router
 from ragfuse.serve.schema import ErrorBody
 from ragfuse.serve.schema_routes import schema_routes
@@ -24,29 +24,29 @@ from ragfuse.serve.service import Service
 
 STATUSES = (
     (400, "The request cannot be answered as it is."),
-    (401, "No API key of this server."),
+    (401, "The API key is missing or unknown."),
     (404, "No such model, schema or path."),
     (408, "The body came too slowly."),
     (413, "The body is too large."),
-    (415, "The body is no JSON by its type."),
-    (421, "Not a name of this server."),
-    (429, "Too many wait already; Retry-After says when to come again."),
-    (503, "The server is stopping, or its store is not usable."),
+    (415, "The content type is not application/json."),
+    (421, "The Host header is not a name of this server."),
+    (429, "Too many requests wait already; Retry-After says when to retry."),
+    (503, "The server is stopping, or its store cannot be used."),
     (504, "The answer did not begin in time."),
 )
 """The status codes of errors, with their descriptions in the OpenAPI document."""
 
 
-def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = True) -> Any:
+def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool = True) -> Any:
     """Return the ASGI app of a service.
 
     Args:
         service: The service.
         origins: Origins of web pages that may call the server from a browser (CORS).
-        only_here: Whether the server listens on a loopback address only.
+        loopback_only: Whether the server listens on a loopback address only.
     """
-    instead: dict[int | str, dict[str, Any]] = {
-        status: {"description": what, "model": ErrorBody} for status, what in STATUSES
+    error_responses: dict[int | str, dict[str, Any]] = {
+        status: {"description": description, "model": ErrorBody} for status, description in STATUSES
     }
     app = FastAPI(
         title="ragfuse",
@@ -54,13 +54,13 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
         docs_url=None,
         redoc_url=None,
         lifespan=lambda _: _open(service),
-        responses=instead,
+        responses=error_responses,
     )
     app.state.threads = service.threads
     app.include_router(router(service))
     app.include_router(schema_routes(service))
     for kind in (APIError, RagFuseError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, _refused)
+        app.add_exception_handler(kind, _error_response)
     app.openapi = lambda: _without_422(FastAPI.openapi(app))  # type: ignore[method-assign]
     settings = service.settings
     guarded = Guard(
@@ -69,8 +69,8 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
         lambda: service.body_bytes,
         settings.serve_patience_s,
         lambda: service.stopping,
-        service.counts.asked,
-        only_here and not len(service.keys),
+        service.counts.count,
+        loopback_only and not len(service.keys),
         service.held,
     )
     return (
@@ -82,7 +82,7 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
 
 @asynccontextmanager
 async def _open(service: Service) -> AsyncIterator[None]:
-    """Run the app's lifespan: start its background work, and save everything at the end."""
+    """Start the service's background work when the app starts; save everything when it ends."""
     asyncio.get_running_loop().set_default_executor(service.threads.turns)
     upkeep = asyncio.create_task(service.upkeep())
     try:
@@ -95,22 +95,22 @@ async def _open(service: Service) -> AsyncIterator[None]:
         service.threads.close()
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _error_response(_: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
-        refusal = unreadable(error.errors())
+        api_error = unreadable(error.errors())
     elif isinstance(error, HTTPException):
-        refusal = APIError(error.status_code, f"{error.detail}.", "http")
-        return Response(refusal.body(), error.status_code, dict(error.headers or {}), "application/json")
+        api_error = APIError(error.status_code, f"{error.detail}.", "http")
+        return Response(api_error.body(), error.status_code, dict(error.headers or {}), "application/json")
     else:
-        refusal = refusal_of(error)
-    return Response(refusal.body(), refusal.status, refusal.headers(), "application/json")
+        api_error = api_error_of(error)
+    return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
 
 
 def _without_422(document: dict[str, Any]) -> dict[str, Any]:
     """Remove FastAPI's status 422 from the OpenAPI document: this server reports invalid requests as 400."""
     for path in document["paths"].values():
-        for told in path.values():
-            told["responses"].pop("422", None)
+        for operation in path.values():
+            operation["responses"].pop("422", None)
     return document
 
 

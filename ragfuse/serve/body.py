@@ -1,7 +1,7 @@
-"""Request bodies: decoding, checks and parsing, on a thread of their own.
+"""Decode, check and parse request bodies, on a separate thread.
 
 Bytes are decoded once, so that the checks and the parser read the same text. The work on one body is bounded by its
-bytes and by `MOST_MARKS`, so that none delays the requests behind it for long.
+bytes and by `MAX_MARKS`, so that none delays the requests behind it for long.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from ragfuse.serve.guard import unless_gone
+from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
 
 MAX_BODY_DEPTH = 64
 """Nesting depth of objects and lists that a body may have."""
-MOST_MARKS = 32_768
+MAX_MARKS = 32_768
 """Strings, objects and lists that a body may hold: each becomes a Python object, up to a hundred times its size."""
-MOST_COMMAS = 262_144
+MAX_COMMAS = 262_144
 """Commas outside strings, so roughly values, that a body may hold; enough for the token ids of a long prompt."""
 SCAN_NBYTES = 1 << 16
 """Bytes that are scanned in one step."""
@@ -44,8 +44,7 @@ def decoded(raw: bytes | bytearray) -> str:
         found = raw[error.start]
         raise APIError(
             400,
-            f"Wanted JSON in UTF-8, found the byte 0x{found:02x} at {error.start:,}, which is none there. Encode the "
-            "body as UTF-8.",
+            f"The body is not valid UTF-8: found the byte 0x{found:02x} at {error.start:,}. Encode it as UTF-8.",
             "encoding",
         ) from None
 
@@ -72,13 +71,13 @@ def check_shape(raw: bytes) -> None:
         in_text = bool(inside[-1])
         if deepest > MAX_BODY_DEPTH:
             raise APIError(
-                400, f"Wanted JSON of at most {MAX_BODY_DEPTH} levels, found more. Make it flatter.", "too_deep"
+                400, f"The JSON is nested more than {MAX_BODY_DEPTH} levels deep. Make it flatter.", "too_deep"
             )
-        if marks > MOST_MARKS or commas > MOST_COMMAS:
+        if marks > MAX_MARKS or commas > MAX_COMMAS:
             raise APIError(
                 400,
-                f"Wanted at most {MOST_MARKS:,} texts, objects and lists in a body, and {MOST_COMMAS:,} values; found "
-                "more. Send less at once.",
+                f"The body has too much: wanted at most {MAX_MARKS:,} texts, objects and lists, and {MAX_COMMAS:,} "
+                "values. Send less at once.",
                 "too_many",
             )
 
@@ -92,43 +91,43 @@ def _quotes(step: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.bool_
     quotes, slashes = step == ord('"'), step == ord("\\")
     if not is_escaped and not slashes.any():
         return quotes, False
-    rows = np.arange(len(step), dtype=np.int32)
-    before = np.maximum.accumulate(np.where(slashes, np.int32(-1 - is_escaped), rows))  # the last that is no backslash
-    n_slashes = rows - before  # up to this byte, this one too
+    indices = np.arange(len(step), dtype=np.int32)
+    other = np.where(slashes, np.int32(-1 - is_escaped), indices)
+    n_slashes = indices - np.maximum.accumulate(other)  # backslashes in a row that end at each byte
     odd = np.concatenate([[is_escaped], n_slashes[:-1] % 2 == 1])
     return quotes & ~odd, bool(n_slashes[-1] % 2)
 
 
 def parsed(raw: bytes) -> Any:
-    """Parse a body; APIError (400) where it is no JSON, or holds half of a surrogate pair, which no tokenizer takes."""
+    """Parse a body; APIError (400) if it is not JSON or has half of a surrogate pair, which no tokenizer accepts."""
     text = decoded(raw)
     check_shape(raw)
     try:
         value = json.loads(text)
-    except ValueError as error:  # a number of thousands of digits is one, too
+    except ValueError as error:  # also raised for a number of thousands of digits
         why = error.msg.lower() if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0].lower()
-        raise APIError(400, f"Wanted JSON, found something else: {why}. Mend the body.", "json") from None
+        raise APIError(400, f"The body is not valid JSON: {why}. Correct it.", "json") from None
     if "\\ud" in text or "\\uD" in text:
-        check_whole(value)
+        check_surrogates(value)
     return value
 
 
-def check_whole(value: Any) -> None:
-    """Raise APIError (400) for values with strings that hold half of a surrogate pair."""
-    left = [value]
-    while left:
-        each = left.pop()
+def check_surrogates(value: Any) -> None:
+    """Raise APIError (400) if a string anywhere in a JSON value holds half of a surrogate pair."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
         if isinstance(each, dict):
-            left += each
-            left += each.values()
+            pending += each
+            pending += each.values()
         elif isinstance(each, list):
-            left += each
+            pending += each
         elif isinstance(each, str) and not each.isascii():
             try:
                 each.encode()
             except UnicodeEncodeError:
                 raise APIError(
-                    400, "Wanted whole characters, found half of a pair; escape both halves.", "half"
+                    400, "A text has half of a surrogate pair. Escape both halves, such as \\ud83d\\ude00.", "half"
                 ) from None
 
 
@@ -147,12 +146,12 @@ def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
         raise RequestValidationError(error.errors(include_url=False)) from None
 
 
-class ReadRequest(Request):
+class ParsedRequest(Request):
     """A request whose body is already parsed and validated; FastAPI gets the result from `json`."""
 
-    def __init__(self, request: Request, said: BaseModel) -> None:
+    def __init__(self, request: Request, value: BaseModel) -> None:
         super().__init__(request.scope, request.receive)
-        self._said = said
+        self._value = value
 
     async def body(self) -> bytes:
         """Return a placeholder, so that FastAPI asks for `json`; the original bytes are freed."""
@@ -160,7 +159,7 @@ class ReadRequest(Request):
 
     async def json(self) -> Any:
         """Return the validated body."""
-        return self._said
+        return self._value
 
 
 class BodyRoute(APIRoute):
@@ -176,7 +175,7 @@ class BodyRoute(APIRoute):
         async def read_first(request: Request) -> Response:
             threads = request.app.state.threads
             reading = threads.run(threads.intake, read_as, model, await request.body())
-            said = await unless_gone(request.receive, reading)
-            return await handler(ReadRequest(request, said))
+            body = await unless_disconnected(request.receive, reading)
+            return await handler(ParsedRequest(request, body))
 
         return read_first

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from ragfuse.serve.admission import RETRY_S, STOPPING
 from ragfuse.serve.keys import LOOPBACK, Keys
-from ragfuse.serve.refusals import APIError, refusal_of
+from ragfuse.serve.refusals import APIError, api_error_of
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -23,9 +23,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-DRAINED = 8
-"""A body over the limit is read up to this many times the limit: its sender reads the error only after sending."""
-CROWDED = "There are too many connections that all ask something; wanted fewer. Close some, or come again later."
+DRAIN_FACTOR = 8
+"""A body over the limit is read up to this many times the limit, as its sender reads the error only after sending."""
+CROWDED = "There are too many connections with open requests. Close some, or retry later."
 PUBLIC = ("/health",)
 """Paths that need no key."""
 PATHS_WHILE_STOPPING = ("/health", "/metrics")
@@ -46,11 +46,11 @@ class Guard:
     Args:
         app: The app that answers the requests that pass.
         keys: The API keys.
-        nbytes: Returns the largest body allowed, in bytes.
-        seconds: Time that a body may take to arrive.
+        max_nbytes: Returns the largest body allowed, in bytes.
+        timeout_s: Seconds that a body may take to arrive.
         stopping: Returns whether the server is stopping.
-        asked: Called with path and status for each response.
-        only_here: Accept only loopback names in the Host header, so that no web page reaches a server without keys
+        observer: Called with path and status for each response.
+        loopback_only: Accept only loopback names in the Host header, so that no web page reaches a server without keys
             by DNS rebinding.
         held: Limit on the bytes of all bodies together.
     """
@@ -59,16 +59,16 @@ class Guard:
         self,
         app: App,
         keys: Keys,
-        nbytes: Callable[[], int],
-        seconds: float,
+        max_nbytes: Callable[[], int],
+        timeout_s: float,
         stopping: Callable[[], bool],
-        asked: RequestObserver,
-        only_here: bool,
+        observer: RequestObserver,
+        loopback_only: bool,
         held: HeldBytes | None = None,
     ) -> None:
-        self._app, self._keys, self._nbytes, self._seconds = app, keys, nbytes, seconds
+        self._app, self._keys, self._max_nbytes, self._timeout_s = app, keys, max_nbytes, timeout_s
         self._held = held if held is not None else HeldBytes(sys.maxsize, sys.maxsize, lambda: RETRY_S)
-        self._stopping, self._asked, self._only_here = stopping, asked, only_here
+        self._stopping, self._observer, self._loopback_only = stopping, observer, loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check and pass on one request; lifespan events pass unchecked."""
@@ -78,26 +78,26 @@ class Guard:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._asked(scope["path"], message["status"])
+                self._observer(scope["path"], message["status"])
             await send(message)
 
-        coming, holding = _Coming(receive), _Holding(self._held)
+        incoming, request_bytes = _IncomingBody(receive), _RequestBytes(self._held)
         try:
             try:
                 self._admit(scope)
-                body = await self._body(scope, coming, holding)
-            except APIError as refusal:
-                holding.end()
-                await self._drain(scope, coming)
-                await say(refusal, counted)
+                body = await self._body(scope, incoming, request_bytes)
+            except APIError as error:
+                request_bytes.end()
+                await self._drain(scope, incoming)
+                await send_error(error, counted)
                 return
-            except _GoneError:
+            except _DisconnectedError:
                 return
-            again = _again(body, receive)
+            replay = _replay(body, receive)
             del body
-            await self._app(scope, again, counted)
+            await self._app(scope, replay, counted)
         finally:
-            holding.end()
+            request_bytes.end()
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
@@ -106,67 +106,75 @@ class Guard:
         if scope.get("state", {}).get("is_crowded") and path not in PATHS_WHILE_STOPPING:
             raise APIError(503, CROWDED, "busy", None, self._held.wait_s())
         if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
-            raise APIError(400, "Wanted one length of the body, found Transfer-Encoding beside another one.", "http")
-        if self._only_here and not _is_here(headers.get(b"host", b"").decode("latin-1")):
-            raise APIError(421, "This server answers to localhost alone; wanted that in the Host header.", "host")
+            raise APIError(
+                400,
+                "Transfer-Encoding cannot be combined with Content-Length or HTTP/1.0. Send only Content-Length.",
+                "http",
+            )
+        if self._loopback_only and not _is_loopback(headers.get(b"host", b"").decode("latin-1")):
+            raise APIError(
+                421,
+                "Without API keys, this server accepts only localhost or 127.0.0.1 in the Host header. Use that name, "
+                "or start the server with --api-key.",
+                "host",
+            )
         tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
         if tenant is None and path not in PUBLIC:
-            told = "another one" if b"authorization" in headers else "none"
+            found = "another one" if b"authorization" in headers else "none"
             raise APIError(
-                401, f"Wanted one of the server's API keys, found {told}. Send it as 'Bearer KEY'.", "api_key"
+                401, f"Wanted one of the server's API keys, found {found}. Send it as 'Bearer KEY'.", "api_key"
             )
         scope.setdefault("state", {})["tenant"] = tenant
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise APIError(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
-            if _length(scope) > self._nbytes():
+            if _content_length(scope) > self._max_nbytes():
                 raise self._too_large()
 
-    async def _body(self, scope: Scope, receive: Receive, holding: _Holding) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, request_bytes: _RequestBytes) -> bytes:
         """Read the whole body; APIError where it is too large or too slow, or all held bodies exceed their limit."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return b""
-        most, body, tenant = self._nbytes(), bytearray(), scope["state"]["tenant"]
+        max_bytes, body, tenant = self._max_nbytes(), bytearray(), scope["state"]["tenant"]
         name = tenant.name if tenant is not None else ""
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self._timeout_s):
                 more = True
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _GoneError
+                        raise _DisconnectedError
                     piece = message.get("body", b"")
-                    holding.more(name, len(piece))
+                    request_bytes.add(name, len(piece))
                     body += piece
-                    if len(body) > most:
+                    if len(body) > max_bytes:
                         raise self._too_large()
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise APIError(408, f"Wanted the body within {self._seconds:g} seconds. Send it faster.", "slow") from None
+            text = f"The body did not arrive within {self._timeout_s:g} seconds. Send it faster."
+            raise APIError(408, text, "slow") from None
         return bytes(body)
 
     def _too_large(self) -> APIError:
-        return APIError(
-            413, f"Wanted a body of at most {self._nbytes():,} bytes, found more. Send less at once.", "too_large"
-        )
+        return APIError(413, f"The body is larger than {self._max_nbytes():,} bytes. Send less at once.", "too_large")
 
-    async def _drain(self, scope: Scope, coming: _Coming) -> None:
-        """Read and drop the rest of a refused body, unless that takes long: many clients read only after sending."""
-        left = DRAINED * self._nbytes()
-        if _length(scope) > left:
+    async def _drain(self, scope: Scope, incoming: _IncomingBody) -> None:
+        """Read and drop the rest of a refused body unless it is long: many clients read only after sending."""
+        remaining = DRAIN_FACTOR * self._max_nbytes()
+        if _content_length(scope) > remaining:
             return
         try:
-            async with asyncio.timeout(self._seconds / 4):
-                while left > 0 and not coming.is_whole:
-                    message = await coming()
-                    left -= len(message.get("body", b""))
+            async with asyncio.timeout(self._timeout_s / 4):
+                while remaining > 0 and not incoming.is_whole:
+                    message = await incoming()
+                    remaining -= len(message.get("body", b""))
         except TimeoutError:
             return
 
 
-class _Coming:
-    """The messages of an incoming request; `is_whole` becomes true with the last one."""
+class _IncomingBody:
+    """The ASGI messages of a request's body; `is_whole` becomes true with the last one."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self.is_whole = receive, False
@@ -181,22 +189,22 @@ class HeldBytes:
     """Counts the bytes of all request bodies in memory, by tenant. Use it from one event loop only.
 
     Args:
-        most: Bytes of all tenants together, at most.
-        most_each: Bytes of one tenant, at most.
+        max_total: Most bytes of all tenants together.
+        max_each: Most bytes of one tenant.
         wait_s: Returns the seconds after which a refused client should retry.
     """
 
-    def __init__(self, most: int, most_each: int, wait_s: Callable[[], float]) -> None:
-        self._most, self._most_each, self.wait_s = most, most_each, wait_s
+    def __init__(self, max_total: int, max_each: int, wait_s: Callable[[], float]) -> None:
+        self._max_total, self._max_each, self.wait_s = max_total, max_each, wait_s
         self.by_tenant: Counter[str] = Counter()
 
     def take(self, tenant: str, n: int) -> None:
         """Add `n` bytes; APIError (429) where a limit would be exceeded."""
-        if self.by_tenant.total() + n > self._most or self.by_tenant[tenant] + n > self._most_each:
+        if self.by_tenant.total() + n > self._max_total or self.by_tenant[tenant] + n > self._max_each:
             raise APIError(
                 429,
-                f"Wanted room for a request, but those that wait or are answered hold {self.by_tenant.total():,} bytes "
-                f"already, of at most {self._most:,} ({self._most_each:,} of one tenant). Retry later, or send less.",
+                f"The server is full: its requests hold {self.by_tenant.total():,} bytes already, of at most "
+                f"{self._max_total:,} ({self._max_each:,} for one tenant). Retry later, or send less.",
                 "busy",
                 None,
                 self.wait_s(),
@@ -210,13 +218,13 @@ class HeldBytes:
             del self.by_tenant[tenant]
 
 
-class _Holding:
-    """The bytes that one request holds in `HeldBytes`, until it ends."""
+class _RequestBytes:
+    """The bytes of one request that count in `HeldBytes` until it ends."""
 
     def __init__(self, held: HeldBytes) -> None:
         self._held, self._tenant, self._n = held, "", 0
 
-    def more(self, tenant: str, n: int) -> None:
+    def add(self, tenant: str, n: int) -> None:
         """Add `n` bytes that arrived."""
         self._held.take(tenant, n)
         self._tenant, self._n = tenant, self._n + n
@@ -228,43 +236,43 @@ class _Holding:
             self._n = 0
 
 
-class _GoneError(Exception):
+class _DisconnectedError(Exception):
     """The client disconnected."""
 
 
-async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, or cancel it and raise APIError (499) once the client disconnects."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise APIError(499, "Whoever asked went away.", "gone")
+        raise APIError(499, "The client closed the connection.", "gone")
     finally:
-        for each in (task, gone):
+        for each in (task, disconnect):
             if not each.done():
                 each.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await each
 
 
-async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def say(error: BaseException, send: Send) -> None:
-    """Send an error response and close the connection, as unread bytes of the body may still come over it."""
-    refusal = refusal_of(error)
-    told = {**refusal.headers(), "content-type": "application/json", "connection": "close"}
-    body = refusal.body()
-    headers: Sequence[tuple[bytes, bytes]] = [(k.encode(), v.encode()) for k, v in told.items()]
+async def send_error(error: BaseException, send: Send) -> None:
+    """Send an error response and close the connection, as the client may still be sending the request's body."""
+    api_error = api_error_of(error)
+    fields = {**api_error.headers(), "content-type": "application/json", "connection": "close"}
+    body = api_error.body()
+    headers: Sequence[tuple[bytes, bytes]] = [(k.encode(), v.encode()) for k, v in fields.items()]
     headers = [*headers, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.start", "status": api_error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """Return an ASGI `receive` that gives the already read body first, then the messages of the given `receive`."""
     given = [body]  # popped when read, so that the bytes are freed once they are parsed
 
@@ -274,12 +282,12 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return next_message
 
 
-def _is_here(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     return name.strip("[]").lower() in LOOPBACK
 
 
-def _length(scope: Scope) -> int:
+def _content_length(scope: Scope) -> int:
     """Return the Content-Length in bytes; 0 without one."""
-    told = dict(scope["headers"]).get(b"content-length", b"")
-    return int(told) if told.isdigit() else 0
+    value = dict(scope["headers"]).get(b"content-length", b"")
+    return int(value) if value.isdigit() else 0

@@ -22,7 +22,7 @@ class APITenant:
 
     Args:
         name: A label for metrics and the queue; it does not reveal the API key.
-        salt: The salt of all store keys of this tenant's entries, which keeps tenants apart.
+        salt: The salt in the store keys of all entries of this tenant, which keeps tenants apart.
     """
 
     name: str
@@ -33,34 +33,34 @@ class Keys:
     """The accepted API keys, kept as digests.
 
     Args:
-        given: Keys as `KEY`, each a tenant of its own, or as `SALT:KEY`, the tenant of that salt.
-        salt: Without keys, everybody is the tenant of this salt.
+        given: Keys as `KEY`, each for a separate tenant, or as `SALT:KEY`, for the tenant of that salt.
+        salt: If no keys are given, all requests belong to one tenant, which has this salt.
 
     Raises:
         SettingsError: A key is too short, or holds spaces or non-ASCII characters.
     """
 
     def __init__(self, given: Iterable[str] = (), salt: str = "") -> None:
-        self._open = APITenant("all", salt)
-        self._held = tuple(_held(text) for text in given)
+        self._default = APITenant("all", salt)
+        self._keys = tuple(_parse_key(text) for text in given)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._keys)
 
     @property
     def tenants(self) -> Sequence[APITenant]:
         """All tenants, each once even if it has several keys."""
-        return tuple(dict.fromkeys(tenant for _, tenant in self._held)) or (self._open,)
+        return tuple(dict.fromkeys(tenant for _, tenant in self._keys)) or (self._default,)
 
     def tenant(self, authorization: str | None) -> APITenant | None:
-        """Return the tenant whose key an `Authorization` header holds; None for an unknown key. Constant time."""
-        if not self._held:
-            return self._open
+        """Return the tenant whose key an `Authorization` header holds, in constant time; None for an unknown key."""
+        if not self._keys:
+            return self._default
         scheme, _, key = (authorization or "").partition(" ")
-        shown = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
         found = None
-        for held, tenant in self._held:
-            if hmac.compare_digest(held, shown):
+        for known, tenant in self._keys:
+            if hmac.compare_digest(known, given):
                 found = tenant
         return found
 
@@ -69,7 +69,7 @@ def check_host(host: str, keys: Keys) -> None:
     """Raise SettingsError for a server without keys on a host that other machines reach."""
     if host not in LOOPBACK and not len(keys):
         raise SettingsError(
-            f"Wanted an API key for a server at '{host}', which other machines reach; found none. Give --api-key, "
+            f"Other machines can reach a server at '{host}', so it needs an API key; found none. Give --api-key, "
             "--api-keys-file or RAGFUSE_API_KEYS, or serve at 127.0.0.1."
         )
 
@@ -79,15 +79,17 @@ def read_keys(path: Path) -> list[str]:
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"Wanted a text file of API keys, one a line, found '{path}': {error}.") from error
+        raise InputError(
+            f"The file of API keys '{path}' cannot be read: {error}. Wanted UTF-8 text, one key a line."
+        ) from error
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 
 
-def _held(text: str) -> tuple[bytes, APITenant]:
+def _parse_key(text: str) -> tuple[bytes, APITenant]:
     salt, colon, key = text.rpartition(":")
     if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
         raise SettingsError(
-            f"Wanted API keys of at least {MIN_KEY_CHARS} letters, digits and signs, found one of {len(key)}. Make "
+            f"API keys need at least {MIN_KEY_CHARS} ASCII characters without spaces, found one of {len(key)}. Make "
             "one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     name = digest("tenant", salt if colon else key)[:8]

@@ -9,12 +9,12 @@ from typing import Any
 ZERO_LOGPROB = -9999.0
 """The log probability that OpenAI's API gives for a probability of zero."""
 
-Spell = Callable[[int], str]
+DecodeToken = Callable[[int], str]
 
 
 @dataclass(frozen=True)
-class Likely:
-    """One token with its log probability, taken before any sampling options.
+class TokenLogprob:
+    """One token with its log probability before any sampling options apply.
 
     Args:
         id: The token id.
@@ -27,81 +27,81 @@ class Likely:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Noted:
+class LogprobRecorder:
     """A logits processor that records the log probabilities of one sequence.
 
-    `generate` calls it before each token, so it learns which token was drawn only at the next call. The thread that
-    generates calls it; `take` may be called from another thread.
+    `generate` calls it before it draws a token, so which token was drawn shows only at the next call. The generating
+    thread calls it; `take` may be called from another thread.
 
     Args:
         n_top: Most likely tokens to record for each position.
     """
 
     def __init__(self, n_top: int) -> None:
-        self._n_top, self._row, self._noted, self._taken = n_top, None, list[Likely](), 0
+        self._n_top, self._log_probabilities, self._recorded, self._n_taken = n_top, None, list[TokenLogprob](), 0
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Record the scores `[1, vocabulary]`, and return them unchanged."""
-        if self._row is not None:
-            self._note(int(input_ids[0, -1]))
-        self._row = scores[0].detach().float().log_softmax(-1)
+        if self._log_probabilities is not None:
+            self._record(int(input_ids[0, -1]))
+        self._log_probabilities = scores[0].detach().float().log_softmax(-1)
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
         """Record the last token of the finished answer `ids`, and drop end tokens that are not part of it."""
-        if self._row is not None and len(self._noted) < len(ids):
-            self._note(ids[-1])
-        self._row = None
-        del self._noted[len(ids) :]
+        if self._log_probabilities is not None and len(self._recorded) < len(ids):
+            self._record(ids[-1])
+        self._log_probabilities = None
+        del self._recorded[len(ids) :]
 
-    def take(self) -> list[Likely]:
+    def take(self) -> list[TokenLogprob]:
         """Return the tokens recorded since the last call."""
-        new = self._noted[self._taken :]
-        self._taken += len(new)
+        new = self._recorded[self._n_taken :]
+        self._n_taken += len(new)
         return new
 
-    def _note(self, token: int) -> None:
-        row: Any = self._row
+    def _record(self, token: int) -> None:
+        row: Any = self._log_probabilities
         n = min(self._n_top, len(row))
         best = row.topk(n) if n else None
         top = () if best is None else tuple(zip(best.indices.tolist(), map(_finite, best.values.tolist()), strict=True))
-        self._noted.append(Likely(token, _finite(float(row[token])), top))
+        self._recorded.append(TokenLogprob(token, _finite(float(row[token])), top))
 
 
-def of_prompt(scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]]) -> list[Likely]:
+def of_prompt(scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]]) -> list[TokenLogprob]:
     """Convert the scores of a prompt's own tokens, as `Engine.score` gives them."""
     return [
-        Likely(id, None)
+        TokenLogprob(id, None)
         if score is None
-        else Likely(id, _finite(score[0]), tuple((other, _finite(p)) for other, p in score[1]))
+        else TokenLogprob(id, _finite(score[0]), tuple((other, _finite(p)) for other, p in score[1]))
         for id, score in scores
     ]
 
 
-def as_chat(likely: Sequence[Likely], spell: Spell) -> list[dict[str, Any]]:
+def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> list[dict[str, Any]]:
     """Return `logprobs.content` of a chat completion."""
     return [
-        {**_token(each.id, each.logprob, spell), "top_logprobs": [_token(id, p, spell) for id, p in each.top]}
-        for each in likely
+        {**_token(each.id, each.logprob, decode), "top_logprobs": [_token(id, p, decode) for id, p in each.top]}
+        for each in token_logprobs
     ]
 
 
-def as_text(likely: Sequence[Likely], spell: Spell, offset: int = 0) -> dict[str, Any]:
+def as_text(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken, offset: int = 0) -> dict[str, Any]:
     """Return `logprobs` of a text completion; `offset` is the number of the answer's characters before these tokens."""
-    tokens = [spell(each.id) for each in likely]
+    tokens = [decode(each.id) for each in token_logprobs]
     starts = [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))]
     return {
         "tokens": tokens,
-        "token_logprobs": [each.logprob for each in likely],
+        "token_logprobs": [each.logprob for each in token_logprobs],
         "top_logprobs": [
-            None if each.logprob is None else {spell(id): p for id, p in reversed(each.top)} for each in likely
+            None if each.logprob is None else {decode(id): p for id, p in reversed(each.top)} for each in token_logprobs
         ],
         "text_offset": starts,
     }
 
 
-def _token(id: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
-    text = spell(id)
+def _token(id: int, logprob: float | None, decode: DecodeToken) -> dict[str, Any]:
+    text = decode(id)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 

@@ -58,8 +58,8 @@ class APIError(Exception):
         return {**after, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
 
 
-def refusal_of(error: BaseException) -> APIError:
-    """Convert an exception into an APIError; errors that are not the client's fault are logged and not disclosed."""
+def api_error_of(error: BaseException) -> APIError:
+    """Convert an exception into an APIError; errors that the client did not cause are logged, not disclosed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, PMLError):
@@ -67,14 +67,14 @@ def refusal_of(error: BaseException) -> APIError:
     if isinstance(error, InputError | SettingsError):
         return APIError(400, str(error), "unusable")
     if isinstance(error, StoreError):
-        log.error("The store is not usable: %s", error)
+        log.error("A request was answered with an error (503), as the store cannot be used: %s", error)
         return APIError(
-            503, "The store is not usable now. Try again later; the server's log says more.", "store", None, 30
+            503, "The store cannot be used now. Retry later; the server's log has the reason.", "store", None, 30
         )
     name = type(error).__name__
-    log.error("A request ended in %s", name, exc_info=error)
+    log.error("A request failed with %s", name, exc_info=error)
     known = str(error) if isinstance(error, RagFuseError) else ""
-    return APIError(500, known or "Something went wrong in the server; its log says what.", "internal")
+    return APIError(500, known or "Something went wrong in the server; its log has the details.", "internal")
 
 
 def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
@@ -84,13 +84,14 @@ def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
     name = ".".join(place)
     if first["type"] == "json_invalid":
         why = str((first.get("ctx") or {}).get("error", "")).lower()
-        return APIError(400, f"Wanted JSON, found something else: {why or 'no value'}. Mend the body.", "json")
+        return APIError(400, f"The body is not valid JSON: {why or 'no value'}. Correct it.", "json")
     if first["type"] == "extra_forbidden":
         return APIError(400, f"There is no field '{name}' here; leave it out.", "unknown_field", name)
     if first["type"] == "missing":
-        return APIError(400, f"Wanted the field '{name or 'body'}', found none; give it.", "missing", name or None)
+        return APIError(400, f"The field '{name or 'body'}' is missing; give it.", "missing", name or None)
     found = _short(first.get("input"))
-    return APIError(400, f"{name or 'The body'}: {_lower(str(first['msg']))}; found {found}.", "unusable", name or None)
+    message = _lower_first(str(first["msg"]))
+    return APIError(400, f"{name or 'The body'}: {message}; found {found}.", "unusable", name or None)
 
 
 def _without_folder(error: PMLError) -> str:
@@ -103,5 +104,5 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _lower(text: str) -> str:
+def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format: whole, or as server-sent events. The field `ragfuse` holds the trace."""
+"""Format answers as OpenAI's API does: whole, or as server-sent events. The field `ragfuse` holds the trace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
-from ragfuse.serve.logprobs import Likely, as_chat, as_text
-from ragfuse.serve.refusals import refusal_of
+from ragfuse.serve.logprobs import TokenLogprob, as_chat, as_text
+from ragfuse.serve.refusals import api_error_of
 from ragfuse.serve.run import Completed, TextDelta
 from ragfuse.types.answer import Answer
 
@@ -26,7 +26,7 @@ class ResponseWriter:
         model: Name of the model, as clients see it.
         is_chat: Whether it answers `/v1/chat/completions`; else `/v1/completions`.
         fingerprint: OpenAI's `system_fingerprint`.
-        spell: Returns the text of one token id.
+        decode: Returns the text of one token id.
         wants_logprobs: Whether whole answers include log probabilities.
         with_usage: Whether a stream ends with an event that holds the usage.
         id: Id of the response.
@@ -36,19 +36,20 @@ class ResponseWriter:
     model: str
     is_chat: bool
     fingerprint: str
-    spell: Callable[[int], str]
+    decode: Callable[[int], str]
     wants_logprobs: bool = False
     with_usage: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, written: Sequence[Completed], likely: dict[int, list[Likely]]) -> Json:
-        """Return the response with all answers; `likely` holds the tokens' log probabilities by answer index."""
-        choices = [self._choice(each, likely.get(each.index, [])) for each in written]
-        told = [self.trace(each.answer) for each in written]
+    def whole(self, completed: Sequence[Completed], token_logprobs: dict[int, list[TokenLogprob]]) -> Json:
+        """Return the response with all answers; `token_logprobs` is by index of the answer."""
+        choices = [self._choice(each, token_logprobs.get(each.index, [])) for each in completed]
+        traces = [self.trace(each.answer) for each in completed]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        usage = usage_of([each.answer for each in written])
-        return {**self._head(kind), "choices": choices, "usage": usage, "ragfuse": told[0] if len(told) == 1 else told}
+        usage = usage_of([each.answer for each in completed])
+        trace = traces[0] if len(traces) == 1 else traces
+        return {**self._head(kind), "choices": choices, "usage": usage, "ragfuse": trace}
 
     async def events(self, items: AsyncIterator[TextDelta | Completed]) -> AsyncIterator[bytes]:
         """Yield the answers as server-sent events; the last event is [DONE], or the error that ended the stream."""
@@ -60,31 +61,32 @@ class ResponseWriter:
                 if self.is_chat and item.index not in begun:
                     begun.add(item.index)
                     yield self._event(item.index, {"role": "assistant", "content": ""})
-                for event in self._of(item, offsets):
+                for event in self._item_events(item, offsets):
                     yield event
                 if isinstance(item, Completed):
                     answers.append(item.answer)
         except Exception as error:
-            yield _data(refusal_of(error).as_dict())
+            yield _data(api_error_of(error).as_dict())
             return
         if self.with_usage:
-            yield _data({**self._head(self._chunk), "choices": [], "usage": usage_of(answers)})
+            yield _data({**self._head(self._chunk_kind), "choices": [], "usage": usage_of(answers)})
         yield DONE
 
     def trace(self, answer: Answer) -> Json:
         """Return the answer's trace without `recomputed_rows`, which may be thousands of numbers."""
-        told = answer.trace.as_dict()
-        del told["recomputed_rows"]
-        return told
+        trace = answer.trace.as_dict()
+        del trace["recomputed_rows"]
+        return trace
 
     # inside
 
-    def _of(self, item: TextDelta | Completed, offsets: dict[int, int]) -> Iterator[bytes]:
+    def _item_events(self, item: TextDelta | Completed, offsets: dict[int, int]) -> Iterator[bytes]:
         text = item.text if isinstance(item, TextDelta) else item.rest
         if self.is_chat and isinstance(item, TextDelta) and item.reasoning:
             yield self._event(item.index, {"reasoning_content": item.reasoning})
-        logprobs = self._logprobs(item.likely, offsets.get(item.index, 0)) if item.likely else None
-        offsets[item.index] = offsets.get(item.index, 0) + sum(len(self.spell(each.id)) for each in item.likely)
+        offset = offsets.get(item.index, 0)
+        logprobs = self._logprobs(item.token_logprobs, offset) if item.token_logprobs else None
+        offsets[item.index] = offset + sum(len(self.decode(each.id)) for each in item.token_logprobs)
         if text or logprobs is not None:
             yield self._event(item.index, {"content": text} if self.is_chat else text, logprobs=logprobs)
         if isinstance(item, Completed):
@@ -94,7 +96,7 @@ class ResponseWriter:
             yield self._event(item.index, delta, _reason(item), trace=self.trace(item.answer))
 
     @property
-    def _chunk(self) -> str:
+    def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self.is_chat else "text_completion"
 
     def _head(self, kind: str) -> Json:
@@ -110,34 +112,34 @@ class ResponseWriter:
     def _event(
         self,
         index: int,
-        said: Json | str,
+        delta: Json | str,
         reason: str | None = None,
         logprobs: Json | None = None,
         trace: Json | None = None,
     ) -> bytes:
         name = "delta" if self.is_chat else "text"
-        choice = {"index": index, name: said, "logprobs": logprobs, "finish_reason": reason}
-        told = {**self._head(self._chunk), "choices": [choice]}
+        choice = {"index": index, name: delta, "logprobs": logprobs, "finish_reason": reason}
+        event = {**self._head(self._chunk_kind), "choices": [choice]}
         if self.with_usage:
-            told["usage"] = None
-        return _data(told if trace is None else {**told, "ragfuse": trace})
+            event["usage"] = None
+        return _data(event if trace is None else {**event, "ragfuse": trace})
 
-    def _choice(self, written: Completed, likely: Sequence[Likely]) -> Json:
-        answer = written.answer
-        logprobs = self._logprobs(likely) if self.wants_logprobs else None
-        common = {"index": written.index, "logprobs": logprobs, "finish_reason": _reason(written)}
+    def _choice(self, completed: Completed, token_logprobs: Sequence[TokenLogprob]) -> Json:
+        answer = completed.answer
+        logprobs = self._logprobs(token_logprobs) if self.wants_logprobs else None
+        common = {"index": completed.index, "logprobs": logprobs, "finish_reason": _reason(completed)}
         if not self.is_chat:
-            return {**common, "text": written.echo + answer.text}
+            return {**common, "text": completed.echo + answer.text}
         calls = self._calls(answer)
         message: Json = {"role": "assistant", "content": answer.text or (None if calls else ""), "refusal": None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         return {**common, "message": {**message, "tool_calls": calls} if calls else message}
 
-    def _logprobs(self, likely: Sequence[Likely], offset: int = 0) -> Json:
+    def _logprobs(self, token_logprobs: Sequence[TokenLogprob], offset: int = 0) -> Json:
         if self.is_chat:
-            return {"content": as_chat(likely, self.spell), "refusal": None}
-        return as_text(likely, self.spell, offset)
+            return {"content": as_chat(token_logprobs, self.decode), "refusal": None}
+        return as_text(token_logprobs, self.decode, offset)
 
     def _calls(self, answer: Answer) -> list[Json]:
         named = (replace(call, id=call.id or f"call_{uuid4().hex[:24]}") for call in answer.tool_calls)
@@ -146,20 +148,20 @@ class ResponseWriter:
 
 def usage_of(answers: Sequence[Answer]) -> Json:
     """Return OpenAI's usage; `cached_tokens` are those reused without recompute. A prompt counts once per answer."""
-    prompt, written = sum(a.trace.tokens for a in answers), sum(len(a.token_ids) for a in answers)
+    n_prompt, n_generated = sum(a.trace.tokens for a in answers), sum(len(a.token_ids) for a in answers)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_generated,
+        "total_tokens": n_prompt + n_generated,
         "prompt_tokens_details": {"cached_tokens": sum(a.trace.tokens_reused for a in answers)},
     }
 
 
-def _reason(written: Completed) -> str:
+def _reason(completed: Completed) -> str:
     """Return the finish reason; "length" for an answer that its deadline cut off."""
-    reason = written.answer.finish_reason
-    return "length" if written.is_late and reason == "stop" else reason
+    reason = completed.answer.finish_reason
+    return "length" if completed.is_late and reason == "stop" else reason
 
 
-def _data(told: Json) -> bytes:
-    return b"data: " + json.dumps(told).encode() + b"\n\n"
+def _data(payload: Json) -> bytes:
+    return b"data: " + json.dumps(payload).encode() + b"\n\n"

@@ -6,7 +6,7 @@ reports when its job is done. Look-ahead prefetching and eviction use the order 
 
 The next job is the first one of the tenant that was served longest ago, so that a new tenant's first job waits for at
 most one job of each other tenant, however many one of them has sent. A tenant's own jobs run in order of arrival, but a
-job waits while another one of its conversation runs: each turn continues from the history that the turn before it left.
+job waits while another one of its conversation runs, because each turn continues from the history with the turn before.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Job(Generic[T]):
 
     Args:
         number: Its number, in order of arrival.
-        what: The work.
+        work: The work.
         tenant: Whose it is.
         conversation: The name of its conversation; None for none.
         arrived_s: When it came, on the queue's clock.
     """
 
     number: int
-    what: T
+    work: T
     tenant: str
     conversation: Hashable | None
     arrived_s: float
@@ -49,28 +49,28 @@ class JobQueue(Generic[T]):
     """A queue of jobs by tenant. Thread-safe; only `take` blocks.
 
     Args:
-        most: Jobs that wait at once, at most.
+        max_waiting: Most jobs that wait at once.
         clock: A monotonic clock, in seconds.
-        most_each: Waiting jobs of one tenant, at most; None: `most`.
-        notify: Called after a job was added or the queue was closed, in the thread that did it. An asyncio server gives
-            `lambda: loop.call_soon_threadsafe(event.set)` and takes jobs with `take(0)`.
+        max_each: Most waiting jobs of one tenant; None: `max_waiting`.
+        notify: Called after a job was added or the queue was closed, in the thread that did it. An asyncio server
+            passes `lambda: loop.call_soon_threadsafe(event.set)` and takes jobs with `take(0)`.
     """
 
     def __init__(
         self,
-        most: int,
+        max_waiting: int,
         clock: Callable[[], float],
-        most_each: int | None = None,
+        max_each: int | None = None,
         notify: Callable[[], object] | None = None,
     ) -> None:
-        if most < 1 or (most_each is not None and most_each < 1):
-            raise ValueError(f"A queue has room for at least one job, not {most} ({most_each} of each tenant).")
-        self._most, self._most_each = most, most if most_each is None else most_each
-        self._clock, self._notify = clock, notify
+        if max_waiting < 1 or (max_each is not None and max_each < 1):
+            raise ValueError(f"max_waiting and max_each must be at least 1, found {max_waiting} and {max_each}.")
+        self._max_waiting, self._max_each = max_waiting, max_waiting if max_each is None else max_each
+        self._clock, self._on_change = clock, notify
         self._changed = Condition()
-        self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()  # the one whose turn it is first
+        self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()  # the tenant served next comes first
         self._running: dict[int, Job[T]] = {}
-        self._talking: set[tuple[str, Hashable]] = set()  # conversations of which a job runs
+        self._running_conversations: set[tuple[str, Hashable]] = set()  # of (tenant, conversation)
         self._waiting = self._number = 0
         self._pace_s: float | None = None
         self._done_s: float | None = None
@@ -87,16 +87,16 @@ class JobQueue(Generic[T]):
         with self._changed:
             return len(self._running)
 
-    def submit(self, what: T, tenant: str = "", conversation: Hashable | None = None) -> Job[T]:
+    def submit(self, work: T, tenant: str = "", conversation: Hashable | None = None) -> Job[T]:
         """Add a job; raise BusyError, with the seconds to wait, where the queue is full or closed."""
         with self._changed:
             self._check_room(tenant)
             self._number += 1
-            job = Job(self._number, what, tenant, conversation, self._clock())
+            job = Job(self._number, work, tenant, conversation, self._clock())
             self._tenants.setdefault(tenant, OrderedDict())[job.number] = job
             self._waiting += 1
             self._changed.notify()
-        self._tell()
+        self._call_on_change()
         return job
 
     def take(self, timeout_s: float | None = None) -> Job[T] | None:
@@ -113,12 +113,12 @@ class JobQueue(Generic[T]):
                 return None
             del self._tenants[job.tenant][job.number]
             self._tenants.move_to_end(job.tenant)
-            self._left(job.tenant)
+            self._drop_from_count(job.tenant)
             if not self._running:
-                self._done_s = self._clock()  # a pause is no pace
+                self._done_s = self._clock()  # idle time does not count towards the pace
             self._running[job.number] = job
             if job.conversation is not None:
-                self._talking.add((job.tenant, job.conversation))
+                self._running_conversations.add((job.tenant, job.conversation))
             return job
 
     def done(self, job: Job[T]) -> None:
@@ -126,7 +126,7 @@ class JobQueue(Generic[T]):
         with self._changed:
             if self._running.pop(job.number, None) is None:
                 return
-            self._talking.discard((job.tenant, job.conversation))
+            self._running_conversations.discard((job.tenant, job.conversation))
             self._changed.notify_all()
             now_s = self._clock()
             took_s = max(0.0, now_s - (now_s if self._done_s is None else self._done_s))
@@ -136,10 +136,10 @@ class JobQueue(Generic[T]):
     def cancel(self, job: Job[T]) -> bool:
         """Remove a waiting job; return False where it does not wait any more. A running job is not stopped."""
         with self._changed:
-            mine = self._tenants.get(job.tenant)
-            if mine is None or mine.pop(job.number, None) is None:
+            jobs = self._tenants.get(job.tenant)
+            if jobs is None or jobs.pop(job.number, None) is None:
                 return False
-            self._left(job.tenant)
+            self._drop_from_count(job.tenant)
             return True
 
     def peek(self) -> Job[T] | None:
@@ -153,17 +153,17 @@ class JobQueue(Generic[T]):
         That order assumes that no further job comes, and that no job has to wait for another of its conversation.
         """
         with self._changed:
-            return tuple(islice(self._in_turns(), window))
+            return tuple(islice(self._in_order(), window))
 
     def conversations(self, window: int | None = None) -> tuple[Hashable | None, ...]:
         """Return the conversations of the same jobs (None for none), the input of `ragfuse.plan.look_ahead`."""
         with self._changed:
-            return tuple(job.conversation for job in islice(self._in_turns(), window))
+            return tuple(job.conversation for job in islice(self._in_order(), window))
 
     def wait_s(self) -> float:
         """Return the estimated seconds until all waiting jobs are done, at the recent pace; 0 while there is room."""
         with self._changed:
-            return self._done_in_s(self._waiting) if self._waiting >= self._most else 0.0
+            return self._done_in_s(self._waiting) if self._waiting >= self._max_waiting else 0.0
 
     def backlog_s(self) -> float:
         """Return the same estimate whether there is room or not; at least one second."""
@@ -174,25 +174,26 @@ class JobQueue(Generic[T]):
         """Close the queue: return the waiting jobs and remove them; calls that block in `take` return None."""
         with self._changed:
             self._closed = True
-            left = tuple(self._in_turns())
+            waiting = tuple(self._in_order())
             self._tenants.clear()
             self._waiting = 0
             self._changed.notify_all()
-        self._tell()
-        return left
+        self._call_on_change()
+        return waiting
 
-    # inside; all but `_tell` with the lock held
+    # private methods; all but `_call_on_change` are called with the lock held
 
     def _check_room(self, tenant: str) -> None:
         if self._closed:
-            raise BusyError("The queue is closed: the program that runs its jobs is ending.", self._done_in_s(1))
-        mine = len(self._tenants.get(tenant, ()))
-        if self._waiting < self._most and mine < self._most_each:
+            raise BusyError("The queue is closed, because its program is ending. Retry later.", self._done_in_s(1))
+        n_waiting = len(self._tenants.get(tenant, ()))
+        is_full = self._waiting >= self._max_waiting
+        if not is_full and n_waiting < self._max_each:
             return
-        wait_s = self._done_in_s(self._waiting if self._waiting >= self._most else mine * len(self._tenants))
-        found = f"{self._waiting} requests wait already" if self._waiting >= self._most else f"{mine} of yours wait"
-        limit = self._most if self._waiting >= self._most else self._most_each
-        raise BusyError(f"Wanted room for a request, but {found}, of at most {limit}. Retry in {wait_s:.0f} s.", wait_s)
+        wait_s = self._done_in_s(self._waiting if is_full else n_waiting * len(self._tenants))
+        found = f"{self._waiting} requests wait already" if is_full else f"{n_waiting} of your requests wait already"
+        limit = self._max_waiting if is_full else self._max_each
+        raise BusyError(f"The queue is full: {found}, of at most {limit}. Retry in {wait_s:.0f} s.", wait_s)
 
     def _done_in_s(self, n: int) -> float:
         """Return the estimated seconds for `n` jobs, at least one second, so that clients do not retry all at once."""
@@ -202,29 +203,29 @@ class JobQueue(Generic[T]):
         """Return the next job that may run, by tenant served longest ago; a conversation runs one job at a time."""
         for jobs in self._tenants.values():
             for job in jobs.values():
-                if (job.tenant, job.conversation) not in self._talking:
+                if (job.tenant, job.conversation) not in self._running_conversations:
                     return job
         return None
 
-    def _left(self, tenant: str) -> None:
+    def _drop_from_count(self, tenant: str) -> None:
         self._waiting -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
 
-    def _in_turns(self) -> Iterator[Job[T]]:
+    def _in_order(self) -> Iterator[Job[T]]:
         if len(self._tenants) == 1:
             yield from next(iter(self._tenants.values())).values()
             return
-        turns = [iter(jobs.values()) for jobs in self._tenants.values()]
-        while turns:
-            left = []
-            for jobs in turns:
+        iterators = [iter(jobs.values()) for jobs in self._tenants.values()]
+        while iterators:
+            unfinished = []
+            for jobs in iterators:
                 job = next(jobs, None)
                 if job is not None:
                     yield job
-                    left.append(jobs)
-            turns = left
+                    unfinished.append(jobs)
+            iterators = unfinished
 
-    def _tell(self) -> None:
-        if self._notify is not None:
-            self._notify()
+    def _call_on_change(self) -> None:
+        if self._on_change is not None:
+            self._on_change()

@@ -1,4 +1,4 @@
-"""Conversion of request bodies into what the engine takes: a question with its documents as chunks, and an `Ask`."""
+"""Convert request bodies into `AnswerRequest`s: questions with their documents as chunks, each with its `Ask`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, cast
 from ragfuse.engine.options import Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import InputError
-from ragfuse.serve.logprobs import Noted
+from ragfuse.serve.logprobs import LogprobRecorder
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
-    LONGEST_TITLE,
+    MAX_TITLE_CHARS,
     ChatRequest,
     CompletionRequest,
     ContentPart,
@@ -30,66 +30,64 @@ from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 Parts = list[str | Piece]
-COOL = 1e-3
+MIN_TEMPERATURE = 1e-3
 """Temperatures below this mean greedy decoding: dividing logits by them would overflow."""
 
 
-def chat_requests(request: ChatRequest, tenant: str, template: ChatTemplate | None = None) -> list[AnswerRequest]:
+def chat_requests(request: ChatRequest, template: ChatTemplate | None = None) -> list[AnswerRequest]:
     """Convert a chat request into `n` answer requests, one for each answer that it asks for.
 
     Args:
         request: The body of `/v1/chat/completions`.
-        tenant: Salt of the tenant.
         template: The model's chat template, which decides what `chat_template_kwargs` may hold.
 
     Raises:
         APIError: Fields contradict each other, or cannot be honoured (400).
     """
     question = question_of(request.pml, request.messages, request.documents or ())
-    noted = request.top_logprobs or 0 if request.logprobs else None
+    n_top = request.top_logprobs or 0 if request.logprobs else None
     if request.top_logprobs and not request.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: true; give both or neither.", "unusable", "top_logprobs")
     choice, tools = allowed_of(request.tool_choice, request.tools or [])
     if None not in (given := (request.max_completion_tokens, request.max_tokens)) and len(set(given)) > 1:
         raise APIError(400, "max_completion_tokens and max_tokens differ; give one of them.", "unusable", "max_tokens")
     ask = replace(
-        ask_of(request, tenant),
+        ask_of(request),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         tools=tools,
         tool_choice=Ask.tool_choice_of(choice, tools),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        chat_template_kwargs=told_of(request, template or ChatTemplate()),
-        continue_final_message=goes_on(request),
+        chat_template_kwargs=template_kwargs_of(request, template or ChatTemplate()),
+        continue_final_message=continues_last_message(request),
     )
-    return [_wish(question, ask, number, noted) for number in range(request.n or 1)]
+    return [_answer_request(question, ask, number, n_top) for number in range(request.n or 1)]
 
 
-def text_requests(request: TextRequest, tenant: str, mark: Any, n_tokens: int | None = None) -> list[AnswerRequest]:
+def text_requests(request: TextRequest, mark: Any, n_tokens: int | None = None) -> list[AnswerRequest]:
     """Convert a text request into answer requests: `n` for each of its prompts.
 
     Args:
         request: The body of `/v1/completions`.
-        tenant: Salt of the tenant.
         mark: (text, source) -> the text marked as a chunk.
         n_tokens: Token ids in the model's vocabulary; None: unknown, so ids are not checked.
 
     Raises:
         APIError: Fields contradict each other, or cannot be honoured (400).
     """
-    ask = replace(ask_of(request, tenant), max_tokens=request.max_tokens or None)
-    wishes = []
+    ask = replace(ask_of(request), max_tokens=request.max_tokens or None)
+    answer_requests = []
     for prompt in _prompts(request.prompt):
         if isinstance(prompt, str):
             question: Any = text_of(request.pml, prompt, request.documents or (), mark)
         else:
             question = ids_of(prompt, request.pml, request.documents or (), n_tokens)
         for number in range(request.n or 1):
-            wish = _wish(question, ask, number, request.logprobs)
-            said = prompt if question == prompt and isinstance(prompt, str) else ""
+            answer_request = _answer_request(question, ask, number, request.logprobs)
+            echo = prompt if question == prompt and isinstance(prompt, str) else ""
             if request.echo:
-                wish = replace(wish, echo=said, n_top=request.logprobs)
-            wishes.append(replace(wish, writes=request.max_tokens != 0))
-    return wishes
+                answer_request = replace(answer_request, echo=echo, n_top=request.logprobs)
+            answer_requests.append(replace(answer_request, writes=request.max_tokens != 0))
+    return answer_requests
 
 
 def _prompts(given: Any) -> list[str | list[int]]:
@@ -101,91 +99,96 @@ def ids_of(ids: Sequence[int], pml: str | None, documents: Sequence[str | Docume
     """Return a prompt of token ids; APIError for ids outside the vocabulary, or beside PML or documents."""
     if pml is not None or documents:
         name = "pml" if pml is not None else "documents"
-        raise APIError(400, f"A prompt of token ids stands alone; leave out {name}, or send a text.", "unusable", name)
+        raise APIError(
+            400, f"{name} cannot be used with a prompt of token ids. Leave it out, or send a text.", "unusable", name
+        )
     if n_tokens is not None and max(ids) >= n_tokens:
         raise APIError(
-            400, f"The prompt names the token {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.", "unusable", "prompt"
+            400, f"The prompt has the token id {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.", "unusable", "prompt"
         )
     return list(ids)
 
 
-def _wish(question: Any, ask: Ask, number: int, n_top: int | None) -> AnswerRequest:
+def _answer_request(question: Any, ask: Ask, number: int, n_top: int | None) -> AnswerRequest:
     """Return the request for answer `number` of several; each has its own seed."""
     ask = replace(ask, seed=ask.seed + number if ask.seed is not None else None)
     if n_top is None:
         return AnswerRequest(question, ask)
-    noted = Noted(n_top)
-    return AnswerRequest(question, replace(ask, options={**ask.options, "logits_processor": [noted]}), noted)
+    recorder = LogprobRecorder(n_top)
+    return AnswerRequest(question, replace(ask, options={**ask.options, "logits_processor": [recorder]}), recorder)
 
 
-def told_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> dict[str, Any]:
+def template_kwargs_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> dict[str, Any]:
     """Return the extra variables for the chat template; APIError for one that the template never reads."""
-    told, fields = dict(request.chat_template_kwargs or {}), dict.fromkeys(request.chat_template_kwargs or (), KWARGS)
+    kwargs = dict(request.chat_template_kwargs or {})
+    fields = dict.fromkeys(kwargs, KWARGS)
     for name in ("enable_thinking", "reasoning_effort", "verbosity"):
         if (value := getattr(request, name)) is None:
             continue
-        if told.get(name, value) != value:
-            raise APIError(400, f"{name} is {value!r} and, in {KWARGS}, {told[name]!r}; give one.", "unusable", name)
-        told[name], fields[name] = value, name
-    no_effort = told.get("reasoning_effort") == "none" and "reasoning_effort" not in template.names
-    if no_effort and "enable_thinking" in template.names and not told.get("enable_thinking"):
-        del told["reasoning_effort"]
-        told["enable_thinking"] = False
-    unread = template.unread(told)
+        if kwargs.get(name, value) != value:
+            raise APIError(
+                400, f"{name} is {value!r}, but {kwargs[name]!r} in {KWARGS}; give it once.", "unusable", name
+            )
+        kwargs[name], fields[name] = value, name
+    no_effort = kwargs.get("reasoning_effort") == "none" and "reasoning_effort" not in template.names
+    if no_effort and "enable_thinking" in template.names and not kwargs.get("enable_thinking"):
+        del kwargs["reasoning_effort"]
+        kwargs["enable_thinking"] = False
+    unread = template.unread(kwargs)
     if unread is not None:
         raise APIError(
             400,
-            f"{unread} is {told[unread]!r:.40}, but this model's chat template reads no '{unread:.40}': it changes "
-            "nothing; leave it out.",
+            f"{unread} is {kwargs[unread]!r:.40}, but this model's chat template does not use '{unread:.40}'. "
+            "Leave it out.",
             "unusable",
             fields[unread],
         )
-    return told
+    return kwargs
 
 
 KWARGS = "chat_template_kwargs"
 
 
-def goes_on(request: ChatRequest | ExplainRequest) -> bool:
-    """Return whether the last message is to be continued; APIError where that cannot be."""
-    is_on, asks = bool(request.continue_final_message), request.add_generation_prompt
-    if is_on and asks:
+def continues_last_message(request: ChatRequest | ExplainRequest) -> bool:
+    """Return whether the answer continues the last message; APIError if that is impossible or contradicted."""
+    continues, adds_prompt = bool(request.continue_final_message), request.add_generation_prompt
+    if continues and adds_prompt:
         raise APIError(
             400,
-            "continue_final_message goes on with the last message, add_generation_prompt begins another; give one.",
+            "continue_final_message continues the last message, add_generation_prompt begins another; set only one.",
             "unusable",
             "add_generation_prompt",
         )
-    if not is_on and asks is False:
+    if not continues and adds_prompt is False:
         raise APIError(
             400,
-            "add_generation_prompt is false, found no continue_final_message: nothing would be answered. Give both, or "
-            "leave it out.",
+            "add_generation_prompt may be false only if continue_final_message is true. Set that, or leave out "
+            "add_generation_prompt.",
             "unusable",
             "add_generation_prompt",
         )
     last = request.messages[-1] if request.messages else None
-    if is_on and (last is None or last.role != "assistant" or last.tool_calls or request.pml is not None):
+    if continues and (last is None or last.role != "assistant" or last.tool_calls or request.pml is not None):
         raise APIError(
             400,
-            "continue_final_message goes on with an assistant's text; wanted a last message of role 'assistant' "
-            "without calls.",
+            "continue_final_message needs a last message of role 'assistant' without tool calls, and no pml. Add one, "
+            "or leave it out.",
             "unusable",
             "continue_final_message",
         )
-    return is_on
+    return continues
 
 
-def ask_of(request: CompletionRequest, tenant: str) -> Ask:
+def ask_of(request: CompletionRequest) -> Ask:
     """Return the `Ask` for the fields that chat and text requests share."""
-    how, stop = request.ragfuse, request.stop
+    options, stop = request.ragfuse, request.stop
     ask = Ask(
-        policy=how.policy,
-        ratio=how.ratio,
-        reuse=how.reuse,
-        overflow=how.overflow,
-        deadline_s=how.deadline_s,
-        blend=how.blend,
+        policy=options.policy,
+        ratio=options.ratio,
+        reuse=options.reuse,
+        overflow=options.overflow,
+        deadline_s=options.deadline_s,
+        blend=options.blend,
         stop=[stop] if isinstance(stop, str) else stop or (),
         seed=request.seed,
         options=_sampling(request),
@@ -193,23 +196,27 @@ def ask_of(request: CompletionRequest, tenant: str) -> Ask:
     ask = replace(ask, grammar=grammar_of(request))
     _check_ends(request, ask)
     if request.session_id is not None and (request.n or 1) > 1:
-        raise APIError(400, "A conversation goes on with one answer; wanted n 1, or no session_id.", "unusable", "n")
+        raise APIError(400, "n must be 1 with session_id, as a conversation has one answer a turn.", "unusable", "n")
     return in_session(ask, request.session_id)
 
 
 def _check_ends(request: CompletionRequest, ask: Ask) -> None:
     """Raise APIError for fields that would end an answer in contradictory places."""
-    least, most = request.min_tokens or 0, request.max_tokens or getattr(request, "max_completion_tokens", None)
-    if most is not None and least > most:
+    min_tokens = request.min_tokens or 0
+    max_tokens = request.max_tokens or getattr(request, "max_completion_tokens", None)
+    if max_tokens is not None and min_tokens > max_tokens:
         raise APIError(
-            400, f"min_tokens is {least}, and of max_tokens there are {most}; give fewer.", "unusable", "min_tokens"
+            400,
+            f"min_tokens is {min_tokens}, above max_tokens ({max_tokens}). Lower min_tokens.",
+            "unusable",
+            "min_tokens",
         )
     calls = bool(getattr(request, "tools", None)) and getattr(request, "tool_choice", None) != "none"
-    ends = {"tools": calls, "the form of an answer": ask.grammar is not None, "stop": bool(ask.stop and least)}
+    ends = {"tools": calls, "an output format": ask.grammar is not None, "stop": bool(ask.stop and min_tokens)}
     other = next((each for each, is_given in ends.items() if is_given), None)
-    name = "min_tokens" if least else "stop_token_ids" if request.stop_token_ids else None
+    name = "min_tokens" if min_tokens else "stop_token_ids" if request.stop_token_ids else None
     if other is not None and name is not None:
-        raise APIError(400, f"{name} and {other} end an answer in different places; give one.", "unusable", name)
+        raise APIError(400, f"{name} and {other} both decide where an answer ends; give only one.", "unusable", name)
 
 
 def in_session(ask: Ask, session: str | None) -> Ask:
@@ -218,7 +225,7 @@ def in_session(ask: Ask, session: str | None) -> Ask:
 
 
 def _sampling(request: CompletionRequest) -> dict[str, Any]:
-    """Return the options of `generate`, penalties included; greedy decoding unless there is a temperature."""
+    """Return the options of `generate`, penalties included; decoding is greedy without a temperature."""
     bias = {_token_id(id): value for id, value in (request.logit_bias or {}).items()}
     changes = {
         "presence_penalty": request.presence_penalty,
@@ -228,12 +235,12 @@ def _sampling(request: CompletionRequest) -> dict[str, Any]:
         "stop_token_ids": request.stop_token_ids,
         "min_new_tokens": request.min_tokens,
     }
-    told = {name: value for name, value in changes.items() if value}
-    if (request.temperature or 0) < COOL or request.top_p == 0:
-        return told
-    drawn = {"temperature": request.temperature, "top_p": request.top_p, "min_p": request.min_p}
-    among = {name: value for name, value in drawn.items() if value is not None}
-    return {**told, "do_sample": True, "top_k": max(0, request.top_k or 0), **among}
+    options = {name: value for name, value in changes.items() if value}
+    if (request.temperature or 0) < MIN_TEMPERATURE or request.top_p == 0:
+        return options
+    sampling = {"temperature": request.temperature, "top_p": request.top_p, "min_p": request.min_p}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    return {**options, "do_sample": True, "top_k": max(0, request.top_k or 0), **given}
 
 
 def _token_id(id: str) -> int:
@@ -250,27 +257,37 @@ def question_of(
     Text in those messages that looks like PML is not parsed.
     """
     if pml is None:
-        return turns_of(messages, documents)
-    found = _prompt(pml, documents)
-    for turn in turns_of(messages) if messages else ():
-        if turn.role not in ("system", "user", "assistant") or turn.tool_calls:
-            raise APIError(400, "A prompt in PML tells of no tools; leave out what they said.", "unusable", "messages")
-        found = found.asking("".join(map(_plain, turn.content)), cast(Any, turn.role))
-    return found
+        return chat_messages_of(messages, documents)
+    prompt = _prompt(pml, documents)
+    for message in chat_messages_of(messages) if messages else ():
+        if message.role not in ("system", "user", "assistant") or message.tool_calls:
+            raise APIError(
+                400,
+                "pml cannot be used with tools; leave out messages of tools and tool calls.",
+                "unusable",
+                "messages",
+            )
+        prompt = prompt.asking("".join(map(_plain, message.content)), cast(Any, message.role))
+    return prompt
 
 
 def text_of(pml: str | None, text: str, documents: Sequence[str | Document], mark: Any) -> str | PMLPrompt:
-    """Return the text to continue, after its documents or after a PML prompt; APIError where it is empty."""
+    """Return the text to continue, with its documents or a PML prompt before it; APIError if it is empty."""
     if pml is not None:
-        return _prompt(pml, documents).going_on(text)
+        return _prompt(pml, documents).with_ending(text)
     if found := f"{marked(documents, mark)}{text}":
         return found
-    raise APIError(400, "The prompt is empty; wanted a text to go on from.", "unusable", "prompt")
+    raise APIError(400, "The prompt is empty; wanted a text to continue.", "unusable", "prompt")
 
 
 def _prompt(pml: str, documents: Sequence[str | Document]) -> PMLPrompt:
     if documents:
-        raise APIError(400, "A prompt in PML has modules, no documents; ask with one of them.", "unusable", "documents")
+        raise APIError(
+            400,
+            "pml cannot be used with documents, as its texts are modules of a schema; give one.",
+            "unusable",
+            "documents",
+        )
     return parse_prompt(pml)
 
 
@@ -278,25 +295,27 @@ def _plain(part: str | Piece) -> str:
     return part if isinstance(part, str) else part.text
 
 
-def turns_of(messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()) -> list[ChatMessage]:
+def chat_messages_of(messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()) -> list[ChatMessage]:
     """Return the conversation, with the documents as chunks before the last user message.
 
     Consecutive messages of one role become one.
     """
     try:
-        turns = ChatMessage.conversation(map(_turn, messages))
+        conversation = ChatMessage.conversation(map(_chat_message, messages))
     except InputError as error:
         raise APIError(400, str(error), "unusable", "messages") from error
-    return _with_documents(turns, documents) if documents else turns
+    return _with_documents(conversation, documents) if documents else conversation
 
 
-def _with_documents(turns: list[ChatMessage], documents: Sequence[str | Document]) -> list[ChatMessage]:
-    last = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
+def _with_documents(messages: list[ChatMessage], documents: Sequence[str | Document]) -> list[ChatMessage]:
+    last = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
     if last < 0:
-        raise APIError(400, "documents stand before a question; wanted a user's message.", "unusable", "documents")
+        raise APIError(
+            400, "documents are placed before the last user message, found none. Add one.", "unusable", "documents"
+        )
     before: Parts = [part for piece in pieces_of(documents) for part in (piece, "\n\n")]
-    turns[last] = replace(turns[last], content=[*before, *turns[last].content])
-    return turns
+    messages[last] = replace(messages[last], content=[*before, *messages[last].content])
+    return messages
 
 
 def pieces_of(documents: Sequence[str | Document]) -> list[Piece]:
@@ -316,14 +335,15 @@ def marked(documents: Sequence[str | Document], mark: Any) -> str:
     return "".join(f"{mark(piece.text, piece.source)}\n\n" for piece in pieces_of(documents))
 
 
-def _turn(message: RequestMessage) -> ChatMessage:
+def _chat_message(message: RequestMessage) -> ChatMessage:
     role, parts = ROLE_ALIASES.get(message.role, message.role), list(_parts(message))
-    said = [(call.function, call.id) for call in message.tool_calls or ()]
-    said += [(message.function_call, "")] if message.function_call is not None else []
-    calls = tuple(ToolCall(function.name, ToolCall.read_arguments(function.arguments), id) for function, id in said)
+    functions = [(call.function, call.id) for call in message.tool_calls or ()]
+    if message.function_call is not None:
+        functions.append((message.function_call, ""))
+    calls = tuple(ToolCall(each.name, ToolCall.read_arguments(each.arguments), id) for each, id in functions)
     if calls and role != "assistant":
         raise APIError(
-            400, f"A message of role '{message.role}' calls tools; only an assistant does.", "unusable", "messages"
+            400, f"A message of role '{message.role}' has tool calls; only an assistant can.", "unusable", "messages"
         )
     answers = (message.tool_call_id or "") if role == "tool" else ""
     thought = (message.reasoning_content or message.reasoning or "") if role == "assistant" else ""
@@ -338,8 +358,8 @@ def _parts(message: RequestMessage) -> Iterator[str | Piece]:
         if part.type not in ("text", "text-plain") or part.text is None:
             raise APIError(
                 400,
-                f"A content part of type '{part.type:.40}' cannot be read: this model takes text alone. Wanted parts "
-                "of type 'text' or 'text-plain' that hold their text; leave others out.",
+                f"A content part of type '{part.type:.40}' cannot be read: this model takes only text. Wanted parts "
+                "of type 'text' or 'text-plain' with their text; leave others out.",
                 "unusable",
                 "messages",
             )
@@ -347,21 +367,21 @@ def _parts(message: RequestMessage) -> Iterator[str | Piece]:
 
 
 def _piece(part: ContentPart, text: str) -> str | Piece:
-    told = (part.extras or {}).get("ragfuse")
-    said = told if isinstance(told, dict) else {}
-    source = str(said.get("source") or part.title or "message")
-    if len(source) > LONGEST_TITLE:
+    extra = (part.extras or {}).get("ragfuse")
+    fields = extra if isinstance(extra, dict) else {}
+    source = str(fields.get("source") or part.title or "message")
+    if len(source) > MAX_TITLE_CHARS:
         raise APIError(
             400,
-            f"The source of a content part has {len(source):,} characters; wanted {LONGEST_TITLE} at most.",
+            f"The source of a content part has {len(source):,} characters; wanted {MAX_TITLE_CHARS} at most.",
             "unusable",
             "messages",
         )
-    is_chunk = bool(said.get("chunk", part.type == "text-plain")) and bool(text.strip())
+    is_chunk = bool(fields.get("chunk", part.type == "text-plain")) and bool(text.strip())
     return Piece(text, "chunk", source) if is_chunk else text
 
 
-def _loaded(text: str) -> Any:
+def _json_or_none(text: str) -> Any:
     """Parse JSON text; None where it is not valid."""
     try:
         return json.loads(text)
@@ -381,17 +401,17 @@ def allowed_of(
     """
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return choice, tools
-    told = choice.get("allowed_tools", choice)
-    given = told.get("tools") if isinstance(told, Mapping) else None
+    allowed = choice.get("allowed_tools", choice)
+    given = allowed.get("tools") if isinstance(allowed, Mapping) else None
     named = [_named(each) for each in given] if isinstance(given, list) else []
     known = {_named(tool): tool for tool in tools}
-    lacks = next((name for name in named if name not in known), None)
-    mode = told.get("mode", "auto") if isinstance(told, Mapping) else None
-    if not named or lacks is not None or mode not in ("auto", "required"):
-        why = f"the tool {lacks!r:.80}" if lacks is not None else f"the mode {mode!r:.40} and {len(named)} tools"
+    unknown = next((name for name in named if name not in known), None)
+    mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
+    if not named or unknown is not None or mode not in ("auto", "required"):
+        found = f"the tool {unknown!r:.80}" if unknown is not None else f"the mode {mode!r:.40} and {len(named)} tools"
         raise APIError(
             400,
-            f"tool_choice of type 'allowed_tools' has {why}; wanted {{'mode': 'auto' or 'required', 'tools': [...]}} "
+            f"tool_choice of type 'allowed_tools' has {found}; wanted {{'mode': 'auto' or 'required', 'tools': [...]}} "
             f"with some of these: {[str(name) for name in known]}.",
             "unusable",
             "tool_choice",
@@ -412,27 +432,29 @@ def grammar_of(request: CompletionRequest) -> Grammar | None:
     Raises:
         APIError: More than one of these fields is given, or its value cannot be used (400).
     """
-    held = {kind: value for kind, value in (request.structured_outputs or {}).items() if value is not None}
-    if held and (len(held) > 1 or not held.keys() <= set(GRAMMARS)):
+    structured = {kind: value for kind, value in (request.structured_outputs or {}).items() if value is not None}
+    if structured and (len(structured) > 1 or not structured.keys() <= set(GRAMMARS)):
         raise APIError(
             400,
-            f"structured_outputs has {sorted(held)!r:.80}; wanted one of {', '.join(GRAMMARS)}.",
+            f"structured_outputs has {sorted(structured)!r:.80}; wanted one of {', '.join(GRAMMARS)}.",
             "unusable",
             "structured_outputs",
         )
-    told: list[tuple[str, str, Any]] = [("structured_outputs", kind, value) for kind, value in held.items()]
+    given: list[tuple[str, str, Any]] = [("structured_outputs", kind, value) for kind, value in structured.items()]
     for kind in ("json", "regex", "choice", "grammar"):
         if (value := getattr(request, f"guided_{kind}")) is not None:
-            told.append((f"guided_{kind}", kind, value))
-    form = _form_of(getattr(request, "response_format", None))
-    names = [name for name, *_ in told] + (["response_format"] if form is not None else [])
+            given.append((f"guided_{kind}", kind, value))
+    response_grammar = _response_grammar(getattr(request, "response_format", None))
+    names = [name for name, *_ in given] + (["response_format"] if response_grammar is not None else [])
     if len(names) > 1:
-        raise APIError(400, f"{names[0]} and {names[1]} both say an answer's form; give one.", "unusable", names[1])
-    return _grammar(*told[0]) if told else form
+        raise APIError(
+            400, f"{names[0]} and {names[1]} both set the output format; give only one.", "unusable", names[1]
+        )
+    return _grammar(*given[0]) if given else response_grammar
 
 
 GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
-"""Kinds of grammars under the names that vLLM's `structured_outputs` gives them."""
+"""Kinds of grammars, by their names in vLLM's `structured_outputs`."""
 
 
 def _grammar(name: str, kind: str, value: Any) -> Grammar:
@@ -440,7 +462,7 @@ def _grammar(name: str, kind: str, value: Any) -> Grammar:
     if kind == "json_object" and value is True:
         return Grammar.json(None)
     if kind == "json" and isinstance(value, str):
-        value = _loaded(value)
+        value = _json_or_none(value)
     if kind == "json" and isinstance(value, dict):
         return Grammar.json(value)
     if kind in ("regex", "grammar") and isinstance(value, str) and value:
@@ -448,18 +470,18 @@ def _grammar(name: str, kind: str, value: Any) -> Grammar:
     if kind == "choice" and isinstance(value, list) and value and all(isinstance(e, str) and e for e in value):
         return Grammar.choice(value)
     wanted = {"json": "a JSON schema", "json_object": "true", "choice": "a list of texts"}.get(kind, "a text")
-    raise APIError(400, f"{name}: wanted {wanted} for '{kind}', found {value!r:.60}; mend it.", "unusable", name)
+    raise APIError(400, f"{name}: '{kind}' must be {wanted}, found {value!r:.60}.", "unusable", name)
 
 
-def _form_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
+def _response_grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
     """Return the grammar that OpenAI's `response_format` asks for; None for plain text."""
     kind = (response_format or {}).get("type", "text")
     if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         return Grammar.json(None)
-    held = response_format.get("json_schema")
-    schema = held.get("schema") if isinstance(held, Mapping) else None
+    json_schema = response_format.get("json_schema")
+    schema = json_schema.get("schema") if isinstance(json_schema, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):
         raise APIError(
             400,

@@ -15,21 +15,21 @@ from ragfuse.engine.options import Ask
 from ragfuse.engine.question import Question
 from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.guard import unless_gone
+from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.keys import APITenant
-from ragfuse.serve.logprobs import Likely
+from ragfuse.serve.logprobs import TokenLogprob
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.replies import ResponseWriter
 from ragfuse.serve.requests import (
     allowed_of,
     chat_requests,
-    goes_on,
+    continues_last_message,
     ids_of,
     in_session,
     question_of,
+    template_kwargs_of,
     text_of,
     text_requests,
-    told_of,
 )
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextDelta
 from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest
@@ -45,59 +45,57 @@ def router(service: Service) -> APIRouter:
     """Return the routes of a service."""
     routes = APIRouter(route_class=BodyRoute)
 
-    @routes.post("/v1/chat/completions", responses=_also("text/event-stream"))
+    @routes.post("/v1/chat/completions", responses=_media_type_response("text/event-stream"))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer chat messages."""
-        salt = _tenant(request).salt
 
         def make(engine: Engine) -> list[AnswerRequest]:
-            told = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
-            template = engine.template if any(each is not None for each in told) else None
-            return chat_requests(body, salt, template)
+            template_fields = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
+            template = engine.template if any(each is not None for each in template_fields) else None
+            return chat_requests(body, template)
 
         return await _answer(service, request, body, make, True, bool(body.logprobs))
 
-    @routes.post("/v1/completions", responses=_also("text/event-stream"))
+    @routes.post("/v1/completions", responses=_media_type_response("text/event-stream"))
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
-        salt = _tenant(request).salt
 
         def make(engine: Engine) -> list[AnswerRequest]:
-            return text_requests(body, salt, engine.marker.mark, len(engine.model.tokenizer))
+            return text_requests(body, engine.marker.mark, len(engine.model.tokenizer))
 
         return await _answer(service, request, body, make, False, body.logprobs is not None)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
         """List the one model that is served."""
-        return {"object": "list", "data": [_card(service)]}
+        return {"object": "list", "data": [_model_card(service)]}
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """Describe the model of this name."""
         _check_model(service, model)
-        return _card(service)
+        return _model_card(service)
 
     @routes.get("/v1/ragfuse/store")
     async def store(request: Request) -> dict[str, Any]:
-        """Show what the client's tenant has in the store."""
-        return await unless_gone(request.receive, service.look(_tenant(request), store_of))
+        """Show the client's tenant's entries in the store, by tier."""
+        return await unless_disconnected(request.receive, service.lookup(_tenant(request), store_of))
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         """Show what a request would read and compute, how long that would take, and why, without answering it."""
-        work = service.work(_tenant(request), lambda engine, check: _explained(engine, body, check), computes=False)
-        return await unless_gone(request.receive, work)
+        work = service.work(_tenant(request), lambda engine, check: _explain(engine, body, check), computes=False)
+        return await unless_disconnected(request.receive, work)
 
     @routes.get("/health")
     async def health() -> Response:
         """Report whether the server accepts requests."""
-        told = {"status": "stopping" if service.stopping else "ok", "model": service.model}
-        return JSONResponse(told, 503 if service.stopping else 200)
+        payload = {"status": "stopping" if service.stopping else "ok", "model": service.model}
+        return JSONResponse(payload, 503 if service.stopping else 200)
 
-    @routes.get("/metrics", responses=_also("text/plain"))
+    @routes.get("/metrics", responses=_media_type_response("text/plain"))
     async def metrics(request: Request) -> Response:
-        """Report Prometheus metrics: of all requests, and of the client's tenant."""
+        """Report Prometheus metrics of all requests and of the client's tenant."""
         threads = service.threads
         text = await threads.run(threads.control, service.counts.text, _tenant(request).salt)
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -113,16 +111,16 @@ async def _answer(
     is_chat: bool,
     wants_logprobs: bool,
 ) -> Response:
-    """Return the response with all answers that `make` derives from the request."""
+    """Return the response with the answers to the `AnswerRequest`s that `make` returns."""
     _check_model(service, body.model)
     if body.stream_options is not None and not body.stream:
         raise APIError(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
     tenant = _tenant(request)
-    run = await unless_gone(request.receive, service.begin(tenant, make, body.session_id))
+    run = await unless_disconnected(request.receive, service.begin(tenant, make, body.session_id))
     try:
         engine = run.engine
         usage = body.stream_options is not None and body.stream_options.include_usage
-        reply = ResponseWriter(
+        writer = ResponseWriter(
             service.model,
             is_chat,
             f"fp_{engine.digest[:10]}",
@@ -132,36 +130,36 @@ async def _answer(
         )
         items = run.read()
         if not body.stream:
-            return JSONResponse(await unless_gone(request.receive, _whole(reply, items)))
-        first = await unless_gone(request.receive, _first(items))
-        return Events(reply.events(_behind(first, items)), run, service.settings.serve_timeout_s + HARD_S + SLOW_S)
+            return JSONResponse(await unless_disconnected(request.receive, _whole(writer, items)))
+        first = await unless_disconnected(request.receive, _first(items))
+        return Events(writer.events(_prepend(first, items)), run, service.settings.serve_timeout_s + HARD_S + SLOW_S)
     except BaseException:
         run.cancel()
         raise
 
 
-async def _whole(reply: ResponseWriter, items: AsyncIterator[TextDelta | Completed]) -> dict[str, Any]:
-    written: list[Completed] = []
-    likely: dict[int, list[Likely]] = {}
+async def _whole(writer: ResponseWriter, items: AsyncIterator[TextDelta | Completed]) -> dict[str, Any]:
+    completed: list[Completed] = []
+    token_logprobs: dict[int, list[TokenLogprob]] = {}
     async for item in items:
-        likely.setdefault(item.index, []).extend(item.likely)
+        token_logprobs.setdefault(item.index, []).extend(item.token_logprobs)
         if isinstance(item, Completed):
-            written.append(item)
-    return reply.whole(written, likely)
+            completed.append(item)
+    return writer.whole(completed, token_logprobs)
 
 
 async def _first(items: AsyncIterator[T]) -> T:
     return await anext(items)
 
 
-async def _behind(first: T, items: AsyncIterator[T]) -> AsyncIterator[T]:
+async def _prepend(first: T, items: AsyncIterator[T]) -> AsyncIterator[T]:
     yield first
     async for item in items:
         yield item
 
 
 class Events(Response):
-    """The server-sent events of a run. The run is cancelled when the client is gone, or reads too slowly."""
+    """The server-sent events of a run, which is cancelled if the client disconnects or reads too slowly."""
 
     media_type = "text/event-stream"
 
@@ -176,7 +174,7 @@ class Events(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async with asyncio.timeout(self._seconds):
-                await unless_gone(receive, self._all(send))
+                await unless_disconnected(receive, self._all(send))
         except (TimeoutError, APIError):
             pass
         finally:
@@ -188,23 +186,30 @@ class Events(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _explained(engine: Engine, body: ExplainRequest, check: Callable[[object], None]) -> dict[str, Any]:
+def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], None]) -> dict[str, Any]:
     check(None)
-    how = body.ragfuse
-    ask = Ask(policy=how.policy, ratio=how.ratio, reuse=how.reuse, overflow=how.overflow, deadline_s=how.deadline_s)
+    options = body.ragfuse
+    ask = Ask(
+        policy=options.policy,
+        ratio=options.ratio,
+        reuse=options.reuse,
+        overflow=options.overflow,
+        deadline_s=options.deadline_s,
+    )
     choice, tools = allowed_of(body.tool_choice, body.tools or [])
     ask = replace(
         in_session(ask, body.session_id),
-        blend=how.blend,
+        blend=options.blend,
         tools=tools,
         tool_choice=Ask.tool_choice_of(choice, tools),
         max_tokens=body.max_tokens,
-        chat_template_kwargs=told_of(body, engine.template),
-        continue_final_message=goes_on(body),
+        chat_template_kwargs=template_kwargs_of(body, engine.template),
+        continue_final_message=continues_last_message(body),
     )
-    given, documents = [each for each in (body.messages, body.prompt) if each is not None], body.documents or ()
+    given = [each for each in (body.messages, body.prompt) if each is not None]
+    documents = body.documents or ()
     if len(given) > 1 or not (given or body.pml):
-        raise APIError(400, "Wanted messages or a prompt, one of them; found both or neither.", "unusable", "messages")
+        raise APIError(400, "Give either messages or prompt, found both or neither.", "unusable", "messages")
     question: Question
     if isinstance(body.prompt, list):
         question = ids_of(body.prompt, body.pml, documents, len(engine.model.tokenizer))
@@ -218,9 +223,9 @@ def _explained(engine: Engine, body: ExplainRequest, check: Callable[[object], N
     return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan)}
 
 
-def _also(kind: str) -> dict[int | str, dict[str, Any]]:
+def _media_type_response(kind: str) -> dict[int | str, dict[str, Any]]:
     """Return an OpenAPI response entry for a route that may answer with text of this media type."""
-    return {200: {"description": "What was asked for.", "content": {kind: {"schema": {"type": "string"}}}}}
+    return {200: {"description": "The text.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 
 def _tenant(request: Request) -> APITenant:
@@ -231,9 +236,12 @@ def _tenant(request: Request) -> APITenant:
 def _check_model(service: Service, name: str) -> None:
     if name not in (service.model, service.settings.model):
         raise APIError(
-            404, f"Wanted the model '{service.model}', found '{name:.80}'; name that one.", "model_not_found", "model"
+            404,
+            f"This server has the model '{service.model}', not '{name:.80}'. Ask for that one.",
+            "model_not_found",
+            "model",
         )
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _model_card(service: Service) -> dict[str, Any]:
     return {"id": service.model, "object": "model", "created": service.since, "owned_by": "ragfuse"}

@@ -1,7 +1,7 @@
 """The answers of one request, generated one after the other in the background, and read by the HTTP response.
 
-A slow reader does not hold up the queue: the request's turn ends when its last answer is generated, read or not. A
-reader that is gone ends the generation at the next token.
+A slow client does not delay the queue: the request's turn ends when its last answer is generated, read or not. If the
+client disconnects, the generation ends at the next token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import Ask
 from ragfuse.engine.question import Question
-from ragfuse.serve.logprobs import Likely, Noted, of_prompt
+from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt
 from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought, Trace
 
@@ -30,7 +30,7 @@ class AnswerRequest:
     Args:
         question: The prompt.
         ask: How to answer it.
-        noted: Records the tokens' log probabilities; None: not wanted.
+        recorder: Records the tokens' log probabilities; None: they are not wanted.
         echo: Text of the prompt to repeat before the answer; "": decode it from the token ids; None: no echo.
         n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not score it.
         writes: Whether to generate an answer; False for scoring a prompt only.
@@ -38,16 +38,16 @@ class AnswerRequest:
 
     question: Question
     ask: Ask
-    noted: Noted | None = None
+    recorder: LogprobRecorder | None = None
     echo: str | None = None
     n_top: int | None = None
     writes: bool = True
 
-    def likely(self, answer: Answer | None = None) -> list[Likely]:
-        """Return the log probabilities since the last call; given the finished answer, all that are left."""
-        if self.noted is not None and answer is not None:
-            self.noted.end(answer.token_ids)
-        return self.noted.take() if self.noted is not None else []
+    def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
+        """Return the log probabilities recorded since the last call; with the finished answer, all remaining ones."""
+        if self.recorder is not None and answer is not None:
+            self.recorder.end(answer.token_ids)
+        return self.recorder.take() if self.recorder is not None else []
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class TextDelta:
     Args:
         index: The answer's index in the request.
         text: A piece of its text.
-        likely: Log probabilities of tokens recorded since the last piece.
+        token_logprobs: Log probabilities of the tokens since the last piece.
         reasoning: A piece of the model's reasoning.
     """
 
     index: int
     text: str
-    likely: Sequence[Likely] = ()
+    token_logprobs: Sequence[TokenLogprob] = ()
     reasoning: str = ""
 
 
@@ -75,7 +75,7 @@ class Completed:
         index: The answer's index in the request.
         answer: The whole answer.
         rest: The part of its text that was not streamed yet.
-        likely: Log probabilities not streamed yet.
+        token_logprobs: Log probabilities that were not streamed yet.
         is_late: Whether its deadline cut it off.
         echo: The prompt, if it is repeated before the answer.
     """
@@ -83,7 +83,7 @@ class Completed:
     index: int
     answer: Answer
     rest: str
-    likely: Sequence[Likely] = ()
+    token_logprobs: Sequence[TokenLogprob] = ()
     is_late: bool = False
     echo: str = ""
 
@@ -92,18 +92,18 @@ class AnswerRun:
     """Generates the answers of one request in a background task, started at once.
 
     Args:
-        wishes: The answers to generate, one after the other.
+        requests: The answers to generate, one after the other.
         engine: The tenant's engine.
-        due_s: The deadline on the event loop's clock, in seconds. A running answer ends there with the text so far; an
-            answer that has not begun fails with APIError (504).
-        done: Called when the last answer has ended or was given up.
+        deadline_s: The deadline on the event loop's clock, in seconds. A running answer ends there with the text so
+            far; an answer that has not begun fails with APIError (504).
+        done: Called when the last answer has ended, was cancelled or failed.
     """
 
     def __init__(
-        self, wishes: Sequence[AnswerRequest], engine: Engine, due_s: float, done: Callable[[], object]
+        self, requests: Sequence[AnswerRequest], engine: Engine, deadline_s: float, done: Callable[[], object]
     ) -> None:
         self.engine = engine
-        self._wishes, self._due_s, self._done = wishes, due_s, done
+        self._requests, self._deadline_s, self._done = requests, deadline_s, done
         self._items: asyncio.Queue[TextDelta | Completed | BaseException | None] = asyncio.Queue()
         self._is_late = self._is_over = False
         self._stream: AnswerStream | None = None
@@ -117,7 +117,7 @@ class AnswerRun:
             yield item
 
     def finish(self) -> None:
-        """End the answer at its deadline, and keep what was generated."""
+        """End the running answer now, at its deadline, and keep the text generated so far."""
         self._is_late = True
         if self._stream is not None:
             self._stream.finish()
@@ -134,8 +134,8 @@ class AnswerRun:
 
     async def _write(self) -> None:
         try:
-            for index, wish in enumerate(self._wishes):
-                await self._one(index, wish)
+            for index, request in enumerate(self._requests):
+                await self._answer(index, request)
             self._items.put_nowait(None)
         except asyncio.CancelledError:  # the event loop ends
             self._items.put_nowait(_given_up())
@@ -144,30 +144,30 @@ class AnswerRun:
         finally:
             self._done()
 
-    async def _one(self, index: int, wish: AnswerRequest) -> None:
-        loop, said = asyncio.get_running_loop(), 0
-        before = Echo("", ())
-        if wish.echo is not None or not wish.writes:
-            before = await asyncio.to_thread(echoed, self.engine, wish, self._check)
-            if wish.echo is not None:
-                self._items.put_nowait(TextDelta(index, before.text, before.likely))
-        if not wish.writes:
-            self._items.put_nowait(Completed(index, before.answer(self.engine), "", echo=before.text))
+    async def _answer(self, index: int, request: AnswerRequest) -> None:
+        loop, n_sent = asyncio.get_running_loop(), 0
+        echo = Echo("", ())
+        if request.echo is not None or not request.writes:
+            echo = await asyncio.to_thread(echo_of, self.engine, request, self._check)
+            if request.echo is not None:
+                self._items.put_nowait(TextDelta(index, echo.text, echo.token_logprobs))
+        if not request.writes:
+            self._items.put_nowait(Completed(index, echo.answer(self.engine), "", echo=echo.text))
             return
-        self._stream = stream = await asyncio.to_thread(self.engine.stream, wish.question, wish.ask)
+        self._stream = stream = await asyncio.to_thread(self.engine.stream, request.question, request.ask)
         if self._is_over:
             stream.cancel()
-        timers = loop.call_at(self._due_s, self.finish), loop.call_at(self._due_s + HARD_S, self._give_up)
+        timers = loop.call_at(self._deadline_s, self.finish), loop.call_at(self._deadline_s + HARD_S, self._give_up)
         try:
             async for piece in stream.apieces():
                 if isinstance(piece, Thought):
-                    self._items.put_nowait(TextDelta(index, "", wish.likely(), piece.text))
+                    self._items.put_nowait(TextDelta(index, "", request.take_logprobs(), piece.text))
                 else:
-                    said += len(piece)
-                    self._items.put_nowait(TextDelta(index, piece, wish.likely()))
+                    n_sent += len(piece)
+                    self._items.put_nowait(TextDelta(index, piece, request.take_logprobs()))
             answer = stream.answer
-            rest, likely = answer.text[said:], wish.likely(answer)
-            self._items.put_nowait(Completed(index, answer, rest, likely, self._is_late, before.text))
+            rest, token_logprobs = answer.text[n_sent:], request.take_logprobs(answer)
+            self._items.put_nowait(Completed(index, answer, rest, token_logprobs, self._is_late, echo.text))
         finally:
             for timer in timers:
                 timer.cancel()
@@ -180,7 +180,7 @@ class AnswerRun:
             raise _given_up() if self._is_over else _late()
 
     def _give_up(self) -> None:
-        """Give the reader an error now and cancel; the request's turn ends when the generation has."""
+        """Report the missed deadline to the reader and cancel; the request's turn ends with the generation."""
         self._items.put_nowait(_late())
         self.cancel()
 
@@ -190,7 +190,7 @@ class Echo:
     """A prompt repeated before its answer, with its log probabilities."""
 
     text: str
-    likely: Sequence[Likely]
+    token_logprobs: Sequence[TokenLogprob]
     n_tokens: int = 0
 
     def answer(self, engine: Engine) -> Answer:
@@ -199,25 +199,25 @@ class Echo:
         return Answer("", (), "length", trace)
 
 
-def echoed(engine: Engine, wish: AnswerRequest, check: Callable[[], object]) -> Echo:
+def echo_of(engine: Engine, request: AnswerRequest, check: Callable[[], object]) -> Echo:
     """Return a prompt's text, with log probabilities from a separate forward pass if wanted.
 
     Args:
         engine: The tenant's engine.
-        wish: The request.
+        request: The answer request.
         check: Called now and then while scoring; raises to stop it.
     """
-    question: Any = wish.question
+    question: Any = request.question
     ids = engine.ids(question)
-    if wish.echo is None:
+    if request.echo is None:
         return Echo("", (), len(ids))
-    likely = of_prompt(engine.score(ids, wish.n_top, check)) if wish.n_top is not None else ()
-    return Echo(wish.echo or engine.model.text(ids), likely, len(ids))
+    token_logprobs = of_prompt(engine.score(ids, request.n_top, check)) if request.n_top is not None else ()
+    return Echo(request.echo or engine.model.text(ids), token_logprobs, len(ids))
 
 
 def _late() -> APIError:
-    return APIError(504, "The answer did not begin in time. Ask for less, or later.", "timeout")
+    return APIError(504, "The answer did not begin in time. Send less at once, or retry later.", "timeout")
 
 
 def _given_up() -> APIError:
-    return APIError(503, "The answer was given up: the server is stopping.", "stopping")
+    return APIError(503, "The answer was cancelled, because the server is stopping. Retry later.", "stopping")

@@ -1,7 +1,7 @@
-"""The request bodies of the server: OpenAI's fields, vLLM's, and our own, validated by pydantic.
+"""The server's request bodies, validated by pydantic: the fields of OpenAI's API, of vLLM's, and ragfuse's own.
 
-A field is either honoured or refused: unknown fields are errors, and known ones that are not supported are accepted
-only at values that change nothing (`OnlyValues`). Labels that never change an answer are accepted.
+A field is either used or refused: unknown fields are errors, and fields that are not supported are accepted only with
+values that change nothing (`OnlyValues`). Labels, which never change an answer, are accepted.
 """
 
 from __future__ import annotations
@@ -13,73 +13,73 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
-LONGEST_STOP = 256
-"""Characters of a stop string."""
-LONGEST_TITLE = 256
-"""Characters of a document's title: it is kept with its chunk."""
-MOST_CHOICES = 8
-"""Answers to one request."""
-SEED = 2**63
-"""Seeds are from -SEED to SEED - 1."""
+MAX_STOP_CHARS = 256
+"""Most characters of a stop string."""
+MAX_TITLE_CHARS = 256
+"""Most characters of a document's title, which is stored with its chunk."""
+MAX_CHOICES = 8
+"""Most answers to one request, and most prompts in one."""
+SEED_LIMIT = 2**63
+"""Seeds are from -SEED_LIMIT to SEED_LIMIT - 1."""
 
-MOST_BIASES = 1024
-"""Tokens that one request may bias."""
+MAX_BIASES = 1024
+"""Most tokens whose logits one request may bias."""
 
-First = Field(fail_fast=True)
-"""A list of which the first bad item is told: errors of thousands would take longer than the request."""
-Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+FailFast = Field(fail_fast=True)
+"""For a list whose first bad item alone is reported: thousands of errors would take longer than the request."""
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Item = TypeVar("Item")
-Several = Annotated[list[Item], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
+Several = Annotated[list[Item], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
 @dataclass(frozen=True)
 class OnlyValues:
-    """Marks an unsupported field that is accepted only at values that change nothing, or null.
+    """An annotation of unsupported fields, which are accepted only with null or values that change nothing.
 
     Args:
-        values: These values.
-        do: What the error message advises instead.
+        values: The accepted values.
+        advice: What the error message advises instead.
     """
 
     values: tuple[Any, ...]
-    do: str
+    advice: str
 
     def checked(self, value: Any) -> Any:
-        """The value; an error for any other than these."""
+        """Return the value; raise PydanticCustomError if it is not an accepted one."""
         if value is None or any(
             each == value and isinstance(each, bool) is isinstance(value, bool) for each in self.values
         ):
             return value
         wanted = " or ".join(map(json.dumps, (*self.values, None)))
-        raise PydanticCustomError("only", "wanted {wanted}: {do}", {"wanted": wanted, "do": self.do})
+        raise PydanticCustomError("only", "wanted {wanted}: {do}", {"wanted": wanted, "do": self.advice})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        """For pydantic, which asks for it."""
+        """Return the validator, for pydantic."""
         return core_schema.no_info_after_validator_function(self.checked, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> Any:
-        """For the OpenAPI document."""
+        """Return the JSON schema, for the OpenAPI document."""
         return {"enum": [*self.values, None]}
 
 
 class RequestBody(BaseModel):
-    """The base of request bodies: unknown fields, other types, NaN and infinity are errors."""
+    """The base of request bodies: unknown fields, wrong types, NaN and infinity are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Document(RequestBody):
-    """A retrieved document. The model reads only `text`; `title` says where it is from, for people."""
+    """A retrieved document. The model reads only `text`; `title` names its source for people."""
 
     text: str = Field(min_length=1)
-    title: str = Field(default="", max_length=LONGEST_TITLE)
+    title: str = Field(default="", max_length=MAX_TITLE_CHARS)
 
 
 class AnswerOptions(RequestBody):
-    """Options of an answer beyond OpenAI's; None: the server's settings apply."""
+    """Ragfuse's own options of an answer; where one is None, the server's setting applies."""
 
     policy: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1)
@@ -87,11 +87,11 @@ class AnswerOptions(RequestBody):
     overflow: Literal["error", "drop"] | None = None
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
-    """For prompts in PML: recompute some tokens of modules, as for chunks."""
+    """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
 
 
 class StreamOptions(RequestBody):
-    """What a stream tells besides its text."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
     include_obfuscation: Annotated[Any, OnlyValues((False,), "pieces are sent as they are")] = None
@@ -101,12 +101,12 @@ class StreamOptions(RequestBody):
 
 
 class RequestToolCall(BaseModel):
-    """A call of a tool that was made before."""
+    """A tool call in a message of an earlier turn."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     class Function(BaseModel):
-        """What was called. arguments: JSON text of an object."""
+        """The function that was called; `arguments` is a JSON object as text."""
 
         name: str
         arguments: str = "{}"
@@ -117,35 +117,35 @@ class RequestToolCall(BaseModel):
 
 
 class ContentPart(BaseModel):
-    """A part of a message's content. One of type "text-plain" is a document, as is a text that says so in `extras`."""
+    """A part of a message's content. A part of type "text-plain" is a document, as is one marked so in `extras`."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     type: str
     text: str | None = None
-    title: str | None = Field(default=None, max_length=LONGEST_TITLE)
+    title: str | None = Field(default=None, max_length=MAX_TITLE_CHARS)
     extras: dict[str, Any] | None = None
 
 
 class RequestMessage(BaseModel):
-    """One message. What a client's own answers carry besides is left unread."""
+    """One message. Unknown fields are ignored, as clients send back answers with fields of their own."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], First] | None = None
+    content: str | Annotated[list[ContentPart], FailFast] | None = None
     name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
-    """Of a tool, or of whoever says it, for chat templates that write it."""
+    """The name of a tool or of a speaker, for chat templates that write it."""
     reasoning_content: str | None = None
-    """What an assistant thought before its answer, for chat templates that write it."""
+    """The assistant's reasoning before its answer, for chat templates that write it."""
     reasoning: str | None = None
-    """The same, as some servers name it."""
-    tool_calls: Annotated[list[RequestToolCall], First] | None = None
+    """The same under the name that some servers use."""
+    tool_calls: Annotated[list[RequestToolCall], FailFast] | None = None
     tool_call_id: str | None = None
     function_call: RequestToolCall.Function | None = None
-    """A call of one tool, as clients wrote it before there were several."""
-    prefix: Annotated[Any, OnlyValues((False,), "continue_final_message goes on with a message")] = None
-    partial: Annotated[Any, OnlyValues((False,), "continue_final_message goes on with a message")] = None
+    """A single tool call, in the old form of OpenAI's API."""
+    prefix: Annotated[Any, OnlyValues((False,), "to continue a message, use continue_final_message")] = None
+    partial: Annotated[Any, OnlyValues((False,), "to continue a message, use continue_final_message")] = None
 
 
 class CompletionRequest(RequestBody):
@@ -156,80 +156,78 @@ class CompletionRequest(RequestBody):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
-    """None or 0: greedy decoding."""
+    """0 or null means greedy decoding."""
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
-    """Of the likeliest tokens, how many are drawn from; 0 and -1: all."""
+    """The number of likeliest tokens to sample from; 0 and -1 mean all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Tokens less likely than this share of the likeliest one are not drawn."""
+    """Tokens less likely than this share of the likeliest token's probability are not sampled."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """What a token's logit loses if the answer has it already."""
+    """Subtracted from a token's logit if the answer has that token already."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """What it loses for each time that the answer has it."""
+    """Subtracted from a token's logit once for each time that the answer has that token."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    """What logits of tokens in prompt or answer are divided by (those below zero multiplied)."""
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None
-    """By token id: what is added to its logit."""
-    n: int | None = Field(default=1, ge=1, le=MOST_CHOICES)
+    """Divides the logits above zero of tokens in prompt or answer, and multiplies those below zero."""
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    """The number to add to a token's logit, by token id."""
+    n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    """Tokens that end an answer, like the model's own end tokens; the answer does not contain them."""
+    """Ids of tokens that end an answer, as the model's own end tokens do; the answer does not contain them."""
     min_tokens: int | None = Field(default=None, ge=0)
-    """Least tokens of an answer before it may end."""
-    seed: int | None = Field(default=None, ge=-SEED, lt=SEED)
-    documents: Annotated[list[str | Document], First] | None = Field(default=None, max_length=1000)
-    """Retrieved documents, placed before the question; the KV of those seen before is reused."""
+    """Fewest tokens of an answer before it may end."""
+    seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    documents: Annotated[list[str | Document], FailFast] | None = Field(default=None, max_length=1000)
+    """Retrieved documents, placed before the question; the stored KV of earlier requests is reused for them."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """The conversation of which this is the next turn."""
+    """The id of the conversation that this request continues."""
     pml: str | None = Field(default=None, min_length=1)
     """A prompt in PML for a registered schema; messages or prompt are appended to it as plain text."""
     ragfuse: AnswerOptions = AnswerOptions()
 
-    # vLLM's words for response_format; one of them
+    # vLLM's fields for the form of an answer, of which one request may use one
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(default=None, max_length=1024)
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = Field(default=None, max_length=16)
 
-    # labels, which change no answer anywhere
+    # labels, which never change an answer
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
 
-    # taken at values that change nothing, refused at all others
-    store: Annotated[Any, OnlyValues((False,), "answers are not kept to be fetched later; keep them yourself")] = None
+    # accepted with values that change nothing, refused with all others
+    store: Annotated[Any, OnlyValues((False,), "answers are not stored; store them yourself")] = None
     service_tier: Annotated[Any, OnlyValues(("auto", "default"), "all requests wait in one queue; leave it out")] = None
-    best_of: Annotated[Any, OnlyValues((1,), "ask for n answers and choose among them")] = None
-    use_beam_search: Annotated[Any, OnlyValues((False,), "answers are drawn token by token; leave it out")] = None
-    length_penalty: Annotated[Any, OnlyValues((1.0,), "it is for beams, of which there are none; leave it out")] = None
-    early_stopping: Annotated[Any, OnlyValues((False,), "it is for beams, of which there are none; leave it out")] = (
-        None
-    )
-    typical_p: Annotated[Any, OnlyValues((1.0,), "draw by top_p, top_k or min_p")] = None
-    ignore_eos: Annotated[Any, OnlyValues((False,), "ask for min_tokens, as many as max_tokens")] = None
-    include_stop_str_in_output: Annotated[Any, OnlyValues((False,), "answers end before it; put it behind them")] = None
-    skip_special_tokens: Annotated[Any, OnlyValues((True,), "special tokens are never text; leave it out")] = None
-    spaces_between_special_tokens: Annotated[Any, OnlyValues((True, False), "give true or false")] = None
-    allowed_token_ids: Annotated[
-        Any, OnlyValues(([],), "hold the answer by response_format, or bias by logit_bias")
+    best_of: Annotated[Any, OnlyValues((1,), "ask for n answers and choose one")] = None
+    use_beam_search: Annotated[Any, OnlyValues((False,), "there is no beam search; leave it out")] = None
+    length_penalty: Annotated[Any, OnlyValues((1.0,), "there is no beam search; leave it out")] = None
+    early_stopping: Annotated[Any, OnlyValues((False,), "there is no beam search; leave it out")] = None
+    typical_p: Annotated[Any, OnlyValues((1.0,), "sample with top_p, top_k or min_p")] = None
+    ignore_eos: Annotated[Any, OnlyValues((False,), "set min_tokens to max_tokens instead")] = None
+    include_stop_str_in_output: Annotated[
+        Any, OnlyValues((False,), "answers end before the stop string; append it yourself")
     ] = None
-    bad_words: Annotated[Any, OnlyValues(([],), "bias their tokens by logit_bias, as -100")] = None
+    skip_special_tokens: Annotated[Any, OnlyValues((True,), "answers never have special tokens; leave it out")] = None
+    spaces_between_special_tokens: Annotated[Any, OnlyValues((True, False), "give true or false")] = None
+    allowed_token_ids: Annotated[Any, OnlyValues(([],), "use response_format or logit_bias instead")] = None
+    bad_words: Annotated[Any, OnlyValues(([],), "set their tokens to -100 in logit_bias")] = None
     prompt_logprobs: Annotated[Any, OnlyValues((), "ask /v1/completions with echo, logprobs and max_tokens 0")] = None
-    truncate_prompt_tokens: Annotated[Any, OnlyValues((), 'ask with ragfuse: {"overflow": "drop"}')] = None
+    truncate_prompt_tokens: Annotated[Any, OnlyValues((), 'use ragfuse: {"overflow": "drop"} instead')] = None
     return_token_ids: Annotated[Any, OnlyValues((False,), "logprobs name the tokens; leave it out")] = None
     return_tokens_as_token_ids: Annotated[Any, OnlyValues((False,), "logprobs name tokens by their text")] = None
     priority: Annotated[Any, OnlyValues((0,), "all requests wait in one queue; leave it out")] = None
-    cache_salt: Annotated[Any, OnlyValues((), "what is kept is each key's own; ask with another key")] = None
+    cache_salt: Annotated[Any, OnlyValues((), "each tenant has its own cache; use an API key of another tenant")] = None
 
 
 class ChatRequest(CompletionRequest):
-    """A request for an answer to messages."""
+    """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[RequestMessage], First]
-    """At least one; none only beside `pml`."""
+    messages: Annotated[list[RequestMessage], FailFast]
+    """At least one message; there may be none if `pml` is given."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -239,40 +237,40 @@ class ChatRequest(CompletionRequest):
     response_format: dict[str, Any] | None = None
     modalities: Annotated[Any, OnlyValues((["text"],), "answers are text; leave it out")] = None
     reasoning_effort: str | None = Field(default=None, max_length=64)
-    """For templates that read it, as is `verbosity`; refused elsewhere."""
+    """A variable of the chat template, like `verbosity`; refused if the template does not read it."""
     verbosity: str | None = Field(default=None, max_length=64)
     enable_thinking: bool | None = None
-    """One of `chat_template_kwargs`."""
+    """A variable of the chat template, which `chat_template_kwargs` may give as well."""
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
-    """What the chat template is told besides; names that it does not read are refused."""
+    """More variables for the chat template; names that it does not read are refused."""
     continue_final_message: bool | None = False
-    """Continue the last message, an assistant's, instead of answering it."""
+    """Whether to continue the last message, which must be an assistant's, instead of answering it."""
     add_generation_prompt: bool | None = None
-    """False beside `continue_final_message` alone."""
+    """May be false only if `continue_final_message` is true."""
 
-    # taken at values that change nothing, refused at all others
+    # accepted with values that change nothing, refused with all others
     echo: Annotated[Any, OnlyValues((False,), "ask /v1/completions for the prompt")] = None
     add_special_tokens: Annotated[Any, OnlyValues((False,), "the chat template writes them; leave it out")] = None
-    include_reasoning: Annotated[
-        Any, OnlyValues((True,), "leave reasoning_content unread, or give enable_thinking")
-    ] = None
+    include_reasoning: Annotated[Any, OnlyValues((True,), "ignore reasoning_content, or give enable_thinking")] = None
     functions: Annotated[Any, OnlyValues(([],), "send them as tools")] = None
-    function_call: Annotated[Any, OnlyValues(("none", "auto"), "say it by tool_choice")] = None
+    function_call: Annotated[Any, OnlyValues(("none", "auto"), "use tool_choice instead")] = None
     audio: Annotated[Any, OnlyValues((), "answers are text; leave it out")] = None
-    prediction: Annotated[Any, OnlyValues((), "nothing is taken from it here; leave it out")] = None
-    web_search_options: Annotated[Any, OnlyValues((), "nothing is looked up; send what was found as documents")] = None
+    prediction: Annotated[Any, OnlyValues((), "predicted outputs are not supported; leave it out")] = None
+    web_search_options: Annotated[Any, OnlyValues((), "there is no web search; send what you found as documents")] = (
+        None
+    )
 
 
 class TextRequest(CompletionRequest):
-    """A request for what follows one text, or each of several."""
+    """The body of `/v1/completions`: a request to continue one text, or each of several."""
 
     prompt: str | Several[str] | Ids | Several[Ids]
-    """Texts, or token ids."""
+    """One text or several, or the token ids of one or several."""
     max_tokens: int | None = Field(default=None, ge=0)
-    """0: nothing is written; with `echo` and `logprobs` the prompt is scored."""
+    """With 0 nothing is generated; together with `echo` and `logprobs` the prompt is scored."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
-    """The prompt stands before the answer, its tokens among the `logprobs`."""
+    """Whether the answer begins with the prompt, whose tokens are then in `logprobs` too."""
     suffix: Annotated[Any, OnlyValues(("",), "a text is continued, not filled in; leave it out")] = None
     add_special_tokens: Annotated[
         Any, OnlyValues((True,), "send the prompt as token ids, which are taken as they are")
@@ -280,10 +278,10 @@ class TextRequest(CompletionRequest):
 
 
 class ErrorBody(BaseModel):
-    """What is said instead of an answer."""
+    """The body of an error response."""
 
     class Error(BaseModel):
-        """In words, and in OpenAI's. param: the field that is meant."""
+        """The error as in OpenAI's API: a message, and in `param` the field that caused it."""
 
         message: str
         type: str
@@ -294,13 +292,13 @@ class ErrorBody(BaseModel):
 
 
 class ExplainRequest(BaseModel):
-    """A question whose plan is wanted: messages or a prompt, and the fields that bear on it."""
+    """The body of `/v1/ragfuse/explain`: messages or a prompt, and the fields that change its plan."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    messages: Annotated[list[RequestMessage], First] | None = None
+    messages: Annotated[list[RequestMessage], FailFast] | None = None
     prompt: str | Ids | None = None
-    documents: Annotated[list[str | Document], First] | None = Field(default=None, max_length=1000)
+    documents: Annotated[list[str | Document], FailFast] | None = Field(default=None, max_length=1000)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = Field(default=None, max_length=64)
@@ -316,6 +314,6 @@ class ExplainRequest(BaseModel):
 
 
 class SchemaRequest(RequestBody):
-    """A schema in PML that is to be registered, in place of another one of its name."""
+    """A schema in PML to register; it replaces a schema of the same name."""
 
     pml: str = Field(min_length=1)

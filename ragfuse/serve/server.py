@@ -40,11 +40,11 @@ class Server(uvicorn.Server):
         settings = service.settings
         self._service, self._until_s = service, 0.0
 
-        most = 4 * (settings.serve_together + settings.serve_waiting) + 256
+        max_connections = 4 * (settings.serve_together + settings.serve_waiting) + 256
 
         class Patient(Wire):
             patience_s = settings.serve_patience_s
-            among = Connections(most, settings.serve_connections_each)
+            all_connections = Connections(max_connections, settings.serve_connections_each)
 
         config = uvicorn.Config(
             make_app(service, origins, host in LOOPBACK),
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         if not ends:
             return False
         self._service.stop()
-        return self._service.turnstile.is_idle or self.force_exit or time.monotonic() > self._until_s
+        return self._service.admission.is_idle or self.force_exit or time.monotonic() > self._until_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Cancel answers that are still running, then close."""
@@ -106,14 +106,14 @@ def bound(host: str, port: int) -> socket.socket:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, number)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
+        bound_socket = socket.socket(family, kind, number)
+        bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound_socket.bind(address)
     except (OSError, OverflowError) as error:
         raise SettingsError(
-            f"Wanted to listen at {host}:{port}, but the system says: {error}. Name another --port or --host."
+            f"The server cannot listen at {host}:{port}: {error}. Choose another --port or --host."
         ) from error
-    return made
+    return bound_socket
 
 
 def serve(
@@ -136,7 +136,7 @@ def serve(
         SettingsError: The address is not available, or others could reach it without an API key.
     """
     check_host(host, service.keys)
-    with contextlib.closing(bound(host, port)) as made:
+    with contextlib.closing(bound(host, port)) as listener:
         engine = service.engine(service.keys.tenants[0])
         # The tokenizer's threads inherit the priority of the thread that starts them: that of answers, below the event
         # loop's.
@@ -144,7 +144,7 @@ def serve(
         gc.collect()
         gc.freeze()  # loaded objects stay: scanning them for garbage would pause all requests
         sys.setswitchinterval(SWITCH_S)
-        made.listen(BACKLOG)  # from now on connections wait instead of being refused
+        listener.listen(BACKLOG)  # from now on connections wait instead of being refused
         name = f"[{host}]" if ":" in host else host
-        ready(f"http://{name}:{made.getsockname()[1]}/v1")
-        Server(service, origins, host).run([made])
+        ready(f"http://{name}:{listener.getsockname()[1]}/v1")
+        Server(service, origins, host).run([listener])

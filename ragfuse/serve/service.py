@@ -34,7 +34,9 @@ UNKNOWN_BYTES = 4 << 20
 """Largest request body in bytes while no model is loaded."""
 UPKEEP_S = 5.0
 """Seconds between two checks of the tenants' quotas."""
-_ENOUGH = "It was given up before it was done; what is done is kept. Ask again, and it goes on from there."
+_INTERRUPTED = (
+    "The request was stopped before it was done. Send it again; what is already stored is not computed again."
+)
 
 
 class Service:
@@ -50,31 +52,31 @@ class Service:
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
         self.model = Path(settings.model).name
         share = 2 if len(self.keys.tenants) > 1 else 1
-        each = max(1, settings.serve_waiting // share) if share > 1 else None
-        self.turnstile = AdmissionControl(settings.serve_together, settings.serve_waiting, each)
-        held = settings.serve_held_bytes
-        self.held = HeldBytes(held, held // share, lambda: self.turnstile.jobs.backlog_s())
-        self.counts = ServerCounts(self.turnstile)
+        max_each = max(1, settings.serve_waiting // share) if share > 1 else None
+        self.admission = AdmissionControl(settings.serve_together, settings.serve_waiting, max_each)
+        max_held_bytes = settings.serve_held_bytes
+        self.held = HeldBytes(max_held_bytes, max_held_bytes // share, lambda: self.admission.jobs.backlog_s())
+        self.counts = ServerCounts(self.admission)
         self.threads = Threads(settings.serve_together)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
-        self._lock, self._telling = threading.Lock(), threading.Lock()
-        self._index, self._is_told = ConversationIndex(), False
+        self._lock, self._look_ahead_lock = threading.Lock(), threading.Lock()
+        self._index, self._engines_expect = ConversationIndex(), False
         self._runs: set[AnswerRun] = set()
         self._body_bytes: int | None = None
 
     @property
     def stopping(self) -> bool:
         """Whether new requests are refused because the server stops."""
-        return self.turnstile.stopping
+        return self.admission.stopping
 
     @property
     def body_bytes(self) -> int:
         """Bytes of the largest request body: the setting, else what fits the model's context once it is loaded."""
-        told = self.settings.serve_body_bytes
-        if told is not None:
-            return told
+        max_bytes = self.settings.serve_body_bytes
+        if max_bytes is not None:
+            return max_bytes
         if self._body_bytes is None:
             engine = next(iter(list(self._engines.values())), None)
             if engine is None:
@@ -91,7 +93,7 @@ class Service:
                 keeper = self.quotas[tenant.salt] = QuotaKeeper(engine, self._quota())
                 self.counts.show(engine, tenant.salt, name, keeper, shares=len(self.keys.tenants) > 1)
             engine = self._engines[tenant.salt]
-        engine.model.name = self.model  # what clients are told is no place on this machine
+        engine.model.name = self.model  # clients see no path of this machine
         return engine
 
     async def begin(
@@ -100,29 +102,32 @@ class Service:
         """Wait for the request's turn and start its answers.
 
         Args:
-            tenant: Who asks.
-            make: Turns the request into the answers to generate; called once, at its turn or while it waits.
+            tenant: The tenant of the request.
+            make: Returns one `AnswerRequest` for each answer to generate; called once, at the turn or before it.
             session: The conversation that the request continues; None for none.
 
         Raises:
             APIError: The queue is full (429), the time is over (504), or the server stops (503).
         """
-        due_s, wanted = self._due_s(), _Wanted(lambda: self.engine(tenant), make)
-        job = await self._turn(
-            tenant, session, due_s, lambda job: self.threads.ahead.submit(self._wait, job, tenant, wanted)
+        deadline_s, prepared = self._deadline_s(), _PreparedRequests(lambda: self.engine(tenant), make)
+        job = await self._wait_for_turn(
+            tenant,
+            session,
+            deadline_s,
+            lambda job: self.threads.ahead.submit(self._prefetch_while_waiting, job, tenant, prepared),
         )
-        engine, wishes = await self._within(job, due_s, self.threads.planning, wanted.get)
+        engine, requests = await self._run_in_turn(job, deadline_s, self.threads.planning, prepared.get)
 
         def done() -> None:
             self._runs.discard(run)
-            self.turnstile.leave(job)
-            if self._is_told and not self.stopping:
+            self.admission.leave(job)
+            if self._engines_expect and not self.stopping:
                 self.threads.ahead.submit(self.look_ahead)
 
         try:
-            run = AnswerRun(wishes, engine, due_s, done)
+            run = AnswerRun(requests, engine, deadline_s, done)
         except BaseException:
-            self.turnstile.leave(job)
+            self.admission.leave(job)
             raise
         self._runs.add(run)
         return run
@@ -130,51 +135,53 @@ class Service:
     async def work(
         self, tenant: APITenant, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
     ) -> T:
-        """Wait for the request's turn and return the result of `do` on the tenant's engine; not for answers.
+        """Wait for the request's turn and return the result of `do`, for requests other than answers.
 
-        `do` must call its second argument now and then; that raises an APIError where the work has to end: the client
-        is gone (499), the time is over (504), or the server stops (503). `computes`: whether `do` runs the model, which
-        takes long.
+        Args:
+            tenant: The tenant of the request.
+            do: Called with the tenant's engine and a check. It must call the check now and then: that raises an
+                APIError once the client has disconnected (499), the time is over (504), or the server stops (503).
+            computes: Whether `do` runs the model, which takes long.
         """
-        due_s, gone = self._due_s(), threading.Event()
-        job = await self._turn(tenant, None, due_s, lambda job: None)
-        until_s = time.monotonic() + due_s - asyncio.get_running_loop().time()
+        deadline_s, ended = self._deadline_s(), threading.Event()
+        job = await self._wait_for_turn(tenant, None, deadline_s, lambda job: None)
+        until_s = time.monotonic() + deadline_s - asyncio.get_running_loop().time()
 
         def check(_: object) -> None:
-            if gone.is_set() or self.stopping:
-                raise APIError(499 if gone.is_set() else 503, _ENOUGH, "stopping", None, RETRY_S)
+            if ended.is_set() or self.stopping:
+                raise APIError(499 if ended.is_set() else 503, _INTERRUPTED, "stopping", None, RETRY_S)
             if time.monotonic() >= until_s:
-                raise APIError(504, _ENOUGH, "timeout", None, RETRY_S)
+                raise APIError(504, _INTERRUPTED, "timeout", None, RETRY_S)
 
         try:
-            where = self.threads.turns if computes else self.threads.planning
-            found = await self._within(job, due_s + HARD_S, where, lambda: do(self.engine(tenant), check))
+            pool = self.threads.turns if computes else self.threads.planning
+            result = await self._run_in_turn(job, deadline_s + HARD_S, pool, lambda: do(self.engine(tenant), check))
         finally:
-            gone.set()
-        self.turnstile.leave(job)
-        return found
+            ended.set()
+        self.admission.leave(job)
+        return result
 
-    async def look(self, tenant: APITenant, do: Callable[[Engine], T]) -> T:
-        """Return the result of a lookup in a tenant's store, which waits for other lookups but not in the queue.
+    async def lookup(self, tenant: APITenant, do: Callable[[Engine], T]) -> T:
+        """Return the result of `do`, a lookup in a tenant's store; it waits for other lookups, but not in the queue.
 
         Raises:
             APIError: The time is over (504).
         """
         try:
-            async with asyncio.timeout_at(self._due_s()):
+            async with asyncio.timeout_at(self._deadline_s()):
                 return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
         except TimeoutError:
             raise _late() from None
 
     def look_ahead(self) -> None:
-        """Tell every tenant's engine which conversations wait, so that it prefetches and keeps them. It may block."""
-        with self._telling:
-            reading = self.turnstile.reading
-            self._is_told = bool(reading)
+        """Pass each tenant's engine the conversations whose requests wait, to prefetch and keep them. It may block."""
+        with self._look_ahead_lock:
+            conversations = self.admission.conversations
+            self._engines_expect = bool(conversations)
             with self._lock:
                 engines = dict(self._engines)
             for salt, engine in engines.items():
-                engine.expect({name: at for at, (whose, name) in enumerate(reading) if whose == salt})
+                engine.expect({name: at for at, (whose, name) in enumerate(conversations) if whose == salt})
 
     async def upkeep(self) -> None:
         """Keep every tenant within its quota, for as long as the server runs."""
@@ -182,13 +189,13 @@ class Service:
             await asyncio.sleep(UPKEEP_S)
             for keeper in list(self.quotas.values()):
                 try:
-                    await self.threads.run(self.threads.upkeep, keeper.keep)
+                    await self.threads.run(self.threads.upkeep, keeper.enforce)
                 except Exception as error:
-                    log.warning("What a tenant keeps could not be counted: %s", error)
+                    log.warning("A tenant's quota could not be enforced now; it is tried again soon: %s", error)
 
     def stop(self) -> None:
         """Refuse new requests; running answers continue."""
-        self.turnstile.stop()
+        self.admission.stop()
 
     def cancel(self) -> None:
         """Cancel all running answers."""
@@ -207,101 +214,104 @@ class Service:
     def _quota(self) -> Quota:
         """Return the quota of each tenant."""
         settings = self.settings
-        told = settings.serve_tenant_bytes, settings.serve_tenant_texts, settings.serve_tenant_sessions
-        return Quota(*told, parts=len(self.keys.tenants))
+        limits = settings.serve_tenant_bytes, settings.serve_tenant_texts, settings.serve_tenant_sessions
+        return Quota(*limits, parts=len(self.keys.tenants))
 
-    def _due_s(self) -> float:
+    def _deadline_s(self) -> float:
         """Return the deadline of a request that comes now, on the event loop's clock."""
         return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
 
-    async def _turn(
-        self, tenant: APITenant, session: str | None, due_s: float, waits: Callable[[Job[Ticket]], object]
+    async def _wait_for_turn(
+        self, tenant: APITenant, session: str | None, deadline_s: float, on_wait: Callable[[Job[Ticket]], object]
     ) -> Job[Ticket]:
         try:
-            async with asyncio.timeout_at(due_s):
-                job = await self.turnstile.enter(tenant.name, session, waits)
+            async with asyncio.timeout_at(deadline_s):
+                job = await self.admission.enter(tenant.name, session, on_wait)
         except TimeoutError:
             raise _late() from None
-        if asyncio.get_running_loop().time() >= due_s:
-            self.turnstile.leave(job)
+        if asyncio.get_running_loop().time() >= deadline_s:
+            self.admission.leave(job)
             raise _late()
         return job
 
-    async def _within(self, job: Job[Ticket], due_s: float, where: ThreadPoolExecutor, do: Callable[[], T]) -> T:
-        """Return the result of a call during the turn of `job`, which continues after it.
+    async def _run_in_turn(
+        self, job: Job[Ticket], deadline_s: float, pool: ThreadPoolExecutor, do: Callable[[], T]
+    ) -> T:
+        """Return the result of `do`, run on `pool` during the turn of `job`.
 
-        Where the call fails, or its client is gone, the turn ends, but only after the call: there are never more calls
-        than turns.
+        The turn continues afterwards. If `do` fails or the client disconnects, the turn ends, but not before `do` has
+        returned, so that never more calls run than there are turns.
         """
-        running = asyncio.get_running_loop().run_in_executor(where, do)
+        running = asyncio.get_running_loop().run_in_executor(pool, do)
         try:
-            async with asyncio.timeout_at(due_s):
+            async with asyncio.timeout_at(deadline_s):
                 return await asyncio.shield(running)
         except BaseException as error:
-            running.add_done_callback(lambda task: self._left(job, task))
+            running.add_done_callback(lambda task: self._end_turn(job, task))
             if isinstance(error, TimeoutError) and not running.done():
                 raise _late() from None
             raise
 
-    def _left(self, job: Job[Ticket], task: asyncio.Future[T]) -> None:
-        self.turnstile.leave(job)
-        _ = task.cancelled() or task.exception()  # was told, or nobody is there to be told
+    def _end_turn(self, job: Job[Ticket], task: asyncio.Future[T]) -> None:
+        self.admission.leave(job)
+        _ = task.cancelled() or task.exception()  # reading it keeps asyncio from logging it as never retrieved
 
-    def _wait(self, job: Job[Ticket], tenant: APITenant, wanted: _Wanted) -> None:
+    def _prefetch_while_waiting(self, job: Job[Ticket], tenant: APITenant, prepared: _PreparedRequests) -> None:
         """Prefetch the KV that a request needs while it waits; errors in it are reported at its turn."""
-        if job.what.done():  # its turn has come, or nobody waits for it any more
+        if job.work.done():  # its turn has come, or its client has disconnected
             return
         try:
-            engine, wishes = wanted.get()
-            prefetch(engine, wishes)
-            question = wishes[0].question
-            name = None if isinstance(question, PMLPrompt) else engine.session_of(question, wishes[0].ask)
+            engine, requests = prepared.get()
+            prefetch(engine, requests)
+            question = requests[0].question
+            name = None if isinstance(question, PMLPrompt) else engine.session_of(question, requests[0].ask)
             if name is not None:
-                self.turnstile.note(job, (tenant.salt, name))
+                self.admission.note(job, (tenant.salt, name))
                 self.look_ahead()
         except Exception as error:
-            log.debug("What a waiting request reads is not prefetched: %s", error)
+            log.debug("Nothing is prefetched for a waiting request: %s", error)
 
     def _settings_of(self, tenant: APITenant) -> Settings:
         share = max(1, len(self.keys.tenants))
         settings = self.settings
-        told = {"salt": tenant.salt, "memory_bytes": settings.memory_bytes // share, "api_keys": ()}
-        return settings.model_copy(update={**told, "gpu_bytes": settings.gpu_bytes // share})
+        changes = {"salt": tenant.salt, "memory_bytes": settings.memory_bytes // share, "api_keys": ()}
+        return settings.model_copy(update={**changes, "gpu_bytes": settings.gpu_bytes // share})
 
 
-class _Wanted:
+class _PreparedRequests:
     """The engine of a request and the answers to generate, computed once by the first thread that needs them."""
 
     def __init__(self, engine: Callable[[], Engine], make: Callable[[Engine], Sequence[AnswerRequest]]) -> None:
         self._engine, self._make, self._lock = engine, make, threading.Lock()
-        self._found: tuple[Engine, Sequence[AnswerRequest]] | None = None
+        self._prepared: tuple[Engine, Sequence[AnswerRequest]] | None = None
 
     def get(self) -> tuple[Engine, Sequence[AnswerRequest]]:
         """Return the engine and the answers to generate; raise an error for an invalid request."""
         with self._lock:
-            if self._found is None:
+            if self._prepared is None:
                 engine = self._engine()
-                wishes = self._make(engine)
-                for question, ask in {id(wish.question): (wish.question, wish.ask) for wish in wishes}.values():
-                    engine.check_length(question, ask)  # before anything of it is looked for
-                self._found = engine, wishes
-            return self._found
+                requests = self._make(engine)
+                unique = {id(request.question): request for request in requests}
+                for request in unique.values():
+                    engine.check_length(request.question, request.ask)  # before its chunks are searched for
+                self._prepared = engine, requests
+            return self._prepared
 
 
 def _late() -> APIError:
-    return APIError(504, "The request's turn did not come in time. Ask later.", "timeout", None, 5)
+    return APIError(504, "The server could not begin this request in time. Retry later.", "timeout", None, 5)
 
 
-def prefetch(engine: Engine, wishes: Sequence[AnswerRequest]) -> None:
+def prefetch(engine: Engine, requests: Sequence[AnswerRequest]) -> None:
     """Start copying the chunks in these questions to memory."""
-    engine.prefetch(_texts(engine, wishes))
+    engine.prefetch(_chunk_texts(engine, requests))
 
 
-def _texts(engine: Engine, wishes: Sequence[AnswerRequest]) -> Iterable[str]:
-    """Return the texts of all chunks in the questions, each once."""
+def _chunk_texts(engine: Engine, requests: Sequence[AnswerRequest]) -> Iterable[str]:
+    """Return the texts of all chunks in the questions, without repetitions."""
     texts: dict[str, None] = {}
-    for question in {id(wish.question): wish.question for wish in wishes}.values():
-        if isinstance(question, PMLPrompt):  # its modules are found by their schema
+    for question in {id(request.question): request.question for request in requests}.values():
+        if isinstance(question, PMLPrompt):  # its modules are found through their schema
             continue
         contents = (
             [question] if isinstance(question, str) else [t.content for t in question if isinstance(t, ChatMessage)]

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server's requests and of each tenant's engine, and the summary of a tenant's store."""
+"""Prometheus metrics of a server's requests and of each tenant's engine, and a summary of a tenant's store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATHS = (
 """Paths that are counted by name; all others are counted together as "other"."""
 
 
-class Queued(Protocol):
+class HasQueue(Protocol):
     """An object that knows how many requests wait and run."""
 
     @property
@@ -40,18 +40,18 @@ class ServerCounts:
     A tenant sees the metrics of its own engine only. Thread-safe.
     """
 
-    def __init__(self, turnstile: Queued) -> None:
+    def __init__(self, admission: HasQueue) -> None:
         from prometheus_client import CollectorRegistry
 
-        self._registry, self._own = CollectorRegistry(), dict[str, CollectorRegistry]()
-        self._turnstile, self._lock = turnstile, threading.Lock()
-        self._asked: Counter[tuple[str, str]] = Counter()
+        self._registry, self._tenant_registries = CollectorRegistry(), dict[str, CollectorRegistry]()
+        self._admission, self._lock = admission, threading.Lock()
+        self._counts: Counter[tuple[str, str]] = Counter()
         self._registry.register(self)
 
-    def asked(self, path: str, status: int) -> None:
+    def count(self, path: str, status: int) -> None:
         """Count one request."""
         with self._lock:
-            self._asked[_counted(path), str(status)] += 1
+            self._counts[_path_label(path), str(status)] += 1
 
     def show(self, engine: Engine, salt: str, name: str, keeper: QuotaKeeper, shares: bool = False) -> None:
         """Add the metrics of a tenant's engine and of its quota, visible to that tenant until the engine is closed.
@@ -66,17 +66,17 @@ class ServerCounts:
         from prometheus_client import CollectorRegistry
 
         with self._lock:
-            registry = self._own.setdefault(salt, CollectorRegistry())
+            registry = self._tenant_registries.setdefault(salt, CollectorRegistry())
         metrics(engine, registry, name, shares)
-        registry.register(_OfTenant(keeper, name))
+        registry.register(_QuotaMetrics(keeper, name))
 
     def text(self, salt: str) -> bytes:
         """Return the metrics that the tenant of this salt may see, in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         with self._lock:
-            own = self._own.get(salt)
-        return generate_latest(self._registry) + (generate_latest(own) if own is not None else b"")
+            registry = self._tenant_registries.get(salt)
+        return generate_latest(self._registry) + (generate_latest(registry) if registry is not None else b"")
 
     def describe(self) -> Iterable[Any]:
         """Return the metric families, for Prometheus' registry."""
@@ -87,17 +87,17 @@ class ServerCounts:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:
-            asked = dict(self._asked)
+            counts = dict(self._counts)
         requests = CounterMetricFamily("ragfuse_requests", "Requests, by path and status.", labels=["path", "status"])
-        for labels, n in asked.items():
+        for labels, n in counts.items():
             requests.add_metric(labels, n)
         yield requests
-        jobs = self._turnstile.jobs
+        jobs = self._admission.jobs
         yield GaugeMetricFamily("ragfuse_requests_waiting", "Requests that wait for their turn.", value=len(jobs))
         yield GaugeMetricFamily("ragfuse_requests_running", "Requests that are being answered.", value=jobs.running)
 
 
-class _OfTenant:
+class _QuotaMetrics:
     """The metrics of a tenant's quota: its use as last counted, its limits, its evictions."""
 
     def __init__(self, keeper: QuotaKeeper, name: str) -> None:
@@ -116,39 +116,39 @@ class _OfTenant:
         for tier, n in use.nbytes.items():
             nbytes.add_metric([*engine, tier], n)
         yield nbytes
-        for what, n in (("texts", use.texts), ("sessions", use.sessions)):
-            gauge = GaugeMetricFamily(f"ragfuse_tenant_{what}", f"The tenant's {what}.", labels=["engine"])
+        for name, n in (("texts", use.texts), ("sessions", use.sessions)):
+            gauge = GaugeMetricFamily(f"ragfuse_tenant_{name}", f"The tenant's {name}.", labels=["engine"])
             gauge.add_metric(engine, n)
             yield gauge
         limits = GaugeMetricFamily(
-            "ragfuse_tenant_quota", "What it may keep; bytes in each tier.", labels=["engine", "kind"]
+            "ragfuse_tenant_quota", "The tenant's quota; bytes in each tier.", labels=["engine", "kind"]
         )
-        gone = CounterMetricFamily(
-            "ragfuse_tenant_evictions", "Entries, texts and sessions dropped for it.", labels=["engine", "kind"]
+        evictions = CounterMetricFamily(
+            "ragfuse_tenant_evictions", "Entries, texts and sessions deleted for it.", labels=["engine", "kind"]
         )
-        for kind, most in self._keeper.limits().items():
-            limits.add_metric([*engine, kind], most)
+        for kind, limit in self._keeper.limits().items():
+            limits.add_metric([*engine, kind], limit)
         for kind in ("bytes", "texts", "sessions"):
-            gone.add_metric([*engine, kind], self._keeper.evicted[kind])
-        yield from (limits, gone)
+            evictions.add_metric([*engine, kind], self._keeper.evicted[kind])
+        yield from (limits, evictions)
 
 
-def _counted(path: str) -> str:
+def _path_label(path: str) -> str:
     """Return the path to count a request under; paths of single schemas count as `SCHEMAS`."""
     path = SCHEMAS if path.startswith(f"{SCHEMAS}/") else path
     return path if path in PATHS else "other"
 
 
 def store_of(engine: Engine) -> dict[str, Any]:
-    """Return the body of `/v1/ragfuse/store`: one tenant's entries by tier, and the tokens its engine counted."""
-    mine: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
+    """Return the body of `/v1/ragfuse/store`: a tenant's entries by tier, and the tokens that its engine counted."""
+    by_tier: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
     for entry in engine.store.entries():
         if entry.key.model == engine.digest:
-            mine[entry.tier].update(entries=1, nbytes=entry.nbytes, n_tokens=entry.n_tokens, pinned=entry.pinned)
+            by_tier[entry.tier].update(entries=1, nbytes=entry.nbytes, n_tokens=entry.n_tokens, pinned=entry.pinned)
     tiers = [
         {
             "name": tier.name,
-            **{name: mine[tier.name][name] for name in ("entries", "nbytes", "n_tokens", "pinned")},
+            **{name: by_tier[tier.name][name] for name in ("entries", "nbytes", "n_tokens", "pinned")},
             "capacity": tier.capacity,
         }
         for tier in engine.store.tiers

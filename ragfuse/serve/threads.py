@@ -1,7 +1,7 @@
 """A server's thread pools, one for each kind of work, so that one kind never waits for another.
 
-Work whose cost grows with a request runs when the request is admitted, or one at a time; health checks wait for
-neither.
+Work whose cost grows with the size of a request runs only once the request is admitted, or one request at a time;
+health checks wait for neither.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ N_PLANNING = 1
 """Requests planned at once: planning is Python code, which runs one thread at a time, so more threads gain nothing."""
 N_LOOKUPS = 2
 """Requests at once that look up entries in the store."""
-LITTLE, LATER = 5, 10
+ANSWER_NICE, WORKER_NICE = 5, 10
 """`nice` values of threads that generate answers, and of all other worker threads."""
 
 
@@ -33,27 +33,27 @@ class Threads:
         together: Requests that run at once.
 
     Attributes:
-        control: Monitoring, such as metrics.
-        intake: Parsing of bodies, one at a time, so that it takes little interpreter time from running answers.
-        ahead: Look-ahead: what waiting requests will read.
-        planning: Conversion of requests, and plans for `/v1/ragfuse/explain`.
-        upkeep: Tenants' quotas.
-        lookups: Lookups in the store.
-        turns: Running requests, two threads each: one to generate, one to finish the request before.
+        control: For monitoring, such as metrics.
+        intake: For parsing bodies, one at a time, so that it takes little interpreter time from running answers.
+        ahead: For look-ahead, the prefetching of KV that waiting requests will read.
+        planning: For converting requests, and for the plans of `/v1/ragfuse/explain`.
+        upkeep: For checking tenants' quotas.
+        lookups: For lookups in the store.
+        turns: For running requests, two threads each: one to generate, one to finish the request before.
     """
 
     def __init__(self, together: int) -> None:
-        self.control = _named("control", 2)
-        self.intake = _named("intake", 1, _yield)
-        self.ahead = _named("ahead", 1, _yield)
-        self.upkeep = _named("upkeep", 1, _yield)
-        self.planning = _named("planning", N_PLANNING, _yield)
-        self.lookups = _named("lookups", N_LOOKUPS, _yield)
-        self.turns = _named("turns", 2 * together + 2, partial(_yield, LITTLE))
+        self.control = _executor("control", 2)
+        self.intake = _executor("intake", 1, _lower_priority)
+        self.ahead = _executor("ahead", 1, _lower_priority)
+        self.upkeep = _executor("upkeep", 1, _lower_priority)
+        self.planning = _executor("planning", N_PLANNING, _lower_priority)
+        self.lookups = _executor("lookups", N_LOOKUPS, _lower_priority)
+        self.turns = _executor("turns", 2 * together + 2, partial(_lower_priority, ANSWER_NICE))
 
-    async def run(self, where: ThreadPoolExecutor, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return the result of a call on one of these executors; a call cancelled before it begins never runs."""
-        return await asyncio.get_running_loop().run_in_executor(where, partial(do, *args, **kwargs))
+    async def run(self, pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the result of `call` on one of these executors; cancelled before it begins, it never runs."""
+        return await asyncio.get_running_loop().run_in_executor(pool, partial(call, *args, **kwargs))
 
     def close(self) -> None:
         """Start no more calls; running calls end by themselves."""
@@ -61,15 +61,15 @@ class Threads:
             each.shutdown(wait=False, cancel_futures=True)
 
 
-def _named(what: str, n: int, begin: Callable[[], object] | None = None) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(n, thread_name_prefix=f"ragfuse-{what}", initializer=begin)
+def _executor(name: str, n: int, initializer: Callable[[], object] | None = None) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n, thread_name_prefix=f"ragfuse-{name}", initializer=initializer)
 
 
-def _yield(later: int = LATER) -> None:
+def _lower_priority(nice: int = WORKER_NICE) -> None:
     """Lower this thread's priority, and that of threads it starts, so that the event loop runs first on a busy machine.
 
     Only Linux has priorities for single threads; elsewhere nothing happens.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), later)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -32,12 +32,12 @@ class Connections:
     At the limit, the oldest idle connection is closed. Where none is idle, requests over the new one are refused.
 
     Args:
-        most: Connections of all addresses together, at most.
-        most_each: Connections of one address, at most.
+        max_total: Most connections of all addresses together.
+        max_each: Most connections of one address.
     """
 
-    def __init__(self, most: int, most_each: int) -> None:
-        self._most, self._most_each = most, most_each
+    def __init__(self, max_total: int, max_each: int) -> None:
+        self._max_total, self._max_each = max_total, max_each
         self._all: dict[Wire, str] = {}
         self._by_address: dict[str, dict[Wire, None]] = {}
 
@@ -49,29 +49,29 @@ class Connections:
 
         At twice a limit the connection is aborted.
         """
-        mine = self._by_address.setdefault(address, {})
+        same_address = self._by_address.setdefault(address, {})
         is_crowded = False
-        for those, most in ((mine, self._most_each), (self._all, self._most)):
-            if len(those) >= most and not self._let_go(those):
+        for group, limit in ((same_address, self._max_each), (self._all, self._max_total)):
+            if len(group) >= limit and not self._close_idle(group):
                 is_crowded = True
-                if len(those) >= 2 * most:
+                if len(group) >= 2 * limit:
                     wire.transport.abort()
         self._all[wire] = address
-        mine[wire] = None
+        same_address[wire] = None
         return not is_crowded
 
     def leave(self, wire: Wire) -> None:
         """Remove a closed connection; further calls do nothing."""
         address = self._all.pop(wire, None)
         if address is not None:
-            mine = self._by_address[address]
-            mine.pop(wire, None)
-            if not mine:
+            same_address = self._by_address[address]
+            same_address.pop(wire, None)
+            if not same_address:
                 del self._by_address[address]
 
-    def _let_go(self, those: Iterable[Wire]) -> bool:
+    def _close_idle(self, group: Iterable[Wire]) -> bool:
         """Close the oldest idle connection; return whether there was one."""
-        oldest = next((wire for wire in those if wire.is_idle), None)
+        oldest = next((wire for wire in group if wire.is_idle), None)
         if oldest is not None:
             self.leave(oldest)
             oldest.transport.close()
@@ -94,7 +94,7 @@ class Wire(H11Protocol):
     """One connection. It is closed after `patience_s` seconds in which no complete request head arrived."""
 
     patience_s = 20.0
-    among: Connections
+    all_connections: Connections
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -107,45 +107,45 @@ class Wire(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Add the connection to `among`, and start its timer."""
+        """Add the connection to `all_connections`, and start its timer."""
         super().connection_made(transport)
-        if not self.among.enter(self, network_of(self.client[0] if self.client else "")):
+        if not self.all_connections.enter(self, network_of(self.client[0] if self.client else "")):
             self.app_state = {**self.app_state, "is_crowded": True}
-        self._watch()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
         """Parse the data; stop the timer once a request head is complete."""
         super().data_received(data)
-        self._watch()
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer, and remove the connection from `among`."""
-        self._unwatch()
-        self.among.leave(self)
+        """Stop the timer, and remove the connection from `all_connections`."""
+        self._stop_timer()
+        self.all_connections.leave(self)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         """Answer data that is not HTTP with an error, unless a response has begun; close the connection either way."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            told = APIError(400, "Wanted a request of HTTP/1.1, found something else. Mend the client.", "http")
-            self.transport.write(_whole(told, "Bad Request"))
+            error = APIError(400, "This is not a valid request of HTTP/1.1. Check the client.", "http")
+            self.transport.write(_error_response(error, "Bad Request"))
         self.transport.close()
 
-    def _watch(self) -> None:
+    def _start_timer(self) -> None:
         if not self.is_idle:
-            self._unwatch()
+            self._stop_timer()
         elif self._timer is None:
-            self._timer = self.loop.call_later(self.patience_s, self._late)
+            self._timer = self.loop.call_later(self.patience_s, self._time_out)
 
-    def _unwatch(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self) -> None:
+    def _time_out(self) -> None:
         if not self.transport.is_closing():
-            told = APIError(408, f"Wanted a request within {self.patience_s:g} seconds. Send it faster.", "slow")
-            self.transport.write(_whole(told, "Request Timeout"))
+            error = APIError(408, f"No request arrived within {self.patience_s:g} seconds. Send it faster.", "slow")
+            self.transport.write(_error_response(error, "Request Timeout"))
             self.transport.close()
 
 
@@ -161,8 +161,8 @@ def network_of(host: str) -> str:
     return str(ipaddress.ip_network((found, _IPV6_NETWORK), strict=False))
 
 
-def _whole(refusal: APIError, reason: str) -> bytes:
+def _error_response(error: APIError, reason: str) -> bytes:
     """Return the bytes of a whole error response, for a connection without a readable request."""
-    body = json.dumps(refusal.as_dict()).encode()
-    head = f"HTTP/1.1 {refusal.status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    body = json.dumps(error.as_dict()).encode()
+    head = f"HTTP/1.1 {error.status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body

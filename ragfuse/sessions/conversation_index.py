@@ -18,33 +18,34 @@ from ragfuse.types.keys import ChunkKey
 Name = tuple[str, str]
 """A conversation: its tenant's digest, and the name of its session."""
 Known = Iterable[tuple[Name, ChunkKey]]
+"""Pairs of a conversation and the key of an entry that it uses."""
 
 
 class ConversationIndex:
     """The conversations that keys belong to, and the place of each one's next request in the queue.
 
-    Engines whose requests wait in one queue share an index. Thread-safe. A tier that looks up a key while it holds its
-    own lock waits for nothing, except once for the catalog, from which earlier processes' sessions are read.
+    Engines whose requests wait in one queue share an index. Thread-safe. A tier may look up a key while it holds its
+    own lock: it never waits, except once for the catalog, from which earlier processes' sessions are read.
     """
 
     def __init__(self) -> None:
         self._lock = ForkLock(self._start_over)
-        self._recalled: list[Callable[[], Known | None]] = []
+        self._sources: list[Callable[[], Known | None]] = []
         self._start_over()
 
     def _start_over(self) -> None:
         """Empty the index, except for the sources that `recall` added."""
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
         self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one with the latest turn last
-        self._told: dict[str, dict[str, float]] = {}
+        self._waiting: dict[str, dict[str, float]] = {}  # by tenant, the place of each session in the queue
         self._places: Mapping[Name, float] = MappingProxyType({})
-        self._unread = list(self._recalled)
+        self._unread = list(self._sources)
 
     # what is known
 
     def note(self, name: Name, session: Session) -> None:
         """Set a conversation's keys: those of spans that its prompts still use."""
-        self._note(name, tuple(dict.fromkeys(each.key for each in session.stretches if each.n_kept)))
+        self._note(name, tuple(dict.fromkeys(each.key for each in session.kv_spans if each.n_kept)))
 
     def forget(self, name: Name) -> None:
         """Remove a conversation."""
@@ -56,7 +57,7 @@ class ConversationIndex:
         It is called when they are first needed, and again later while it returns None.
         """
         with self._lock:
-            self._recalled.append(known)
+            self._sources.append(known)
             self._unread.append(known)
 
     def keys(self, name: Name) -> tuple[ChunkKey, ...]:
@@ -66,8 +67,8 @@ class ConversationIndex:
     def expect(self, digest: str, waiting: Mapping[str, float]) -> None:
         """Set where a tenant's conversations wait in the queue (session name to place; the next one has the lowest)."""
         with self._lock:
-            self._told[digest] = dict(waiting)
-            self._places = {(whose, name): at for whose, told in self._told.items() for name, at in told.items()}
+            self._waiting[digest] = dict(waiting)
+            self._places = {(tenant, name): at for tenant, ids in self._waiting.items() for name, at in ids.items()}
 
     # what tiers ask
 
@@ -98,9 +99,9 @@ class ConversationIndex:
     def _note(self, name: Name, keys: tuple[ChunkKey, ...]) -> None:
         with self._lock:
             for key in self._keys.pop(name, ()):
-                left = tuple(owner for owner in self._owners.pop(key, ()) if owner != name)
-                if left:
-                    self._owners[key] = left
+                others = tuple(owner for owner in self._owners.pop(key, ()) if owner != name)
+                if others:
+                    self._owners[key] = others
             for key in keys:
                 self._owners[key] = (*self._owners.get(key, ()), name)
             if keys:
@@ -111,11 +112,11 @@ class ConversationIndex:
             unread, self._unread = self._unread, []
         found: dict[Name, list[ChunkKey]] = {}
         for known in unread:
-            told = known()
-            if told is None:
+            pairs = known()
+            if pairs is None:
                 with self._lock:
                     self._unread.append(known)
-            for name, key in told or ():
+            for name, key in pairs or ():
                 found.setdefault(name, []).append(key)
         for name, keys in found.items():
             if name not in self._keys:  # a newer note takes precedence

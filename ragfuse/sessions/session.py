@@ -63,10 +63,13 @@ class HistoryMessage:
 
     @property
     def bare(self) -> HistoryMessage | None:
-        """The message without the chunks before and after its own text; None where it has none, or some in between."""
-        says = [at for at, (text, kind, _) in enumerate(self.parts) if kind == "fresh" and text.strip()]
-        inside = replace(self, parts=self.parts[says[0] : says[-1] + 1] if says else ())
-        if not says or inside.has_chunks or len(inside.parts) == len(self.parts):
+        """The message without the chunks before and after its own text.
+
+        None where it has no own text or no such chunks, or has chunks within its own text.
+        """
+        own = [at for at, (text, kind, _) in enumerate(self.parts) if kind == "fresh" and text.strip()]
+        inside = replace(self, parts=self.parts[own[0] : own[-1] + 1] if own else ())
+        if not own or inside.has_chunks or len(inside.parts) == len(self.parts):
             return None
         return replace(self, parts=((inside.text.strip(), "fresh", ""),))
 
@@ -76,21 +79,21 @@ def prefix_digests(messages: Sequence[HistoryMessage]) -> list[str]:
     return list(accumulate((message.digest for message in messages), lambda before, each: digest(before, each)))
 
 
-def is_same(given: HistoryMessage, said: HistoryMessage) -> bool:
+def is_same(given: HistoryMessage, stored: HistoryMessage) -> bool:
     """Return whether two messages have the same content."""
-    return given.digest == said.digest
+    return given.digest == stored.digest
 
 
-def is_again(given: HistoryMessage, said: HistoryMessage) -> bool:
-    """Return whether `given` is the stored message `said`, sent again.
+def is_again(given: HistoryMessage, stored: HistoryMessage) -> bool:
+    """Return whether `given` is the message `stored`, sent again.
 
     A user's message may come without the chunks that were retrieved for it. If it has chunks they must be the same, as
     other chunks make it another question.
     """
-    bare = said.bare if given.role == "user" and not given.has_chunks else None
+    bare = stored.bare if given.role == "user" and not given.has_chunks else None
     if bare is None:
-        return is_same(given, said)
-    return is_same(given, said) or is_same(replace(given, parts=((given.text.strip(), "fresh", ""),)), bare)
+        return is_same(given, stored)
+    return is_same(given, stored) or is_same(replace(given, parts=((given.text.strip(), "fresh", ""),)), bare)
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,13 @@ class KVSpan:
 
     def without(self, first: int, count: int) -> KVSpan:
         """Return the span with `count` of its kept tokens dropped, from index `first` among these on."""
-        left: list[tuple[int, int]] = []
+        kept: list[tuple[int, int]] = []
         at = 0
         for lo, hi in self.kept:
-            spans = ((lo, min(hi, lo + max(0, first - at))), (max(lo, min(hi, lo + first + count - at)), hi))
-            left += [span for span in spans if span[0] < span[1]]
+            ranges = ((lo, min(hi, lo + max(0, first - at))), (max(lo, min(hi, lo + first + count - at)), hi))
+            kept += [each for each in ranges if each[0] < each[1]]
             at += hi - lo
-        return replace(self, kept=tuple(left))
+        return replace(self, kept=tuple(kept))
 
 
 @dataclass(frozen=True)
@@ -134,18 +137,18 @@ class Turn:
 
     Args:
         messages: The new messages; the last one is the answer.
-        said: The answer's generated ids, which tokenising its text may not give.
-        stretches: The spans of KV that the turn added.
+        answer_ids: The answer's token ids as they were generated; tokenising its text may give others.
+        kv_spans: The spans of KV that the turn added.
     """
 
     messages: tuple[HistoryMessage, ...]
-    said: tuple[int, ...]
-    stretches: tuple[KVSpan, ...]
+    answer_ids: tuple[int, ...]
+    kv_spans: tuple[KVSpan, ...]
 
     @property
     def n_tokens(self) -> int:
         """Number of tokens of its spans, dropped ones included."""
-        return sum(len(stretch.tokens) for stretch in self.stretches)
+        return sum(len(kv_span.tokens) for kv_span in self.kv_spans)
 
 
 @dataclass(frozen=True)
@@ -161,9 +164,9 @@ class Session:
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
-    def stretches(self) -> tuple[KVSpan, ...]:
+    def kv_spans(self) -> tuple[KVSpan, ...]:
         """The spans of all turns, in order."""
-        return tuple(stretch for turn in self.turns for stretch in turn.stretches)
+        return tuple(kv_span for turn in self.turns for kv_span in turn.kv_spans)
 
     @property
     def n_tokens(self) -> int:
@@ -173,31 +176,31 @@ class Session:
     @property
     def dropped(self) -> int:
         """Number of tokens that prompts no longer use."""
-        return self.n_tokens - sum(stretch.n_kept for stretch in self.stretches)
+        return self.n_tokens - sum(kv_span.n_kept for kv_span in self.kv_spans)
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
         """The keys of all its KV, including that of dropped tokens."""
-        return tuple(dict.fromkeys(stretch.key for stretch in self.stretches))
+        return tuple(dict.fromkeys(kv_span.key for kv_span in self.kv_spans))
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
         """For each turn, the digest of all messages up to its end (`prefix_digests`)."""
-        beginnings = prefix_digests(self.messages)
-        return tuple(beginnings[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns))
+        digests = prefix_digests(self.messages)
+        return tuple(digests[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns))
 
     def upto(self, turns: int) -> Session:
         """Return the session with its first `turns` turns only."""
         return replace(self, turns=self.turns[:turns])
 
-    def with_stretches(self, stretches: Sequence[KVSpan]) -> Session:
+    def with_kv_spans(self, kv_spans: Sequence[KVSpan]) -> Session:
         """Return the session with its spans replaced; they are assigned to turns by their numbers of tokens."""
-        given, turns = list(stretches), list[Turn]()
+        unassigned, turns = list(kv_spans), list[Turn]()
         for turn in self.turns:
-            mine: list[KVSpan] = []
-            while given and sum(len(each.tokens) for each in mine) < turn.n_tokens:
-                mine.append(given.pop(0))
-            turns.append(replace(turn, stretches=tuple(mine)))
+            assigned: list[KVSpan] = []
+            while unassigned and sum(len(each.tokens) for each in assigned) < turn.n_tokens:
+                assigned.append(unassigned.pop(0))
+            turns.append(replace(turn, kv_spans=tuple(assigned)))
         return replace(self, turns=tuple(turns))
 
     def as_dict(self) -> dict[str, Any]:
@@ -205,10 +208,10 @@ class Session:
         turns = [
             {
                 "messages": [asdict(message) for message in turn.messages],
-                "said": list(turn.said),
+                "said": list(turn.answer_ids),
                 "stretches": [
-                    {"tokens": list(each.tokens), "key": str(each.key), "kept": [list(span) for span in each.kept]}
-                    for each in turn.stretches
+                    {"tokens": list(each.tokens), "key": str(each.key), "kept": [list(lo_hi) for lo_hi in each.kept]}
+                    for each in turn.kv_spans
                 ],
             }
             for turn in self.turns
@@ -216,71 +219,74 @@ class Session:
         return {"version": VERSION, "id": self.id, "turns": turns}
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> Session | None:
+    def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
         """Read the result of `as_dict`; return None for another version, or a dict that is not a session."""
         try:
-            if found["version"] != VERSION:
+            if fields["version"] != VERSION:
                 return None
-            return cls(str(found["id"]), tuple(_exchange(turn) for turn in found["turns"]))
+            return cls(str(fields["id"]), tuple(_turn(turn) for turn in fields["turns"]))
         except (KeyError, TypeError, ValueError, IndexError):
             return None
 
 
-def _exchange(found: Mapping[str, Any]) -> Turn:
-    stretches = tuple(map(_stretch, found["stretches"]))
-    return Turn(tuple(map(_message, found["messages"])), tuple(map(int, found["said"])), stretches)
+def _turn(fields: Mapping[str, Any]) -> Turn:
+    kv_spans = tuple(map(_kv_span, fields["stretches"]))
+    return Turn(tuple(map(_message, fields["messages"])), tuple(map(int, fields["said"])), kv_spans)
 
 
-def _stretch(found: Mapping[str, Any]) -> KVSpan:
-    kept = tuple((int(lo), int(hi)) for lo, hi in found["kept"])
-    return KVSpan(tuple(map(int, found["tokens"])), ChunkKey.parse(found["key"]), kept)
+def _kv_span(fields: Mapping[str, Any]) -> KVSpan:
+    kept = tuple((int(lo), int(hi)) for lo, hi in fields["kept"])
+    return KVSpan(tuple(map(int, fields["tokens"])), ChunkKey.parse(fields["key"]), kept)
 
 
-def _message(found: Mapping[str, Any]) -> HistoryMessage:
-    parts = tuple((str(text), str(kind), str(source)) for text, kind, source in found["parts"])
-    calls = tuple(ToolCall(c["name"], c["arguments"], c["id"]) for c in found["tool_calls"])
+def _message(fields: Mapping[str, Any]) -> HistoryMessage:
+    parts = tuple((str(text), str(kind), str(source)) for text, kind, source in fields["parts"])
+    calls = tuple(ToolCall(c["name"], c["arguments"], c["id"]) for c in fields["tool_calls"])
     return HistoryMessage(
-        found["role"], parts, calls, found["tool_call_id"], found["name"], str(found.get("reasoning", ""))
+        fields["role"], parts, calls, fields["tool_call_id"], fields["name"], str(fields.get("reasoning", ""))
     )
 
 
-def truncated(stretches: Sequence[KVSpan], room: int, window: int, ratio: float, sinks: int = 0) -> tuple[KVSpan, ...]:
-    """Drop the earliest tokens of a history until at most `room` tokens are left (AttentionStore 3.4).
+def truncated(
+    kv_spans: Sequence[KVSpan], max_tokens: int, window: int, ratio: float, sinks: int = 0
+) -> tuple[KVSpan, ...]:
+    """Drop the earliest tokens of a history until at most `max_tokens` remain (AttentionStore 3.4).
 
     Tokens are dropped in steps of `ratio * window`, so that the next turns fit too. Keys do not change.
 
     Args:
-        stretches: The history's spans.
-        room: Most tokens that are left.
+        kv_spans: The history's spans.
+        max_tokens: Most tokens that remain.
         window: Tokens of the context window.
         ratio: The share of the window that one step drops, 0..1.
         sinks: How many first tokens always stay (attention sinks).
 
     Returns:
-        The spans; unchanged if they fit already. More than `room` tokens are left only where sinks need them.
+        The spans; unchanged if they fit already. More than `max_tokens` tokens remain only where the sinks alone are
+        more.
     """
-    past = sum(stretch.n_kept for stretch in stretches)
-    if past <= room:
-        return tuple(stretches)
+    n_past = sum(kv_span.n_kept for kv_span in kv_spans)
+    if n_past <= max_tokens:
+        return tuple(kv_spans)
     step = max(1, int(ratio * window))
-    count = min(max(0, past - sinks), step * -(-(past - room) // step))
-    left, at = list[KVSpan](), 0
-    for stretch in stretches:
-        lo, hi = max(sinks, at), min(sinks + count, at + stretch.n_kept)
-        left.append(stretch.without(lo - at, hi - lo) if lo < hi else stretch)
-        at += stretch.n_kept
-    return tuple(left)
+    n_dropped = min(max(0, n_past - sinks), step * -(-(n_past - max_tokens) // step))
+    shorter, at = list[KVSpan](), 0
+    for kv_span in kv_spans:
+        lo, hi = max(sinks, at), min(sinks + n_dropped, at + kv_span.n_kept)
+        shorter.append(kv_span.without(lo - at, hi - lo) if lo < hi else kv_span)
+        at += kv_span.n_kept
+    return tuple(shorter)
 
 
-def matched(stretches: Sequence[KVSpan], token_ids: Sequence[int]) -> tuple[KVSpan, ...]:
-    """Return the first spans, as many as equal the first of `token_ids`; at least one id stays unmatched."""
+def matched(kv_spans: Sequence[KVSpan], token_ids: Sequence[int]) -> tuple[KVSpan, ...]:
+    """Return the leading spans whose tokens `token_ids` begins with; at least one id stays unmatched."""
     at, count = 0, 0
     ids = tuple(token_ids)
-    for stretch in stretches:
-        if at + len(stretch.tokens) >= len(ids) or ids[at : at + len(stretch.tokens)] != stretch.tokens:
+    for kv_span in kv_spans:
+        if at + len(kv_span.tokens) >= len(ids) or ids[at : at + len(kv_span.tokens)] != kv_span.tokens:
             break
-        at, count = at + len(stretch.tokens), count + 1
-    return tuple(stretches[:count])
+        at, count = at + len(kv_span.tokens), count + 1
+    return tuple(kv_spans[:count])
 
 
 def agreed(
@@ -288,24 +294,24 @@ def agreed(
     given: Sequence[HistoryMessage],
     matches: Callable[[HistoryMessage, HistoryMessage], bool] = is_same,
 ) -> Session:
-    """Return the session with its first turns, as many as the given messages begin with.
+    """Return the session with only those first turns that the given messages begin with.
 
     Args:
         session: The session.
         given: The messages of a new question.
         matches: Whether a given message is the stored one.
     """
-    left = list(given)
+    rest = list(given)
     for count, turn in enumerate(session.turns):
-        mine, left = left[: len(turn.messages)], left[len(turn.messages) :]
-        if len(mine) < len(turn.messages) or not all(map(matches, mine, turn.messages)):
+        sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]
+        if len(sent) < len(turn.messages) or not all(map(matches, sent, turn.messages)):
             return session.upto(count)
     return session
 
 
 def names_of(session: Session) -> dict[ChunkKey, str]:
     """Return for each span's key the name of its turn, such as "turn 2", for traces."""
-    return {stretch.key: f"turn {number}" for number, turn in enumerate(session.turns, 1) for stretch in turn.stretches}
+    return {kv_span.key: f"turn {number}" for number, turn in enumerate(session.turns, 1) for kv_span in turn.kv_spans}
 
 
 @dataclass(frozen=True)
@@ -320,8 +326,8 @@ class PendingTurn:
         keep_chunks: Whether retrieved chunks are kept as part of the conversation.
         previous_keys: Keys of the stored session's KV.
         history: The spans that the prompt begins with, truncated as they are used in it.
-        omitted: Where whole turns were left out: the row before which they stood, and their tokens. There is no history
-            then.
+        omitted: Of whole turns that were left out: the row before which they stood, and their tokens. A prompt with
+            such turns has no history.
     """
 
     session: Session
@@ -340,5 +346,5 @@ class PendingTurn:
 
     def placed(self) -> Iterator[tuple[int, int, KVSpan]]:
         """Yield lo, hi and span for each range of rows that the prompt uses of its history, in order."""
-        for stretch in self.history:
-            yield from ((lo, hi, stretch) for lo, hi in stretch.kept)
+        for kv_span in self.history:
+            yield from ((lo, hi, kv_span) for lo, hi in kv_span.kept)

@@ -1,7 +1,7 @@
 """The session store: list, show, export, truncate and delete conversations, with or without a model.
 
-Persistent sessions are in the store's catalog. The most recent other sessions are in this process only, and so is a
-turn that could not be written to the catalog; it is written with the next one. `session.py` defines a session,
+Persistent sessions are in the store's catalog. The most recent other sessions are in this process only. So is a turn
+that could not be written to the catalog; it is written together with the next turn. `session.py` defines a session,
 `engine/history.py` adds turns to it.
 """
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ragfuse.engine")
 
-HERE = 256
-"""Most sessions that are not persistent; the least recently used one is dropped first."""
-READ = 32
+MAX_IN_MEMORY = 256
+"""Most sessions that are in memory alone; the least recently used one is dropped first."""
+MAX_CACHED = 32
 """Most sessions of the catalog that are cached, for use while the catalog does not answer."""
 
 
@@ -109,8 +109,8 @@ class SessionStore:
     Args:
         store: Where KV is kept.
         catalog: Where persistent sessions are kept.
-        whose: Returns the digests of the tenants whose sessions are listed; None for all.
-        ttl_s: Seconds without use after which a session counts as gone; it is deleted when others are written.
+        tenants: Returns the digests of the tenants whose sessions are listed; None for all.
+        ttl_s: Seconds without use after which a session has expired; it is deleted when others are written.
         clock: Returns seconds since the epoch.
         settle: Waits for pending saves, so that their KV can be deleted.
         later: Runs a job in the background, after pending saves.
@@ -121,26 +121,26 @@ class SessionStore:
         self,
         store: KVStore,
         catalog: Catalog,
-        whose: Callable[[], Sequence[str] | None],
+        tenants: Callable[[], Sequence[str] | None],
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
         settle: Callable[[], object] = lambda: None,
         later: Callable[[Callable[[], object]], object] = lambda job: job(),
         index: ConversationIndex | None = None,
     ) -> None:
-        self._store, self._catalog, self._whose, self._ttl_s, self._clock = store, catalog, whose, ttl_s, clock
+        self._store, self._catalog, self._tenants, self._ttl_s, self._clock = store, catalog, tenants, ttl_s, clock
         self._lock, self._settle, self._later = ForkLock(), settle, later
-        self._here: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last
-        self._read = LRU[tuple[str, str], KeptSession](READ)  # of the catalog
-        self._swept, self._met, self._index = 0.0, set[str](), index or ConversationIndex()
+        self._in_memory: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last
+        self._cached = LRU[tuple[str, str], KeptSession](MAX_CACHED)  # of the catalog
+        self._swept, self._written, self._index = 0.0, set[str](), index or ConversationIndex()
         self._index.recall(self._owned)
 
     # for people and programs
 
     def ls(self) -> list[SessionInfo]:
         """Return all sessions, the most recently used one first."""
-        whose = self._whose()
-        return [info for info in self._all() if whose is None or info.model in whose]
+        tenants = self._tenants()
+        return [info for info in self._all() if tenants is None or info.model in tenants]
 
     def show(self, id: str) -> Session:
         """Return the session of this name.
@@ -151,7 +151,9 @@ class SessionStore:
         info = self._one(id)
         found = self.get(info.model, id)
         if found is None:
-            raise InputError(f"The session '{id}' cannot be read: it is of another version, or damaged. Delete it.")
+            raise InputError(
+                f"The session '{id}' cannot be read: another version of ragfuse wrote it, or it is damaged. Delete it."
+            )
         return found[1]
 
     def export(self, id: str) -> dict[str, Any]:
@@ -187,9 +189,9 @@ class SessionStore:
         """
         info = self._one(id)
         version, session = self.get(info.model, id) or (0, Session(id))
-        shorter = session.with_stretches(truncated(session.stretches, tokens, 1, 1.0, min(sinks, tokens)))
+        shorter = session.with_kv_spans(truncated(session.kv_spans, tokens, 1, 1.0, min(sinks, tokens)))
         if not self.put(info.model, shorter, version, info.persistent):
-            raise InputError(f"The session '{id}' has just had another turn. Try again.")
+            raise InputError(f"The session '{id}' was continued meanwhile, so it was not shortened. Try again.")
         return shorter
 
     def expire(self, ttl_s: float) -> Deleted:
@@ -197,11 +199,11 @@ class SessionStore:
         self._settle()
         return self._expire(self.ls(), ttl_s)
 
-    def keep_latest(self, most: int) -> Deleted:
-        """Delete persistent sessions, the least recently used ones, until at most `most` of them are left."""
+    def keep_latest(self, count: int) -> Deleted:
+        """Delete persistent sessions, the least recently used ones, until at most `count` of them remain."""
         self._settle()
         done = Deleted()
-        for info in [info for info in self.ls() if info.persistent][most:]:
+        for info in [info for info in self.ls() if info.persistent][count:]:
             done = done.plus(self._delete(info.model, info.id))
         return done
 
@@ -216,7 +218,7 @@ class SessionStore:
         held = self._held((model, id), answered, found[0] if found is not None else 0)
         used = min(held.used if held is not None else found[1] if found is not None else math.inf, self._clock())
         if self._ttl_s is not None and (held is not None or found is not None) and used < self._clock() - self._ttl_s:
-            self._overdue(model, id)
+            self._delete_expired(model, id)
             return None
         if held is not None:
             return held.version, held.session
@@ -225,23 +227,23 @@ class SessionStore:
         session = Session.from_dict(found[2])
         if session is not None:
             self._index.note((model, id), session)
-            self._read.add((model, id), KeptSession(found[0], found[1], session))
+            self._cached.add((model, id), KeptSession(found[0], found[1], session))
         return found[0], session if session is not None else Session(id)
 
-    def ending(self, model: str, beginnings: Sequence[str], persistent: bool) -> tuple[int, Session] | None:
+    def ending(self, model: str, prefixes: Sequence[str], persistent: bool) -> tuple[int, Session] | None:
         """Return version and value of the session in which a turn ends with the longest of these message prefixes.
 
         Args:
             model: The digest of model and tenant.
-            beginnings: Digests of ever longer prefixes of the messages (`prefix_digests`).
+            prefixes: Digests of ever longer prefixes of the messages (`prefix_digests`).
             persistent: Whether the catalog is searched too, not only this process.
         """
-        there: dict[str, str] = self._catalog.sessions.ending(model, beginnings) if persistent else {}
+        id_of: dict[str, str] = self._catalog.sessions.ending(model, prefixes) if persistent else {}
         with self._lock:
-            for (whose, id), held in self._here.items():
-                if whose == model:
-                    there |= dict.fromkeys(set(held.session.ends).intersection(beginnings), id)
-        longest = next((there[each] for each in reversed(beginnings) if each in there), None)
+            for (digest, id), held in self._in_memory.items():
+                if digest == model:
+                    id_of |= dict.fromkeys(set(held.session.ends).intersection(prefixes), id)
+        longest = next((id_of[each] for each in reversed(prefixes) if each in id_of), None)
         return self.get(model, longest) if longest is not None else None
 
     def put(self, model: str, session: Session, version: int, persistent: bool) -> bool:
@@ -250,56 +252,56 @@ class SessionStore:
         A session that cannot be written to the catalog stays in memory, and is written with its next turn.
         """
         now, name = self._clock(), (model, session.id)
-        line = SessionRow(model, session.id, version, now, len(session.turns), session.n_tokens)
+        row = SessionRow(model, session.id, version, now, len(session.turns), session.n_tokens)
         keys = [str(key) for key in session.keys]
         with self._lock:
-            held = self._here.get(name)
+            held = self._in_memory.get(name)
         base = held.base if held is not None else None
         if base is not None and held is not None and held.version != version:
             return False
-        kept: bool | None = None
+        is_stored: bool | None = None
         if persistent or base is not None:
             base = version if base is None else base
-            state, ends, on = session.as_dict(), session.ends, line._replace(version=base)
-            kept = self._catalog.sessions.put(on, state, ends, keys)
-        if kept is None:
-            kept = self._put_here(line, session, base)
+            state, ends, catalog_row = session.as_dict(), session.ends, row._replace(version=base)
+            is_stored = self._catalog.sessions.put(catalog_row, state, ends, keys)
+        if is_stored is None:
+            is_stored = self._put_in_memory(row, session, base)
         elif base is not None:
             with self._lock:
-                self._here.pop(name, None)
-            if kept:
-                self._read.add(name, KeptSession(base + 1, now, session))
-        if kept:
+                self._in_memory.pop(name, None)
+            if is_stored:
+                self._cached.add(name, KeptSession(base + 1, now, session))
+        if is_stored:
             self._index.note((model, session.id), session)
-        self._met.add(model)
+        self._written.add(model)
         if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
             self._swept = now
             self._later(partial(self._sweep, self._ttl_s))
-        return kept
+        return is_stored
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
         """Drop the KV of those keys that no session uses; of none while the catalog does not answer."""
         with self._lock:
-            left = set(keys) - self._keys_here()
+            unused = set(keys) - self._keys_in_memory()
         try:
-            left -= self._in_book(left)
+            unused -= self._keys_in_catalog(unused)
         except StoreError as error:
-            log.debug("Whose KV this is cannot be asked, so it stays: %s", error)
+            log.debug("The catalog does not say which sessions use this KV, so it stays: %s", error)
             return
-        if left:
-            self._store.drop(left)
+        if unused:
+            self._store.drop(unused)
 
     # inside
 
     def _sweep(self, ttl_s: float) -> Deleted:
         """Delete the expired sessions of every tenant for which this process has written one."""
         try:
-            return self._expire([info for info in self._all() if info.model in self._met], ttl_s)
+            return self._expire([info for info in self._all() if info.model in self._written], ttl_s)
         except StoreError as error:
             log.debug("Overdue sessions stay for now: %s", error)
             return Deleted()
 
-    def _overdue(self, model: str, id: str) -> None:
+    def _delete_expired(self, model: str, id: str) -> None:
         """Delete an expired session; do nothing while the catalog does not answer."""
         try:
             self._delete(model, id)
@@ -313,52 +315,56 @@ class SessionStore:
         that continue the catalog's `version`.
         """
         with self._lock:
-            here = self._here.get(name)
-            if here is not None and here.base is not None and answered and here.base != version:
-                del self._here[name]
-                log.warning("Another process went on with session %s: what the catalog did not take is lost.", name[1])
-                here = None
-            if here is not None and here.base is None and version:
+            in_memory = self._in_memory.get(name)
+            if in_memory is not None and in_memory.base is not None and answered and in_memory.base != version:
+                del self._in_memory[name]
+                log.warning(
+                    "Another process continued session %s, so the turns that this process had not saved yet are lost. "
+                    "Continue a session in one process at a time.",
+                    name[1],
+                )
+                in_memory = None
+            if in_memory is not None and in_memory.base is None and version:
                 return None
-            return here if here is not None or answered else self._read.get(name)
+            return in_memory if in_memory is not None or answered else self._cached.get(name)
 
-    def _expire(self, of: Iterable[SessionInfo], ttl_s: float) -> Deleted:
+    def _expire(self, sessions: Iterable[SessionInfo], ttl_s: float) -> Deleted:
         before, done = self._clock() - ttl_s, Deleted()
-        for info in of:
+        for info in sessions:
             if info.used < before:
                 done = done.plus(self._delete(info.model, info.id, before))
         return done
 
     def _all(self) -> list[SessionInfo]:
         """Return all tenants' sessions, the most recently used first; raise StoreError for an unreadable catalog."""
-        lines: list[SessionRow] = self._catalog.strict.sessions.rows()
+        rows: list[SessionRow] = self._catalog.strict.sessions.rows()
         now = self._clock()
         with self._lock:
-            held = dict(self._here)
+            held = dict(self._in_memory)
         found = [
-            SessionInfo(line.id, line.model, line.turns, line.tokens, min(line.used, now))
-            for line in lines
-            if (line.model, line.id) not in held
+            SessionInfo(row.id, row.model, row.turns, row.tokens, min(row.used, now))
+            for row in rows
+            if (row.model, row.id) not in held
         ]
-        here = [
+        in_memory = [
             SessionInfo(
                 id, model, len(each.session.turns), each.session.n_tokens, min(each.used, now), persistent=False
             )
             for (model, id), each in held.items()
         ]
-        return sorted((*found, *here), key=lambda info: -info.used)
+        return sorted((*found, *in_memory), key=lambda info: -info.used)
 
-    def _put_here(self, line: SessionRow, session: Session, base: int | None) -> bool:
-        name = line.model, line.id
+    def _put_in_memory(self, row: SessionRow, session: Session, base: int | None) -> bool:
+        name = row.model, row.id
         with self._lock:
-            before = self._here.get(name)
-            if (before.version if before is not None else base or 0) != line.version:
+            before = self._in_memory.get(name)
+            if (before.version if before is not None else base or 0) != row.version:
                 return False
-            self._here.pop(name, None)
-            self._here[name] = KeptSession(line.version + 1, line.used, session, base)
-            while len(self._here) > HERE:
-                oldest = next(iter(self._here))
-                del self._here[oldest]
+            self._in_memory.pop(name, None)
+            self._in_memory[name] = KeptSession(row.version + 1, row.used, session, base)
+            while len(self._in_memory) > MAX_IN_MEMORY:
+                oldest = next(iter(self._in_memory))
+                del self._in_memory[oldest]
                 self._index.forget(oldest)
         return True
 
@@ -375,35 +381,38 @@ class SessionStore:
         if len(found) == 1:
             return found[0]
         if found:
-            raise InputError(f"{len(found)} models or tenants have a session '{id}'; set the model's salt, or --model.")
+            raise InputError(
+                f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to choose a tenant; "
+                "`sessions` of an Engine has those of its model only."
+            )
         raise InputError(f"There is no session '{id}'. `ragfuse sessions ls` lists them.")
 
     def _delete(self, model: str, id: str, before: float = math.inf) -> Deleted:
         """Delete a session and its KV, if it was last used before the time `before`."""
         with self._lock:
-            here = self._here.get((model, id))
-            here = self._here.pop((model, id)) if here is not None and here.used < before else None
-            self._read.discard([(model, id)])
-            others = self._keys_here()
+            held = self._in_memory.get((model, id))
+            held = self._in_memory.pop((model, id)) if held is not None and held.used < before else None
+            self._cached.discard([(model, id)])
+            others = self._keys_in_memory()
         orphans: list[str] | None = self._catalog.strict.sessions.delete(model, id, before)
-        if here is None and orphans is None:
+        if held is None and orphans is None:
             return Deleted()
         self._index.forget((model, id))
-        keys = {ChunkKey.parse(key) for key in orphans or ()} | set(here.session.keys if here is not None else ())
-        elsewhere = self._in_book(keys) if here is not None else set[ChunkKey]()
-        return self._drop(keys - others - elsewhere)
+        keys = {ChunkKey.parse(key) for key in orphans or ()} | set(held.session.keys if held is not None else ())
+        in_catalog = self._keys_in_catalog(keys) if held is not None else set[ChunkKey]()
+        return self._drop(keys - others - in_catalog)
 
-    def _keys_here(self) -> set[ChunkKey]:
-        return {key for held in self._here.values() for key in held.session.keys}
+    def _keys_in_memory(self) -> set[ChunkKey]:
+        return {key for held in self._in_memory.values() for key in held.session.keys}
 
-    def _in_book(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+    def _keys_in_catalog(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Return those keys that sessions in the catalog use; raise StoreError while it does not answer."""
         names = [str(key) for key in keys]
-        found: list[str] = self._catalog.strict.sessions.having(names)
+        found: list[str] = self._catalog.strict.sessions.in_use(names)
         return {ChunkKey.parse(name) for name in found}
 
     def _drop(self, keys: set[ChunkKey]) -> Deleted:
         entries = [entry for tier in self._store.tiers for entry in tier.entries(keys).values()] if keys else []
         done = dropped(self._store, self._store.drop(keys))
-        gone = [entry for entry in entries if not done.has_left(entry)]
-        return Deleted(1, len(gone), sum(entry.nbytes for entry in gone), tuple(done.silent))
+        deleted = [entry for entry in entries if not done.has_left(entry)]
+        return Deleted(1, len(deleted), sum(entry.nbytes for entry in deleted), tuple(done.silent))

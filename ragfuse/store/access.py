@@ -1,7 +1,7 @@
 """Who may read and change what is written on disk: this user alone, or also the group of a folder that is shared.
 
-A folder that its group may write to and whose set-group-id bit is set (02770) is shared: what is made in it is for the
-group. What is made in any other folder is for this user alone, whatever the process's umask.
+A folder is shared if its group may write to it and its set-group-id bit is set (02770): files and folders made in it
+are for the group. Those made in any other folder are for this user alone, whatever the process's umask.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _OTHERS: tuple[tuple[SharedWith, int], ...] = (("nobody", stat.S_IRWXG | stat.S_
 
 
 def make_root(path: Path, shared_with: SharedWith = "nobody") -> None:
-    """Make a folder that others lie in, unless it is there; one that lets in more than it should is warned about.
+    """Make a root folder if it is missing, and log a warning if more users than intended have access to it.
 
     Args:
-        path: The folder; those above it that are missing are made as the umask says.
-        shared_with: Who else may use it. A folder of this user's that is there already is opened to its group.
+        path: The folder. Missing folders above it are made with the permissions that the umask gives.
+        shared_with: Who else may use it. With "group", an existing folder of this user is opened to its group.
 
     Raises:
         OSError: It cannot be made, or something else is there.
@@ -39,11 +39,11 @@ def make_root(path: Path, shared_with: SharedWith = "nobody") -> None:
         path.chmod(_GROUP_FOLDER)
         found = path.stat()
     if stat.S_IMODE(found.st_mode) & dict(_OTHERS)[shared_with]:
-        _warn(str(path), stat.S_IMODE(found.st_mode))
+        _warn_once(str(path), stat.S_IMODE(found.st_mode))
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder below a root, and those that are missing in between, unless it is there."""
+    """Make a folder below a root if it is missing, with all missing folders in between."""
     if path.is_dir():
         return
     if not path.parent.is_dir():
@@ -59,7 +59,7 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Return a file descriptor of a file, which is made where it is missing; flags: as `os.open` takes them."""
+    """Open a file, which is created if it is missing, and return its descriptor; `flags` are those of `os.open`."""
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, _OWN_FILE)
     if _is_shared(os.stat(path.parent).st_mode):
         with suppress(PermissionError):  # another of the group made it
@@ -72,11 +72,11 @@ def _is_shared(mode: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _warn(path: str, mode: int) -> None:
-    """Say so, once for each folder."""
+def _warn_once(path: str, mode: int) -> None:
+    """Log, once for each folder, that other users have access to it."""
     log.warning(
-        "Others than this user may use %s (mode %04o), where texts of documents and their KV lie. To keep them out: "
-        "chmod go= %s. To share it with its group on purpose, set shared_with (environment RAGFUSE_SHARED_WITH=group).",
+        "Other users have access to %s (mode %04o), which holds your documents' texts and their KV. To stop that: "
+        "chmod go= %s. To share it with a group: set shared_with to group (environment RAGFUSE_SHARED_WITH=group).",
         path,
         mode,
         path,

@@ -35,10 +35,10 @@ from ragfuse.store.tier import EntryMeta
 from ragfuse.store.upkeep import chunk_path
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
-_FIRST = "ragfuse-archive.json"
+_FIRST_MEMBER = "ragfuse-archive.json"
 _BLOCK = tarfile.BLOCKSIZE
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
-_FIRST_LOOK = 64
+_HEAD_NBYTES = 64
 _MAX_TEXTS_NBYTES = 1 << 26
 _LINE = re.compile(rb"[^\n]+")
 _STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -87,10 +87,10 @@ class ArchivedChunk:
 
     def __init__(self, file: BufferedReader, begin: int, nbytes: int) -> None:
         self._file, self._begin, self.nbytes = file, begin, nbytes
-        head = self._bytes(0, min(nbytes, _FIRST_LOOK))
+        head = self._bytes(0, min(nbytes, _HEAD_NBYTES))
         self._header = Header.parse(self._bytes(0, min(nbytes, header_nbytes(head))))
         if self._header.nbytes != nbytes:
-            raise ValueError(f"{self._header.nbytes} bytes wanted, {nbytes} found")
+            raise ValueError(f"it should have {self._header.nbytes} bytes, but has {nbytes}")
         self.key, self.meta = self._header.key, self._header.meta
 
     def read(self) -> tuple[Tensor, ...]:
@@ -117,8 +117,8 @@ class ArchiveWriter:
 
     def __init__(self, file: BufferedWriter) -> None:
         self._file, self._texts = file, 0
-        self._member(_FIRST, [json.dumps({"version": FORMAT_VERSION}).encode()])
-        file.flush()  # so that `_bury` recognizes the file as an archive if this process is killed
+        self._member(_FIRST_MEMBER, [json.dumps({"version": FORMAT_VERSION}).encode()])
+        file.flush()  # so that `_remove_partials` recognizes the file as an archive if this process is killed
 
     def chunk(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> int:
         """Write a chunk and return its bytes.
@@ -165,34 +165,34 @@ def new_archive(path: Path) -> Iterator[ArchiveWriter]:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        _bury(path.parent)
+        _remove_partials(path.parent)
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(fd, "wb") as file:
-                with suppress(OSError):  # without file locks, `_bury` removes nothing
+                with suppress(OSError):  # without file locks, `_remove_partials` removes nothing
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 writer = ArchiveWriter(file)
                 yield writer
                 writer.end()
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(partial, path)  # while the lock is held, or `_bury` of another process could remove it
+                os.replace(partial, path)  # under the lock, or another process could remove it (`_remove_partials`)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(
-            f"The archive cannot be written to '{path}': {error.strerror or error}. Name another file, or make room."
+            f"The archive cannot be written to '{path}': {error.strerror or error}. Name another file, or free space."
         ) from error
 
 
-def _bury(folder: Path) -> None:
+def _remove_partials(folder: Path) -> None:
     """Remove partial archives whose lock is free, because the process that wrote them is gone."""
     for path in folder.glob(".*.tmp"):
         with suppress(OSError):
             if not _is_partial(path.name) or not path.is_file() or path.is_symlink():
                 continue
             with path.open("r+b") as file:
-                if file.read(len(_FIRST) + 1) == _FIRST.encode() + b"\0":
+                if file.read(len(_FIRST_MEMBER) + 1) == _FIRST_MEMBER.encode() + b"\0":
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
 
@@ -222,7 +222,7 @@ def read_archive(path: Path, progress: Callable[[int, int], object] | None = Non
     size = _size(path)
     with path.open("rb") as file:
         members = _members(file, size)
-        _check_first(path, file, next(members, None))
+        _check_first_member(path, file, next(members, None))
         for member in members:
             if isinstance(member, ArchiveProblem):
                 yield member
@@ -235,7 +235,7 @@ def read_archive(path: Path, progress: Callable[[int, int], object] | None = Non
 def _size(path: Path) -> int:
     if not path.is_file():
         found = "a folder" if path.is_dir() else "something that is no file" if path.exists() else "nothing"
-        raise StoreError(f"Wanted an archive that `export` has made, found {found} at '{path}'. Name such a file.")
+        raise StoreError(f"Wanted an archive of `ragfuse store export`, found {found} at '{path}'. Check the path.")
     return path.stat().st_size
 
 
@@ -258,14 +258,14 @@ def _members(file: BufferedReader, size: int) -> Iterator[_Member | ArchiveProbl
         info = _header(block)
         if info is None:
             if was_good:
-                yield ArchiveProblem(f"byte {begin - _BLOCK:,}", "no member begins here")
+                yield ArchiveProblem(f"byte {begin - _BLOCK:,}", "no part of an archive begins here")
             was_good = False
             continue
         was_good, at = True, begin + -(-info.size // _BLOCK) * _BLOCK
         if begin + info.size > size:
-            yield ArchiveProblem(_shown(info.name), "the archive ends in the middle of it")
+            yield ArchiveProblem(_printable(info.name), "the archive ends in the middle of it")
             return
-        yield (info, begin) if info.type in _PLAIN else ArchiveProblem(_shown(info.name), "it is no plain file")
+        yield (info, begin) if info.type in _PLAIN else ArchiveProblem(_printable(info.name), "it is not a plain file")
     yield ArchiveProblem("the end", "the archive has been cut off: its end mark is missing")
 
 
@@ -279,13 +279,13 @@ def _header(block: bytes) -> tarfile.TarInfo | None:
     return info if info.size >= 0 else None
 
 
-def _check_first(path: Path, file: BufferedReader, member: _Member | ArchiveProblem | None) -> None:
-    found: object = None
-    if isinstance(member, tuple) and member[0].name == _FIRST and member[0].size < _BLOCK:
-        found = _json(_bytes(file, *member))
-    version = found.get("version") if isinstance(found, dict) else None
+def _check_first_member(path: Path, file: BufferedReader, member: _Member | ArchiveProblem | None) -> None:
+    fields: object = None
+    if isinstance(member, tuple) and member[0].name == _FIRST_MEMBER and member[0].size < _BLOCK:
+        fields = _json(_bytes(file, *member))
+    version = fields.get("version") if isinstance(fields, dict) else None
     if version != FORMAT_VERSION:
-        what = "another file" if version is None else f"one of version {version!r:.20}"
+        what = "another kind of file" if version is None else f"one of version {version!r:.20}"
         raise StoreError(f"Wanted an archive of version {FORMAT_VERSION}, found {what}: '{path}'. Export it again.")
 
 
@@ -295,29 +295,29 @@ def _read(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> ArchiveIte
             return _texts(file, info, begin)
         chunk = ArchivedChunk(file, begin, info.size)
         if not has_name(chunk.key):
-            raise ValueError("its key is not of digests")
+            raise ValueError("its key is malformed")
         return chunk
     except (OSError, ValueError, RecursionError) as error:
-        return ArchiveProblem(_shown(info.name), _shown(str(error)))
+        return ArchiveProblem(_printable(info.name), _printable(str(error)))
 
 
 def _texts(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> list[ArchivedText]:
     if info.size > _MAX_TEXTS_NBYTES:
-        raise ValueError(f"{_MAX_TEXTS_NBYTES} bytes of texts at most, {info.size} found")
+        raise ValueError(f"its texts have {info.size} bytes, more than the limit of {_MAX_TEXTS_NBYTES}")
     check_there(file.fileno(), begin, begin + info.size)
     return [_text(line[0].decode()) for line in _LINE.finditer(_bytes(file, info, begin))]
 
 
 def _text(line: str) -> ArchivedText:
-    found = _json(line) if _TEXT.fullmatch(line.strip()) else None
-    if not isinstance(found, dict) or set(found) != set(ArchivedText._fields):
+    fields = _json(line) if _TEXT.fullmatch(line.strip()) else None
+    if not isinstance(fields, dict) or set(fields) != set(ArchivedText._fields):
         raise ValueError("one of its lines is not a text record")
-    text = ArchivedText(**found)
+    text = ArchivedText(**fields)
     key = ChunkKey.parse(text.key)
     if not has_name(key) or str(key) != text.key:
         raise ValueError("one of its lines is not a text record")
     if key.model != text.model:
-        raise ValueError("a text's key belongs to another model")
+        raise ValueError("one of its texts names one model, and its key another")
     return text
 
 
@@ -333,6 +333,6 @@ def _json(text: str | bytes) -> object:
         return None
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     """Return untrusted text in a form that is safe to print, 160 characters at most."""
     return "".join(char if char.isprintable() else "?" for char in text[:160])

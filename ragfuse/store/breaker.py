@@ -29,9 +29,9 @@ class Breaker:
 
     Args:
         name: What the log calls the medium. The log gets the first failure and the recovery.
-        trouble: Exceptions that mean that the medium is down; any other exception counts as a success.
+        down_errors: Exceptions that mean that the medium is down; any other exception counts as a success.
         cool_down_s: Seconds without a call after a failure.
-        said: Turns an exception into text for the log.
+        error_text: Turns an exception into text for the log.
         clock: Returns the time in seconds.
 
     Attributes:
@@ -41,15 +41,15 @@ class Breaker:
     def __init__(
         self,
         name: str,
-        trouble: tuple[type[Exception], ...] = (OSError,),
+        down_errors: tuple[type[Exception], ...] = (OSError,),
         *,
         cool_down_s: float = 10.0,
-        said: Callable[[Exception], str] = str,
+        error_text: Callable[[Exception], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.attempts = name, 0
-        self._trouble, self._cool_down_s, self._clock = trouble, cool_down_s, clock
-        self._said = said
+        self._down_errors, self._cool_down_s, self._clock = down_errors, cool_down_s, clock
+        self._error_text = error_text
         self._opened_at: float | None = None
         self.renew()
         at_fork(self)
@@ -78,16 +78,16 @@ class Breaker:
         trial = self._enter()
         try:
             yield
-        except self._trouble as error:
+        except self._down_errors as error:
             self._failed(trial, error)
             raise
         except Exception:
-            self._answered(trial)
+            self._succeeded(trial)
             raise
         except BaseException:  # Ctrl-C says nothing of the medium
             self._trying = self._trying and not trial
             raise
-        self._answered(trial)
+        self._succeeded(trial)
 
     def _enter(self) -> bool:
         """Let a call through, and return whether it is the trial of an open circuit."""
@@ -109,12 +109,12 @@ class Breaker:
                 self._opened_at = self._clock()
             self._trying = self._trying and not trial
         if first:
-            what = (self.name, type(error).__name__, self._said(error), self._cool_down_s)
-            log.warning("%s is left out, it cannot be used (%s: %s); it is tried again every %g s", *what)
+            what = (self.name, type(error).__name__, self._error_text(error), self._cool_down_s)
+            log.warning("%s cannot be used (%s: %s). ragfuse goes on without it and tries it again every %g s", *what)
 
-    def _answered(self, trial: bool) -> None:
+    def _succeeded(self, trial: bool) -> None:
         with self._lock:
             if trial:
                 self._opened_at, self._trying = None, False
         if trial:
-            log.info("%s answers again", self.name)
+            log.info("%s answers again and is in use", self.name)

@@ -41,16 +41,16 @@ NO_ANSWER: tuple[type[Exception], ...] = (ConnectionError, TimeoutError)
 TEMPORARY = ".tmp"
 
 _Found = TypeVar("_Found")
-_AT_ONCE = 32
+_MAX_PARALLEL = 32
 _SLOWEST_NBYTES_PER_S = 1e6
 _OPENING_S = 5.0  # finding credentials may take a request to the machine's metadata service
 _LISTING_S = 600.0
-_LONGEST_S = 3600.0
-_LARGEST = 1 << 44
+_MAX_CALL_S = 3600.0
+_MAX_OBJECT_NBYTES = 1 << 44
 _PIECE_NBYTES = 1 << 24
-_EMPTY = 1000
+_MAX_EMPTY_PAGES = 1000
 """Most consecutive pages of a listing without an object; a listing with more is taken for endless."""
-_PAGES = 1 << 13
+_MAX_PAGES = 1 << 13
 """Most pages of a listing of an object store: enough for eight million objects."""
 _UNREACHABLE = frozenset(
     {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT}
@@ -76,13 +76,13 @@ class Bucket:
 
     Args:
         url: The folder.
-        timeout_s: Seconds of silence after which a call fails; with data, one second more per megabyte. A write first
-            fills this machine's buffers, so over a slow link it may be silent for all of that time.
-        shared_with: Who else may use the folder of a file:// URL.
+        timeout_s: Seconds without progress after which a call fails, plus one second for each megabyte it transfers:
+            a write over a slow link shows no progress until this machine's buffers have drained.
+        shared_with: Who else may use the folder of a file:// URL: "nobody" or "group".
 
     Attributes:
         url: The URL without user and password, for messages.
-        guard: Makes the context manager in which every call runs.
+        guard: Returns a context manager; every call runs in one. It can refuse calls or translate their errors.
 
     Raises:
         StoreError: The URL cannot be used.
@@ -92,7 +92,7 @@ class Bucket:
         self.url = without_user(url)
         self._s3: S3 | None = None
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._given, self._timeout_s = url, timeout_s
+        self._full_url, self._timeout_s = url, timeout_s
         self._token, self._serial, self._pid = uuid4().hex, count(), 0
         with suppress(*NO_ANSWER):  # some drivers connect when they are created; `check` will raise the error
             self._open()
@@ -114,17 +114,17 @@ class Bucket:
             for page in self.listing(folder, _OPENING_S):
                 found |= page
         except FileNotFoundError as error:
-            raise self._refusal("an existing bucket", "none", "Make it, or give the URL of another.") from error
+            raise self._store_error("an existing bucket", "none", "Create it, or give the URL of another.") from error
         except OSError as error:
-            raise self._no_entry(error) from error
+            raise self._opening_error(error) from error
         try:
             info = self._run(lambda: self._fs._info(self._root), extra_s=_OPENING_S)
         except FileNotFoundError:
             return found  # in an object store, an empty folder does not exist
         except OSError as error:
-            raise self._no_entry(error) from error
+            raise self._opening_error(error) from error
         if info["type"] == "file":
-            raise self._refusal("a folder", "a file", "Give the URL of another, or a name below this one's folder.")
+            raise self._store_error("a folder", "a file", "Give the URL of another folder.")
         return found
 
     def listing(self, folder: str, within_s: float = _LISTING_S) -> Iterator[dict[str, Object]]:
@@ -137,18 +137,19 @@ class Bucket:
         Raises:
             OSError: The listing does not end.
         """
-        left, firsts, n_empty, n_pages = [(folder, "")], set[tuple[str, str]](), 0, 0
-        while left:
-            asked = left.pop()
-            n_pages += bool(asked[1])
-            found, more = self._run(partial(self._page, *asked), extra_s=within_s)
-            first = next(iter(found), "")
-            n_empty = 0 if found else n_empty + bool(asked[1])
-            if (first and (asked[0], first) in firsts) or n_empty > _EMPTY or n_pages > _PAGES or asked in more:
-                raise OSError(errno.EPROTO, f"a listing of {folder} that never ends")
-            firsts.add((asked[0], first))
-            left += more
-            yield found
+        pending, firsts, n_empty, n_pages = [(folder, "")], set[tuple[str, str]](), 0, 0
+        while pending:
+            request = pending.pop()
+            n_pages += bool(request[1])
+            objects, more = self._run(partial(self._page, *request), extra_s=within_s)
+            first = next(iter(objects), "")
+            n_empty = 0 if objects else n_empty + bool(request[1])
+            is_repeated = (first and (request[0], first) in firsts) or request in more
+            if is_repeated or n_empty > _MAX_EMPTY_PAGES or n_pages > _MAX_PAGES:
+                raise OSError(errno.EPROTO, f"the server's listing of {folder} never ends")
+            firsts.add((request[0], first))
+            pending += more
+            yield objects
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """Return bytes `begin` to `end` (exclusive) of an object, fewer if it ends before.
@@ -158,14 +159,14 @@ class Bucket:
         try:
             return self._run(lambda: self._read(self._path(name), begin, end), nbytes=end - begin, tries=2)
         except OSError as error:
-            return _beyond(error)
+            return _empty_past_end(error)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
         """Return the first `nbytes` bytes of each object, in parallel requests; None for one that cannot be read."""
         return self._run(
             lambda: self._heads(names, nbytes),
             nbytes=nbytes * len(names),
-            extra_s=len(names) // _AT_ONCE * self._timeout_s,
+            extra_s=len(names) // _MAX_PARALLEL * self._timeout_s,
         )
 
     def write(self, name: str, data: bytes) -> None:
@@ -174,12 +175,12 @@ class Bucket:
 
     def mark(self, names: Sequence[str]) -> None:
         """Write empty objects with these names, in parallel, so that their age is zero."""
-        self._run(lambda: self._mark(names), extra_s=len(names) // _AT_ONCE * self._timeout_s)
+        self._run(lambda: self._mark(names), extra_s=len(names) // _MAX_PARALLEL * self._timeout_s)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; names without an object are ignored."""
         if names:
-            self._run(lambda: self._remove(names), extra_s=len(names) // _AT_ONCE * self._timeout_s)
+            self._run(lambda: self._remove(names), extra_s=len(names) // _MAX_PARALLEL * self._timeout_s)
 
     def abort(self, folder: str, is_useless: Callable[[str, float], bool]) -> list[int]:
         """Abort interrupted multipart uploads. Only S3 has them; it stores and bills their parts until they end.
@@ -196,8 +197,8 @@ class Bucket:
         while self._s3 is not None and after is not None:
             uploads, more = self._run(partial(self._s3.uploads, self._path(folder), after))
             n_empty, n_pages = 0 if uploads else n_empty + 1, n_pages + 1
-            if (more and more == after) or n_empty > _EMPTY or n_pages > _PAGES:
-                raise OSError(errno.EPROTO, f"a listing of uploads to {folder} that never ends")
+            if (more and more == after) or n_empty > _MAX_EMPTY_PAGES or n_pages > _MAX_PAGES:
+                raise OSError(errno.EPROTO, f"the server's listing of uploads to {folder} never ends")
             useless = [each for each in uploads if is_useless(self._name({"name": each.path}), each.age_s)]
             freed += [self._run(partial(self._s3.abort, each), extra_s=self._timeout_s) for each in useless]
             after = more or None
@@ -207,20 +208,20 @@ class Bucket:
 
     def _open(self) -> None:
         """Create the file system for this process: after a fork, the parent's has no event-loop thread any more."""
-        scheme = get_protocol(self._given)
+        scheme = get_protocol(self._full_url)
         try:
-            if "://" not in self._given:
+            if "://" not in self._full_url:
                 raise ValueError("no scheme")
             get_filesystem_class(scheme)
         except ValueError as error:
             wanted = "a URL like s3://bucket/folder, gs://bucket/folder or file:///folder"
-            raise self._refusal(wanted, "one of no known kind", "Give another URL.") from error
+            raise self._store_error(wanted, "a URL of an unknown kind", "Give another URL.") from error
         except ImportError as error:
-            raise self._no_driver(scheme, error) from error
+            raise self._driver_error(scheme, error) from error
         try:
-            plain, root = url_to_fs(self._given, **self._options(scheme))
+            plain, root = url_to_fs(self._full_url, **self._options(scheme))
         except Exception as error:
-            raise self._no_entry(_told(error)) from error
+            raise self._opening_error(_as_os_error(error)) from error
         is_store = bool(plain.async_impl)
         self._root, self._is_local = str(root).rstrip("/"), isinstance(plain, LocalFileSystem)
         self._puts_whole = is_store or scheme == "memory"
@@ -233,8 +234,8 @@ class Bucket:
         """Return the options for the driver of this scheme; it finds endpoints and credentials by itself."""
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         if scheme in SCHEMES:
-            waits = {"connect_timeout": self._timeout_s, "read_timeout": _LONGEST_S}  # each call has its own timeout
-            tries = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _AT_ONCE}
+            waits = {"connect_timeout": self._timeout_s, "read_timeout": _MAX_CALL_S}  # each call has its own timeout
+            tries = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _MAX_PARALLEL}
             options["config_kwargs"] = {**waits, **tries}
         return options
 
@@ -242,11 +243,13 @@ class Bucket:
         try:
             make_root(Path(self._root), shared_with)
         except (FileExistsError, NotADirectoryError) as error:
-            raise self._refusal("a folder", f"a file ({error.filename})", "Give the URL of another.") from error
+            raise self._store_error(
+                "a folder", f"a file ({error.filename})", "Give the URL of another folder."
+            ) from error
         except OSError as error:
-            raise self._refusal("a folder", f"{error.strerror}", "Give the URL of another.") from error
+            raise self._store_error("a folder", f"{error.strerror}", "Give the URL of another folder.") from error
         if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
-            raise self._refusal("a folder", "one without permission to write", "Give the URL of another.")
+            raise self._store_error("a folder", "one that this user may not read and write", "Give another.")
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -258,22 +261,22 @@ class Bucket:
 
         A call is repeated, up to `tries` in all, if the connection breaks.
         """
-        patience_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
+        timeout_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
         with self.guard():
             while True:
                 tries -= 1
                 try:
                     if self._pid != os.getpid():
                         self._open()
-                    found: _Found = sync(self._fs.loop, call, timeout=patience_s)
+                    found: _Found = sync(self._fs.loop, call, timeout=timeout_s)
                     return found
                 except Exception as error:
-                    told = _told(error, patience_s)
-                    if tries and isinstance(told, ConnectionError):
+                    translated = _as_os_error(error, timeout_s)
+                    if tries and isinstance(translated, ConnectionError):
                         continue
-                    if told is error:
+                    if translated is error:
                         raise
-                    raise told from error
+                    raise translated from error
 
     async def _read(self, path: str, begin: int, end: int) -> bytes:
         if self._s3 is not None:
@@ -306,12 +309,12 @@ class Bucket:
     async def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
         paths = [self._path(name) for name in names]
         if self._s3 is None and not self._is_local:
-            found = await self._fs._cat_ranges(paths, 0, nbytes, batch_size=_AT_ONCE)
+            found = await self._fs._cat_ranges(paths, 0, nbytes, batch_size=_MAX_PARALLEL)
             return [_head(each) for each in found]
         heads: list[bytes | None] = []
-        for lo in range(0, len(paths), _AT_ONCE):
-            some = (self._read(path, 0, nbytes) for path in paths[lo : lo + _AT_ONCE])
-            heads += [_head(each) for each in await asyncio.gather(*some, return_exceptions=True)]
+        for lo in range(0, len(paths), _MAX_PARALLEL):
+            reads = (self._read(path, 0, nbytes) for path in paths[lo : lo + _MAX_PARALLEL])
+            heads += [_head(each) for each in await asyncio.gather(*reads, return_exceptions=True)]
         return heads
 
     async def _publish(self, path: str, data: bytes) -> None:
@@ -347,47 +350,47 @@ class Bucket:
             await self._fs._makedirs(folder, exist_ok=True)
 
     async def _mark(self, names: Sequence[str]) -> None:
-        for lo in range(0, len(names), _AT_ONCE):
-            await _all(self._publish(self._path(name), b"") for name in names[lo : lo + _AT_ONCE])
+        for lo in range(0, len(names), _MAX_PARALLEL):
+            await _all(self._publish(self._path(name), b"") for name in names[lo : lo + _MAX_PARALLEL])
 
     async def _remove(self, names: Sequence[str]) -> None:
-        for lo in range(0, len(names), _AT_ONCE):
-            some = (self._fs._rm_file(self._path(name)) for name in names[lo : lo + _AT_ONCE])
-            await _all(some, unless=(FileNotFoundError, IsADirectoryError))
+        for lo in range(0, len(names), _MAX_PARALLEL):
+            deletions = (self._fs._rm_file(self._path(name)) for name in names[lo : lo + _MAX_PARALLEL])
+            await _all(deletions, unless=(FileNotFoundError, IsADirectoryError))
 
-    def _no_driver(self, scheme: str, error: ImportError) -> StoreError:
+    def _driver_error(self, scheme: str, error: ImportError) -> StoreError:
         cause = error.__cause__
         package = str(cause.name).split(".")[0] if isinstance(cause, ImportError) else "the package that fsspec names"
         extra = " (or ragfuse-kv[objects])" if package == "s3fs" else ""
-        wanted = f"the package {package}, which reads {scheme}:// URLs,"
-        return self._refusal(wanted, "none", f"Install it: pip install {package}{extra}.")
+        wanted = f"the package {package}, which reads {scheme}:// URLs"
+        return self._store_error(wanted, "none", f"Install it: pip install {package}{extra}.")
 
-    def _no_entry(self, error: OSError) -> Exception:
+    def _opening_error(self, error: OSError) -> Exception:
         """Return the exception to raise for an error at opening."""
         if isinstance(error, NO_ANSWER):
             return error
-        said = shorten(str(error), 200)
+        text = shorten(str(error), 200)
         if not isinstance(error, PermissionError):
-            return self._refusal("a folder", f"an error ({said})", "Give the URL of another.")
-        do = "Set the credentials of this kind of store (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
-        do += "AWS_PROFILE), with the right to list, read, write and delete."
-        return self._refusal("access", f"a refusal ({said})", do)
+            return self._store_error("a folder", f"an error ({text})", "Give the URL of another folder.")
+        remedy = "Set the credentials of this kind of store (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+        remedy += "AWS_PROFILE), with the right to list, read, write and delete."
+        return self._store_error("access", f"a refusal ({text})", remedy)
 
-    def _refusal(self, wanted: str, found: str, do: str) -> StoreError:
-        return StoreError(f"The tier at {self.url} cannot be opened: {wanted} was wanted, {found} was found. {do}")
+    def _store_error(self, wanted: str, found: str, remedy: str) -> StoreError:
+        return StoreError(f"The tier at {self.url} cannot be opened: wanted {wanted}, found {found}. {remedy}")
 
 
 async def _all(calls: Iterable[Awaitable[object]], unless: tuple[type[Exception], ...] = ()) -> None:
     """Run calls in parallel and, when all have ended, raise the first error that is not one of `unless`."""
-    for done in await asyncio.gather(*calls, return_exceptions=True):
-        if isinstance(done, BaseException) and not isinstance(done, unless):
-            raise done
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, unless):
+            raise result
 
 
 def _object(info: Mapping[str, Any]) -> Object | None:
     """Parse a listing's record of an object; return None if its size is missing or impossible."""
     when, size = next((info[name] for name in _MODIFIED if info.get(name)), 0.0), info.get("size")
-    if not isinstance(size, int) or not 0 <= size <= _LARGEST:
+    if not isinstance(size, int) or not 0 <= size <= _MAX_OBJECT_NBYTES:
         return None
     if isinstance(when, datetime):
         return Object(size, when.timestamp())
@@ -413,10 +416,10 @@ def _read_plain(path: str, begin: int, end: int) -> bytes:
         os.close(fd)
 
 
-def _told(error: Exception, patience_s: float = 0.0) -> OSError:
+def _as_os_error(error: Exception, timeout_s: float = 0.0) -> OSError:
     """Translate a driver's exception into one of the errors that this module documents."""
     if isinstance(error, TimeoutError):
-        return error if str(error) else TimeoutError(f"no answer within {patience_s:g} s")
+        return error if str(error) else TimeoutError(f"no answer within {timeout_s:g} s")
     if isinstance(error, socket.gaierror) or getattr(error, "errno", None) in _UNREACHABLE:
         return ConnectionError(str(error))
     if isinstance(error, OSError) and (error.errno is not None or type(error).__module__ == "builtins"):
@@ -428,7 +431,7 @@ def _told(error: Exception, patience_s: float = 0.0) -> OSError:
     return ConnectionError(f"{type(error).__name__}: {error}")
 
 
-def _beyond(error: OSError) -> bytes:
+def _empty_past_end(error: OSError) -> bytes:
     """Return no bytes if `error` means that the object ends before the range; raise any other error."""
     response = getattr(error.__cause__, "response", None)
     code = response.get("Error", {}).get("Code") if isinstance(response, Mapping) else getattr(error, "code", None)
@@ -445,9 +448,9 @@ def _head(found: bytes | BaseException) -> bytes | None:
     """
     if not isinstance(found, Exception):
         return bytes(found)  # type: ignore[arg-type]
-    error = found if isinstance(found, FileNotFoundError) else _told(found)
+    error = found if isinstance(found, FileNotFoundError) else _as_os_error(found)
     if isinstance(error, NO_ANSWER) or (isinstance(error, PermissionError) and error.errno is None):
         raise error from found
     with suppress(OSError):
-        return _beyond(error)
+        return _empty_past_end(error)
     return None

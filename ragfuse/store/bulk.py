@@ -21,8 +21,8 @@ from ragfuse.types.kv import Entry
 Progress = Callable[[int, int], object]
 """Called with the bytes done and the bytes in all."""
 
-_TOLD = 100
-_TEXTS = 500
+_MAX_REPORTED = 100
+_TEXTS_A_MEMBER = 500
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class OutcomeBuilder:
         self.written_nbytes = self._fewer_nbytes = 0
         self._troubles: list[ArchiveProblem] = []
 
-    def took(self, what: object, nbytes: int, before_nbytes: int) -> None:
+    def add(self, what: object, nbytes: int, before_nbytes: int) -> None:
         """Record a chunk that was processed, with its bytes now and before."""
         self.done[what] = nbytes
         self._fewer_nbytes += before_nbytes - nbytes
@@ -65,13 +65,13 @@ class OutcomeBuilder:
     def fail(self, what: object, why: str) -> None:
         """Record a chunk that stayed as it was, and why."""
         self.failed += 1
-        if len(self._troubles) < _TOLD:
+        if len(self._troubles) < _MAX_REPORTED:
             self._troubles.append(ArchiveProblem(str(what), why))
 
-    def keep_only(self, kept: Iterable[Any], why: str) -> None:
-        """Turn processed chunks that are not in `kept` into failed ones, as they were evicted again meanwhile."""
-        kept = set(kept)
-        for key in [key for key in self.done if key not in kept]:
+    def keep_only(self, stored: Iterable[Any], why: str) -> None:
+        """Turn processed chunks that are not in `stored` into failed ones, as they were evicted again meanwhile."""
+        stored = set(stored)
+        for key in [key for key in self.done if key not in stored]:
             del self.done[key]
             self.fail(key, why)
 
@@ -84,7 +84,7 @@ class OutcomeBuilder:
 def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
     """Move chunks to one tier and delete them from all others, keeping their pins.
 
-    Chunks that the tier has no room for stay where they were. All chunks are copied before any is deleted, so nothing
+    Chunks that the tier has no space for stay where they were. All chunks are copied before any is deleted, so nothing
     is lost if this is interrupted.
 
     Raises:
@@ -99,13 +99,13 @@ def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress
     for key in keys:
         if key in there and _is_as_good(there[key], sources.get(key)) and target.read(key, 0, pieces_of(there[key])):
             tally.done[key] = there[key].nbytes
-        elif why := _copy(store, key, target, tally):
+        elif why := _copy_chunk(store, key, target, tally):
             tally.fail(key, why)
         if key in pinned and key in tally.done:
             target.pin([key], True)
         done += sources[key].nbytes if key in sources else 0
-        _tell(progress, done, total)
-    tally.keep_only(target.entries(list(tally.done)), f"tier {tier} has no room for so much")
+        _report(progress, done, total)
+    tally.keep_only(target.entries(list(tally.done)), f"tier {tier} has too little space for all of them")
     for other in others:
         other.delete(list(tally.done))
     return tally.outcome()
@@ -133,16 +133,18 @@ def export(
     """
     tally = OutcomeBuilder()
     sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
-    quiet = store.silent() if keys is None or any(key not in sources for key in keys) else []
-    if quiet and (not sources or path.exists()):
-        raise StoreError(unanswered(quiet, f"nothing was written to '{path}'"))
+    silent = store.silent() if keys is None or any(key not in sources for key in keys) else []
+    if silent and (not sources or path.exists()):
+        raise StoreError(unanswered(silent, f"nothing was written to '{path}'"))
     if not sources and path.exists():
-        raise StoreError(f"Nothing that is meant is in the store, so '{path}' stays as it was. See: ragfuse store ls")
+        raise StoreError(
+            f"None of these chunks is in the store, so '{path}' was not replaced. List the chunks: ragfuse store ls"
+        )
     done, total = 0, sum(entry.nbytes for entry in sources.values())
     for key in keys or ():
         if key not in sources:
             tally.fail(key, "it is not in the store")
-    for name in quiet if keys is None else ():
+    for name in silent if keys is None else ():
         tally.fail(f"tier {name}", "it does not answer")
     with new_archive(path) as archive:
         for key, entry in sources.items():
@@ -152,26 +154,27 @@ def export(
             else:
                 tally.done[key] = archive.chunk(key, *whole)
             done += entry.nbytes
-            _tell(progress, done, total)
-        for some in _some(texts):
-            archive.texts(some)
-            tally.texts += len(some)
+            _report(progress, done, total)
+        for batch in _batches(texts):
+            archive.texts(batch)
+            tally.texts += len(batch)
         if tally.failed and path.exists():
             raise StoreError(_lacking(path, tally.outcome()))
     return tally.outcome()
 
 
-def unanswered(names: Sequence[str], so: str) -> str:
-    """Return a message that these tiers do not answer, with the consequence `so` and what to do."""
-    whose = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
-    return f"{whose} not answer: {so}. Try again once {'it answers' if len(names) == 1 else 'they answer'}."
+def unanswered(names: Sequence[str], consequence: str) -> str:
+    """Return a message that these tiers do not answer, with the consequence and what to do."""
+    subject = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
+    return f"{subject} not answer: {consequence}. Try again once {'it answers' if len(names) == 1 else 'they answer'}."
 
 
-def _lacking(path: Path, done: Outcome) -> str:
-    first = done.troubles[0]
+def _lacking(path: Path, outcome: Outcome) -> str:
+    first = outcome.troubles[0]
     return (
-        f"'{path}' stays as it was: what was to take its place would lack {done.failed:,} of "
-        f"{done.failed + done.chunks:,} entries (the first: {first.what}, {first.why}). Export again, or name another."
+        f"'{path}' was not replaced: the new archive would lack {outcome.failed:,} of "
+        f"{outcome.failed + outcome.chunks:,} entries (the first: {first.what}, {first.why}). Export again, or name "
+        "another file."
     )
 
 
@@ -197,20 +200,20 @@ def import_(
         StoreError: The file is no archive, or there is no tier of that name.
     """
     target, tally = store.tier(tier) if tier is not None else _first_slow(store), OutcomeBuilder()
-    for found in read_archive(path, progress):
-        if isinstance(found, ArchiveProblem):
-            tally.fail(found.what, found.why)
-        elif isinstance(found, list):
+    for item in read_archive(path, progress):
+        if isinstance(item, ArchiveProblem):
+            tally.fail(item.what, item.why)
+        elif isinstance(item, list):
             if take_texts is not None:
-                take_texts(found)
-                tally.texts += len(found)
-        elif found.key in target.entries([found.key]):
+                take_texts(item)
+                tally.texts += len(item)
+        elif item.key in target.entries([item.key]):
             tally.known += 1
-        elif why := _take(store, found, target):
-            tally.fail(found.key, why)
+        elif why := _import_chunk(store, item, target):
+            tally.fail(item.key, why)
         else:
-            tally.done[found.key] = found.nbytes
-    tally.keep_only(target.entries(list(tally.done)), f"tier {target.name} has no room for so much")
+            tally.done[item.key] = item.nbytes
+    tally.keep_only(target.entries(list(tally.done)), f"tier {target.name} has too little space for all of them")
     return tally.outcome()
 
 
@@ -222,16 +225,16 @@ def gc(store: KVStore) -> dict[str, Freed]:
     Returns:
         What was freed, by tier name; tiers that do not answer are left out.
     """
-    freed = {tier.name: _old_freed(store, tier).plus(_tidied(tier)) for tier in store.tiers}
+    freed = {tier.name: _delete_expired(store, tier).plus(_tidy(tier)) for tier in store.tiers}
     silent = store.silent()
-    return {name: found for name, found in freed.items() if name not in silent}
+    return {name: tier_freed for name, tier_freed in freed.items() if name not in silent}
 
 
-def _tidied(tier: Tier) -> Freed:
+def _tidy(tier: Tier) -> Freed:
     return tier.tidy() if isinstance(tier, Tidies) else Freed()
 
 
-def _old_freed(store: KVStore, tier: Tier) -> Freed:
+def _delete_expired(store: KVStore, tier: Tier) -> Freed:
     entries = tier.entries() if store.expired is not None else {}
     old = store.too_old(entries.values())
     for other in store.tiers if old else ():
@@ -239,9 +242,10 @@ def _old_freed(store: KVStore, tier: Tier) -> Freed:
         fresh = there.keys() - set(store.too_old(there.values()))
         old = [key for key in old if key not in fresh]
     old = store.too_old(tier.entries(old).values()) if old else old  # may have been used while listing
-    gone = tier.delete(old) if old else 0
-    left = tier.entries(old) if 0 < gone < len(old) else {}
-    return Freed(expired=gone, nbytes=sum(entries[key].nbytes for key in old if key not in left) if gone else 0)
+    n_deleted = tier.delete(old) if old else 0
+    remaining = tier.entries(old) if 0 < n_deleted < len(old) else {}
+    nbytes = sum(entries[key].nbytes for key in old if key not in remaining) if n_deleted else 0
+    return Freed(expired=n_deleted, nbytes=nbytes)
 
 
 def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[ChunkKey, Entry]:
@@ -258,51 +262,51 @@ def _is_as_good(there: Entry, other: Entry | None) -> bool:
     return other is None or loss_of(there.sizes) <= loss_of(other.sizes)
 
 
-def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: OutcomeBuilder) -> str | None:
+def _copy_chunk(store: KVStore, key: ChunkKey, target: Tier, tally: OutcomeBuilder) -> str | None:
     """Copy one chunk to `target`; return None if that worked, else the reason."""
     whole = store.read_whole(key)
     if whole is None:
         return "it is not in the store, or cannot be read"
     nbytes = whole[0].nbytes
     if tally.written_nbytes + nbytes > target.capacity or not store.write_whole(key, *whole, target):
-        return f"tier {target.name} has no room for it, or does not take it"
+        return f"tier {target.name} has no space for it, or did not accept it"
     tally.done[key] = nbytes
     tally.written_nbytes += nbytes
     return None
 
 
-def _take(store: KVStore, found: ArchivedChunk, target: Tier) -> str | None:
+def _import_chunk(store: KVStore, chunk: ArchivedChunk, target: Tier) -> str | None:
     """Import a chunk of an archive; return None if that worked, else the reason."""
-    if found.nbytes > target.capacity:
-        return f"it takes {found.nbytes:,} bytes, tier {target.name} has {target.capacity:,} in all"
-    strange = [level for level in found.meta.levels if not store.levels.readable(found.key, [level])]
-    if strange:
-        return f"it is written by a codec that its model has none of here ({strange[0]})"
+    if chunk.nbytes > target.capacity:
+        return f"it takes {chunk.nbytes:,} bytes, tier {target.name} has {target.capacity:,} in all"
+    unreadable = [level for level in chunk.meta.levels if not store.levels.readable(chunk.key, [level])]
+    if unreadable:
+        return f"it is stored at level {unreadable[0]}, which this store cannot decode for its model"
     try:
-        blobs = found.read()
-        for level in found.meta.levels:
-            store.levels.check(found.key, level, (found.meta, blobs))
+        blobs = chunk.read()
+        for level in chunk.meta.levels:
+            store.levels.check(chunk.key, level, (chunk.meta, blobs))
     except (OSError, ValueError) as error:
         return str(error)[:200]
-    kept = store.write_whole(found.key, found.meta, blobs, target)
-    return None if kept else f"tier {target.name} has no room for it, or does not take it"
+    is_written = store.write_whole(chunk.key, chunk.meta, blobs, target)
+    return None if is_written else f"tier {target.name} has no space for it, or did not accept it"
 
 
 def _first_slow(store: KVStore) -> Tier:
     return next((tier for tier in store.tiers if tier.slow), store.tiers[0])
 
 
-def _some(texts: Iterable[ArchivedText]) -> Iterable[list[ArchivedText]]:
-    some: list[ArchivedText] = []
+def _batches(texts: Iterable[ArchivedText]) -> Iterable[list[ArchivedText]]:
+    batch: list[ArchivedText] = []
     for text in texts:
-        some.append(text)
-        if len(some) == _TEXTS:
-            yield some
-            some = []
-    if some:
-        yield some
+        batch.append(text)
+        if len(batch) == _TEXTS_A_MEMBER:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
-def _tell(progress: Progress | None, done: int, total: int) -> None:
+def _report(progress: Progress | None, done: int, total: int) -> None:
     if progress is not None:
         progress(done, total)

@@ -31,7 +31,7 @@ class CatalogQueries(ABC):
 
     @abstractmethod
     def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
-        """Return what `query` says of the file, or `default`."""
+        """Return the result of `query`, run on the file, or `default`."""
 
     @property
     def sessions(self) -> SessionQueries:
@@ -95,10 +95,11 @@ class CatalogQueries(ABC):
 
 
 class SessionQueries:
-    """The queries of a catalog's sessions.
+    """Queries about the sessions in a catalog.
 
     Args:
-        ask: Runs a query, and returns the given default when the file cannot be used.
+        ask: Called with a query and a default; runs the query, and returns the default if the catalog's file cannot be
+            used.
     """
 
     def __init__(self, ask: Callable[[Callable[[SessionCatalog], Any], Any], Any]) -> None:
@@ -116,8 +117,8 @@ class SessionQueries:
             True if it was written, False if another writer replaced that version first, None if the catalog has no file
             or cannot use it.
         """
-        kept: bool | None = self._ask(lambda sessions: sessions.put(row, state, ends, keys), None)
-        return kept
+        is_written: bool | None = self._ask(lambda sessions: sessions.put(row, state, ends, keys), None)
+        return is_written
 
     def ending(self, model: str, prefixes: Sequence[str]) -> dict[str, str]:
         """Find the sessions that a conversation may continue.
@@ -135,7 +136,7 @@ class SessionQueries:
 
     def rows(self) -> list[SessionRow]:
         """Return all sessions, most recently used first."""
-        found: list[SessionRow] = self._ask(lambda sessions: sessions.lines(), [])
+        found: list[SessionRow] = self._ask(lambda sessions: sessions.rows(), [])
         return found
 
     def count(self, model: str) -> int:
@@ -147,9 +148,9 @@ class SessionQueries:
         found: list[tuple[str, str, str]] = self._ask(lambda sessions: sessions.owned(), [])
         return found
 
-    def having(self, keys: Sequence[str]) -> list[str]:
+    def in_use(self, keys: Sequence[str]) -> list[str]:
         """Return those of `keys` that belong to at least one session."""
-        found: list[str] = self._ask(lambda sessions: sessions.having(keys), [])
+        found: list[str] = self._ask(lambda sessions: sessions.in_use(keys), [])
         return found
 
     def delete(self, model: str, id: str, before: float = inf) -> list[str] | None:
@@ -177,7 +178,7 @@ class Catalog(CatalogQueries):
         self.file, self.failures = file, 0
         self._lock, self._why = ForkLock(), ""
         name = f"The catalog of {file.path}" if file is not None else ""
-        self._breaker = Breaker(name, (StoreError,), cool_down_s=COOL_DOWN_S, said=_cause)
+        self._breaker = Breaker(name, (StoreError,), cool_down_s=COOL_DOWN_S, error_text=_cause)
         self.strict = StrictCatalog(self)
         at_fork(self)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ragfuse.settings import SharedWith
 from ragfuse.store.database import Database, Row
-from ragfuse.store.folder import locked, open_folder, refusal, trouble
+from ragfuse.store.folder import describe_error, locked, open_folder, refusal
 from ragfuse.store.session_catalog import SESSION_SCHEMA, SESSION_TABLES, SessionCatalog
 from ragfuse.types.keys import FORMAT_VERSION
 
@@ -54,34 +54,34 @@ class CatalogFile:
 
     def __init__(self, path: str | Path, shared_with: SharedWith = "nobody") -> None:
         self.path = open_folder(Path(path).expanduser(), shared_with)
-        with self._trouble(), locked(self.path / "lock"):
+        with self._store_errors(), locked(self.path / "lock"):
             self._database = Database(self.path / "catalog.sqlite", _SCHEMA, FORMAT_VERSION)
             for table in ("profiles", "texts", *SESSION_TABLES):
                 if not self._database.is_sound(table):
                     with self._database.write() as transaction:
                         self._database.rebuild(transaction, table)
-        self.sessions = SessionCatalog(self._database, self._trouble)
+        self.sessions = SessionCatalog(self._database, self._store_errors)
 
     def get(self, name: str) -> dict[str, Any] | None:
         """Return the profile of that name, or None if there is none or it is damaged."""
-        with self._trouble():
+        with self._store_errors():
             rows = self._database.query("SELECT profile FROM profiles WHERE name = ?", (name,))
         return _parsed(rows[0][0]) if rows else None
 
     def put(self, name: str, profile: Mapping[str, Any]) -> None:
         """Save a profile of plain JSON types, replacing an earlier one."""
         text = json.dumps(dict(profile))
-        with self._trouble(), self._database.write() as transaction:
+        with self._store_errors(), self._database.write() as transaction:
             transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, text))
 
     def delete(self, name: str) -> None:
         """Delete the profile of that name, if there is one."""
-        with self._trouble(), self._database.write() as transaction:
+        with self._store_errors(), self._database.write() as transaction:
             transaction.execute("DELETE FROM profiles WHERE name = ?", (name,))
 
     def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
         """Return the profile of that name; if there is none, save `profile` first. Concurrent callers get the same."""
-        with self._trouble(), self._database.write() as transaction:
+        with self._store_errors(), self._database.write() as transaction:
             row = transaction.execute("SELECT profile FROM profiles WHERE name = ?", (name,)).fetchone()
             found = _parsed(row[0]) if row else None
             if found is None:
@@ -90,13 +90,13 @@ class CatalogFile:
 
     def names(self) -> list[str]:
         """Return the names of all profiles, sorted."""
-        with self._trouble():
+        with self._store_errors():
             return _words(self._database.query("SELECT name FROM profiles ORDER BY name"))
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
         """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again changes nothing."""
         rows = [(model, *text) for text in texts]
-        with self._trouble(), self._database.write() as transaction:
+        with self._store_errors(), self._database.write() as transaction:
             transaction.executemany(_ADD, rows)
 
     def texts(self, model: str) -> Iterator[KnownText]:
@@ -106,7 +106,7 @@ class CatalogFile:
         """
         last = 0
         while True:
-            with self._trouble():
+            with self._store_errors():
                 page = self._database.query(_PAGE, (model, last))
             if not page:
                 return
@@ -116,25 +116,25 @@ class CatalogFile:
 
     def count_texts(self, model: str) -> int:
         """Return how many known texts `model` has; a text from two sources counts twice."""
-        with self._trouble():
+        with self._store_errors():
             return int(self._database.query("SELECT count(*) FROM texts WHERE model = ?", (model,))[0][0])
 
     def oldest_texts(self, model: str, n: int) -> list[KnownText]:
         """Return the `n` texts of `model` that were added first, oldest first."""
         sql = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
-        with self._trouble():
+        with self._store_errors():
             rows = self._database.query(sql, (model, n))
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
 
     def models(self) -> list[str]:
         """Return the model digests that have known texts, sorted."""
-        with self._trouble():
+        with self._store_errors():
             return _words(self._database.query("SELECT DISTINCT model FROM texts ORDER BY model"))
 
     def tenants(self) -> list[str]:
         """Return the model digests that have known texts or sessions, sorted."""
         sql = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
-        with self._trouble():
+        with self._store_errors():
             return _words(self._database.query(sql))
 
     def delete_texts(
@@ -149,7 +149,7 @@ class CatalogFile:
         if keys is not None:
             sql += " AND key IN (SELECT value FROM json_each(?))"
             arguments.append(json.dumps(list(keys)))
-        with self._trouble(), self._database.write() as transaction:
+        with self._store_errors(), self._database.write() as transaction:
             return transaction.execute(sql, arguments).rowcount
 
     def lock_wait_limited(self, wait_s: float) -> AbstractContextManager[None]:
@@ -167,11 +167,11 @@ class CatalogFile:
         self.close()
 
     @contextmanager
-    def _trouble(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, sqlite3.Error) as error:
-            raise refusal(self.path, trouble(self.path, error, " in catalog.sqlite")) from error
+            raise refusal(self.path, describe_error(self.path, error, " in catalog.sqlite")) from error
 
 
 def _parsed(text: str | bytes) -> dict[str, Any] | None:

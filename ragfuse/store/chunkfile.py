@@ -60,24 +60,24 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
         yield bytes(_aligned(blob.numel()) - blob.numel())
 
 
-class StrangeError(ValueError):
-    """The bytes are no damaged entry but something else, such as a proxy's error page or somebody else's file."""
+class NotAnEntryError(ValueError):
+    """The bytes are not a damaged entry but something else, such as a proxy's error page or somebody else's file."""
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
-    """Return the padded length of an entry's header, from the entry's first bytes; raise ValueError if it is none."""
+    """Return the padded length of an entry's header, from its first bytes; raise ValueError if it is none."""
     return _aligned(_text_end(begin))
 
 
 def _text_end(begin: bytes | bytearray) -> int:
     """Return the offset at which the header's JSON ends."""
     if not begin.startswith(FILE_MAGIC[: len(begin)]):
-        raise StrangeError("not a chunk file")
+        raise NotAnEntryError("not a chunk file")
     if len(begin) < _FIXED.size:
         raise ValueError("the file ends too early")
     _, version, nbytes, _ = _FIXED.unpack_from(begin)
     if version != FORMAT_VERSION:
-        raise ValueError(f"format version {FORMAT_VERSION} wanted, {version} found")
+        raise ValueError(f"it has format version {version}, not {FORMAT_VERSION}")
     return int(_FIXED.size + min(nbytes, _MAX_HEADER_NBYTES))
 
 
@@ -110,7 +110,7 @@ class Header:
             fields = parsed(text)
             key, meta = ChunkKey.parse(fields["key"]), EntryMeta.from_json(fields["meta"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"header not understood: {error!r}") from error
+            raise ValueError(f"its header cannot be read: {error!r}") from error
         return cls(key, meta, layer_offsets(nbytes, meta))
 
     @property
@@ -182,7 +182,7 @@ class ChunkFile:
         self.nbytes = os.fstat(self._fd).st_size
         self._header = self._parse()
         if self.nbytes != self._header.nbytes:
-            raise ValueError(f"{self._header.nbytes} bytes wanted, {self.nbytes} found")
+            raise ValueError(f"it should have {self._header.nbytes} bytes, but has {self.nbytes}")
 
     @property
     def key(self) -> ChunkKey:

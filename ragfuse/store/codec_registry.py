@@ -23,7 +23,7 @@ from ragfuse.store.tier import parsed
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.levels import LEVEL_NAMES
 
-log = logging.getLogger("ragfuse.engine")
+log = logging.getLogger("ragfuse.store")
 
 TABLES_RECHECK_S = 60.0
 """Seconds until missing tables are looked for again in the catalog and the tiers."""
@@ -57,11 +57,11 @@ class CodecRegistry:
 
     def packed(self, level: str, tables: str) -> Codec | None:
         """Return the codec of a level for the tables of this digest, from the catalog or a tier; None if not found."""
-        return self._codec(level, self._once(tables, lambda: self._by_digest(tables)))
+        return self._codec(level, self._cached(tables, lambda: self._by_digest(tables)))
 
     def tables(self, model: str) -> CodecTables | None:
         """Return the tables that a model's KV is written with, or None if it has not been profiled."""
-        return self._once(model, lambda: self._of_model(model))
+        return self._cached(model, lambda: self._of_model(model))
 
     def learn(self, model: str, tables: CodecTables) -> None:
         """Set the tables that a model's KV is written with from now on, here and in later processes on this store."""
@@ -87,11 +87,11 @@ class CodecRegistry:
                 self._codecs[level, tables.digest] = codec_for(level, tables)
             return self._codecs[level, tables.digest]
 
-    def _once(self, name: str, find: Callable[[], CodecTables | None]) -> CodecTables | None:
+    def _cached(self, name: str, find: Callable[[], CodecTables | None]) -> CodecTables | None:
         """Return the cached tables of a name; look for unknown ones, but again only after `TABLES_RECHECK_S`."""
         with self._lock:
-            found, asked_s = self._known.get(name, (None, float("-inf")))
-        if found is not None or self._clock() - asked_s < TABLES_RECHECK_S:
+            found, searched_s = self._known.get(name, (None, float("-inf")))
+        if found is not None or self._clock() - searched_s < TABLES_RECHECK_S:
             return found
         found = find()
         with self._lock:
@@ -99,16 +99,16 @@ class CodecRegistry:
         return found
 
     def _of_model(self, model: str) -> CodecTables | None:
-        kept = self._catalog.get(f"codec-{model}") or {}
-        return self._by_digest(str(kept["tables"])) if "tables" in kept else None
+        profile = self._catalog.get(f"codec-{model}") or {}
+        return self._by_digest(str(profile["tables"])) if "tables" in profile else None
 
     def _by_digest(self, tables: str) -> CodecTables | None:
         """Return tables from the catalog, else from the first slow tier that has them undamaged."""
-        kept = self._catalog.get(f"tables-{tables}")
-        for found in (kept, *(_read(tier, tables) for tier in self.tiers if kept is None and tier.slow)):
-            known = CodecTables.from_dict(found) if found is not None else None
-            if known is not None and known.digest == tables:
-                return known
+        profile = self._catalog.get(f"tables-{tables}")
+        for found in (profile, *(_read(tier, tables) for tier in self.tiers if profile is None and tier.slow)):
+            parsed_tables = CodecTables.from_dict(found) if found is not None else None
+            if parsed_tables is not None and parsed_tables.digest == tables:
+                return parsed_tables
         return None
 
 

@@ -42,7 +42,7 @@ class Database:
         self._path, self._timeout_s = path, timeout_s
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._closed, self._left = False, list[sqlite3.Connection]()
+        self._closed, self._abandoned = False, list[sqlite3.Connection]()
         self._paused = True  # it has no connection
         self.renew()
         found: int | str
@@ -84,9 +84,9 @@ class Database:
     def renew(self) -> None:
         """Start with new connections in a forked process; the parent's, if not closed before, are never used again."""
         if not self._paused:
-            self._left += [each for each in (self._reader, self._writer) if each is not None]
+            self._abandoned += [each for each in (self._reader, self._writer) if each is not None]
             self._reader = self._writer = None
-        self._read_lock, self._write_lock, self._hurry, self._paused = Lock(), Lock(), local(), False
+        self._read_lock, self._write_lock, self._wait_limit, self._paused = Lock(), Lock(), local(), False
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Return all rows of a query. Never waits for a writer."""
@@ -128,15 +128,15 @@ class Database:
     @contextmanager
     def lock_wait_limited(self, wait_s: float) -> Iterator[None]:
         """Limit how long this thread's writes in the block wait for others, unless they set `wait_s` themselves."""
-        before, self._hurry.wait_s = self._wait_s, wait_s
+        before, self._wait_limit.wait_s = self._wait_s, wait_s
         try:
             yield
         finally:
-            self._hurry.wait_s = before
+            self._wait_limit.wait_s = before
 
     @property
     def _wait_s(self) -> float | None:
-        wait_s: float | None = getattr(self._hurry, "wait_s", None)
+        wait_s: float | None = getattr(self._wait_limit, "wait_s", None)
         return wait_s
 
     def is_sound(self, table: str) -> bool:
@@ -187,7 +187,7 @@ class Database:
             connection.execute(statement)
 
     def _connect(self) -> int:
-        """Open both connections; the version found, 0 in a new file."""
+        """Open both connections and return the version of the file, 0 for a new one."""
         os.close(open_file(self._path, os.O_RDWR))  # sqlite's other files take its mode
         self._reader = self._connection()
         self._writer = writer = self._connection()
@@ -212,7 +212,7 @@ class Database:
 
     def _set_aside(self, why: str) -> None:
         self._shut()
-        log.warning("%s %s: set aside, a new one begun", self._path, why)
+        log.warning("%s %s: it was set aside (renamed to end in .bad), and an empty one was started", self._path, why)
         os.replace(self._path, self._path.with_name(self._path.name + ".bad"))
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from ragfuse.store.catalog import CatalogQueries
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
-log = logging.getLogger("ragfuse.engine")
+log = logging.getLogger("ragfuse.store")
 
 Chunk = tuple[str, str]
 """One tenant's chunk: digests of model and token ids, shared by its entries in whatever context they were encoded."""
@@ -54,9 +54,14 @@ class Dropped:
 
 
 def dropped(store: KVStore, left: Mapping[str, Set[ChunkKey]], tier: str | None = None) -> Dropped:
-    """Return what `KVStore.drop` left behind, in all tiers or in one.
+    """Return the result of a deletion: what is still stored, and which tiers did not answer.
 
-    Call it after the entries were listed, so that tiers that did not answer meanwhile are noticed.
+    Call it after `KVStore.entries` has listed what is left, so that tiers that failed meanwhile are reported too.
+
+    Args:
+        store: The store in which entries were deleted.
+        left: What `KVStore.drop` returned: the keys that could not be deleted, by tier.
+        tier: The tier in which they were deleted; None: all.
     """
     quiet = store.silent()
     silent = list(dict.fromkeys([*left, *(name for name in quiet if tier in (None, name))]))
@@ -82,7 +87,7 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
     entries = [entry for entry in store.entries() if chunk_of(entry.key) in chunks]
     done = dropped(store, store.drop(keys.union(entry.key for entry in entries)))
     if done.silent:
-        log.warning(unanswered(done.silent, f"of {len(chunks)} chunks to be forgotten, what it holds stays"))
+        log.warning(unanswered(done.silent, f"KV of the {len(chunks)} chunks to delete may still be stored there"))
     else:
         forget_texts(catalog, chunks)
     return sum(entry.nbytes for entry in entries if not done.has_left(entry))

@@ -26,7 +26,7 @@ from ragfuse.process.lru import LRU
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
-from ragfuse.store.folder import FolderWriter, fsync_folder, locked, open_folder, refusal, trouble
+from ragfuse.store.folder import FolderWriter, describe_error, fsync_folder, locked, open_folder, refusal
 from ragfuse.store.index import Index
 from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
@@ -39,7 +39,7 @@ log = logging.getLogger("ragfuse.store")
 _TOUCHES = 256
 _TOUCH_INTERVAL_S = 5.0
 _CLOSE_S = 1.0
-TELL_AGAIN_S = 60.0
+WARN_AGAIN_S = 60.0
 """Seconds before the same kind of error is logged as a warning again."""
 
 
@@ -81,12 +81,12 @@ class DiskTier:
         self._touched: dict[ChunkKey, tuple[float, int]] = {}
         self._touched_at, self._touch_lock = clock(), ForkLock()
         self._serial, self._closed = count(), False
-        self._told: dict[object, float] = {}  # kind of error -> when it was last logged as a warning
+        self._warned_at: dict[object, float] = {}  # kind of error -> when it was last logged as a warning
         self._under_way: set[str] = set()  # temp files of this object's writes
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
-            raise refusal(self.path, trouble(self.path, error)) from error
+            raise refusal(self.path, describe_error(self.path, error)) from error
         at_fork(self)
 
     @classmethod
@@ -146,7 +146,7 @@ class DiskTier:
                 return None
             blobs = file.read(first, count, verify=self._verify)
         except FileNotFoundError:
-            self._drop(key, "its file is gone", gone=True)
+            self._drop(key, "its file is gone", is_missing=True)
             return None
         except ValueError as error:
             self._drop(key, str(error))
@@ -167,7 +167,7 @@ class DiskTier:
         """Store an entry (`Tier.write`) as one file, which appears whole or not at all."""
         meta.check(blobs)
         if ChunkKey.parse(str(key)) != key:
-            raise ValueError(f"{key!r} cannot be written down and read back.")
+            raise ValueError(f"{key!r} cannot be stored: written as text and read back, it is another key.")
         if self._closed:
             return False
         try:
@@ -213,7 +213,7 @@ class DiskTier:
             return Freed()
         try:
             with self._index.write() as transaction:
-                freed = self._upkeep.bury(transaction)
+                freed = self._upkeep.clean_up_dead_writes(transaction)
             freed = freed.plus(self._upkeep.reconcile())
             with locked(self.path / "lock"):
                 self._owner.sweep()
@@ -241,9 +241,9 @@ class DiskTier:
         with locked(self.path / "lock"):
             self._index = Index(self.path / "index.sqlite", self.name, self._clock)
             self._owner = FolderWriter(writers)
-            self._upkeep = Upkeep(self.path, self._index, self._owner, self._under_way, self._lost)
+            self._upkeep = Upkeep(self.path, self._index, self._owner, self._under_way, self._count_corrupt)
             with self._index.write() as transaction:
-                self._upkeep.bury(transaction)
+                self._upkeep.clean_up_dead_writes(transaction)
             if self._upkeep.is_due():
                 self._upkeep.reconcile()
             self._owner.sweep()
@@ -269,15 +269,15 @@ class DiskTier:
             self._files.discard([key])
         return file
 
-    def _drop(self, key: ChunkKey, why: str, *, gone: bool = False) -> None:
+    def _drop(self, key: ChunkKey, why: str, *, is_missing: bool = False) -> None:
         """Drop an entry that cannot be read, unless another process deleted or rewrote it meanwhile."""
         self._files.discard([key])
         if not self.entries([key]):
             return
         try:
             with self._index.write() as transaction:
-                if not (gone and self._path(key).exists()) and self._remove(transaction, [key]):
-                    self._lost(key, why)
+                if not (is_missing and self._path(key).exists()) and self._remove(transaction, [key]):
+                    self._count_corrupt(key, why)
         except (OSError, sqlite3.Error) as error:
             self._failed("drop", key, error)
 
@@ -286,17 +286,17 @@ class DiskTier:
         now = self._clock()
         with self._touch_lock:
             self._touched[key] = (now, self._touched.get(key, (now, 0))[1] + hit)
-            due = len(self._touched) >= _TOUCHES or not 0 <= now - self._touched_at < _TOUCH_INTERVAL_S
-            if due:
+            is_due = len(self._touched) >= _TOUCHES or not 0 <= now - self._touched_at < _TOUCH_INTERVAL_S
+            if is_due:
                 self._touched_at = now
-        if due:
+        if is_due:
             self._flush_touches(wait_s=0.0)
 
     def _flush_touches(self, *, wait_s: float) -> None:
         with suppress(sqlite3.Error), self._index.write(wait_s=wait_s) as transaction:
-            self._touch_in(transaction)
+            self._write_touches(transaction)
 
-    def _touch_in(self, transaction: sqlite3.Connection) -> None:
+    def _write_touches(self, transaction: sqlite3.Connection) -> None:
         with self._touch_lock:
             touched, self._touched = self._touched, {}
         self._index.touch(transaction, touched)
@@ -333,16 +333,16 @@ class DiskTier:
         with suppress(OSError):
             temp.unlink(missing_ok=True)
         with suppress(OSError, sqlite3.Error), self._index.write() as transaction:
-            told = sum(entry.nbytes for entry in self._index.entries_in(transaction, [key]))
-            if self._path(key).exists() and self._path(key).stat().st_size != told:
+            indexed_nbytes = sum(entry.nbytes for entry in self._index.entries_in(transaction, [key]))
+            if self._path(key).exists() and self._path(key).stat().st_size != indexed_nbytes:
                 self._remove(transaction, [key])
             self._index.end(transaction, name)
 
     def _reserve(self, name: str, key: ChunkKey, nbytes: int) -> bool:
         """Reserve room for a write, evicting if needed; return False if not enough can be freed."""
         with self._index.write() as transaction:
-            self._touch_in(transaction)
-            self._upkeep.bury(transaction)
+            self._write_touches(transaction)
+            self._upkeep.clean_up_dead_writes(transaction)
             if not self._make_room(transaction, key, nbytes):
                 return False
             self._index.begin(transaction, name, key, self._owner.token, nbytes)
@@ -371,20 +371,22 @@ class DiskTier:
                 self._touched.pop(key, None)
         return self._index.remove(transaction, keys)
 
-    def _lost(self, what: object, why: str) -> None:
+    def _count_corrupt(self, what: object, why: str) -> None:
         self.counts.add("corrupt")
-        log.warning("Dropped %s from tier %s: %s", what, self.name, why)
+        log.warning(
+            "Deleted the damaged entry %s from tier %s; it is computed again when needed: %s", what, self.name, why
+        )
 
     def _failed(self, doing: str, what: object, error: Exception) -> None:
         self.counts.add("failed")
         log.debug("Could not %s %s (tier %s): %s", doing, what, self.name, error)
         kind, now = (doing, type(error), getattr(error, "errno", None)), time.monotonic()
         with self._touch_lock:
-            is_new = now - self._told.get(kind, -TELL_AGAIN_S) >= TELL_AGAIN_S
-            self._told[kind] = now if is_new else self._told[kind]
+            is_new = now - self._warned_at.get(kind, -WARN_AGAIN_S) >= WARN_AGAIN_S
+            self._warned_at[kind] = now if is_new else self._warned_at[kind]
         if is_new:
-            told = doing, "chunks" if isinstance(what, ChunkKey) else what, self.name, _reason(error), TELL_AGAIN_S
-            log.warning("Could not %s %s (tier %s): %s; more of this is told after %g s", *told)
+            details = doing, "chunks" if isinstance(what, ChunkKey) else what, self.name, _reason(error), WARN_AGAIN_S
+            log.warning("Could not %s %s (tier %s): %s; the next such error is logged after %g s", *details)
 
 
 def _reason(error: Exception) -> str:

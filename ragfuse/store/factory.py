@@ -58,7 +58,9 @@ def open_store(
     places += [url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve()) for url in settings.tiers]
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
     if twice is not None:
-        raise StoreError(f"Two tiers are at '{twice}', and would delete each other's entries. Leave one of them out.")
+        raise StoreError(
+            f"Two tiers are at '{twice}' and would delete each other's entries. Remove one of them from `tiers`."
+        )
     opened: list[Tier] = []
     try:
         on_gpu = settings.device.startswith("cuda")
@@ -79,15 +81,15 @@ def open_store(
     return KVStore(opened, codecs, levels, writer_queue=settings.writer_queue)
 
 
-def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | None = None) -> Tier:
+def open_tier(url: str, settings: Settings, evict: Evictor, names_in_use: list[str] | None = None) -> Tier:
     """Open the tier at a URL or in a folder.
 
     Args:
         url: A folder, or a URL such as `redis://...` or `s3://...`.
         settings: Its capacity, timeouts and the like.
         evict: The eviction policy.
-        taken: Names of other tiers. The tier is named after its kind (disk, redis, objects), with a number appended if
-            that name is taken.
+        names_in_use: Names of other tiers. The tier is named after its kind (disk, redis, objects), with a number
+            appended if that name is in use.
 
     Raises:
         StoreError: `url` is neither a folder nor a URL, or the tier cannot be opened.
@@ -98,10 +100,10 @@ def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | N
     kind = kind_of_scheme(scheme.group(1).lower() if scheme is not None else "")
     module, _, name = kind.home.partition(":")
     tier: type[OpenedByURL] = getattr(import_module(module), name)
-    return tier.open(url, settings, evict, free_name(kind.name, taken))
+    return tier.open(url, settings, evict, free_name(kind.name, names_in_use))
 
 
-def free_name(kind: str, taken: list[str] | None) -> str:
-    """Return the first name of `redis`, `redis-2`, `redis-3`, ... that is not taken."""
-    names = (kind, *(f"{kind}-{number}" for number in range(2, len(taken or ()) + 3)))
-    return next(name for name in names if name not in (taken or ()))
+def free_name(kind: str, in_use: list[str] | None) -> str:
+    """Return the first name of `redis`, `redis-2`, `redis-3`, ... that is not in use."""
+    names = (kind, *(f"{kind}-{number}" for number in range(2, len(in_use or ()) + 3)))
+    return next(name for name in names if name not in (in_use or ()))

@@ -22,12 +22,12 @@ from ragfuse.store.access import make_root, open_file
 def refusal(path: Path, found: str) -> StoreError:
     """Return the error for a folder that cannot be used, saying what was found and what to do."""
     return StoreError(
-        f"The store at {path} cannot be opened: a folder that this user can write to was wanted, {found} was found. "
-        "Give another folder (setting `store`, environment RAGFUSE_STORE), or make room or repair this one."
+        f"The store at {path} cannot be opened: wanted a folder that this user can read and write, found {found}. "
+        "Give another folder (setting `store`, environment RAGFUSE_STORE), or free space or repair this one."
     )
 
 
-def trouble(path: Path, error: Exception, where: str = "") -> str:
+def describe_error(path: Path, error: Exception, where: str = "") -> str:
     """Describe an error that occurred in `path`. A full disk is named as such, as SQLite reports it as an I/O error."""
     with suppress(OSError):
         if not os.statvfs(path).f_bavail:
@@ -56,7 +56,7 @@ def open_folder(path: Path, shared_with: SharedWith = "nobody") -> Path:
     except OSError as error:
         raise refusal(path, f"{error.strerror} ({error.filename})") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise refusal(path, "one without that permission")
+        raise refusal(path, "one without permission")
     return path
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragfuse.store.database import Database, Row
-from ragfuse.store.sizes import said, understood
-from ragfuse.store.tier import LATEST_S, EntryMeta, told_entry
+from ragfuse.store.sizes import format_sizes, parse_sizes
+from ragfuse.store.tier import LATEST_S, EntryMeta, entry_from_row
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -46,7 +46,7 @@ _UPKEEP = (
 _NBYTES = "SELECT (SELECT nbytes FROM total) + (SELECT coalesce(sum(nbytes), 0) FROM writing)"
 _ENTRIES = "SELECT key, sizes, n_tokens, n_layers, nbytes, last_used, hits, pinned FROM entries"
 _OLDEST = " WHERE NOT pinned ORDER BY last_used, rowid"
-_AMONG = " WHERE key IN (SELECT value FROM json_each(?))"
+_WITH_KEYS = " WHERE key IN (SELECT value FROM json_each(?))"
 _PUBLISH = """
 INSERT INTO entries(key, sizes, n_tokens, n_layers, nbytes, last_used) VALUES (?, ?, ?, ?, ?, ?)
 ON CONFLICT(key) DO UPDATE SET sizes = excluded.sizes, n_tokens = excluded.n_tokens, n_layers = excluded.n_layers,
@@ -54,18 +54,18 @@ ON CONFLICT(key) DO UPDATE SET sizes = excluded.sizes, n_tokens = excluded.n_tok
 """
 _PAGE = "SELECT rowid, key, nbytes FROM entries WHERE rowid > ? ORDER BY rowid LIMIT 10000"
 _LISTED = _ENTRIES.replace("SELECT", "SELECT rowid,") + " WHERE rowid > ? ORDER BY rowid LIMIT 1000"
-_ODD = """
+_DAMAGED = """
 SELECT rowid FROM entries NOT INDEXED
 WHERE typeof(key) != 'text' OR typeof(sizes) != 'text' OR typeof(nbytes) != 'integer' OR nbytes < 0
     OR typeof(n_tokens) != 'integer' OR typeof(n_layers) != 'integer' OR typeof(last_used) != 'real'
     OR typeof(hits) != 'integer' OR typeof(pinned) != 'integer'
 """
-_ENTRIES_TOLD = "SELECT rowid, key, sizes, n_tokens, n_layers, nbytes, last_used, hits, pinned FROM entries NOT INDEXED"
+_ENTRIES_WITH_ROWID = _ENTRIES.replace("SELECT", "SELECT rowid,") + " NOT INDEXED"
 _NOT_PLAIN = "SELECT rowid, key, sizes FROM entries NOT INDEXED WHERE key || sizes GLOB '*[^ -~]*'"
-_NO_WRITE = "DELETE FROM writing WHERE temp || owner GLOB '*[^ -~]*' OR typeof(nbytes) != 'integer'"
+_DELETE_DAMAGED_WRITES = "DELETE FROM writing WHERE temp || owner GLOB '*[^ -~]*' OR typeof(nbytes) != 'integer'"
 _SUM = "INSERT OR REPLACE INTO total SELECT 0, count(*), coalesce(sum(nbytes), 0) FROM entries"
 _TOUCH = "UPDATE entries SET last_used = min(max(last_used, ?), ?), hits = hits + ? WHERE key = ?"
-_AHEAD = f"UPDATE entries SET last_used = ?1 WHERE NOT pinned AND last_used > ?1 AND last_used <= {LATEST_S!r}"
+_SETTLE_USES = f"UPDATE entries SET last_used = ?1 WHERE NOT pinned AND last_used > ?1 AND last_used <= {LATEST_S!r}"
 
 
 class Index:
@@ -123,7 +123,7 @@ class Index:
         last = -1
         while page := self._database.query(_LISTED, (last,)):
             last = page[-1][0]
-            yield from self._understood(row[1:] for row in page)
+            yield from self._parsed(row[1:] for row in page)
 
     def entries_in(self, transaction: sqlite3.Connection, keys: Iterable[ChunkKey]) -> list[Entry]:
         """Return the entries with these keys, inside a transaction."""
@@ -134,23 +134,23 @@ class Index:
 
         Uses that lie in the future are first changed to now, so that these entries age, too.
         """
-        transaction.execute(_AHEAD, (self._clock(),))
+        transaction.execute(_SETTLE_USES, (self._clock(),))
         with closing(transaction.execute(_ENTRIES + _OLDEST)) as rows:
-            yield from self._understood(rows)
+            yield from self._parsed(rows)
 
     def _entries(self, rows: Iterable[Row]) -> dict[ChunkKey, Entry]:
-        return {entry.key: entry for entry in self._understood(rows)}
+        return {entry.key: entry for entry in self._parsed(rows)}
 
-    def _understood(self, rows: Iterable[Row]) -> Iterator[Entry]:
+    def _parsed(self, rows: Iterable[Row]) -> Iterator[Entry]:
         """Yield the entries of rows. Damaged rows are skipped; `upkeep.py` removes them."""
         now: float | None = None
-        for text, told, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
+        for text, sizes_text, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
             try:
                 if not all(isinstance(number, int) for number in (n_tokens, n_layers, nbytes, hits)):
                     raise ValueError("not numbers")
-                key, sizes = ChunkKey.parse(text), understood(told, nbytes)
-                told_of = (key, self._tier, n_tokens, n_layers, sizes, float(last_used), hits, bool(pinned))
-                entry = told_entry(*told_of)
+                key, sizes = ChunkKey.parse(text), parse_sizes(sizes_text, nbytes)
+                fields = (key, self._tier, n_tokens, n_layers, sizes, float(last_used), hits, bool(pinned))
+                entry = entry_from_row(*fields)
             except (ValueError, TypeError, AttributeError):
                 continue
             now = self._clock() if now is None else now
@@ -182,15 +182,16 @@ class Index:
 
     def mend(self, transaction: sqlite3.Connection, is_sound: bool) -> int:
         """Remove damaged rows, recompute the totals, and return how many rows were removed."""
-        odd = [rowid for (rowid,) in transaction.execute(_ODD)]
-        odd += [rowid for rowid, *words in transaction.execute(_NOT_PLAIN) if not _are_words(words)]
-        odd += [rowid for rowid, *row in transaction.execute(_ENTRIES_TOLD) if not any(self._understood([tuple(row)]))]
-        if odd or not is_sound:
-            self._database.rebuild(transaction, "entries", odd)
+        damaged = [rowid for (rowid,) in transaction.execute(_DAMAGED)]
+        damaged += [rowid for rowid, *words in transaction.execute(_NOT_PLAIN) if not _are_words(words)]
+        rows = transaction.execute(_ENTRIES_WITH_ROWID)
+        damaged += [rowid for rowid, *row in rows if not any(self._parsed([tuple(row)]))]
+        if damaged or not is_sound:
+            self._database.rebuild(transaction, "entries", damaged)
             self._prepare(transaction)
-        transaction.execute(_NO_WRITE)
+        transaction.execute(_DELETE_DAMAGED_WRITES)
         transaction.execute(_SUM)
-        return len(set(odd))
+        return len(set(damaged))
 
     @staticmethod
     def _prepare(transaction: sqlite3.Connection) -> None:
@@ -204,20 +205,20 @@ class Index:
         return [row for row in rows if _are_words((row[0], row[2]))]
 
     @staticmethod
-    def take_note(transaction: sqlite3.Connection, name: str, note: str) -> None:
+    def write_note(transaction: sqlite3.Connection, name: str, note: str) -> None:
         """Save a note about the folder, replacing an earlier one of that name."""
         transaction.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, note))
 
     @staticmethod
     def publish(transaction: sqlite3.Connection, key: ChunkKey, meta: EntryMeta, nbytes: int, used: float) -> None:
         """Add the row of an entry, visible from the commit on; hits and pin of an older entry of that key stay."""
-        row = (str(key), said(meta.sizes), meta.n_tokens, meta.n_layers, nbytes, used)
+        row = (str(key), format_sizes(meta.sizes), meta.n_tokens, meta.n_layers, nbytes, used)
         transaction.execute(_PUBLISH, row)
 
     @staticmethod
     def remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey | str]) -> int:
         """Remove the rows of entries, and return how many there were."""
-        return transaction.execute(f"DELETE FROM entries{_AMONG}", (_json(keys),)).rowcount
+        return transaction.execute(f"DELETE FROM entries{_WITH_KEYS}", (_json(keys),)).rowcount
 
     def touch(self, transaction: sqlite3.Connection, used: Mapping[ChunkKey, tuple[float, int]]) -> None:
         """Record uses: by key, the last use (seconds since the epoch) and the number of new hits."""
@@ -227,7 +228,7 @@ class Index:
     @staticmethod
     def pin(transaction: sqlite3.Connection, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Record whether entries are protected from eviction."""
-        transaction.execute(f"UPDATE entries SET pinned = ?{_AMONG}", (int(pinned), _json(keys)))
+        transaction.execute(f"UPDATE entries SET pinned = ?{_WITH_KEYS}", (int(pinned), _json(keys)))
 
 
 def _json(keys: Iterable[ChunkKey | str]) -> str:
@@ -245,4 +246,4 @@ def _count(rows: Sequence[Row]) -> int:
 
 
 def _select(keys: Iterable[ChunkKey]) -> tuple[str, tuple[str, ...]]:
-    return f"{_ENTRIES}{_AMONG} ORDER BY last_used, rowid", (_json(keys),)
+    return f"{_ENTRIES}{_WITH_KEYS} ORDER BY last_used, rowid", (_json(keys),)

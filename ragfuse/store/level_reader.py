@@ -28,8 +28,8 @@ class ReadLayers(NamedTuple):
 
     Args:
         layers: The decoded layers.
-        meta: The description of the whole entry at that level only. None: the entry exists, but does not have the
-            wanted level, or it cannot be decoded here.
+        meta: The description of all layers of the entry at this one level. None: the entry exists, but this level is
+            missing or cannot be decoded on this machine.
         blobs: The encoded bytes of the layers, uint8 `[nbytes]` each.
     """
 
@@ -47,14 +47,14 @@ class EncodedLayers:
         first: Index of the first layer.
         blobs: The encoded layers, uint8 `[nbytes]` each.
         decode: Decodes layers, given their bytes and descriptions.
-        amiss: Called with the layer and the error when a layer cannot be decoded.
+        on_error: Called with the layer and the error when a layer cannot be decoded.
     """
 
     meta: EntryMeta
     first: int
     blobs: Sequence[Tensor]
     decode: Callable[[Sequence[Tensor], Sequence[LayerMeta]], Sequence[LayerKV]]
-    amiss: Callable[[int, ValueError], None]
+    on_error: Callable[[int, ValueError], None]
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class EncodedLayers:
         try:
             return self.decode([self.blobs[at - self.first]], [self.meta.layers[at]])[0]
         except ValueError as error:
-            self.amiss(at, error)
+            self.on_error(at, error)
             raise
 
 
@@ -89,13 +89,15 @@ class LevelReader:
         Returns:
             By key, the bytes of each such level; entries without one are left out (see `why_not`).
         """
-        told = {key: self._levels.readable(key, entry.sizes) for key, entry in entries.items()}
+        decodable = {key: self._levels.readable(key, entry.sizes) for key, entry in entries.items()}
         for key, entry in entries.items():
             if len(entry.sizes) > 1 or (tier, key) in self._layouts:  # else its only level begins at piece 0
                 self._layouts.add((tier, key), LevelLayout(tuple(entry.sizes), entry.n_layers))
-            if not told[key]:
+            if not decodable[key]:
                 self._unread.add(key, self._levels.why_not(key, entry.sizes))
-        return {key: {level: entries[key].sizes[level] for level in levels} for key, levels in told.items() if levels}
+        return {
+            key: {level: entries[key].sizes[level] for level in levels} for key, levels in decodable.items() if levels
+        }
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
         """Forget the reasons that `why_not` gives for these keys, as they are looked up again."""
@@ -126,10 +128,11 @@ class LevelReader:
             level: The codec level; None: the entry's first level that can be decoded here.
 
         Returns:
-            The layers; without layers if the entry has no such level; None if they cannot be read.
+            The layers that were read; `layers` is empty if the entry does not have the level. None if reading or
+            decoding failed.
         """
         try:
-            found = self._found(tier, key, first, count, level)
+            found = self._read_bytes(tier, key, first, count, level)
             if found is None or found.meta is None:
                 return found
             return self._decoded(tier, key, first, found.meta, found.blobs)
@@ -140,22 +143,24 @@ class LevelReader:
 
     def encoded(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str) -> EncodedLayers | None:
         """Read `count` layers from `first` on at one level without decoding them; None if they cannot be read."""
-        found = self._found(tier, key, first, count, level)
+        found = self._read_bytes(tier, key, first, count, level)
         if found is None or found.meta is None or first + count > found.meta.n_layers:
             return None
         decode = partial(self._levels.decoded, key, level)
-        return EncodedLayers(found.meta, first, found.blobs, decode, partial(self._amiss, tier, key, level))
+        return EncodedLayers(
+            found.meta, first, found.blobs, decode, partial(self._handle_undecodable, tier, key, level)
+        )
 
     def is_best(self, tier: str, key: ChunkKey, level: str) -> bool:
         """Return whether this is the least lossy level of an entry that can be decoded here."""
         known = self._layouts.get((tier, key))
         return known is None or self._levels.best(key, known.levels, None) == level
 
-    def _found(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> ReadLayers | None:
+    def _read_bytes(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> ReadLayers | None:
         """Read the bytes without decoding: in one read if the entry's layout is known, else a first read finds it."""
         known = self._layouts.get((tier.name, key))
         for _ in range(_TRIES):
-            chosen = self._chosen(key, known.levels, level) if known is not None else None
+            chosen = self._level_to_read(key, known.levels, level) if known is not None else None
             if known is not None and chosen is None:
                 return ReadLayers(())
             at = known.first(chosen) if known is not None and chosen else 0
@@ -169,12 +174,12 @@ class LevelReader:
             known = LevelLayout(meta.levels, meta.n_layers)
             if len(meta.levels) > 1 or (tier.name, key) in self._layouts:
                 self._layouts.add((tier.name, key), known)
-            chosen = self._chosen(key, meta.levels, level)
+            chosen = self._level_to_read(key, meta.levels, level)
             if chosen is not None and known.first(chosen) == at:
                 return ReadLayers((), meta.only(chosen), blobs)
         return None
 
-    def _chosen(self, key: ChunkKey, levels: Sequence[str], level: str | None) -> str | None:
+    def _level_to_read(self, key: ChunkKey, levels: Sequence[str], level: str | None) -> str | None:
         """Return the level to read: `level`, or for None the first, of those that can be decoded; None if none can."""
         return next(iter(self._levels.readable(key, [each for each in levels if level in (None, each)])), None)
 
@@ -187,14 +192,20 @@ class LevelReader:
             described = meta.layers[first : first + len(blobs)]
             return ReadLayers(tuple(self._levels.decoded(key, meta.levels[0], blobs, described)), meta, blobs)
         except ValueError as error:
-            self._amiss(tier, key, meta.levels[0], first, error)
+            self._handle_undecodable(tier, key, meta.levels[0], first, error)
             return None
 
-    def _amiss(self, tier: Tier, key: ChunkKey, level: str, layer: int, error: ValueError) -> None:
+    def _handle_undecodable(self, tier: Tier, key: ChunkKey, level: str, layer: int, error: ValueError) -> None:
         """Drop an entry that cannot be decoded; leave it alone if it was encoded with other tables."""
         if isinstance(error, OtherTables):
-            self._levels.leave(key, level, str(error))
+            self._levels.mark_undecodable(key, level, str(error))
             return
         tier.counts.add("corrupt")
-        log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, layer, error)
+        log.warning(
+            "Deleted the damaged entry %s from tier %s: it cannot be decoded from layer %d onwards: %s",
+            key,
+            tier.name,
+            layer,
+            error,
+        )
         tier.delete([key])

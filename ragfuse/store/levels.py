@@ -76,7 +76,7 @@ class TierLevels:
 
     def __init__(self, codecs: Codecs = TABLELESS, written: Mapping[str, Sequence[str]] | None = None) -> None:
         self.codecs, self._written = codecs, {tier: by_loss(levels) for tier, levels in (written or {}).items()}
-        self._strange = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
+        self._undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
         self._unwritten = LRU[tuple[str, str, str], None](_REMEMBERED)  # model, level, why: logged once
 
     @property
@@ -90,7 +90,7 @@ class TierLevels:
 
     def readable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
         """Return those of an entry's levels that can be decoded here, in the given order."""
-        return [level for level in levels if (key, level) not in self._strange and self.codecs(level, key.model)]
+        return [level for level in levels if (key, level) not in self._undecodable and self.codecs(level, key.model)]
 
     def decoded(self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> list[LayerKV]:
         """Decode layers of one entry at one level, with the tables that they were encoded with.
@@ -101,7 +101,7 @@ class TierLevels:
         """
         codec = self.codecs(level, key.model)
         if codec is None:
-            raise OtherTables(f"there are no tables for {level}")
+            raise OtherTables(f"this store has no codec tables for level {level}")
         try:
             return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
         except OtherTables:
@@ -111,23 +111,26 @@ class TierLevels:
                 raise
             return [other.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
-    def leave(self, key: ChunkKey, level: str, why: str) -> None:
+    def mark_undecodable(self, key: ChunkKey, level: str, why: str) -> None:
         """Treat a level of an entry as not stored from now on: it cannot be decoded here, although there is a codec."""
-        if (key, level) not in self._strange:
-            log.warning("%s is left alone at level %s: %s", key, level, why)
-        self._strange.add((key, level), why)
+        if (key, level) not in self._undecodable:
+            log.warning("%s cannot be decoded here at level %s, so it stays stored but unused: %s", key, level, why)
+        self._undecodable.add((key, level), why)
 
     def why_not(self, key: ChunkKey, levels: Iterable[str]) -> str:
         """Return in a few words why none of an entry's levels can be decoded here."""
-        told = (self._strange.get((key, level)) or f"there are no tables for {level}" for level in levels)
-        return f"it cannot be decoded: {'; '.join(dict.fromkeys(told))}"
+        reasons = (
+            self._undecodable.get((key, level)) or f"this store has no codec tables for level {level}"
+            for level in levels
+        )
+        return f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}"
 
     def best(self, key: ChunkKey, levels: Sequence[str], wanted: str | None) -> str | None:
         """Return the wanted level if it can be decoded here, else the first of `levels` that can, else None."""
         there = self.readable(key, [wanted] if wanted in levels else ())  # type: ignore[list-item]
         return next(iter(there or self.readable(key, levels)), None)
 
-    def made(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
+    def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
         """Return the entry at the wanted levels: levels that it has are taken as they are, others encoded from raw.
 
         Levels that it lacks and that cannot be encoded are left out; a lossy level is never the source of another. If
@@ -144,7 +147,7 @@ class TierLevels:
     def nbytes(self, key: ChunkKey, kv: ChunkKV, wanted: Sequence[str]) -> int:
         """Return the bytes that a chunk's KV occupies at the wanted levels; encodes it to find out."""
         blobs = tuple(RAW.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
-        return self.made(key, (EntryMeta.of(kv, RAW.name, blobs), blobs), wanted)[0].nbytes
+        return self.at_levels(key, (EntryMeta.of(kv, RAW.name, blobs), blobs), wanted)[0].nbytes
 
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
         """Return the entry at one level, or None if it cannot be encoded at that level, which is logged once."""
@@ -153,9 +156,14 @@ class TierLevels:
         try:
             return self.at(key, whole, level)
         except ValueError as error:
-            if (told := (key.model, level, str(error))) not in self._unwritten:
-                self._unwritten.add(told, None)
-                log.warning("%s is not written as %s, nor are others like it: %s", key, level, error)
+            if (failure := (key.model, level, str(error))) not in self._unwritten:
+                self._unwritten.add(failure, None)
+                log.warning(
+                    "%s is stored without level %s, raw if none is left (logged once for its model): %s",
+                    key,
+                    level,
+                    error,
+                )
             return None
 
     def check(self, key: ChunkKey, level: str, whole: Whole) -> None:
@@ -172,10 +180,12 @@ class TierLevels:
         if level in whole[0].levels:
             return only(whole, level)
         if RAW.name not in whole[0].levels:
-            raise ValueError(f"it is kept as {', '.join(whole[0].levels)}, and only what is kept raw is encoded")
+            raise ValueError(
+                f"it is stored as {', '.join(whole[0].levels)}, and only what is stored raw can be encoded"
+            )
         codec, (meta, blobs) = self.codecs(level, key.model), only(whole, RAW.name)
         if codec is None:
-            raise ValueError(f"there is no codec for {level} and its model here")
+            raise ValueError(f"this store has no codec tables of its model for level {level}")
         layers = [RAW.decode(blob, layer) for blob, layer in zip(blobs, meta.layers, strict=True)]
         encoded = tuple(codec.encode(layer, at) for at, layer in enumerate(layers))
         metas = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(layers, encoded, strict=True))
@@ -225,7 +235,7 @@ class EntryContent:
         wanted = tuple(self._wanted.get(tier, self.meta.levels))
         with self._lock:
             if wanted not in self._made:
-                self._made[wanted] = self._levels.made(self.key, self._whole, wanted)
+                self._made[wanted] = self._levels.at_levels(self.key, self._whole, wanted)
             return self._made[wanted]
 
 

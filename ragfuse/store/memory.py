@@ -117,13 +117,13 @@ class MemoryTier:
             self.counts.add("refused")
             return False
         try:
-            blobs = self._home(blobs)
+            blobs = self._stored_here(blobs)
         except BaseException as error:
-            self._nbytes_back(nbytes)
+            self._release(nbytes)
             if not isinstance(error, (RuntimeError, AssertionError)):  # out of memory, no such device
                 raise
             self.counts.add("failed")
-            log.warning("Could not keep %s in tier %s: %s", key, self.name, error)
+            log.warning("Could not store %s in tier %s; it is computed again when needed: %s", key, self.name, error)
             return False
         with self._lock:
             self._drop(key)  # another thread may have written the same KV meanwhile
@@ -177,7 +177,7 @@ class MemoryTier:
         nbytes = _ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs)
         return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
 
-    def _home(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _stored_here(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the pieces in this tier's memory: the same tensors, or views of one block with copies of them."""
         if self._pin_memory:
             return _into(torch.empty(_ends(blobs)[-1], dtype=torch.uint8, pin_memory=True), blobs)
@@ -206,9 +206,9 @@ class MemoryTier:
             self._nbytes += nbytes
             return True
 
-    def _doomed(self, own: ChunkKey, excess: int) -> list[ChunkKey] | None:
+    def _doomed(self, key: ChunkKey, excess: int) -> list[ChunkKey] | None:
         for wanted in dict.fromkeys((excess + self._free_bytes, excess)):
-            others = (slot.entry for key, slot in self._slots.items() if key != own)
+            others = (slot.entry for other, slot in self._slots.items() if other != key)
             doomed = victims(self._evict, others, wanted)
             if doomed is not None:
                 return doomed
@@ -219,7 +219,7 @@ class MemoryTier:
         self._nbytes -= slot.nbytes if slot else 0
         return slot is not None
 
-    def _nbytes_back(self, nbytes: int) -> None:
+    def _release(self, nbytes: int) -> None:
         with self._lock:
             self._nbytes -= nbytes
 

@@ -34,22 +34,22 @@ class BucketPages:
 
     Args:
         bucket: The bucket.
-        catalogue: The index to update.
-        fresh_s: Seconds for which a listing counts as up to date or, if that is longer, twice as many per second that
-            the listing took.
-        uses: Whether every listing also reads the uses that other processes have recorded.
+        index: The index to update.
+        fresh_s: Seconds for which a listing counts as up to date; a listing that took `t` seconds counts for at least
+            `2 * fresh_s * t` seconds.
+        uses: Whether every listing also reads the times of last use that other processes have recorded.
     """
 
-    def __init__(self, bucket: Bucket, catalogue: ObjectIndex, fresh_s: float, *, uses: bool = False) -> None:
-        self._bucket, self._catalogue, self._fresh_s, self._uses = bucket, catalogue, fresh_s, uses
-        self._turn = ForkLock()
+    def __init__(self, bucket: Bucket, index: ObjectIndex, fresh_s: float, *, uses: bool = False) -> None:
+        self._bucket, self._index, self._fresh_s, self._uses = bucket, index, fresh_s, uses
+        self._lock = ForkLock()
         self._read_at: float | None = None
         self._took_s = 0.0
 
     @property
     def is_due(self) -> bool:
         """Whether no listing was completed since the start or `forget`, and none is under way."""
-        return self._read_at is None and not self._turn.locked()
+        return self._read_at is None and not self._lock.locked()
 
     def forget(self) -> None:
         """Make the next `read` list the bucket in any case, since it may hold an object that the index lacks."""
@@ -65,54 +65,54 @@ class BucketPages:
         Returns:
             What was deleted.
         """
-        if not self._turn.acquire(blocking=wait or self._read_at is None):
+        if not self._lock.acquire(blocking=wait or self._read_at is None):
             return Freed()
         try:
             began = time.monotonic()
-            good_s = 0.0 if anew else self._fresh_s * max(1.0, 2 * self._took_s)
-            if self._read_at is not None and began - self._read_at < good_s:
+            valid_s = 0.0 if anew else self._fresh_s * max(1.0, 2 * self._took_s)
+            if self._read_at is not None and began - self._read_at < valid_s:
                 return Freed()
-            useless = self._learned(uses=self._uses or anew)
+            useless = self._list_pages(uses=self._uses or anew)
             self._read_at = time.monotonic()
             self._took_s = self._read_at - began
-            return self._freed(useless)
+            return self._delete_useless(useless)
         finally:
-            self._turn.release()
+            self._lock.release()
 
-    def _freed(self, useless: Mapping[str, Object]) -> Freed:
+    def _delete_useless(self, useless: Mapping[str, Object]) -> Freed:
         """Delete these objects. A refusal is only logged: the listing is complete without it."""
         try:
             self._bucket.delete(list(useless))
         except NO_ANSWER:
             raise
         except OSError as error:
-            log.warning("Could not delete what is left in %s: %s", self._bucket.url, error)
+            log.warning("Could not delete leftover objects in %s: %s", self._bucket.url, error)
             return Freed()
         return Freed(orphans=len(useless), nbytes=sum(each.nbytes for each in useless.values()))
 
-    def _learned(self, *, uses: bool) -> dict[str, Object]:
+    def _list_pages(self, *, uses: bool) -> dict[str, Object]:
         """Read all pages into the index (pins and uses first), and return the objects that can be deleted.
 
         These are temporary objects, and pins and uses without an entry, that were written more than an hour ago.
         """
-        left: dict[str, Object] = {}
+        leftovers: dict[str, Object] = {}
         used: dict[ChunkKey, Object] = {}
         pins: dict[ChunkKey, tuple[str, Object]] = {}
-        with self._catalogue.watch() as changed:
+        with self._index.watch() as changed:
             for page in self._bucket.listing(PINS_FOLDER):
                 pins |= {key: (name, each) for name, each in page.items() if (key := pin_key(name))}
-                left |= {name: each for name, each in page.items() if is_temporary(name)}
-            self._catalogue.pin(pins.keys() - changed, True)
+                leftovers |= {name: each for name, each in page.items() if is_temporary(name)}
+            self._index.pin(pins.keys() - changed, True)
             for page in self._bucket.listing(USES_FOLDER) if uses else ():
                 used |= {key: each for name, each in page.items() if (key := use_key(name))}
-                left |= {name: each for name, each in page.items() if is_temporary(name)}
-            missing = self._catalogue.keys()
+                leftovers |= {name: each for name, each in page.items() if is_temporary(name)}
+            missing = self._index.keys()
             for page in self._bucket.listing(CHUNKS_FOLDER):
                 found = {key: each for name, each in page.items() if (key := chunk_key(name))}
-                self._catalogue.merge(found, used, changed)
+                self._index.merge(found, used, changed)
                 missing -= found.keys()
-                left |= {name: each for name, each in page.items() if is_temporary(name)}
-            self._catalogue.settle(missing, pins.keys(), changed)
+                leftovers |= {name: each for name, each in page.items() if is_temporary(name)}
+            self._index.settle(missing, pins.keys(), changed)
         notes = [*pins.items(), *((key, (use_name(key), each)) for key, each in used.items())]
-        left |= dict(note for key, note in notes if self._catalogue.get(key) is None and not note[1].nbytes)
-        return {name: each for name, each in left.items() if is_abandoned(each, time.time())}
+        leftovers |= dict(note for key, note in notes if self._index.get(key) is None and not note[1].nbytes)
+        return {name: each for name, each in leftovers.items() if is_abandoned(each, time.time())}

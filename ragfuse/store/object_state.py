@@ -50,14 +50,14 @@ class ObjectState:
         last_used: When it was last used, in seconds since the epoch.
         hits: Hits by this process.
         facts: Facts from its header; None until it was read.
-        told: Time of the last use that is recorded in the store, where other processes see it.
+        recorded_use: Time of the last use that is recorded in the store, where other processes see it.
     """
 
     nbytes: int
     last_used: float
     hits: int = 0
     facts: HeaderFacts | None = None
-    told: float = 0.0
+    recorded_use: float = 0.0
 
 
 class ObjectIndex:
@@ -77,10 +77,10 @@ class ObjectIndex:
 
     def renew(self) -> None:
         """Drop all claims, watches and reserved room in a forked process: they are the parent's."""
-        self._turn = Condition()
+        self._condition = Condition()
         self._busy: set[ChunkKey] = set()
         self._watches: dict[int, set[ChunkKey]] = {}
-        self._strange: dict[ChunkKey, int] = {}  # bytes of objects that are no entries despite their names
+        self._ignored: dict[ChunkKey, int] = {}  # bytes of objects that are no entries despite their names
         self._nbytes = sum(held.nbytes for held in self._held.values())
 
     @property
@@ -94,7 +94,7 @@ class ObjectIndex:
 
     def entry(self, key: ChunkKey, tier: str) -> Entry | None:
         """Return an object as an `Entry` of the tier of this name, None unless its header was read."""
-        with self._turn:
+        with self._condition:
             held = self._held.get(key)
             if held is None or held.facts is None:
                 return None
@@ -104,7 +104,7 @@ class ObjectIndex:
 
     def oldest(self) -> list[ChunkKey]:
         """Return all keys, least recently used first."""
-        with self._turn:
+        with self._condition:
             known = list(self._held.items())
         known.sort(key=lambda item: item[1].last_used)
         return [key for key, _ in known]
@@ -113,14 +113,14 @@ class ObjectIndex:
         """Set uses that lie in the future to now: the clock of this or of another machine ran ahead."""
         if now >= self._latest:
             return
-        with self._turn:
+        with self._condition:
             self._latest = now
             ahead = [(key, held) for key, held in self._held.items() if held.last_used > now]
             self._held |= {key: replace(held, last_used=now) for key, held in ahead}
 
     def keys(self) -> set[ChunkKey]:
         """Return all keys."""
-        with self._turn:
+        with self._condition:
             return set(self._held)
 
     def is_busy(self, key: ChunkKey) -> bool:
@@ -148,19 +148,19 @@ class ObjectIndex:
             The keys that were claimed.
         """
         wanted = set(keys)
-        with self._turn:
+        with self._condition:
             if wait:
-                self._turn.wait_for(lambda: self._busy.isdisjoint(wanted - unless))
-            mine = wanted - self._busy - unless
-            self._busy |= mine
+                self._condition.wait_for(lambda: self._busy.isdisjoint(wanted - unless))
+            claimed = wanted - self._busy - unless
+            self._busy |= claimed
             for changed in self._watches.values():
-                changed |= mine
+                changed |= claimed
         try:
-            yield mine
+            yield claimed
         finally:
-            with self._turn:
-                self._busy -= mine
-                self._turn.notify_all()
+            with self._condition:
+                self._busy -= claimed
+                self._condition.notify_all()
 
     @contextmanager
     def watch(self) -> Iterator[Set[ChunkKey]]:
@@ -169,18 +169,18 @@ class ObjectIndex:
         Yields:
             The set of these keys, which grows. What is read from the store about them in the block may be outdated.
         """
-        with self._turn:
+        with self._condition:
             changed = set(self._busy)
             self._watches[id(changed)] = changed
         try:
             yield changed
         finally:
-            with self._turn:
+            with self._condition:
                 del self._watches[id(changed)]
 
     def reserve(self, nbytes: int, capacity: int) -> int:
         """Reserve room and return 0, or, if that would exceed `capacity`, only return the excess in bytes."""
-        with self._turn:
+        with self._condition:
             excess = self._nbytes + nbytes - capacity
             if excess <= 0:
                 self._nbytes += nbytes
@@ -188,7 +188,7 @@ class ObjectIndex:
 
     def release(self, nbytes: int) -> None:
         """Release reserved room after a failed write."""
-        with self._turn:
+        with self._condition:
             self._nbytes -= nbytes
 
     def put(self, key: ChunkKey, held: ObjectState) -> None:
@@ -196,8 +196,8 @@ class ObjectIndex:
 
         The caller must have claimed `key`.
         """
-        with self._turn:
-            self._strange.pop(key, None)
+        with self._condition:
+            self._ignored.pop(key, None)
             old = self._held.pop(key, None)
             self._nbytes -= old.nbytes if old else 0
             self._held[key] = replace(held, hits=old.hits if old else 0)
@@ -205,51 +205,51 @@ class ObjectIndex:
 
     def forget(self, keys: Iterable[ChunkKey], unless: Set[ChunkKey] = frozenset()) -> int:
         """Forget objects that were deleted, and their pins, except for keys in `unless`; return how many were known."""
-        with self._turn:
+        with self._condition:
             known = [key for key in set(keys) - unless if key in self._held]
             for key in known:
                 self._nbytes -= self._held.pop(key).nbytes
                 self._pinned.discard(key)
             return len(known)
 
-    def leave(self, key: ChunkKey) -> None:
-        """Forget an object that is no entry despite its name. Listings are ignored for it until its size changes."""
-        with self._turn:
+    def ignore(self, key: ChunkKey) -> None:
+        """Remove an object that turned out to be no entry. Listings skip it until its size changes."""
+        with self._condition:
             held = self._held.pop(key, None)
             if held is not None:
                 self._nbytes -= held.nbytes
-                self._strange[key] = held.nbytes
+                self._ignored[key] = held.nbytes
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect objects from eviction, or stop protecting them."""
-        with self._turn:
+        with self._condition:
             self._pinned = self._pinned | set(keys) if pinned else self._pinned - set(keys)
 
     # learning
 
     def use(self, key: ChunkKey, when: float, *, hit: bool) -> None:
         """Note a use of an object at time `when`, and a hit if `hit` is true."""
-        with self._turn:
+        with self._condition:
             held = self._held.get(key)
             if held is not None:
                 self._held[key] = replace(held, last_used=when, hits=held.hits + hit)
                 self._latest = max(self._latest, when)
 
-    def tell(self, key: ChunkKey, when: float, every_s: float) -> bool:
+    def should_record(self, key: ChunkKey, when: float, every_s: float) -> bool:
         """Return whether to record this use in the store, for other processes to see.
 
         This is so if the last recorded use is at least `every_s` seconds old. The use then counts as recorded.
         """
-        with self._turn:
+        with self._condition:
             held = self._held.get(key)
-            if held is None or 0 <= when - held.told < every_s:
+            if held is None or 0 <= when - held.recorded_use < every_s:
                 return False
-            self._held[key] = replace(held, told=when)
+            self._held[key] = replace(held, recorded_use=when)
             return True
 
     def describe(self, key: ChunkKey, nbytes: int, facts: HeaderFacts, when: float, changed: Set[ChunkKey]) -> None:
         """Note the facts of a header that was read. A new object counts as last used at time `when`."""
-        with self._turn:
+        with self._condition:
             if key in changed:
                 return
             held = self._held.get(key) or ObjectState(0, when)
@@ -267,18 +267,18 @@ class ObjectIndex:
             used: The objects that record the latest use of each entry, by any process.
             changed: Keys that were claimed since the listing began; they are skipped.
         """
-        with self._turn:
+        with self._condition:
             for key, (nbytes, modified) in found.items():
                 held, when = self._held.get(key), used[key].modified if key in used else 0.0
-                if key in changed or self._strange.get(key) == nbytes:
+                if key in changed or self._ignored.get(key) == nbytes:
                     continue
                 self._latest = max(self._latest, modified, when)
                 if held is None or held.nbytes != nbytes:
                     self._nbytes += nbytes - (held.nbytes if held else 0)
                     when = max(modified, when)
-                    self._held[key] = ObjectState(nbytes, when, held.hits if held else 0, told=when)
-                elif when > held.told:
-                    self._held[key] = replace(held, last_used=max(held.last_used, when), told=when)
+                    self._held[key] = ObjectState(nbytes, when, held.hits if held else 0, recorded_use=when)
+                elif when > held.recorded_use:
+                    self._held[key] = replace(held, last_used=max(held.last_used, when), recorded_use=when)
 
     def settle(self, missing: Set[ChunkKey], pinned: Set[ChunkKey], changed: Set[ChunkKey]) -> None:
         """Update the cache at the end of a listing.
@@ -288,7 +288,7 @@ class ObjectIndex:
             pinned: Keys that have a pin in the store.
             changed: Keys that were claimed since the listing began; their state and pins are kept.
         """
-        with self._turn:
+        with self._condition:
             for key in missing - changed:
                 held = self._held.pop(key, None)
                 self._nbytes -= held.nbytes if held else 0

@@ -20,7 +20,7 @@ from ragfuse.process.lru import LRU
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
-from ragfuse.store.chunkfile import Header, StrangeError, header_nbytes, layer_offsets, pack_header, pieces
+from ragfuse.store.chunkfile import Header, NotAnEntryError, header_nbytes, layer_offsets, pack_header, pieces
 from ragfuse.store.names import (
     CHUNKS_FOLDER,
     PINS_FOLDER,
@@ -112,14 +112,14 @@ class ObjectTier:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._verify, self._clock, self._ttl_s = evict, verify, clock, ttl_s
         self._bucket = Bucket(url, timeout_s, shared_with)
-        self._catalogue, self._headers = ObjectIndex(), LRU[ChunkKey, Header](_HEADERS)
+        self._index, self._headers = ObjectIndex(), LRU[ChunkKey, Header](_HEADERS)
         self.breaker = Breaker(f"Tier {name} ({self._bucket.url})", NO_ANSWER, cool_down_s=cool_down_s)
         self._bucket.guard = self.breaker.guard
-        self._listing = BucketPages(self._bucket, self._catalogue, fresh_s, uses=ttl_s is not None)
+        self._listing = BucketPages(self._bucket, self._index, fresh_s, uses=ttl_s is not None)
         self._notes, self._timeout_s = Notes(self._note), timeout_s
         self._head_nbytes, self._closed = _HEAD_NBYTES, False
         self._room = ForkLock()  # held while a write reserves room and evicts
-        self._complaints: set[tuple[object, ...]] = set()
+        self._logged_errors: set[tuple[object, ...]] = set()
         self._ask("be opened", self._open, None)
 
     @classmethod
@@ -139,20 +139,20 @@ class ObjectTier:
     def nbytes(self) -> int:
         """Bytes of all known objects, including those being written; 0 until the store answers."""
         if self._listing.is_due:
-            self._ask("be weighed", self._listing.read, None)
-        return 0 if self._closed else self._catalogue.nbytes
+            self._ask("be measured", self._listing.read, None)
+        return 0 if self._closed else self._index.nbytes
 
     @property
     def n_entries(self) -> int:
         """Entries stored now, as far as this process knows."""
-        return 0 if self._closed else len(self._catalogue.keys())
+        return 0 if self._closed else len(self._index.keys())
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
         """Return the entries with these keys (one round trip, if any is not cached), or all entries (a listing)."""
         if keys is None:
-            return self._ask("list entries", self._all, {})
+            return self._ask("list entries", self._list_all, {})
         wanted = list(dict.fromkeys(keys))
-        return self._ask("look up entries", lambda: self._some(wanted), {}) if wanted else {}
+        return self._ask("look up entries", lambda: self._find(wanted), {}) if wanted else {}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
         """Return an entry's description and `count` pieces (`Tier.read`): one request, once its header is cached."""
@@ -164,7 +164,7 @@ class ObjectTier:
         """Store an entry (`Tier.write`) as one object, which appears whole or not at all."""
         meta.check(blobs)
         if ChunkKey.parse(str(key)) != key or not has_name(key):
-            raise ValueError(f"{key!r} cannot be written down and read back.")
+            raise ValueError(f"{key!r} cannot be stored: written as text and read back, it is another key.")
         return self._ask(f"write {key}", lambda: self._write(key, meta.sealed(blobs), blobs), False)
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
@@ -211,86 +211,86 @@ class ObjectTier:
             self.counts.add("failed")
         except OSError as error:
             self.counts.add("failed")
-            complaint = doing.split()[0], type(error), error.errno
-            if complaint not in self._complaints:  # a store that forbids writes refuses every chunk
-                self._complaints.add(complaint)
+            error_kind = doing.split()[0], type(error), error.errno
+            if error_kind not in self._logged_errors:  # a store that forbids writes refuses every chunk
+                self._logged_errors.add(error_kind)
                 log.warning("%s could not %s: %s", self.breaker.name, doing, error)
         return otherwise
 
     def _open(self) -> None:
-        self._catalogue.pin(filter(None, map(pin_key, self._bucket.check(PINS_FOLDER))), True)
+        self._index.pin(filter(None, map(pin_key, self._bucket.check(PINS_FOLDER))), True)
 
     def _tidied(self) -> Freed:
         freed = self._listing.read(anew=True)
-        none = list[int]()
-        left = self._ask(
-            "look for uploads that were cut off", lambda: self._bucket.abort(CHUNKS_FOLDER, is_cut_off), none
+        no_bytes = list[int]()
+        aborted = self._ask(
+            "look for uploads that were cut off", lambda: self._bucket.abort(CHUNKS_FOLDER, is_cut_off), no_bytes
         )
-        freed = freed.plus(Freed(orphans=len(left), nbytes=sum(left)))
+        freed = freed.plus(Freed(orphans=len(aborted), nbytes=sum(aborted)))
         return freed if self._ttl_s is None else freed.plus(self._expire())
 
     def _expire(self) -> Freed:
-        old = [key for key in self._catalogue.oldest() if self._is_old(key)]
-        with self._catalogue.claim(old, wait=False) as mine:
-            nbytes = sum(held.nbytes for held in map(self._catalogue.get, mine) if held)
-            return Freed(expired=self._remove(mine), nbytes=nbytes)
+        old = [key for key in self._index.oldest() if self._is_old(key)]
+        with self._index.claim(old, wait=False) as claimed:
+            nbytes = sum(held.nbytes for held in map(self._index.get, claimed) if held)
+            return Freed(expired=self._remove(claimed), nbytes=nbytes)
 
     def _use(self, key: ChunkKey, *, hit: bool) -> None:
         now = self._clock()
-        self._catalogue.use(key, now, hit=hit)
-        if self._ttl_s is not None and self._catalogue.tell(key, now, self._ttl_s / _NOTES_IN_TTL):
+        self._index.use(key, now, hit=hit)
+        if self._ttl_s is not None and self._index.should_record(key, now, self._ttl_s / _NOTES_IN_TTL):
             self._notes.add(key)
 
     def _note(self, keys: Sequence[ChunkKey]) -> None:
-        self._ask("note uses", lambda: self._bucket.mark([use_name(key) for key in keys]), None)
+        self._ask("record uses", lambda: self._bucket.mark([use_name(key) for key in keys]), None)
 
     def _is_old(self, key: ChunkKey) -> bool:
         now = self._clock()
-        self._catalogue.settle_uses(now)
-        held = self._catalogue.get(key)
+        self._index.settle_uses(now)
+        held = self._index.get(key)
         if held is None or self._ttl_s is None or now - held.last_used <= self._ttl_s:
             return False
-        return not self._catalogue.is_pinned(key)
+        return not self._index.is_pinned(key)
 
     # finding
 
-    def _all(self) -> dict[ChunkKey, Entry]:
+    def _list_all(self) -> dict[ChunkKey, Entry]:
         self._listing.read()
         return {entry.key: entry for entry in self._oldest() if not self._is_old(entry.key)}
 
-    def _some(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
+    def _find(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
         """Return the entries with these keys that have not expired."""
         return {entry.key: entry for entry in self._known(keys) if not self._is_old(entry.key)}
 
     def _known(self, keys: Sequence[ChunkKey]) -> Iterator[Entry]:
         """Return the entries with these keys. Headers that were not read yet are requested together."""
-        unknown = [key for key in keys if (held := self._catalogue.get(key)) is None or held.facts is None]
+        unknown = [key for key in keys if (held := self._index.get(key)) is None or held.facts is None]
         for lo in range(0, len(unknown), _BATCH):
-            self._learn(unknown[lo : lo + _BATCH])
-        self._catalogue.settle_uses(self._clock())
-        found = (self._catalogue.entry(key, self.name) for key in keys)
+            self._read_headers(unknown[lo : lo + _BATCH])
+        self._index.settle_uses(self._clock())
+        found = (self._index.entry(key, self.name) for key in keys)
         return (entry for entry in found if entry is not None)
 
     def _oldest(self) -> Iterator[Entry]:
         """Yield all entries, least recently used first, reading missing headers only as far as the caller iterates."""
-        self._catalogue.settle_uses(self._clock())
-        keys = iter(self._catalogue.oldest())
-        while some := list(islice(keys, _BATCH)):
-            yield from self._known(some)
+        self._index.settle_uses(self._clock())
+        keys = iter(self._index.oldest())
+        while batch := list(islice(keys, _BATCH)):
+            yield from self._known(batch)
 
-    def _learn(self, keys: Sequence[ChunkKey]) -> None:
-        with self._catalogue.watch() as changed:
+    def _read_headers(self, keys: Sequence[ChunkKey]) -> None:
+        with self._index.watch() as changed:
             for key, data in zip(keys, self._bucket.heads(list(map(chunk_name, keys)), self._head_nbytes), strict=True):
                 if data is None:
-                    self._catalogue.forget([key], unless=changed)
+                    self._index.forget([key], unless=changed)
                     continue
                 try:
                     header = self._header(key, data)
-                    held = self._catalogue.get(key)
+                    held = self._index.get(key)
                     if held is not None and held.nbytes != header.nbytes and key not in changed:
-                        raise ValueError(f"{header.nbytes} bytes wanted, {held.nbytes} found")
-                except StrangeError:
-                    self._leave(key)
+                        raise ValueError(f"it should have {header.nbytes} bytes, but has {held.nbytes}")
+                except NotAnEntryError:
+                    self._ignore(key)
                 except ValueError as error:
                     self._drop(key, str(error), changed)
                 else:
@@ -308,7 +308,7 @@ class ObjectTier:
         return header
 
     def _remember(self, key: ChunkKey, header: Header, changed: Set[ChunkKey]) -> None:
-        self._catalogue.describe(key, header.nbytes, _facts(header.meta), self._clock(), changed)
+        self._index.describe(key, header.nbytes, _facts(header.meta), self._clock(), changed)
         if key not in changed:
             self._headers.add(key, header)
 
@@ -318,16 +318,16 @@ class ObjectTier:
         """Read pieces. If they do not fit the cached header, the entry may have been rewritten: read it again too."""
         if self._is_old(key):
             return None
-        with self._catalogue.watch() as changed:
+        with self._index.watch() as changed:
             known, why = self._headers.get(key), ""
             for _ in range(_TRIES):
                 try:
                     header, layers = self._fetch(key, known, first, count)
                 except FileNotFoundError:
-                    self._gone(key, changed)
+                    self._forget(key, changed)
                     return None
-                except StrangeError:
-                    self._leave(key)
+                except NotAnEntryError:
+                    self._ignore(key)
                     return None
                 except ValueError as error:
                     known, why = None, str(error)
@@ -364,49 +364,54 @@ class ObjectTier:
 
     def _guess(self, key: ChunkKey, count: int) -> int:
         """Estimate the bytes of the first `count` pieces; 0 if nothing is known about the entry."""
-        held = self._catalogue.get(key)
+        held = self._index.get(key)
         return held.facts.begin_nbytes(count) if held and held.facts else 0
 
-    def _gone(self, key: ChunkKey, changed: Set[ChunkKey]) -> None:
+    def _forget(self, key: ChunkKey, changed: Set[ChunkKey]) -> None:
         """Forget an entry that another process has deleted. This is not counted as damage."""
-        self._catalogue.forget([key], unless=changed)
+        self._index.forget([key], unless=changed)
         self._headers.discard([key])
 
-    def _leave(self, key: ChunkKey) -> None:
+    def _ignore(self, key: ChunkKey) -> None:
         """Ignore an object that has the name of an entry but was not written by ragfuse; it is not deleted."""
-        self._catalogue.leave(key)
+        self._index.ignore(key)
         self._headers.discard([key])
         self.counts.add("corrupt")
-        log.warning("Ignored the object in place of %s in tier %s: it is no entry of ragfuse", key, self.name)
+        log.warning("Ignored the object in place of %s in tier %s: it was not written by ragfuse", key, self.name)
 
     def _drop(self, key: ChunkKey, why: str, changed: Set[ChunkKey]) -> None:
         """Delete an entry that cannot be read, unless it was deleted or rewritten meanwhile."""
-        with self._catalogue.claim([key], unless=changed) as mine:
-            if mine:
-                self._ask(f"delete {key}", lambda: self._remove(mine), 0)  # if this fails, it is forgotten all the same
-                self._gone(key, frozenset())
+        with self._index.claim([key], unless=changed) as claimed:
+            if claimed:
+                self._ask(f"delete {key}", lambda: self._remove(claimed), 0)  # if it fails, the key is forgotten too
+                self._forget(key, frozenset())
                 self.counts.add("corrupt")
-                log.warning("Dropped %s from tier %s: %s", key, self.name, why)
+                log.warning(
+                    "Deleted the damaged entry %s from tier %s; it is computed again when needed: %s",
+                    key,
+                    self.name,
+                    why,
+                )
 
     # writing
 
     def _write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         head = pack_header(key, meta)
         offsets = layer_offsets(len(head), meta)
-        with self._catalogue.claim([key]):
+        with self._index.claim([key]):
             if not self._reserve(key, offsets[-1]):
                 self.counts.add("refused")
                 return False
             try:
                 self._bucket.write(chunk_name(key), b"".join(pieces(head, blobs)))
             except BaseException:
-                self._catalogue.release(offsets[-1])
+                self._index.release(offsets[-1])
                 self._listing.forget()  # the object may exist all the same, so list before the next write
                 raise
             now = self._clock()
-            self._catalogue.put(key, ObjectState(offsets[-1], now, facts=_facts(meta), told=now))
+            self._index.put(key, ObjectState(offsets[-1], now, facts=_facts(meta), recorded_use=now))
             self._headers.add(key, Header(key, meta, offsets))
-        self._complaints.clear()
+        self._logged_errors.clear()
         return True
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
@@ -414,44 +419,44 @@ class ObjectTier:
         with self._room:
             self._listing.read(wait=False)
             for _ in range(_TRIES if nbytes <= self.capacity else 0):
-                excess = self._catalogue.reserve(nbytes, self.capacity)
+                excess = self._index.reserve(nbytes, self.capacity)
                 if not excess:
                     return True
-                doomed = victims_for(self._evict, lambda: self._free(key), excess, key)
+                doomed = victims_for(self._evict, lambda: self._evictable(key), excess, key)
                 if doomed is None:
                     return False
-                with self._catalogue.claim(set(doomed) - {key}, wait=False) as mine:
-                    self.counts.add("evicted", self._remove(mine | ({key} & set(doomed))))
+                with self._index.claim(set(doomed) - {key}, wait=False) as claimed:
+                    self.counts.add("evicted", self._remove(claimed | ({key} & set(doomed))))
         return False
 
-    def _free(self, mine: ChunkKey) -> Iterator[Entry]:
-        """Yield the entries, oldest first, that no other thread is changing; the caller has claimed `mine`."""
-        return (entry for entry in self._oldest() if entry.key == mine or not self._catalogue.is_busy(entry.key))
+    def _evictable(self, key: ChunkKey) -> Iterator[Entry]:
+        """Yield the entries, oldest first, that no other thread is changing; the caller has claimed `key`."""
+        return (entry for entry in self._oldest() if entry.key == key or not self._index.is_busy(entry.key))
 
     def _delete(self, keys: Sequence[ChunkKey]) -> int:
-        self._some(keys)
-        with self._catalogue.claim(keys) as mine:
-            there = [key for key in mine if self._catalogue.get(key)]
+        self._find(keys)
+        with self._index.claim(keys) as claimed:
+            stored = [key for key in claimed if self._index.get(key)]
             names = (pin_name, use_name) if self._ttl_s is not None else (pin_name,)
-            self._bucket.delete([name(key) for key in there for name in names])
-            return self._remove(there)
+            self._bucket.delete([name(key) for key in stored for name in names])
+            return self._remove(stored)
 
     def _remove(self, keys: Iterable[ChunkKey]) -> int:
         """Delete the objects of claimed keys and return how many were known."""
         doomed = list(keys)
         self._bucket.delete([chunk_name(key) for key in doomed])
         self._headers.discard(doomed)
-        return self._catalogue.forget(doomed)
+        return self._index.forget(doomed)
 
     def _pin(self, keys: Sequence[ChunkKey], pinned: bool) -> None:
-        known = self._some(keys) if pinned else dict.fromkeys(keys)
-        with self._catalogue.claim(known) as mine:
-            there = [key for key in mine if self._catalogue.get(key)] if pinned else list(mine)
-            for key in there if pinned else ():
+        known = self._find(keys) if pinned else dict.fromkeys(keys)
+        with self._index.claim(known) as claimed:
+            stored = [key for key in claimed if self._index.get(key)] if pinned else list(claimed)
+            for key in stored if pinned else ():
                 self._bucket.write(pin_name(key), b"")
             if not pinned:
-                self._bucket.delete([pin_name(key) for key in there])
-            self._catalogue.pin(there, pinned)
+                self._bucket.delete([pin_name(key) for key in stored])
+            self._index.pin(stored, pinned)
 
 
 def _facts(meta: EntryMeta) -> HeaderFacts:

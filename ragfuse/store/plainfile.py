@@ -38,11 +38,11 @@ def open_plain(path: str | Path, *, follow: bool = False) -> int:
         fd = os.open(path, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK, errno.EOPNOTSUPP):  # a link, a socket
-            raise ValueError("it is no plain file") from error
+            raise ValueError("it is not a plain file") from error
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise ValueError("it is no plain file")
+        raise ValueError("it is not a plain file")
     return fd
 
 
@@ -53,7 +53,7 @@ def check_there(fd: int, begin: int, end: int) -> None:
         and hasattr(os, "SEEK_DATA")
         and MAX_SPARSE_FACTOR * _written(fd, begin, end) < end - begin
     ):
-        raise ValueError(f"{end - begin} bytes wanted, found a hole in the file")
+        raise ValueError(f"most of its {end - begin} bytes are missing: there is a hole in the file")
 
 
 def next_written(fd: int, at: int, size: int) -> int:

@@ -99,7 +99,7 @@ class RadixTree:
         Returns:
             The keys of `parts` that the tree now refers to for some of these tokens because it had no entry for them.
         """
-        ids, taken = _array(token_ids), set[ChunkKey]()
+        ids, inserted = _array(token_ids), set[ChunkKey]()
         end = parts[-1].hi if parts else 0
         node, at, which = self._root, 0, 0
         while at < end:
@@ -112,8 +112,8 @@ class RadixTree:
                 child = _Node(ids[rows.lo : rows.hi].copy(), rows.key, rows.row, rows.origin)
                 node.children[int(ids[at])] = child
                 self.n_nodes += 1
-                taken.add(rows.key)
-            count = _alike(child.tokens, ids[at:end])
+                inserted.add(rows.key)
+            count = _n_common(child.tokens, ids[at:end])
             if child.key is None:
                 count = min(count, part.hi - at)
             if count < len(child.tokens):
@@ -122,18 +122,18 @@ class RadixTree:
             if child.key is None:
                 rows = part.cut(at, at + count)
                 child.key, child.row, child.origin = rows.key, rows.row, rows.origin
-                taken.add(rows.key)
+                inserted.add(rows.key)
             node, at = child, at + count
-        return taken
+        return inserted
 
-    def discard(self, gone: Collection[ChunkKey] | Callable[[ChunkKey], bool]) -> None:
+    def discard(self, which: Collection[ChunkKey] | Callable[[ChunkKey], bool]) -> None:
         """Forget entries, and remove the nodes that have neither an entry nor children any more.
 
         Args:
-            gone: Keys of the entries, or a predicate that is true for them.
+            which: Keys of the entries, or a predicate that is true for them.
         """
-        is_gone = gone if callable(gone) else gone.__contains__
-        self._prune(lambda node: node.key is not None and is_gone(node.key))
+        is_discarded = which if callable(which) else which.__contains__
+        self._prune(lambda node: node.key is not None and is_discarded(node.key))
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
         """Return the keys of the entries whose KV depends on a run of tokens.
@@ -147,7 +147,7 @@ class RadixTree:
         while stack:
             node, before, held = stack.pop()
             text = before + node.tokens.tobytes()
-            held = held or _stands_in(wanted, text)
+            held = held or _contains(wanted, text)
             if held and node.key is not None:
                 found.add(node.key)
             tail = text[-(len(wanted) - 4) :] if len(wanted) > 4 else b""
@@ -161,7 +161,7 @@ class RadixTree:
             child = node.children.get(int(ids[at]))
             if child is None:
                 return
-            count = _alike(child.tokens, ids[at:])
+            count = _n_common(child.tokens, ids[at:])
             yield child, count
             if count < len(child.tokens):
                 return
@@ -175,9 +175,9 @@ class RadixTree:
             yield node, parent
             stack += [(child, node) for child in node.children.values()]
 
-    def _prune(self, is_gone: Callable[[_Node], bool]) -> None:
+    def _prune(self, is_discarded: Callable[[_Node], bool]) -> None:
         for node, parent in reversed(list(self._walk())):
-            if is_gone(node):
+            if is_discarded(node):
                 node.key = None
             if node.key is None and not node.children:
                 del parent.children[int(node.tokens[0])]
@@ -188,7 +188,7 @@ def _array(ids: Sequence[int] | Ids) -> Ids:
     return np.asarray(ids, dtype=np.int32)
 
 
-def _alike(one: Ids, other: Ids) -> int:
+def _n_common(one: Ids, other: Ids) -> int:
     """Return the length of the common prefix of two arrays."""
     count = min(len(one), len(other))
     differ = np.flatnonzero(one[:count] != other[:count])
@@ -201,14 +201,14 @@ def holds(token_ids: Sequence[int], run: Sequence[int]) -> bool:
     The first and last token of a run of more than four are ignored: in a prompt, the tokenizer may have merged them
     with the text before and after the run. An empty run is never contained.
     """
-    return bool(run) and _stands_in(_array(_inner(run)).tobytes(), _array(token_ids).tobytes())
+    return bool(run) and _contains(_array(_inner(run)).tobytes(), _array(token_ids).tobytes())
 
 
 def _inner(run: Sequence[int]) -> Sequence[int]:
     return run[1:-1] if len(run) > 4 else run
 
 
-def _stands_in(wanted: bytes, text: bytes) -> bool:
+def _contains(wanted: bytes, text: bytes) -> bool:
     """Return whether the bytes of 4-byte ids contain those of others, at a multiple of 4."""
     at = text.find(wanted)
     while at >= 0 and at % 4:

@@ -12,11 +12,13 @@ from ragfuse.store.tier import Tier, Whole
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
-Place = tuple[str, ChunkKey]
+Location = tuple[str, ChunkKey]
 """An entry: the name of its tier, and its key."""
 
 
-def recode(store: KVStore, places: Iterable[Place], levels: Sequence[str], progress: Progress | None = None) -> Outcome:
+def recode(
+    store: KVStore, locations: Iterable[Location], levels: Sequence[str], progress: Progress | None = None
+) -> Outcome:
     """Store entries at exactly these levels: levels that an entry has are kept, others encoded from raw.
 
     The raw level may come from another tier. An entry without a raw level anywhere stays as it was and is reported: a
@@ -24,14 +26,14 @@ def recode(store: KVStore, places: Iterable[Place], levels: Sequence[str], progr
 
     Args:
         store: The store.
-        places: The entries.
+        locations: The entries.
         levels: The codec levels.
         progress: Called with the bytes done and in all.
     """
     wanted, tally = by_loss(levels), OutcomeBuilder()
-    known = _known(store, places)
-    done, total = 0, sum(entry.nbytes for entry in known.values())
-    for (name, key), entry in known.items():
+    entries = _known(store, locations)
+    done, total = 0, sum(entry.nbytes for entry in entries.values())
+    for (name, key), entry in entries.items():
         if tuple(entry.sizes) == wanted:
             tally.known += 1
         elif why := _recoded(store, store.tier(name), entry, wanted, tally):
@@ -42,10 +44,10 @@ def recode(store: KVStore, places: Iterable[Place], levels: Sequence[str], progr
     return tally.outcome()
 
 
-def _known(store: KVStore, places: Iterable[Place]) -> dict[Place, Entry]:
+def _known(store: KVStore, locations: Iterable[Location]) -> dict[Location, Entry]:
     """Return the entries that exist, least recently used first, so that rewriting keeps their order of use."""
     wanted: dict[str, list[ChunkKey]] = {}
-    for name, key in places:
+    for name, key in locations:
         wanted.setdefault(name, []).append(key)
     found = [entry for name, keys in wanted.items() for entry in store.tier(name).entries(keys).values()]
     return {(entry.tier, entry.key): entry for entry in sorted(found, key=lambda entry: entry.last_used)}
@@ -53,18 +55,22 @@ def _known(store: KVStore, places: Iterable[Place]) -> dict[Place, Entry]:
 
 def _recoded(store: KVStore, tier: Tier, entry: Entry, wanted: Sequence[str], tally: OutcomeBuilder) -> str | None:
     """Rewrite one entry; return None if that worked, else the reason why it stays as it was."""
-    own = store.whole_in(tier, entry)
-    if own is None:
-        return "it is not there any more, or cannot be read"
-    source = own if RAW.name in own[0].levels or set(wanted) <= set(own[0].levels) else _raw(store, own, entry.key)
+    whole = store.whole_in(tier, entry)
+    if whole is None:
+        return "it is no longer stored, or cannot be read"
+    source = (
+        whole if RAW.name in whole[0].levels or set(wanted) <= set(whole[0].levels) else _raw(store, whole, entry.key)
+    )
     try:
-        made = joined([store.levels.at(entry.key, own if _has(own, level) else source, level) for level in wanted])
+        recoded = joined(
+            [store.levels.at(entry.key, whole if _has(whole, level) else source, level) for level in wanted]
+        )
     except ValueError as error:
         return str(error)
-    if not store.write_whole(entry.key, *made, tier):
-        return f"tier {tier.name} has no room for it beside what it has, or does not take it"
-    now = tier.entries([entry.key]).get(entry.key)
-    tally.took((tier.name, entry.key), now.nbytes if now is not None else made[0].nbytes, entry.nbytes)
+    if not store.write_whole(entry.key, *recoded, tier):
+        return f"tier {tier.name} has no space for it, or did not accept it"
+    stored = tier.entries([entry.key]).get(entry.key)
+    tally.add((tier.name, entry.key), stored.nbytes if stored is not None else recoded[0].nbytes, entry.nbytes)
     return None
 
 
@@ -72,7 +78,7 @@ def _has(whole: Whole, level: str) -> bool:
     return level in whole[0].levels
 
 
-def _raw(store: KVStore, own: Whole, key: ChunkKey) -> Whole:
-    """Return the chunk's raw copy from any tier, or `own` if there is none."""
+def _raw(store: KVStore, whole: Whole, key: ChunkKey) -> Whole:
+    """Return the chunk's raw copy from any tier, or `whole` if there is none."""
     other = store.read_whole(key)
-    return other if other is not None and _has(other, RAW.name) and other[0].n_tokens == own[0].n_tokens else own
+    return other if other is not None and _has(other, RAW.name) and other[0].n_tokens == whole[0].n_tokens else whole

@@ -1,16 +1,18 @@
--- The index of a redis tier: whatever must happen at once. ARGV: prefix, command, its arguments.
+-- The index of a redis tier: the commands that must be atomic. ARGV: prefix, command, the command's arguments.
 --
 --   rows       hash     key -> "nbytes pinned hits last_used n_tokens n_layers sizes", "" -> bytes of all entries,
---                       "#" -> how many are not pinned, "~" -> the name of the recount under way
---   used       zset     key -> last_used, of those that are not pinned: as many as "#" says, or it is to be made anew
---   due        zset     key -> when the entry vanishes
---   writing    zset     "nbytes:token" of an upload -> when its room is given back
+--                       "#" -> number of unpinned entries, "~" -> name of the recount under way
+--   used       zset     key -> last_used, for unpinned entries; it must be rebuilt if it has not as many as "#" says
+--   due        zset     key -> when the entry expires
+--   writing    zset     "nbytes:token" of an upload -> when its reserved room is released
 --   chunk:KEY  hash     an entry: head, 0, 1, ...
---   sum:NAME   hash     a recount: key -> "" of those counted so far, "" and "#" of these alone; it expires by itself
---   new:UPLOAD hash     one that is not whole yet; it expires by itself. A large layer comes as 7+0, 7+1, ..., to be joined
+--   sum:NAME   hash     a recount: key -> "" for each row counted so far, and their sums in "" and "#"; it expires
+--   new:UPLOAD hash     an upload that is not complete yet; it expires. The pieces 7+0, 7+1, ... of a large layer are
+--                       joined later
 --
--- All times are the server's, in seconds: clocks of machines differ. When its memory is full, Redis refuses a script's first write if
--- that may take memory, and lets pass all that follow a write: so what frees comes first, and only `reserve` is refused.
+-- All times are the server's, in seconds, because the clocks of machines differ. When the memory is full, Redis
+-- refuses a script whose first write may need memory, but no later write of it. So the writes that free memory come
+-- first, and only `reserve` is refused.
 
 local prefix = ARGV[1]
 local rows, used, due, writing = prefix .. 'rows', prefix .. 'used', prefix .. 'due', prefix .. 'writing'
@@ -20,28 +22,29 @@ local time = call('TIME')
 local now = time[1] + time[2] / 1e6
 local stamp = string.format('%.6f', now)
 
--- Whoever wrote a row, its numbers are counted with: none of more digits than a number has here without loss.
-local function weight(text)
+-- The bytes that a row or an upload's name begins with; 0 for more digits than a Lua number holds exactly. Rows may be
+-- damaged, or written by somebody else.
+local function nbytes_of(text)
   local digits = string.match(text or '', '^%d+')
   return digits and #digits <= 15 and tonumber(digits) or 0
 end
 
-local function parts(row)
-  local nbytes, pinned, hits, when, about = string.match(row or '', '^(%d+) ([01]) (%d+) (%d+%.?%d*) (.*)$')
+-- The fields of a row: nbytes, pinned, hits, last use, description (the rest); nothing for a damaged row.
+local function parse(row)
+  local nbytes, pinned, hits, when, description = string.match(row or '', '^(%d+) ([01]) (%d+) (%d+%.?%d*) (.*)$')
   if nbytes and #nbytes <= 15 and #hits <= 15 and #when <= 20 then
-    return nbytes, pinned, hits, when, about
+    return nbytes, pinned, hits, when, description
   end
 end
 
-
--- When an entry was used last, if it is not pinned.
-local function place(row)
-  local _, pinned, _, when = parts(row)
+-- The last use of an unpinned entry, which is its score in `used`; nil if it is pinned.
+local function score(row)
+  local _, pinned, _, when = parse(row)
   return pinned == '0' and when or nil
 end
 
--- Bytes of all entries; counted anew, row by row, where their sum is gone or is no number.
-local function kept()
+-- Bytes of all entries. If their sum is missing or is no number, it is recomputed from all rows.
+local function entries_nbytes()
   local nbytes = tonumber(call('HGET', rows, ''))
   if nbytes and nbytes >= 0 and nbytes < 1e18 then
     return nbytes
@@ -51,38 +54,40 @@ local function kept()
     return nbytes
   end
   for _, row in ipairs(call('HVALS', rows)) do
-    nbytes = nbytes + (parts(row) and weight(row) or 0)
+    nbytes = nbytes + (parse(row) and nbytes_of(row) or 0)
   end
-  redis.pcall('HSET', rows, '', nbytes) -- where it may be written
+  redis.pcall('HSET', rows, '', nbytes) -- not an error if the server refuses the write
   return nbytes
 end
 
-local function total()
-  local nbytes = kept()
+-- Bytes of all entries, and of the room reserved for uploads.
+local function total_nbytes()
+  local nbytes = entries_nbytes()
   for _, upload in ipairs(call('ZRANGE', writing, 0, -1)) do
-    nbytes = nbytes + weight(upload)
+    nbytes = nbytes + nbytes_of(upload)
   end
   return nbytes
 end
 
--- A sum that is no number goes: `kept` and a recount make it anew.
+-- Add to both sums of a hash. A sum that is no number is deleted; `entries_nbytes` or a recount recomputes it.
 local function add(name, nbytes, n)
-  for field, more in pairs({[''] = nbytes, ['#'] = n}) do
-    if more ~= 0 and type(redis.pcall('HINCRBY', name, field, more)) ~= 'number' then
+  for field, delta in pairs({[''] = nbytes, ['#'] = n}) do
+    if delta ~= 0 and type(redis.pcall('HINCRBY', name, field, delta)) ~= 'number' then
       call('HDEL', name, field)
     end
   end
 end
 
--- The recount under way, none if what it has counted is gone.
+-- The name of the recount under way; nil if there is none, or if its sums are gone.
 local function recount_under_way()
   local name = call('HGET', rows, '~')
   return name and call('EXISTS', sum .. name) == 1 and name or nil
 end
 
--- A row becomes another, or none. A recount learns of it if it has counted the old one, or if there was none to count.
+-- Update the sums after a row has changed from `old` to `row`; either may be nil. The sums of a recount are updated,
+-- too, if it has counted the old row or if there was no old row.
 local function count(key, old, row)
-  local nbytes, n = weight(row) - weight(old), (place(row) and 1 or 0) - (place(old) and 1 or 0)
+  local nbytes, n = nbytes_of(row) - nbytes_of(old), (score(row) and 1 or 0) - (score(old) and 1 or 0)
   add(rows, nbytes, n)
   local name = recount_under_way()
   if name and (not old or call('HEXISTS', sum .. name, key) == 1) then
@@ -95,36 +100,38 @@ local function count(key, old, row)
   end
 end
 
--- Forget an entry; 1 if there was one, and its bytes.
+-- Delete an entry. Returns 1 if there was one, else 0, and its bytes.
 local function drop(key)
-  local there = call('UNLINK', chunk .. key)
+  local existed = call('UNLINK', chunk .. key)
   call('ZREM', used, key)
   call('ZREM', due, key)
   local row = call('HGET', rows, key)
   if not row then
-    return there, 0
+    return existed, 0
   end
   call('HDEL', rows, key)
   count(key, row, nil)
-  return 1, weight(row)
+  return 1, nbytes_of(row)
 end
 
+-- Delete an upload and release its room. Returns 1 if it had reserved any, else 0.
 local function abandon(upload)
   call('UNLINK', new .. upload)
   return call('ZREM', writing, upload)
 end
 
--- Write down an entry used at that time. It stays for ttl from now; without one, or pinned, for good.
-local function keep(key, nbytes, pinned, hits, when, about, ttl)
-  local goes = tonumber(ttl) > 0 and pinned == '0'
-  if goes then
+-- Write the row of an entry whose last use was at `when`. It expires in `ttl` seconds; never if ttl is 0 or it is
+-- pinned.
+local function write_row(key, nbytes, pinned, hits, when, description, ttl)
+  local expires = tonumber(ttl) > 0 and pinned == '0'
+  if expires then
     call('PEXPIREAT', chunk .. key, math.ceil((now + ttl) * 1000))
     call('ZADD', due, now + ttl, key)
   else
     call('PERSIST', chunk .. key)
     call('ZREM', due, key)
   end
-  local old, row = call('HGET', rows, key), table.concat({nbytes, pinned, hits, when, about}, ' ')
+  local old, row = call('HGET', rows, key), table.concat({nbytes, pinned, hits, when, description}, ' ')
   call('HSET', rows, key, row)
   count(key, old, row)
   if pinned == '0' then
@@ -135,16 +142,17 @@ local function keep(key, nbytes, pinned, hits, when, about, ttl)
   return 1
 end
 
--- Some of what was used beyond now, as the server's clock ran ahead then, was used now: it grows old from here on.
-local function settle(ttl)
+-- Set last uses that lie in the future, because the server's clock once ran ahead, to now: up to 100 entries at a time.
+local function settle_uses(ttl)
   for _, key in ipairs(call('ZRANGEBYSCORE', used, '(' .. stamp, '+inf', 'LIMIT', 0, 100)) do
-    local nbytes, pinned, hits, _, about = parts(call('HGET', rows, key))
+    local nbytes, pinned, hits, _, description = parse(call('HGET', rows, key))
     if nbytes then
-      keep(key, nbytes, pinned, hits, stamp, about, ttl)
+      write_row(key, nbytes, pinned, hits, stamp, description, ttl)
     end
   end
 end
 
+-- Call a function with each argument from index `from` on, and return the sum of its results.
 local function each(from, act)
   local n = 0
   for i = from, #ARGV do
@@ -153,11 +161,11 @@ local function each(from, act)
   return n
 end
 
--- Uploads whose time is over give their room back, entries that are due vanish.
+-- Before every command: abandon uploads whose lease has ended, and drop up to 1000 entries that have expired.
 local expired, orphans, freed = 0, 0, 0
 for _, upload in ipairs(call('ZRANGEBYSCORE', writing, '-inf', now)) do
   abandon(upload)
-  orphans, freed = orphans + 1, freed + weight(upload)
+  orphans, freed = orphans + 1, freed + nbytes_of(upload)
 end
 for _, key in ipairs(call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, 1000)) do
   local n, nbytes = drop(key)
@@ -166,34 +174,39 @@ end
 
 local commands = {}
 
+-- What was dropped just now: expired entries, abandoned uploads, the bytes of both; and the time.
 function commands.expire()
   return {expired, orphans, freed, stamp}
 end
 
+-- The time, and the rows of these keys.
 function commands.look()
   return {stamp, call('HMGET', rows, unpack(ARGV, 3))}
 end
 
+-- Bytes of all entries and uploads.
 function commands.weigh()
-  return total()
+  return total_nbytes()
 end
 
--- Entries by their last use, from the first to the last of these places: the time, whether that is all of them (or the
--- server has dropped their order on its own), keys, rows.
+-- Unpinned entries in the order of their last use, from index `first` to index `last`. Returns the time, 1 if the order
+-- is complete (0: rebuild it), keys, rows.
 function commands.oldest(first, last)
   local keys, n = call('ZRANGE', used, first, last), tonumber(call('HGET', rows, '#') or -1)
   return {stamp, call('ZCARD', used) == n and 1 or 0, keys, #keys > 0 and call('HMGET', rows, unpack(keys)) or {}}
 end
 
--- Take room, dropping the victims (key, row as it was seen) if it lacks any; {1, how many} or {0, bytes short}.
+-- Reserve room for an upload. If it does not fit, drop victims, given as (key, row when it was chosen); a victim
+-- whose row has changed since is spared. Returns {1, number of victims dropped} or, with nothing dropped, {0, bytes
+-- to free}.
 function commands.reserve(upload, capacity, lease)
-  local nbytes, victims = weight(upload), {}
-  local short = total() + nbytes - capacity
+  local nbytes, victims = nbytes_of(upload), {}
+  local short = total_nbytes() + nbytes - capacity
   local excess = short
   for i = 6, #ARGV, 2 do
     if short > 0 and call('HGET', rows, ARGV[i]) == ARGV[i + 1] then
       table.insert(victims, ARGV[i])
-      excess = excess - weight(ARGV[i + 1])
+      excess = excess - nbytes_of(ARGV[i + 1])
     end
   end
   if excess > 0 then
@@ -208,7 +221,7 @@ function commands.reserve(upload, capacity, lease)
   return {1, #victims}
 end
 
--- Keep the room and the bytes of an upload for longer; 0 if they are gone.
+-- Extend the lease of an upload's room and bytes. Returns 0 if either is gone.
 function commands.renew(upload, lease)
   if not call('ZSCORE', writing, upload) then
     return 0
@@ -217,7 +230,7 @@ function commands.renew(upload, lease)
   return call('PEXPIRE', new .. upload, math.ceil(lease * 1000))
 end
 
--- Make one field of its pieces; 0 if one of them is gone.
+-- Join the n pieces of a field into the field. Returns 0 if a piece is missing.
 function commands.join(upload, lease, field, n)
   local name, names = new .. upload, {}
   for i = 1, n do
@@ -232,23 +245,24 @@ function commands.join(upload, lease, field, n)
   end
   call('HSET', name, field, table.concat(pieces))
   pieces = nil
-  collectgarbage() -- of which the server would keep some megabytes
+  collectgarbage() -- or the server would hold on to some megabytes
   return call('PEXPIRE', name, math.ceil(lease * 1000))
 end
 
--- The upload becomes the entry, if it is whole and still has its room; hits and pin of an earlier one stay.
-function commands.publish(upload, key, about, n_fields, ttl)
+-- Turn an upload into an entry if it is complete and still has its room, else delete it and return 0. Hits and pin
+-- of an older entry of that key are kept.
+function commands.publish(upload, key, description, n_fields, ttl)
   local whole = call('HLEN', new .. upload) == tonumber(n_fields)
   if call('ZREM', writing, upload) == 0 or not whole then
     call('UNLINK', new .. upload)
     return 0
   end
   local old = call('HGET', rows, key)
-  local _, pinned, hits = parts(old)
+  local _, pinned, hits = parse(old)
   call('UNLINK', chunk .. key)
   call('RENAME', new .. upload, chunk .. key)
-  keep(key, weight(upload), pinned or '0', hits or '0', stamp, about, ttl)
-  settle(ttl)
+  write_row(key, nbytes_of(upload), pinned or '0', hits or '0', stamp, description, ttl)
+  settle_uses(ttl)
   return 1
 end
 
@@ -256,67 +270,70 @@ function commands.abandon(upload)
   return abandon(upload)
 end
 
--- Entries were used: so many hits each.
-function commands.touch(more, ttl)
+-- Set the last use of entries to now and add `n_hits` hits to each. Returns how many there were.
+function commands.touch(n_hits, ttl)
   local n = each(5, function(key)
-    local nbytes, pinned, hits, _, about = parts(call('HGET', rows, key))
-    return nbytes and keep(key, nbytes, pinned, hits + more, stamp, about, ttl) or 0
+    local nbytes, pinned, hits, _, description = parse(call('HGET', rows, key))
+    return nbytes and write_row(key, nbytes, pinned, hits + n_hits, stamp, description, ttl) or 0
   end)
-  settle(ttl)
+  settle_uses(ttl)
   return n
 end
 
+-- Pin ("1") or unpin ("0") entries. Returns how many there were.
 function commands.pin(pinned, ttl)
   return each(5, function(key)
-    local nbytes, _, hits, when, about = parts(call('HGET', rows, key))
-    return nbytes and keep(key, nbytes, pinned, hits, when, about, ttl) or 0
+    local nbytes, _, hits, when, description = parse(call('HGET', rows, key))
+    return nbytes and write_row(key, nbytes, pinned, hits, when, description, ttl) or 0
   end)
 end
 
+-- Delete entries. Returns how many there were.
 function commands.delete()
   return each(3, function(key) return (drop(key)) end)
 end
 
--- Drop a row that tells of no entry. Whether the sums held it nobody knows: they are made anew.
-function commands.strange(key)
+-- Drop a row that describes no entry. The sums are deleted, too, as they may or may not include it.
+function commands.drop_damaged_row(key)
   local n = drop(key)
   call('HDEL', rows, '', '#')
   return n
 end
 
--- Drop an entry that could not be read, unless it is another one by now; 0 also if it was time for it to vanish.
-function commands.lost(key, head)
+-- Drop an entry that could not be read, unless it was rewritten since. Returns 0 if it was, or if the entry had
+-- expired.
+function commands.drop_unreadable(key, head)
   local found = redis.pcall('HGET', chunk .. key, 'head')
   if (type(found) == 'string' and found or '') ~= head then
     return 0
   end
-  local at = call('ZSCORE', due, key)
+  local expiry = call('ZSCORE', due, key)
   local n = drop(key)
-  return at and tonumber(at) <= now and 0 or n
+  return expiry and tonumber(expiry) <= now and 0 or n
 end
 
--- Which of these entries have a row but no chunk.
-function commands.hollow()
-  local names = {}
+-- Return those of these keys that have a row but no chunk.
+function commands.without_bytes()
+  local found = {}
   each(3, function(key)
     if call('EXISTS', chunk .. key) == 0 and call('HEXISTS', rows, key) == 1 then
-      table.insert(names, key)
+      table.insert(found, key)
     end
     return 0
   end)
-  return names
+  return found
 end
 
-local names = {chunk = '^%x+%.%x+%.[-~%x]*%.[%w_-]+$', new = '^%d+:%x+$'}
+local NAME_PATTERNS = {chunk = '^%x+%.%x+%.[-~%x]*%.[%w_-]+$', new = '^%d+:%x+$'}
 
--- Drop chunks without a row ("chunk") or uploads without room ("new"); how many, and their bytes. What is called or
--- kept otherwise than these is somebody else's.
+-- Delete chunks without a row (kind "chunk") or uploads without room (kind "new"). Returns how many, and their
+-- bytes. Keys of another form or type were written by somebody else and are left alone.
 function commands.sweep(kind)
   local n, nbytes = 0, 0
   each(4, function(name)
     local full = prefix .. kind .. ':' .. name
     local known = kind == 'new' and call('ZSCORE', writing, name) or call('HEXISTS', rows, name) == 1
-    if not known and string.match(name, names[kind]) and call('TYPE', full).ok == 'hash' then
+    if not known and string.match(name, NAME_PATTERNS[kind]) and call('TYPE', full).ok == 'hash' then
       for _, field in ipairs(call('HKEYS', full)) do
         nbytes = nbytes + call('HSTRLEN', full, field)
       end
@@ -327,35 +344,38 @@ function commands.sweep(kind)
   return {n, nbytes}
 end
 
--- Take out of the order what has no place there.
+-- Remove keys from `used` that are not unpinned entries. Returns how many.
 function commands.prune()
   return each(3, function(key)
-    return place(call('HGET', rows, key)) and 0 or call('ZREM', used, key)
+    return score(call('HGET', rows, key)) and 0 or call('ZREM', used, key)
   end)
 end
 
--- Count a page of the rows anew and order it: {where the next page begins, the recount's name}, "0" after the last.
--- The first page is asked for under a name of one's own; one that is under way goes on, and whoever has seen all rows
--- since they came to it ends it: what is written meanwhile is counted as it is written.
+-- Recount one page of the rows, and add its unpinned entries to `used`. Returns {cursor of the next page, name of the
+-- recount}; the cursor is "0" after the last page.
+--
+-- A client asks for the first page with cursor "0" and a new name. If a recount is under way already, the client
+-- joins it and gets its name. The first client that has scanned all rows ends the recount. Rows that are written
+-- meanwhile are counted when they are written (see `count`).
 function commands.recount(name, cursor, n, lease)
   call('HDEL', rows, '-') -- so that nothing below is refused where memory is full
-  local going = recount_under_way()
-  if cursor ~= '0' and going ~= name then
+  local current = recount_under_way()
+  if cursor ~= '0' and current ~= name then
     return {'0', name} -- another has ended it, or the server has dropped it
   end
-  if not going then
+  if not current then
     call('HSET', rows, '~', name)
     call('HSET', sum .. name, '', 0, '#', 0)
   end
-  local counted = sum .. (going or name)
+  local counted = sum .. (current or name)
   call('PEXPIRE', counted, math.ceil(lease * 1000))
   local page = call('HSCAN', rows, cursor, 'COUNT', n)
   for i = 1, #page[2], 2 do
     local key, row = page[2][i], page[2][i + 1]
     if #key > 1 and call('HSETNX', counted, key, '') == 1 then
-      add(counted, weight(row), place(row) and 1 or 0)
-      if place(row) then
-        call('ZADD', used, place(row), key)
+      add(counted, nbytes_of(row), score(row) and 1 or 0)
+      if score(row) then
+        call('ZADD', used, score(row), key)
       end
     end
   end
@@ -365,7 +385,7 @@ function commands.recount(name, cursor, n, lease)
     call('HDEL', rows, '~')
     call('UNLINK', counted)
   end
-  return {page[1], going or name}
+  return {page[1], current or name}
 end
 
 return commands[ARGV[2]](unpack(ARGV, 3, 8))

@@ -22,8 +22,8 @@ from torch import Tensor
 from ragfuse.codec import checksum
 from ragfuse.settings import Settings
 from ragfuse.store.breaker import Breaker, BreakerOpen
-from ragfuse.store.redis_index import RedisIndex, entry_of, said
-from ragfuse.store.sizes import said as sizes_said
+from ragfuse.store.redis_index import RedisIndex, entry_of, error_text
+from ragfuse.store.sizes import format_sizes
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, parsed, victims_for
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -35,7 +35,7 @@ _Row = tuple[bytes, bytes]
 _MAX_LAYER_NBYTES = 512 << 20
 _MAX_HEAD_NBYTES = 4 << 20
 _TRIES = 20
-_BEHIND = " of pipeline caused error: "
+_PIPELINE_ERROR = " of pipeline caused error: "
 """The text that redis-py puts between a command, which may contain a chunk's bytes, and the server's answer."""
 
 
@@ -101,8 +101,8 @@ class RedisTier:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._verify, self._lease_s = evict, verify, lease_s
         self._index = RedisIndex(url, timeout_s, ttl_s, clock)
-        called = f"Tier {name} ({self._index.place})"
-        self.breaker = Breaker(called, self._index.trouble, cool_down_s=cool_down_s, said=said)
+        label = f"Tier {name} ({self._index.address})"
+        self.breaker = Breaker(label, self._index.down_errors, cool_down_s=cool_down_s, error_text=error_text)
         self._index.guard = self.breaker.guard
         self._described = lru_cache(64)(_described)
         self._closed, self._complaint = False, ""
@@ -124,7 +124,7 @@ class RedisTier:
     @property
     def nbytes(self) -> int:
         """Bytes of all entries, including those being written; 0 while the server is down."""
-        return self._ask("be weighed", lambda: int(self._index.run("weigh")), 0)
+        return self._ask("be measured", lambda: int(self._index.run("weigh")), 0)
 
     @property
     def n_entries(self) -> int:
@@ -137,7 +137,7 @@ class RedisTier:
         if names == {}:
             return {}
         rows = self._ask("look up entries", lambda: list(self._index.rows(names)), list[_Row]())
-        found = sorted(self._understood(rows), key=lambda entry: entry.last_used)
+        found = sorted(self._parsed(rows), key=lambda entry: entry.last_used)
         return {entry.key: entry for entry in found}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
@@ -166,12 +166,12 @@ class RedisTier:
         """Store an entry (`Tier.write`) as one hash, which appears whole or not at all."""
         meta.check(blobs)
         if ChunkKey.parse(str(key)) != key:
-            raise ValueError(f"{key!r} cannot be written down and read back.")
+            raise ValueError(f"{key!r} cannot be stored: written as text and read back, it is another key.")
         largest = max(layer.nbytes for layer in meta.layers)
         if largest > _MAX_LAYER_NBYTES:
             self.counts.add("refused")
             what = (key, self.name, largest, _MAX_LAYER_NBYTES)
-            log.warning("Did not write %s to tier %s: a layer of %d bytes, and Redis takes %d", *what)
+            log.warning("Did not write %s to tier %s: a layer has %d bytes, Redis takes at most %d", *what)
             return False
         return not self._closed and self._write(_upload(key, meta, blobs))
 
@@ -180,7 +180,9 @@ class RedisTier:
         names = [str(key) for key in keys]
         done = self._ask("delete entries", lambda: self._index.delete(names), None, changes=True) if names else 0
         if done is None and not self._closed:
-            log.warning("Did not delete %d entries of tier %s: it is down or refuses", len(names), self.name)
+            log.warning(
+                "Did not delete %d entries of tier %s: its server is unreachable or refused", len(names), self.name
+            )
         return done or 0
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
@@ -196,11 +198,11 @@ class RedisTier:
         """
         names = list(dict.fromkeys(map(str, keys)))
         if names:
-            self._ask("note uses", lambda: self._index.touch(names), None)
+            self._ask("record uses", lambda: self._index.touch(names), None)
 
     def tidy(self) -> Freed:
         """Scan all keys of the database, delete what no entry needs, and drop entries whose bytes are gone."""
-        for name in self._ask("find entries without bytes", self._index.hollow, list[str]()):
+        for name in self._ask("find entries without bytes", self._index.without_bytes, list[str]()):
             self._drop(name, b"", "its bytes are gone")
         return self._ask("be tidied", self._index.sweep, Freed())
 
@@ -224,7 +226,7 @@ class RedisTier:
             return call()
         except BreakerOpen:
             self.counts.add("failed", int(changes))
-        except self._index.trouble:  # the breaker has logged it
+        except self._index.down_errors:  # the breaker has logged it
             self.counts.add("failed")
         except self._index.errors as error:
             self.counts.add("failed")
@@ -235,13 +237,15 @@ class RedisTier:
 
     def _drop(self, name: str, head: bytes, why: str) -> None:
         """Drop an entry that cannot be read, unless it was deleted or rewritten meanwhile."""
-        if self._ask(f"drop {name}", lambda: self._index.run("lost", name, head), 0):
+        if self._ask(f"drop {name}", lambda: self._index.run("drop_unreadable", name, head), 0):
             self.counts.add("corrupt")
-            log.warning("Dropped %s from tier %s: %s", name, self.name, why)
+            log.warning(
+                "Deleted the damaged entry %s from tier %s; it is computed again when needed: %s", name, self.name, why
+            )
 
     # reading
 
-    def _understood(self, rows: Iterable[_Row]) -> Iterator[Entry]:
+    def _parsed(self, rows: Iterable[_Row]) -> Iterator[Entry]:
         """Yield the entries that rows describe; drop rows that are damaged."""
         for name, row in rows:
             try:
@@ -249,16 +253,21 @@ class RedisTier:
                 self._n_layers[entry.key.model] = entry.n_layers
                 yield entry
             except ValueError:
-                if self._ask("drop an entry", partial(self._index.run, "strange", name), 0):
+                if self._ask("drop an entry", partial(self._index.run, "drop_damaged_row", name), 0):
                     self.counts.add("corrupt")
-                    log.warning("Dropped %r from tier %s: its row %r is damaged", name, self.name, row)
+                    log.warning(
+                        "Deleted the damaged entry %r from tier %s; it is computed again when needed: row %r",
+                        name,
+                        self.name,
+                        row,
+                    )
 
     def _layer(self, meta: EntryMeta, layer: int, value: bytes | None) -> Tensor:
         """Return a piece as uint8 `[nbytes]`; raise ValueError if it is missing or damaged."""
         described = meta.layers[layer]
         if value is None or len(value) != described.nbytes:
             found = "none" if value is None else f"{len(value)}"
-            raise ValueError(f"{described.nbytes} bytes of layer {layer} wanted, {found} found")
+            raise ValueError(f"layer {layer} should have {described.nbytes} bytes, found {found}")
         blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         if self._verify and checksum(blob) != described.checksum:
             raise ValueError(f"checksum of layer {layer} does not match")
@@ -272,22 +281,24 @@ class RedisTier:
         if not room:
             self.counts.add("refused", int(room is False))
             return False
-        kept = self._ask(doing, lambda: self._bring(upload), None, changes=True)
-        if kept is None:
-            self._ask("give back room", lambda: self._index.run("abandon", upload.name), 0)
-        return bool(kept)
+        is_published = self._ask(doing, lambda: self._send(upload), None, changes=True)
+        if is_published is None:
+            self._ask("release reserved space", lambda: self._index.run("abandon", upload.name), 0)
+        return bool(is_published)
 
-    def _bring(self, upload: _Upload) -> bool:
+    def _send(self, upload: _Upload) -> bool:
         """Upload the bytes and publish them as an entry; return False if the reserved room was lost meanwhile."""
         self._index.upload(upload.name, self._lease_s, upload.head, upload.layers)
         meta = upload.meta
-        about = f"{meta.n_tokens} {meta.n_layers} {sizes_said(meta.sizes)}"
-        if self._index.publish(upload.name, str(upload.key), about, len(upload.layers)):
+        description = f"{meta.n_tokens} {meta.n_layers} {format_sizes(meta.sizes)}"
+        if self._index.publish(upload.name, str(upload.key), description, len(upload.layers)):
             self._complaint = ""
             return True
         self.counts.add("failed")
         what = (upload.key, self.name, self._lease_s)
-        log.warning("Did not write %s to tier %s: its room was lost, which is reserved for %g s after a piece", *what)
+        log.warning(
+            "Did not write %s to tier %s: it took too long, as space is reserved for only %g s after each part", *what
+        )
         return False
 
     def _reserve(self, upload: _Upload) -> bool:
@@ -310,14 +321,14 @@ class RedisTier:
 
     def _oldest(self, seen: dict[ChunkKey, _Row]) -> Iterator[Entry]:
         for name, row in self._index.oldest():
-            for entry in self._understood([(name, row)]):
+            for entry in self._parsed([(name, row)]):
                 seen[entry.key] = name, row
                 yield entry
 
 
 def _complaint(error: Exception) -> str:
     """Return the server's answer without the command, which may contain a chunk's bytes and so differs each time."""
-    return said(error).rpartition(_BEHIND)[2]
+    return error_text(error).rpartition(_PIPELINE_ERROR)[2]
 
 
 def _upload(key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> _Upload:
@@ -342,13 +353,13 @@ def _described(key: ChunkKey, head: bytes | None) -> EntryMeta:
     if head is None:
         raise ValueError("its bytes are gone")
     if len(head) > _MAX_HEAD_NBYTES:
-        raise ValueError(f"a head of {len(head)} bytes found, {_MAX_HEAD_NBYTES} wanted at most")
+        raise ValueError(f"its description has {len(head)} bytes, more than the limit of {_MAX_HEAD_NBYTES}")
     if blake3(head[32:]).digest() != head[:32]:
-        raise ValueError("checksum of the head does not match")
+        raise ValueError("checksum of its description does not match")
     try:
         data = parsed(head[32:])
         if data["key"] != str(key):
             raise ValueError(f"it holds {data['key']}")
         return EntryMeta.from_json(data["meta"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"head not understood: {error!r}") from error
+        raise ValueError(f"its description cannot be read: {error!r}") from error

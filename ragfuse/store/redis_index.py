@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from ragfuse.errors import StoreError
-from ragfuse.store.redis_pieces import Pace, Rest, take
-from ragfuse.store.sizes import understood
-from ragfuse.store.tier import Freed, told_entry
+from ragfuse.store.redis_pieces import Pace, Rest, next_batch
+from ragfuse.store.sizes import parse_sizes
+from ragfuse.store.tier import Freed, entry_from_row
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -36,7 +36,7 @@ _READ_NBYTES = 1 << 18
 _ROW = re.compile(
     r"([0-9]{1,15}) ([01]) ([0-9]{1,15}) ([0-9]{1,15}(?:\.[0-9]{0,9})?) ([0-9]{1,10}) ([0-9]{1,10}) (.{1,1000})"
 )
-_WHERE = re.compile(r" script: [0-9a-f]{40}")
+_SCRIPT_LOCATION = re.compile(r" script: [0-9a-f]{40}")
 _NO_TLS = "its URL asks for TLS (rediss://), which most likely is not spoken there: give redis://, or the TLS port"
 _REMEDIES = (
     ("handshake operation timed out", _NO_TLS),
@@ -46,7 +46,7 @@ _REMEDIES = (
         "add ?ssl_ca_certs=FILE to its URL, with the certificate of whoever signed the server's",
     ),
     ("DB index", "give the URL of a database that is there (redis://host/0)"),
-    ("WRONGTYPE", f"something else lies under the names {_PREFIX}*: delete it, or give the URL of another database"),
+    ("WRONGTYPE", f"something else is stored under names {_PREFIX}*: delete it, or give the URL of another database"),
     ("permission", f"give its user the right to all commands, scripts too, on the keys {_PREFIX}*"),
     ("can't run this command", f"give its user the right to all commands on the keys {_PREFIX}*"),
     ("No permissions", f"give its user the right to all commands on the keys {_PREFIX}*"),
@@ -69,9 +69,9 @@ class RedisIndex:
 
     Attributes:
         errors: All exceptions that a call may raise.
-        trouble: Those of them which mean that the server is down.
+        down_errors: Those of them which mean that the server is down.
         guard: Makes the context manager in which every request runs.
-        place: The server's address without user and password.
+        address: The server's address without user and password.
         ahead_s: Seconds that this machine's clock was ahead of the server's at the last comparison.
         now_s: This machine's time at that comparison.
 
@@ -80,10 +80,10 @@ class RedisIndex:
     """
 
     def __init__(self, url: str, timeout_s: float, ttl_s: float | None, clock: Callable[[], float] = time.time) -> None:
-        self._client, self.errors, self.trouble = _connect(url, timeout_s)
-        self._once_more = _once_more()
+        self._client, self.errors, self.down_errors = _connect(url, timeout_s)
+        self._retry_once = _retry_once()
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.place = _place(url, self._client.connection_pool.connection_kwargs)
+        self.address = _address(url, self._client.connection_pool.connection_kwargs)
         self._pace, self._clock, self.ahead_s, self.now_s = Pace(timeout_s), clock, 0.0, 0.0
         self._ttl = repr(float(ttl_s or 0))
         self._script = files("ragfuse.store").joinpath("redis.lua").read_bytes()
@@ -106,10 +106,10 @@ class RedisIndex:
             pages = self._pages(lambda cursor: self._client.hscan(f"{_PREFIX}rows", cursor, count=_MANY))
             yield from ((name, row) for page in pages for name, row in page.items() if name not in _SUMS)
             return
-        for some in _batches(names, _MANY):
-            stamp, found = self.run("look", *some)
+        for batch in _batches(names, _MANY):
+            stamp, found = self.run("look", *batch)
             self._compare(stamp)
-            yield from ((name.encode(), row) for name, row in zip(some, found, strict=True) if row is not None)
+            yield from ((name.encode(), row) for name, row in zip(batch, found, strict=True) if row is not None)
 
     def count(self) -> int:
         """Return the number of entries."""
@@ -124,11 +124,11 @@ class RedisIndex:
 
         If the server's order by last use is incomplete, it is rebuilt first (`recount`).
         """
-        first, told = 0, False
+        first, has_recounted = 0, False
         while True:
             stamp, whole, names, rows = self.run("oldest", first, first + _MANY - 1)
-            if not (whole or told):
-                told = True
+            if not (whole or has_recounted):
+                has_recounted = True
                 self.recount()
                 continue
             self._compare(stamp)
@@ -143,8 +143,8 @@ class RedisIndex:
         This runs page by page, so that other clients can use the server meanwhile.
         """
         pages = self._pages(lambda cursor: self._client.zscan(f"{_PREFIX}used", cursor, count=_MANY))
-        for some in _batches((name for page in pages for name, _ in page), _MANY):
-            self.run("prune", *some)
+        for batch in _batches((name for page in pages for name, _ in page), _MANY):
+            self.run("prune", *batch)
         name, cursor = uuid.uuid4().hex, "0"
         while True:
             cursor, name = (part.decode() for part in self.run("recount", name, cursor, _MANY, _RECOUNT_S))
@@ -170,7 +170,7 @@ class RedisIndex:
         names = ["head", *map(str, range(first, first + count))]
         touch = ("touch", 1, self._ttl, key) if hit else ()
 
-        def asked() -> list[Any]:
+        def request() -> list[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
                 if touch:  # before the read, so that an entry that has just expired is not read
                     pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
@@ -178,7 +178,7 @@ class RedisIndex:
                 return list(pipeline.execute(raise_on_error=False))
 
         with self.guard():
-            *touched, found = self._once_more(asked, lambda error: None)
+            *touched, found = self._retry_once(request, lambda error: None)
         if touched and isinstance(touched[0], NoScriptError):
             self.run(*touch)
         if isinstance(found, ResponseError) and not str(found).startswith("WRONGTYPE"):
@@ -187,8 +187,8 @@ class RedisIndex:
 
     def touch(self, names: Iterable[str]) -> None:
         """Set the last use of entries to now without counting a hit, and restart their time to live."""
-        for some in _batches(names, _MANY):
-            self.run("touch", 0, self._ttl, *some)
+        for batch in _batches(names, _MANY):
+            self.run("touch", 0, self._ttl, *batch)
 
     def reserve(
         self, upload: str, capacity: int, lease_s: float, doomed: Iterable[tuple[bytes, bytes]]
@@ -214,42 +214,42 @@ class RedisIndex:
         Each piece extends the lease: `lease_s` seconds after the last one, the server deletes the bytes and frees the
         room, even if this process is gone.
         """
-        left = deque([Rest("head", memoryview(head)), *(Rest(str(i), layer) for i, layer in enumerate(layers))])
-        there = True
-        while left and there:
-            batch, to_join = take(left, self._pace.nbytes)
-            self._bring(f"{_PREFIX}new:{upload}", lease_s, batch)
+        unsent = deque([Rest("head", memoryview(head)), *(Rest(str(i), layer) for i, layer in enumerate(layers))])
+        has_room = True
+        while unsent and has_room:
+            batch, to_join = next_batch(unsent, self._pace.nbytes)
+            self._send(f"{_PREFIX}new:{upload}", lease_s, batch)
             for name, _, pieces in to_join:
                 self.run("join", upload, repr(lease_s), name, pieces)
-            there = not left or bool(self.run("renew", upload, repr(lease_s)))
+            has_room = not unsent or bool(self.run("renew", upload, repr(lease_s)))
 
-    def publish(self, upload: str, key: str, about: str, n_pieces: int) -> bool:
+    def publish(self, upload: str, key: str, description: str, n_pieces: int) -> bool:
         """Turn an upload into the entry under `key`, in one atomic step; hits and pin of an earlier entry are kept.
 
         Args:
             upload: Name of the upload.
             key: Key of the entry.
-            about: The rest of the entry's row: tokens, layers, and bytes by codec level.
+            description: The rest of the entry's row: tokens, layers, and bytes by codec level.
             n_pieces: Pieces that the entry must have.
 
         Returns:
             False if the upload's lease had ended or a piece of it is missing. The upload is then deleted.
         """
-        return bool(self.run("publish", upload, key, about, n_pieces + 1, self._ttl))
+        return bool(self.run("publish", upload, key, description, n_pieces + 1, self._ttl))
 
     def pin(self, names: Iterable[str], pinned: bool) -> None:
         """Protect entries from eviction and expiry, or stop protecting them."""
-        for some in _batches(names, _MANY):
-            self.run("pin", int(pinned), self._ttl, *some)
+        for batch in _batches(names, _MANY):
+            self.run("pin", int(pinned), self._ttl, *batch)
 
     def delete(self, names: Iterable[str]) -> int:
         """Delete entries and return how many there were."""
-        return sum(self.run("delete", *some) for some in _batches(names, _MANY))
+        return sum(self.run("delete", *batch) for batch in _batches(names, _MANY))
 
-    def hollow(self) -> list[str]:
+    def without_bytes(self) -> list[str]:
         """Return the keys of entries that have a row but no bytes."""
         names = (name.decode(errors="replace") for name, _ in self.rows(None))
-        return [found.decode() for some in _batches(names, _MANY) for found in self.run("hollow", *some)]
+        return [found.decode() for batch in _batches(names, _MANY) for found in self.run("without_bytes", *batch)]
 
     def sweep(self) -> Freed:
         """Scan all keys of the database, delete entries without a row and uploads without room, and recount.
@@ -262,8 +262,8 @@ class RedisIndex:
             start = f"{_PREFIX}{kind}:"
             pages = self._pages(partial(self._client.scan, match=f"{start}*", count=_MANY))
             names = (name[len(start) :] for page in pages for name in page)
-            for some in _batches(names, _MANY):
-                n, more = self.run("sweep", kind, *some)
+            for batch in _batches(names, _MANY):
+                n, more = self.run("sweep", kind, *batch)
                 orphans, nbytes = orphans + n, nbytes + more
         self.recount()
         return Freed(expired, orphans, nbytes)
@@ -273,7 +273,7 @@ class RedisIndex:
         self.now_s = self._clock()
         self.ahead_s = self.now_s - float(stamp)
 
-    def _bring(self, key: str, lease_s: float, batch: Sequence[tuple[str, memoryview]]) -> None:
+    def _send(self, key: str, lease_s: float, batch: Sequence[tuple[str, memoryview]]) -> None:
         """Set these fields in one transaction, and adapt the size of the next pieces to the time that it took."""
         began = time.monotonic()
         try:
@@ -282,7 +282,7 @@ class RedisIndex:
                     pipeline.hset(key, name, value)
                 pipeline.pexpire(key, int(1000 * lease_s))
                 pipeline.execute()
-        except self.trouble:
+        except self.down_errors:
             self._pace.failed()
             raise
         self._pace.took(sum(value.nbytes for _, value in batch), time.monotonic() - began)
@@ -318,16 +318,16 @@ def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float, now_s: float) -
     """
     found = _ROW.fullmatch(row.decode())
     if found is None:
-        raise ValueError("a row of other parts")
-    nbytes, pinned, hits, used, n_tokens, n_layers, told = found.groups()
-    key, sizes = ChunkKey.parse(name.decode()), understood(told, int(nbytes))
+        raise ValueError("not a row of an entry")
+    nbytes, pinned, hits, used, n_tokens, n_layers, sizes_text = found.groups()
+    key, sizes = ChunkKey.parse(name.decode()), parse_sizes(sizes_text, int(nbytes))
     last_used = min(float(used) + ahead_s, now_s)
-    return told_entry(key, tier, int(n_tokens), int(n_layers), sizes, last_used, int(hits), pinned == "1")
+    return entry_from_row(key, tier, int(n_tokens), int(n_layers), sizes, last_used, int(hits), pinned == "1")
 
 
-def said(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return an error of the server or the connection as text for the log, with a remedy if one is known."""
-    text = _WHERE.split(str(error), 1)[0].rstrip(".")
+    text = _SCRIPT_LOCATION.split(str(error), 1)[0].rstrip(".")
     cause = f"{text} {error.__context__}"  # redis-py's text for an unanswered TLS handshake only says "Timeout"
     return text + next((f"; {do}" for what, do in _REMEDIES if what in cause), "")
 
@@ -341,7 +341,7 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         from redis.retry import Retry
     except ImportError as error:
         raise StoreError(
-            "A redis tier needs the package redis, which is not there: pip install 'ragfuse-kv[redis]'."
+            "A redis tier needs the package redis, which is not installed: pip install 'ragfuse-kv[redis]'."
         ) from error
     retry = Retry(NoBackoff(), 0)
     try:
@@ -351,15 +351,15 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         )
     except ValueError:
         raise StoreError(  # without the cause, whose text may contain parts of the password
-            "The URL of a redis tier cannot be used: redis://[user:password@]host[:port][/database], rediss:// or "
-            f"unix://[user:password@]/path was wanted, {_scheme(url) or 'no'} scheme and what is none of these was "
-            "found; correct it in the setting `tiers` (environment RAGFUSE_TIERS), / : @ in a password are %2F %3A %40."
+            "The URL of a redis tier is not valid: wanted redis://[user:password@]host[:port][/database], rediss:// "
+            f"or unix://[user:password@]/path, found another form ({_scheme(url) or 'no'} scheme); correct it "
+            "in the setting `tiers` (environment RAGFUSE_TIERS). In a password, write / : @ as %2F %3A %40."
         ) from None
-    trouble = (redis.ConnectionError, redis.TimeoutError, InvalidResponse, OSError)
-    return client, (redis.RedisError, OSError), trouble
+    down_errors = (redis.ConnectionError, redis.TimeoutError, InvalidResponse, OSError)
+    return client, (redis.RedisError, OSError), down_errors
 
 
-def _once_more() -> Callable[[Callable[[], Any], Callable[[Exception], None]], Any]:
+def _retry_once() -> Callable[[Callable[[], Any], Callable[[Exception], None]], Any]:
     """Return a function that makes a call, and repeats it once if the connection broke, but not after a timeout."""
     import redis
     from redis.backoff import NoBackoff
@@ -376,14 +376,14 @@ def _check(url: str) -> None:
         if not path:
             raise ValueError("no path")
     elif not parts.hostname or (path and not path.isdecimal()):
-        raise ValueError("no host, or a database that is no number")
+        raise ValueError("no host, or the database is not a number")
 
 
 def _scheme(url: str) -> str:
     return url.partition("://")[0] if "://" in url else ""
 
 
-def _place(url: str, options: dict[str, Any]) -> str:
+def _address(url: str, options: dict[str, Any]) -> str:
     if "path" in options:
         return f"unix://{options['path']}"
     return f"{_scheme(url)}://{options['host']}:{options.get('port', 6379)}/{options.get('db', 0)}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-LEAST_NBYTES = 1 << 18
+MIN_PIECE_NBYTES = 1 << 18
 """Bytes of a piece at the start and after a failure; never fewer."""
-_MOST_NBYTES = 64 << 20
+_MAX_PIECE_NBYTES = 64 << 20
 """Most bytes of a piece: as many as the server's buffer for one client takes without trouble."""
 
 
@@ -33,29 +33,29 @@ class Pace:
     """The number of bytes to send at once: doubled while sending is fast, halved when it is slow.
 
     Args:
-        patience_s: Seconds after which a command times out.
+        timeout_s: Seconds after which a command times out.
 
     Attributes:
         nbytes: Bytes to send next.
     """
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s, self.nbytes = patience_s, LEAST_NBYTES
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self.nbytes = timeout_s, MIN_PIECE_NBYTES
 
     def took(self, nbytes: int, seconds: float) -> None:
         """Adapt to the time that sending `nbytes`, and waiting for the answer, took."""
-        if seconds > self._patience_s / 2:
-            self.nbytes = max(LEAST_NBYTES, self.nbytes // 2)
-        elif seconds < self._patience_s / 8 and 2 * nbytes > self.nbytes:
-            self.nbytes = min(_MOST_NBYTES, 2 * self.nbytes)
+        if seconds > self._timeout_s / 2:
+            self.nbytes = max(MIN_PIECE_NBYTES, self.nbytes // 2)
+        elif seconds < self._timeout_s / 8 and 2 * nbytes > self.nbytes:
+            self.nbytes = min(_MAX_PIECE_NBYTES, 2 * self.nbytes)
 
     def failed(self) -> None:
         """Return to the smallest size after a request without an answer."""
-        self.nbytes = LEAST_NBYTES
+        self.nbytes = MIN_PIECE_NBYTES
 
 
-def take(left: deque[Rest], nbytes: int) -> tuple[list[tuple[str, memoryview]], list[Rest]]:
-    """Take about the next `nbytes` to send from the front of the queue `left`.
+def next_batch(unsent: deque[Rest], nbytes: int) -> tuple[list[tuple[str, memoryview]], list[Rest]]:
+    """Take about the next `nbytes` to send from the front of the queue `unsent`.
 
     A field is cut only if it is larger than `nbytes`; the pieces of field 7 are named 7+0, 7+1, ...
 
@@ -65,16 +65,16 @@ def take(left: deque[Rest], nbytes: int) -> tuple[list[tuple[str, memoryview]], 
     """
     batch: list[tuple[str, memoryview]] = []
     to_join: list[Rest] = []
-    while left and nbytes > 0:
-        name, value, pieces = left[0]
+    while unsent and nbytes > 0:
+        name, value, pieces = unsent[0]
         if not pieces and batch and value.nbytes > nbytes:
             break
-        left.popleft()
+        unsent.popleft()
         if not pieces and value.nbytes <= nbytes:
             batch.append((name, value))
         else:
             batch.append((f"{name}+{pieces}", value[:nbytes]))
             rest = Rest(name, value[nbytes:], pieces + 1)
-            left.appendleft(rest) if rest.value else to_join.append(rest)
+            unsent.appendleft(rest) if rest.value else to_join.append(rest)
         nbytes -= batch[-1][1].nbytes
     return batch, to_join

@@ -62,9 +62,9 @@ class S3:
         bucket, key, _ = self._fs.split_path(f"{path}/")
         more = {"ContinuationToken": after} if after else {}
         call = self._fs._call_s3("list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=_PAGE_OBJECTS, **more)
-        found = await self._heard(call)
+        found = await self._answer(call)
         if not {"Name", "KeyCount", "IsTruncated"} & found.keys():  # a proxy's page, or an error with status 200
-            raise ConnectionError("the answer to a listing does not come from S3")
+            raise ConnectionError("the answer to a listing is not S3's: check the endpoint and any proxy")
         infos = found.get("Contents", ())
         named = [{**info, "name": f"{bucket}/{info['Key']}", "size": info["Size"]} for info in infos]
         return named, found.get("NextContinuationToken", "")
@@ -80,7 +80,7 @@ class S3:
             The uploads, and the markers of the next page, empty after the last.
         """
         bucket, key, _ = self._fs.split_path(f"{path}/")
-        found = await self._heard(self._fs._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after))
+        found = await self._answer(self._fs._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after))
         sent = found["ResponseMetadata"]["HTTPHeaders"].get("date")
         now = parsedate_to_datetime(sent) if sent else datetime.now(UTC)  # by the server's clock, if it sends a date
         uploads = [
@@ -95,8 +95,8 @@ class S3:
         bucket, key, _ = self._fs.split_path(upload.path)
         which = {"Bucket": bucket, "Key": key, "UploadId": upload.id}
         try:
-            parts = await self._heard(self._fs._call_s3("list_parts", **which))
-            await self._heard(self._fs._call_s3("abort_multipart_upload", **which))
+            parts = await self._answer(self._fs._call_s3("list_parts", **which))
+            await self._answer(self._fs._call_s3("abort_multipart_upload", **which))
         except FileNotFoundError:  # it was completed or aborted meanwhile
             return 0
         return sum(part["Size"] for part in parts.get("Parts", ()))
@@ -104,12 +104,12 @@ class S3:
     async def read(self, path: str, begin: int, end: int) -> bytes:
         """Return bytes `begin` to `end` (exclusive) of an object, fewer if it ends before."""
         bucket, key, _ = self._fs.split_path(path)
-        asked = self._fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}")
-        pieces, left = list[bytes](), end - begin
-        async with (await self._heard(asked))["Body"] as body:
-            while left > 0 and (piece := await self._heard(body.read(min(left, _READ_NBYTES)))):
+        request = self._fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}")
+        pieces, remaining = list[bytes](), end - begin
+        async with (await self._answer(request))["Body"] as body:
+            while remaining > 0 and (piece := await self._answer(body.read(min(remaining, _READ_NBYTES)))):
                 pieces.append(piece)
-                left -= len(piece)
+                remaining -= len(piece)
         return b"".join(pieces)
 
     async def write(self, path: str, data: bytes) -> None:
@@ -121,15 +121,15 @@ class S3:
         bucket, key, _ = self._fs.split_path(path)
         if len(data) > _ONE_PUT_NBYTES:
             await self._fs._pipe_file(path, data)
-            found = await self._heard(self._fs._call_s3("head_object", Bucket=bucket, Key=key))
+            found = await self._answer(self._fs._call_s3("head_object", Bucket=bucket, Key=key))
             is_there = found.get("ContentLength") == len(data)
         else:
             found = await self._fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data)
             is_there = True
         if not is_there or not _ETAG.fullmatch(str(found.get("ETag", ""))):  # for example, a login page with status 200
-            raise ConnectionError("the answer to a write does not come from S3")
+            raise ConnectionError("the answer to a write is not S3's: check the endpoint and any proxy")
 
-    async def _heard(self, call: Awaitable[_Found]) -> _Found:
+    async def _answer(self, call: Awaitable[_Found]) -> _Found:
         try:
             return await asyncio.wait_for(call, self._silence_s)
         except TimeoutError as error:

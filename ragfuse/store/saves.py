@@ -33,7 +33,7 @@ class Save:
         content: What is saved, at the levels of each tier.
         barred: Names of tiers that must not get or keep it, as the chunk was deleted there since the save began.
         waiting: Names of tiers that it is queued for.
-        kept: Names of those queued tiers that stored it.
+        stored_in: Names of those queued tiers that stored it.
         holders: How many parties (the caller, queued jobs) still need this object.
     """
 
@@ -41,7 +41,7 @@ class Save:
     content: EntryContent
     barred: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
-    kept: set[str] = field(default_factory=set)
+    stored_in: set[str] = field(default_factory=set)
     holders: int = 0
 
 
@@ -84,31 +84,31 @@ class Saves:
             return {save.key for save in self._under_way} | self._partials.keys()
 
     @contextmanager
-    def begun(self, key: ChunkKey, content: EntryContent) -> Iterator[Save]:
+    def begin(self, key: ChunkKey, content: EntryContent) -> Iterator[Save]:
         """Begin a save. It can be cancelled until the block and all that it has queued are done."""
         save = Save(key, content)
         self._hold(save)
         try:
             yield save
         finally:
-            self._let_go(save)
+            self._release(save)
 
-    def now(self, save: Save, tiers: Iterable[Tier]) -> bool:
+    def write_now(self, save: Save, tiers: Iterable[Tier]) -> bool:
         """Write to `tiers` on this thread, undo it if cancelled meanwhile, and return whether any of them has it."""
-        kept = {tier.name for tier in tiers if self._enters(save, tier) and self._write(save, tier)}
+        written = {tier.name for tier in tiers if self._admit(save, tier) and self._write(save, tier)}
         with self._lock:
-            return bool(kept - save.barred)
+            return bool(written - save.barred)
 
-    def together(self, save: Save, tiers: Sequence[Tier]) -> bool:
+    def write_parallel(self, save: Save, tiers: Sequence[Tier]) -> bool:
         """Write to all `tiers` in parallel, wait for them, and return whether any of them has it."""
         for tier in tiers[1:]:
             self._queue(save, tier, is_awaited=True)
-        kept = self.now(save, tiers[:1])
+        is_stored = self.write_now(save, tiers[:1])
         with self._lock:
             self._lock.wait_for(lambda: not save.waiting or self._closed)
-            return kept or bool(save.kept - save.barred)
+            return is_stored or bool(save.stored_in - save.barred)
 
-    def later(self, save: Save, tiers: Iterable[Tier], pace_s: float = 0.0) -> bool:
+    def write_later(self, save: Save, tiers: Iterable[Tier], pace_s: float = 0.0) -> bool:
         """Write to `tiers` in the background, each on its own thread.
 
         Args:
@@ -122,8 +122,8 @@ class Saves:
         for tier in tiers:
             self._queue(save, tier)
         with self._lock:
-            self._lock.wait_for(lambda: save.kept or not save.waiting or self._closed, pace_s)
-            return bool(save.waiting or save.kept - save.barred)
+            self._lock.wait_for(lambda: save.stored_in or not save.waiting or self._closed, pace_s)
+            return bool(save.waiting or save.stored_in - save.barred)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish the queued saves, or as many as fit in `timeout_s` seconds, and wake all threads that wait for one."""
@@ -157,9 +157,9 @@ class Saves:
         with suppress(Exception):
             lacking = [tier for tier in self._fast if self._lacks(tier, key, content)]
             quick = [tier for tier in lacking if content.is_ready(tier.name) and not getattr(tier, "copies", False)]
-            self.now(save, quick)
-            self.later(save, [tier for tier in lacking if tier not in quick])
-        self._let_go(save)
+            self.write_now(save, quick)
+            self.write_later(save, [tier for tier in lacking if tier not in quick])
+        self._release(save)
 
     def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> set[ChunkKey]:
         """Cancel the saves of some chunks, into all tiers or into one.
@@ -189,7 +189,7 @@ class Saves:
         levels = self._levels.of(tier.name) if RAW.name in content.meta.levels else content.meta.levels
         return there is None or loss_of(there.sizes) > loss_of(levels)
 
-    def _enters(self, save: Save, tier: Tier) -> bool:
+    def _admit(self, save: Save, tier: Tier) -> bool:
         """Return whether a tier may get the entry. If so, older saves of the key may stay there, too: same KV."""
         with self._lock:
             if tier.name in save.barred:
@@ -201,17 +201,17 @@ class Saves:
 
     def _write(self, save: Save, tier: Tier) -> bool:
         """Write, and delete again if the chunk was deleted meanwhile, unless a newer save has written it since."""
-        kept = self._written(save, tier)
-        while kept and self._is_barred(save, tier):
+        is_stored = self._written(save, tier)
+        while is_stored and self._is_barred(save, tier):
             tier.delete([save.key])
-            kept = not self._is_barred(save, tier) and self._written(save, tier)
-        return kept
+            is_stored = not self._is_barred(save, tier) and self._written(save, tier)
+        return is_stored
 
     def _written(self, save: Save, tier: Tier) -> bool:
-        kept = tier.write(save.key, *save.content.of(tier.name))
-        if kept and save.key in self._pins:
+        is_stored = tier.write(save.key, *save.content.of(tier.name))
+        if is_stored and save.key in self._pins:
             tier.pin([save.key], True)
-        return kept
+        return is_stored
 
     def _is_barred(self, save: Save, tier: Tier) -> bool:
         with self._lock:
@@ -219,16 +219,20 @@ class Saves:
 
     def _queue(self, save: Save, tier: Tier, is_awaited: bool = False) -> None:
         def job() -> None:
-            kept = set[str]()
+            stored_in = set[str]()
             try:
-                kept.update([tier.name] if self.now(save, [tier]) else [])
+                stored_in.update([tier.name] if self.write_now(save, [tier]) else [])
             finally:
-                self._let_go(save, {tier.name}, kept)
+                self._release(save, {tier.name}, stored_in)
 
         self._hold(save, {tier.name})
         if not self.writers.submit(tier.name, job, is_awaited=is_awaited):
-            self._let_go(save, {tier.name})
-            log.warning("Not saved, too much is waiting to enter tier %s: %s", tier.name, save.key)
+            self._release(save, {tier.name})
+            log.warning(
+                "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is not saved: %s",
+                tier.name,
+                save.key,
+            )
 
     def _hold(self, save: Save, waiting: Set[str] = frozenset()) -> None:
         with self._lock:
@@ -236,10 +240,10 @@ class Saves:
             save.waiting |= waiting
             self._under_way.add(save)
 
-    def _let_go(self, save: Save, waiting: Set[str] = frozenset(), kept: Set[str] = frozenset()) -> None:
+    def _release(self, save: Save, waiting: Set[str] = frozenset(), stored_in: Set[str] = frozenset()) -> None:
         with self._lock:
             save.waiting -= waiting
-            save.kept |= kept
+            save.stored_in |= stored_in
             self._lock.notify_all()
             save.holders -= 1
             if not save.holders:

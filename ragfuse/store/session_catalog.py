@@ -63,13 +63,13 @@ class SessionCatalog:
     Every method raises StoreError if the catalog's file cannot be read or written.
     """
 
-    def __init__(self, database: Database, trouble: Callable[[], AbstractContextManager[None]]) -> None:
-        self._database, self._trouble = database, trouble
+    def __init__(self, database: Database, store_errors: Callable[[], AbstractContextManager[None]]) -> None:
+        self._database, self._store_errors = database, store_errors
 
     def get(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
         """Return version, last use and state of a session, or None if there is none or its state is damaged."""
         sql = "SELECT version, used, state FROM sessions WHERE model = ? AND id = ?"
-        with self._trouble():
+        with self._store_errors():
             rows = self._database.query(sql, (model, id))
         try:
             state = json.loads(rows[0][2]) if rows else None
@@ -79,17 +79,17 @@ class SessionCatalog:
 
     def put(
         self,
-        line: SessionRow,
+        row: SessionRow,
         state: Mapping[str, Any],
         ends: Iterable[str],
         keys: Iterable[str],
     ) -> bool:
-        """Save a session, replacing version `line.version` of it (0: there is none yet).
+        """Save a session, replacing version `row.version` of it (0: there is none yet).
 
-        A session whose last use lies after `line.used`, which is now, gets now as its last use: a clock ran ahead.
+        A session whose last use lies after `row.used`, which is now, gets now as its last use: a clock ran ahead.
 
         Args:
-            line: The session.
+            row: The session.
             state: Its state, plain JSON types.
             ends: For each of its turns, a digest of all messages up to the turn's end.
             keys: Keys of its KV.
@@ -97,28 +97,28 @@ class SessionCatalog:
         Returns:
             False, with nothing changed, if another writer replaced that version first.
         """
-        who = (line.model, line.id)
-        with self._trouble(), self._database.write() as transaction:
-            row = transaction.execute("SELECT version FROM sessions WHERE model = ? AND id = ?", who).fetchone()
-            if (row[0] if row else 0) != line.version:
+        who = (row.model, row.id)
+        with self._store_errors(), self._database.write() as transaction:
+            stored = transaction.execute("SELECT version FROM sessions WHERE model = ? AND id = ?", who).fetchone()
+            if (stored[0] if stored else 0) != row.version:
                 return False
             self._drop(transaction, *who)
-            told = (*who, line.version + 1, line.used, line.turns, line.tokens, json.dumps(dict(state)))
-            transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", told)
-            transaction.execute("UPDATE sessions SET used = ?1 WHERE used > ?1", (line.used,))
+            values = (*who, row.version + 1, row.used, row.turns, row.tokens, json.dumps(dict(state)))
+            transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+            transaction.execute("UPDATE sessions SET used = ?1 WHERE used > ?1", (row.used,))
             for table, names in (("session_ends(prefix, model, id)", ends), ("session_keys(key, model, id)", keys)):
-                rows = [(name, *who) for name in dict.fromkeys(names)]
-                transaction.executemany(f"INSERT OR IGNORE INTO {table} VALUES (?, ?, ?)", rows)
+                pairs = [(name, *who) for name in dict.fromkeys(names)]
+                transaction.executemany(f"INSERT OR IGNORE INTO {table} VALUES (?, ?, ?)", pairs)
         return True
 
     def ending(self, model: str, prefixes: Sequence[str]) -> dict[str, str]:
         """Return those of these digests at which a turn of a session ends, with the session most recently used."""
         sql = """SELECT prefix, session_ends.id FROM session_ends JOIN sessions USING(model, id)
             WHERE model = ? AND prefix IN (SELECT value FROM json_each(?)) ORDER BY used"""
-        with self._trouble():
+        with self._store_errors():
             return dict(self._database.query(sql, (model, json.dumps(list(prefixes)))))
 
-    def lines(self, model: str | None = None, before: float | None = None) -> list[SessionRow]:
+    def rows(self, model: str | None = None, before: float | None = None) -> list[SessionRow]:
         """Return the sessions, most recently used first.
 
         Args:
@@ -130,24 +130,24 @@ class SessionCatalog:
             if value is not None:
                 sql += clause
                 arguments.append(value)
-        with self._trouble():
+        with self._store_errors():
             return [SessionRow(*row) for row in self._database.query(f"{sql} ORDER BY used DESC", arguments)]
 
     def count(self, model: str) -> int:
         """Return how many sessions a tenant has."""
-        with self._trouble():
+        with self._store_errors():
             return int(self._database.query("SELECT count(*) FROM sessions WHERE model = ?", (model,))[0][0])
 
     def owned(self) -> list[tuple[str, str, str]]:
         """Return (tenant's digest, session, key) of all keys of all sessions, least recently used sessions first."""
         sql = "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used, session_keys.rowid"
-        with self._trouble():
+        with self._store_errors():
             return [(model, id, key) for model, id, key in self._database.query(sql)]
 
-    def having(self, keys: Sequence[str]) -> list[str]:
+    def in_use(self, keys: Sequence[str]) -> list[str]:
         """Return those of `keys` that belong to at least one session."""
         sql = "SELECT DISTINCT key FROM session_keys WHERE key IN (SELECT value FROM json_each(?))"
-        with self._trouble():
+        with self._store_errors():
             return [key for (key,) in self._database.query(sql, (json.dumps(list(keys)),))]
 
     def delete(self, model: str, id: str, before: float = math.inf) -> list[str] | None:
@@ -157,7 +157,7 @@ class SessionCatalog:
             Its keys that no other session has, or None if no session was deleted.
         """
         overdue = "SELECT 1 FROM sessions WHERE model = ? AND id = ? AND used < ?"
-        with self._trouble(), self._database.write() as transaction:
+        with self._store_errors(), self._database.write() as transaction:
             if transaction.execute(overdue, (model, id, before)).fetchone() is None:
                 return None
             orphans = [key for (key,) in transaction.execute(_ORPHANS, (model, id))]

@@ -73,8 +73,8 @@ class KVStore:
             is stored at all levels of its tier, the least lossy first.
         writer_queue: Saves that may wait for each slow tier; further ones are dropped.
         expired: Returns the keys of the entries that are too old; None: entries never expire.
-        tell_every_s: Seconds between two reports of a chunk's use to the tiers that it was not read from. Without these
-            reports, a chunk that is always read from memory would age, and be evicted, in the other tiers.
+        report_every_s: Seconds between two reports of a chunk's use to the tiers that it was not read from. Without
+            these reports, a chunk that is always read from memory would age, and be evicted, in the other tiers.
         clock: Returns the time in seconds since the epoch.
 
     Raises:
@@ -89,7 +89,7 @@ class KVStore:
         *,
         writer_queue: int = 64,
         expired: Expired | None = None,
-        tell_every_s: float = 600.0,
+        report_every_s: float = 600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
@@ -98,7 +98,7 @@ class KVStore:
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
         self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue, self.levels), Counts(), False
-        self.tell_every_s, self._uses = tell_every_s, Uses(self.tiers, self._later)
+        self.report_every_s, self._uses = report_every_s, Uses(self.tiers, self._later)
 
     # finding and reading
 
@@ -168,15 +168,15 @@ class KVStore:
         Returns:
             One `LayerKV` per layer, or None if no tier can give them. Its tensors are shared: do not write to them.
         """
-        epoch, others, most = self._saves.epoch, list[Tier](), loss_of((level,) if level else ())
+        epoch, others, max_loss = self._saves.epoch, list[Tier](), loss_of((level,) if level else ())
         sources = () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier)
         for source, wanted in chain(((each, level) for each in sources), ((each, None) for each in others)):
             found = self._reading.layers(source, key, first, count, wanted)
             if found is not None and found.meta is None:
                 others += [source] if wanted is not None else []
-            elif found is not None and found.meta is not None and loss_of(found.meta.levels) <= most:
+            elif found is not None and found.meta is not None and loss_of(found.meta.levels) <= max_loss:
                 if first == 0:
-                    self._uses.note(key, source.name, self._clock(), self.tell_every_s)
+                    self._uses.note(key, source.name, self._clock(), self.report_every_s)
                 if source is not self.tiers[0]:
                     self._saves.promote(key, first, found.meta, found.blobs, epoch)
                 return found.layers
@@ -194,7 +194,7 @@ class KVStore:
         source, epoch = self.tier(tier), self._saves.epoch
         found = None if self._closed else self._reading.encoded(source, key, first, count, level)
         if found is not None and first == 0:
-            self._uses.note(key, source.name, self._clock(), self.tell_every_s)
+            self._uses.note(key, source.name, self._clock(), self.report_every_s)
         if found is not None and source is not self.tiers[0] and self._reading.is_best(tier, key, level):
             self._saves.promote(key, first, found.meta, found.blobs, epoch)
         return found
@@ -250,7 +250,7 @@ class KVStore:
         tier: str | None = None,
         wait: bool = False,
         fast: bool = True,
-        home: str | None = None,
+        slow_tier: str | None = None,
         pace_s: float = 0.0,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> bool:
@@ -262,7 +262,7 @@ class KVStore:
             tier: Name of the only tier to save to; None: all tiers.
             wait: Whether to return only once the slow tiers are written (all of them in parallel).
             fast: Whether fast tiers get it now. Otherwise they get it when it is read, or if no slow tier takes it.
-            home: Name of the one slow tier to save to; the others get it only if that one does not take it. None: all.
+            slow_tier: Name of the only slow tier to save to; the others get it if that one refuses it. None: all.
             pace_s: Without `wait`, seconds to wait for the first slow tier to finish, so that a caller that saves many
                 chunks does not run far ahead of the tiers.
             levels: Codec levels by tier name, for tiers that shall not get their own levels.
@@ -278,14 +278,15 @@ class KVStore:
             return False
         blobs = tuple(RAW.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
         quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
-        meant = [each for each in slow if each.name == home] or slow
+        targets = [each for each in slow if each.name == slow_tier] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
         raw = EntryMeta.of(kv, RAW.name, blobs), blobs
-        with self._saves.begun(key, EntryContent(self.levels, key, raw, wanted)) as save:
-            write = self._saves.together if wait else partial(self._saves.later, pace_s=pace_s)
-            kept = fast and self._saves.now(save, quick)
-            taken = write(save, meant) or (meant != slow and write(save, [each for each in slow if each not in meant]))
-            return kept or taken or (not fast and self._saves.now(save, quick))
+        with self._saves.begin(key, EntryContent(self.levels, key, raw, wanted)) as save:
+            write = self._saves.write_parallel if wait else partial(self._saves.write_later, pace_s=pace_s)
+            is_fast_stored = fast and self._saves.write_now(save, quick)
+            others = [each for each in slow if each not in targets]
+            is_slow_stored = write(save, targets) or (targets != slow and write(save, others))
+            return is_fast_stored or is_slow_stored or (not fast and self._saves.write_now(save, quick))
 
     def delete(self, key: ChunkKey) -> bool:
         """Delete one chunk from all tiers, cancel its pending saves, and return whether there was one."""
@@ -316,12 +317,12 @@ class KVStore:
         Raises:
             StoreError: There is no tier of that name.
         """
-        meant = set(keys)
+        doomed = set(keys)
         targets = self.tiers if tier is None else (self.tier(tier),)
         failed = {target.name: target.counts["failed"] for target in targets}
-        self.forget(meant, tier)
+        self.forget(doomed, tier)
         return {
-            target.name: _still_in(target, meant)
+            target.name: _remaining_keys(target, doomed)
             for target in targets
             if target.counts["failed"] > failed[target.name] or not answers(target)
         }
@@ -409,13 +410,13 @@ class KVStore:
         best = self.levels.best(key, whole[0].levels, None) if whole is not None else None
         if whole is None or best is None:
             return False
-        return self._kept(
+        return self._write_content(
             EntryContent(self.levels, key, only(whole, best), {first.name: self.levels.of(first.name)}), first
         )
 
     def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
         """Write pieces to one tier as they are, unless the chunk is deleted meanwhile; return whether it has them."""
-        return self._kept(EntryContent(self.levels, key, (meta, blobs), {}), tier)
+        return self._write_content(EntryContent(self.levels, key, (meta, blobs), {}), tier)
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Return the keys of those entries that have expired."""
@@ -426,9 +427,9 @@ class KVStore:
     def _names(self) -> str:
         return ", ".join(tier.name for tier in self.tiers) or "none"
 
-    def _kept(self, content: EntryContent, tier: Tier) -> bool:
-        with self._saves.begun(content.key, content) as save:
-            return self._saves.now(save, [tier])
+    def _write_content(self, content: EntryContent, tier: Tier) -> bool:
+        with self._saves.begin(content.key, content) as save:
+            return self._saves.write_now(save, [tier])
 
     def _may_gain(self, entry: Entry, tier: Tier) -> bool:
         is_finer = loss_of(self.levels.of(tier.name)) < loss_of(entry.sizes)
@@ -460,7 +461,7 @@ class KVStore:
         return len(there)
 
 
-def _still_in(tier: Tier, keys: set[ChunkKey]) -> set[ChunkKey]:
+def _remaining_keys(tier: Tier, keys: set[ChunkKey]) -> set[ChunkKey]:
     """Return the keys that a failing tier still has; all of `keys` if it does not answer."""
     found = set(tier.entries(keys))
     return found if answers(tier) else keys

@@ -11,8 +11,8 @@ from ragfuse.types.keys import digest as digest_of
 
 def remember_tenant(catalog: CatalogQueries, digest: str, settings: Settings) -> None:
     """Save the model, dtype and tenant behind a model digest, so that people can be shown names."""
-    found = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
-    catalog.settle(f"tenant-{digest}", found)
+    fields = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
+    catalog.settle(f"tenant-{digest}", fields)
 
 
 def hidden(salt: str) -> str:

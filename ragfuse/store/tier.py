@@ -33,9 +33,9 @@ the tier never evicts these."""
 Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
 """Returns the keys of the entries that are too old at a time (seconds since the epoch); never of a pinned one."""
 
-MOST_PIECES = 1 << 13
+MAX_PIECES = 1 << 13
 """Most pieces (layers at all levels together) of an entry: 512 layers at 16 levels."""
-_MOST_TOKENS, _MOST_NBYTES = 1 << 31, 1 << 44
+_MAX_TOKENS, _MAX_NBYTES = 1 << 31, 1 << 44
 """Upper bounds of a plausible entry: tokens; bytes and hits. An index row beyond them is damaged."""
 LATEST_S = 1e12
 """Latest plausible time of a use, in seconds since 1970."""
@@ -102,22 +102,22 @@ def _whole_victims(
 
 
 def victims_for(
-    evict: Evictor, oldest: Callable[[], Iterable[Entry]], excess: int, own: ChunkKey
+    evict: Evictor, oldest: Callable[[], Iterable[Entry]], excess: int, key: ChunkKey
 ) -> list[ChunkKey] | None:
-    """Choose the entries to evict so that an entry can be written under the key `own`.
+    """Choose the entries to evict so that an entry can be written under `key`.
 
-    The old entry under `own` is evicted only if all others do not free enough, so that it stays readable until then.
+    The old entry under `key` is evicted only if all others do not free enough, so that it stays readable until then.
 
     Args:
         evict: The eviction policy.
         oldest: Returns the candidates, least recently used first; may be called twice.
         excess: Bytes to free.
-        own: Key of the entry that is being written.
+        key: Key of the entry that is being written.
 
     Returns:
         The keys to evict, or None if the policy does not free enough.
     """
-    others = victims(evict, (entry for entry in oldest() if entry.key != own), excess)
+    others = victims(evict, (entry for entry in oldest() if entry.key != key), excess)
     return others if others is not None else victims(evict, oldest(), excess)
 
 
@@ -135,7 +135,7 @@ class EntryMeta:
         version: Format version of what was written.
 
     Raises:
-        ValueError: The parts do not fit together, or there are more than `MOST_PIECES` pieces.
+        ValueError: The parts do not fit together, or there are more than `MAX_PIECES` pieces.
     """
 
     n_tokens: int
@@ -145,15 +145,15 @@ class EntryMeta:
 
     def __post_init__(self) -> None:
         if type(self.n_tokens) is not int:
-            raise ValueError(f"An entry of {self.n_tokens!r} tokens holds nothing.")
+            raise ValueError(f"An entry's number of tokens must be whole, found {self.n_tokens!r}.")
         check_levels(self.levels)
-        if len(self.layers) > MOST_PIECES:
-            raise ValueError(f"At most {MOST_PIECES} layers wanted, {len(self.layers)} found.")
+        if len(self.layers) > MAX_PIECES:
+            raise ValueError(f"An entry has at most {MAX_PIECES} layers over all its levels, found {len(self.layers)}.")
         if not self.layers or len(self.layers) % len(self.levels):
-            raise ValueError(f"{len(self.layers)} layers are not as many at each of {len(self.levels)} levels.")
+            raise ValueError(f"{len(self.layers)} layers cannot be split evenly over {len(self.levels)} levels.")
         for i, layer in enumerate(self.layers):
             if layer.key_shape[1] != self.n_tokens:
-                raise ValueError(f"Layer {i} holds {layer.key_shape[1]} tokens, the entry {self.n_tokens}.")
+                raise ValueError(f"Layer {i} has {layer.key_shape[1]} tokens, but the entry has {self.n_tokens}.")
 
     @property
     def n_layers(self) -> int:
@@ -197,7 +197,7 @@ class EntryMeta:
         """Raise ValueError if the number of `blobs` or their lengths differ from this description."""
         for layer, blob in zip(self.layers, blobs, strict=True):
             if blob.numel() != layer.nbytes:
-                raise ValueError(f"{layer.nbytes} bytes described, {blob.numel()} given.")
+                raise ValueError(f"A layer is described as {layer.nbytes} bytes, found {blob.numel()}.")
 
     def sealed(self, blobs: Sequence[Tensor]) -> EntryMeta:
         """Return this description with a checksum added to every piece that has none."""
@@ -218,10 +218,10 @@ class EntryMeta:
         """
         data = parsed(text)
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
-            raise ValueError(f"an entry of format version {FORMAT_VERSION} wanted")
+            raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
         try:
-            if len(data["layers"]) > MOST_PIECES:
-                raise ValueError(f"at most {MOST_PIECES} layers wanted, {len(data['layers'])} found")
+            if len(data["layers"]) > MAX_PIECES:
+                raise ValueError(f"an entry has at most {MAX_PIECES} layers, found {len(data['layers'])}")
             layers = tuple(LayerMeta.from_dict(layer) for layer in data["layers"])
             return cls(data["n_tokens"], tuple(data["levels"]), layers)
         except (KeyError, TypeError) as error:
@@ -231,15 +231,15 @@ class EntryMeta:
 def parsed(text: str | bytes) -> Any:
     """Parse the JSON of an entry's description; raise ValueError if it is invalid, too large or nested too deep."""
     n_opened = text.count("{") + text.count("[") if isinstance(text, str) else text.count(b"{") + text.count(b"[")
-    if n_opened > 4 * MOST_PIECES:  # a layer has three; checked before parsing, which would take memory for all
-        raise ValueError(f"{n_opened} lists and objects found, more than {MOST_PIECES} layers have")
+    if n_opened > 4 * MAX_PIECES:  # a layer has three; checked before parsing, which would take memory for all
+        raise ValueError(f"its description has {n_opened} lists and objects, more than {MAX_PIECES} layers need")
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise ValueError("lists or objects too deep in each other") from error
+        raise ValueError("lists or objects are nested too deep") from error
 
 
-def told_entry(
+def entry_from_row(
     key: ChunkKey,
     tier: str,
     n_tokens: int,
@@ -256,12 +256,12 @@ def told_entry(
     """
     entry = Entry(key, tier, n_tokens, n_layers, sizes, last_used, hits, pinned)
     n_pieces = n_layers * len(sizes)
-    if not (0 < n_tokens < _MOST_TOKENS and n_layers > 0 and n_pieces <= MOST_PIECES):
-        raise ValueError(f"{n_tokens} tokens in {n_layers} layers are none")
-    if min(sizes.values()) < 0 or not n_pieces <= entry.nbytes <= _MOST_NBYTES:
-        raise ValueError(f"{entry.nbytes} bytes do not hold {n_pieces} layers")
-    if not (math.isfinite(last_used) and abs(last_used) <= LATEST_S and 0 <= hits <= _MOST_NBYTES):
-        raise ValueError(f"{hits} hits, the last at {last_used}, are none")
+    if not (0 < n_tokens < _MAX_TOKENS and n_layers > 0 and n_pieces <= MAX_PIECES):
+        raise ValueError(f"invalid counts: {n_tokens} tokens, {n_layers} layers")
+    if min(sizes.values()) < 0 or not n_pieces <= entry.nbytes <= _MAX_NBYTES:
+        raise ValueError(f"invalid size: {entry.nbytes} bytes for {n_pieces} layers")
+    if not (math.isfinite(last_used) and abs(last_used) <= LATEST_S and 0 <= hits <= _MAX_NBYTES):
+        raise ValueError(f"invalid use: {hits} hits, last used at {last_used}")
     return entry
 
 

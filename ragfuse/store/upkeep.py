@@ -41,21 +41,32 @@ class Upkeep:
         root: The folder.
         index: Its index.
         owner: This process as a writer of the folder.
-        mine: Temporary files of this process's writes under way.
-        lost: Called with each entry that is dropped, and why.
+        under_way: Temporary files of this process's writes under way.
+        on_corrupt: Called with each entry that is dropped, and why.
     """
 
     def __init__(
-        self, root: Path, index: Index, owner: FolderWriter, mine: set[str], lost: Callable[[object, str], None]
+        self,
+        root: Path,
+        index: Index,
+        owner: FolderWriter,
+        under_way: set[str],
+        on_corrupt: Callable[[object, str], None],
     ) -> None:
-        self._root, self._index, self._owner, self._mine, self._lost = root, index, owner, mine, lost
+        self._root, self._index, self._owner, self._under_way, self._on_corrupt = (
+            root,
+            index,
+            owner,
+            under_way,
+            on_corrupt,
+        )
 
     def is_due(self) -> bool:
         """Return whether to check every file: rows may be missing, or the store is small."""
         boot = _boot()
         return len(self._index) <= SMALL or not boot or self._index.note("boot") != boot
 
-    def bury(self, transaction: sqlite3.Connection) -> Freed:
+    def clean_up_dead_writes(self, transaction: sqlite3.Connection) -> Freed:
         """Clean up the writes of processes that died, and return what was freed."""
         freed = Freed()
         for temp, text, owner, nbytes in self._index.under_way(transaction):
@@ -76,36 +87,36 @@ class Upkeep:
         is_sound = self._index.is_sound()
         with self._index.write() as transaction:
             for _ in range(self._index.mend(transaction, is_sound)):
-                self._lost("an entry", "its row makes no sense")
-        rows = {_known(text, nbytes) for text, nbytes in self._index.sizes()}
-        freed, lost = Freed(), set[str]()
+                self._on_corrupt("an entry", "its row makes no sense")
+        rows = {_packed_row(text, nbytes) for text, nbytes in self._index.sizes()}
+        freed, reported = Freed(), set[str]()
         for folder in sorted(each for each in (self._root / "chunks").glob("*/") if not each.is_symlink()):
             odd = [path for path in folder.iterdir() if not self._agrees(path, rows)]
             if odd:
                 with self._index.write() as transaction:
                     for path in odd:
-                        freed = freed.plus(self._settle(transaction, path, lost))
-        freed = freed.plus(self._forget_missing(rows, lost)) if rows else freed
+                        freed = freed.plus(self._settle(transaction, path, reported))
+        freed = freed.plus(self._forget_missing(rows, reported)) if rows else freed
         with self._index.write() as transaction:
-            self._index.take_note(transaction, "boot", _boot())
+            self._index.write_note(transaction, "boot", _boot())
         return freed
 
     def _is_written(self, temp: str, owner: str) -> bool:
-        return temp in self._mine if self._owner.is_me(owner) else self._owner.is_alive(owner)
+        return temp in self._under_way if self._owner.is_me(owner) else self._owner.is_alive(owner)
 
     def _agrees(self, path: Path, rows: set[bytes]) -> bool:
         if path.suffix != ".kv":
             return path.suffix != ".tmp"
         try:
-            known = bytes.fromhex(path.stem) + path.stat().st_size.to_bytes(8, "little")
-            rows.remove(known)
+            row = bytes.fromhex(path.stem) + path.stat().st_size.to_bytes(8, "little")
+            rows.remove(row)
             if path.is_symlink() or not path.is_file():
                 return False
         except (OSError, ValueError, KeyError):
             return False
         return True
 
-    def _settle(self, transaction: sqlite3.Connection, path: Path, lost: set[str]) -> Freed:
+    def _settle(self, transaction: sqlite3.Connection, path: Path, reported: set[str]) -> Freed:
         """Settle one file: remove it if it is damaged or of a dead write, adopt a whole entry, leave folders alone."""
         if path.is_dir():
             return Freed()
@@ -119,34 +130,34 @@ class Upkeep:
         except FileNotFoundError:
             return Freed()
         except (OSError, ValueError) as error:
-            lost.add(path.stem)
-            self._lost(path.name, str(error))
+            reported.add(path.stem)
+            self._on_corrupt(path.name, str(error))
             return _unlinked(path)
-        there = self._index.entries_in(transaction, [file.key])
-        if not there or there[0].nbytes != file.nbytes:
+        listed = self._index.entries_in(transaction, [file.key])
+        if not listed or listed[0].nbytes != file.nbytes:
             self._index.publish(transaction, file.key, file.meta, file.nbytes, path.stat().st_mtime)
         return Freed()
 
-    def _forget_missing(self, rows: set[bytes], lost: set[str]) -> Freed:
-        gone = [text for text, nbytes in self._index.sizes() if _known(text, nbytes) in rows]
+    def _forget_missing(self, rows: set[bytes], reported: set[str]) -> Freed:
+        unmatched = [text for text, nbytes in self._index.sizes() if _packed_row(text, nbytes) in rows]
         freed = Freed()
-        for some in _hundreds(gone):
+        for batch in _batches(unmatched):
             with self._index.write() as transaction:
-                for text in some:
+                for text in batch:
                     path = chunk_path(self._root, text)
                     if not path.is_file() and self._index.remove(transaction, [text]):  # else others have evicted it
                         freed = freed.plus(Freed(orphans=1))
-                        if path.stem not in lost:
-                            self._lost(text, "its file is gone")
+                        if path.stem not in reported:
+                            self._on_corrupt(text, "its file is gone")
         return freed
 
 
-def _known(text: str, nbytes: int) -> bytes:
+def _packed_row(text: str, nbytes: int) -> bytes:
     """Return a row as 24 bytes, so that a million of them fit into memory."""
     return bytes.fromhex(digest("file", text)) + nbytes.to_bytes(8, "little")
 
 
-def _hundreds(texts: list[str]) -> Iterator[list[str]]:
+def _batches(texts: list[str]) -> Iterator[list[str]]:
     for lo in range(0, len(texts), 100):
         yield texts[lo : lo + 100]
 

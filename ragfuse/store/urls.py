@@ -9,13 +9,13 @@ _SECRET = re.compile(r"user|pass|secret|token|key", re.IGNORECASE)
 
 
 def without_user(url: str) -> str:
-    """Return a URL without what stands between // and the last @ behind it."""
+    """Return a URL without its user and password, which stand between // and the last @."""
     scheme, slashes, rest = url.partition("//")
     return scheme + slashes + rest.rpartition("@")[2]
 
 
 def shown(url: str) -> str:
-    """Return a URL without user and password, also those behind a question mark."""
+    """Return a URL without users, passwords and keys, those among its parameters included."""
     head, *parameters = _PARTED.split(without_user(url.strip()))
     return head + "".join(map(_hidden, parameters))
 

@@ -25,7 +25,7 @@ class Uses:
     """Reports of chunk uses to all tiers that were not read. At most one report job waits per tier."""
 
     def __init__(self, tiers: Sequence[Tier], submit: Submit) -> None:
-        self._hearers = tuple(tier for tier in tiers if isinstance(tier, Touches))
+        self._tiers = tuple(tier for tier in tiers if isinstance(tier, Touches))
         self._submit = submit
         self.renew()
         at_fork(self)
@@ -33,8 +33,8 @@ class Uses:
     def renew(self) -> None:
         """Forget waiting reports in a forked process: the parent makes them."""
         self._lock = Lock()
-        self._told: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
-        self._news: dict[str, dict[ChunkKey, None]] = {tier.name: {} for tier in self._hearers}
+        self._reported_at: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
+        self._pending: dict[str, dict[ChunkKey, None]] = {tier.name: {} for tier in self._tiers}
 
     def note(self, key: ChunkKey, source: str, now: float, every_s: float) -> None:
         """Note that a chunk was read from the tier `source`, and queue a report to the other tiers.
@@ -45,28 +45,28 @@ class Uses:
             now: The time in seconds since the epoch.
             every_s: No report is queued if the last one of this chunk is less than this many seconds ago.
         """
-        others = [tier for tier in self._hearers if tier.name != source]
+        others = [tier for tier in self._tiers if tier.name != source]
         with self._lock:
-            if not others or 0 <= now - self._told.get(key, -every_s) < every_s:
+            if not others or 0 <= now - self._reported_at.get(key, -every_s) < every_s:
                 return
-            self._told[key] = now
-            idle = [tier for tier in others if not self._news[tier.name]]
+            self._reported_at[key] = now
+            idle = [tier for tier in others if not self._pending[tier.name]]
             for tier in others:
-                self._news[tier.name][key] = None
+                self._pending[tier.name][key] = None
         for tier in idle:
-            if not self._submit(tier.name, partial(self._tell, tier)):
+            if not self._submit(tier.name, partial(self._report, tier)):
                 self._forget(tier)
 
-    def _tell(self, tier: Touches) -> None:
+    def _report(self, tier: Touches) -> None:
         tier.touch(self._take(tier))
 
     def _forget(self, tier: Touches) -> None:
         """Forget the dropped reports of a tier, so that the next use of these chunks is reported."""
         for key in self._take(tier):
             with self._lock:
-                self._told.pop(key, None)
+                self._reported_at.pop(key, None)
 
     def _take(self, tier: Touches) -> dict[ChunkKey, None]:
         with self._lock:
-            news, self._news[tier.name] = self._news[tier.name], {}
-            return news
+            pending, self._pending[tier.name] = self._pending[tier.name], {}
+            return pending

@@ -12,7 +12,7 @@ from ragfuse.process.worker import Worker, close_at_exit
 
 log = logging.getLogger("ragfuse.store")
 
-Save = Callable[[], object]
+Job = Callable[[], object]
 
 
 class Writer:
@@ -40,8 +40,8 @@ class Writer:
 
     def renew(self) -> None:
         """Empty the queue in a forked process: the parent runs those jobs."""
-        self._jobs: deque[Save] = deque()
-        self._taken = self._ended = 0
+        self._jobs: deque[Job] = deque()
+        self._submitted = self._ended = 0
 
     def submit(self, job: Callable[[], object], *, counts: bool = True, is_awaited: bool = False) -> bool:
         """Queue a job. Never waits.
@@ -61,14 +61,14 @@ class Writer:
                 self.dropped += counts
                 return False
             self._jobs.append(job)
-            self._taken += 1
+            self._submitted += 1
             return True
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every job submitted before now is done; return False if `timeout_s` ran out (None: no limit)."""
         with self._worker.changed:
-            so_far = self._taken
-            return self._worker.changed.wait_for(lambda: self._ended >= so_far, timeout_s)
+            submitted = self._submitted
+            return self._worker.changed.wait_for(lambda: self._ended >= submitted, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Take no more jobs and finish those queued; if `timeout_s` runs out, drop the rest and return False."""
@@ -81,15 +81,15 @@ class Writer:
             self._jobs.clear()
         return done and self._worker.flush(timeout_s)
 
-    def _take(self) -> Save | None:
+    def _take(self) -> Job | None:
         return self._jobs.popleft() if self._jobs else None
 
-    def _run(self, job: Save) -> None:
+    def _run(self, job: Job) -> None:
         try:
             job()
         except Exception:
             self.failed += 1
-            log.exception("A chunk could not be saved")
+            log.exception("A chunk could not be saved for reuse; answers are not affected")
         finally:
             with self._worker.changed:
                 self._ended += 1
@@ -103,33 +103,33 @@ class Writers:
     """
 
     def __init__(self, names: Iterable[str], limit: int = 64) -> None:
-        self._each = {name: Writer(limit, f"writer-{name}") for name in names}
+        self._writers = {name: Writer(limit, f"writer-{name}") for name in names}
         close_at_exit(self)
 
     @property
     def dropped(self) -> int:
         """Counted jobs that were dropped, over all writers."""
-        return sum(writer.dropped for writer in self._each.values())
+        return sum(writer.dropped for writer in self._writers.values())
 
     @property
     def failed(self) -> int:
         """Jobs that raised an exception, over all writers."""
-        return sum(writer.failed for writer in self._each.values())
+        return sum(writer.failed for writer in self._writers.values())
 
     def submit(self, name: str, job: Callable[[], object], *, counts: bool = True, is_awaited: bool = False) -> bool:
         """Queue a job behind those of the same name (`Writer.submit`); return False if it was dropped."""
-        return self._each[name].submit(job, counts=counts, is_awaited=is_awaited)
+        return self._writers[name].submit(job, counts=counts, is_awaited=is_awaited)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every job submitted before now is done; return False if `timeout_s`, for all together, ran out."""
-        left = countdown(timeout_s)
-        done = [writer.flush(left()) for writer in self._each.values()]
+        remaining_s = countdown(timeout_s)
+        done = [writer.flush(remaining_s()) for writer in self._writers.values()]
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Take no more jobs and finish those queued; if `timeout_s` runs out, drop the rest and return False."""
-        left = countdown(timeout_s)
-        done = [writer.close(left()) for writer in self._each.values()]
+        remaining_s = countdown(timeout_s)
+        done = [writer.close(remaining_s()) for writer in self._writers.values()]
         return all(done)
 
 

@@ -22,13 +22,13 @@ TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0
 """Upper bounds, in seconds, of the histogram buckets of the time to first token; one more bucket has longer times."""
 TOKEN_FATES = ("reused", "recomputed", "fresh")
 """The kinds of a prompt's tokens: reused from the store, reused and recomputed, or computed fresh."""
-WHY = ("asked", "nothing_stored", "too_short", "altered", "faster", "inexact", "unsafe", "model")
-"""Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they were too short; their
-retrieved documents stood in them altered; full prefill was predicted to be faster; `verify` or `calibrate` advises
-against fusing this model (inexact, unsafe); the model cannot be fused."""
+FALLBACK_KINDS = ("asked", "nothing_stored", "too_short", "altered", "faster", "inexact", "unsafe", "model")
+"""Why prompts were prefilled in full: it was asked for; nothing of the prompt was in the store; it was too short; its
+retrieved documents were altered in it; full prefill was predicted to be faster; `verify` or `calibrate` advises against
+fusing this model (inexact, unsafe); the model cannot be fused."""
 
 
-_WHY_BY_REASON = MappingProxyType(
+_KIND_BY_REASON = MappingProxyType(
     {
         reasons.FULL_PREFILL_ASKED: "asked",
         reasons.NOTHING_STORED: "nothing_stored",
@@ -38,15 +38,15 @@ _WHY_BY_REASON = MappingProxyType(
         reasons.DOCUMENTS_ALTERED: "altered",
         reasons.NOT_EXACT: "inexact",
         reasons.NOT_SAFE: "unsafe",
-        "full prefill ": "faster",  # last: FULL_PREFILL_ASKED begins with it, too
+        "full prefill ": "faster",  # last, as FULL_PREFILL_ASKED begins with it too
     }
 )
 
 
-def why_of(refusal: str) -> str:
-    """Return the name in `WHY` of a plan's reason for a full prefill; "" for a prompt that was fused."""
+def fallback_kind(reason: str) -> str:
+    """Return the name in `FALLBACK_KINDS` of a plan's reason for a full prefill; "" for a prompt that was fused."""
     return next(
-        (why for reason, why in _WHY_BY_REASON.items() if refusal.startswith(reason)), "model" if refusal else ""
+        (kind for prefix, kind in _KIND_BY_REASON.items() if reason.startswith(prefix)), "model" if reason else ""
     )
 
 
@@ -108,10 +108,10 @@ class AnswerCounters:
     def add(self, answer: Answer) -> None:
         """Count an answer."""
         trace = answer.trace
-        why = why_of(trace.fallback_reason)
-        sums = Counter({f"full {why}" if why else "fused": 1, "written": len(answer.token_ids)})
-        sums.update({kind: getattr(trace, f"tokens_{kind}") for kind in TOKEN_FATES})
-        sums.update(_looked_up(trace, why))
+        fallback = fallback_kind(trace.fallback_reason)
+        sums = Counter({f"full {fallback}" if fallback else "fused": 1, "written": len(answer.token_ids)})
+        sums.update({fate: getattr(trace, f"tokens_{fate}") for fate in TOKEN_FATES})
+        sums.update(_lookups(trace, fallback))
         with self._lock:
             self._sums.update(sums)
             self._ttft[bisect_left(TTFT_S, trace.ttft_s)] += 1
@@ -129,9 +129,9 @@ class AnswerCounters:
             sums["catalog_failures"] = self._catalog.failures
             return CounterSnapshot(sums, tuple(self._ttft), self._ttft_s)
 
-    def when_closed(self, do: Callable[[], object]) -> None:
-        """Call `do` when the engine is closed."""
-        self._at_close.append(do)
+    def when_closed(self, function: Callable[[], object]) -> None:
+        """Call `function` when the engine is closed."""
+        self._at_close.append(function)
 
     def close(self) -> None:
         """Call the functions given to `when_closed`; the engine calls this when it is closed."""
@@ -139,13 +139,13 @@ class AnswerCounters:
             self._at_close.pop()()
 
 
-def _looked_up(trace: Trace, why: str) -> Iterator[str]:
+def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
     """Yield "hit <tier>" or "missed" for each entry that was looked up."""
-    if why in ("", "nothing_stored"):
+    if fallback in ("", "nothing_stored"):
         for segment in trace.segments:
             if segment.goes_on:
                 continue
             if segment.hit:
                 yield f"hit {segment.tier}"
-            elif why or segment.why in (reasons.MISSING, reasons.UNREADABLE, reasons.ENCODING):
+            elif fallback or segment.why in (reasons.MISSING, reasons.UNREADABLE, reasons.ENCODING):
                 yield "missed"

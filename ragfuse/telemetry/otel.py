@@ -31,7 +31,7 @@ R = TypeVar("R")
 Attributes = dict[str, str | bool | int | float | list[str]]
 
 
-class Answering(Protocol):
+class TracedEngine(Protocol):
     """An engine, as far as spans need it."""
 
     settings: Settings
@@ -58,7 +58,7 @@ class Options(Protocol):
 
 
 class Reader(Protocol):
-    """A reader of a plan's layers, with its times in seconds."""
+    """What reads the layers of a load plan, as far as tracing needs it: how long it loaded and waited, in seconds."""
 
     load_s: float
     wait_s: float
@@ -69,7 +69,7 @@ class Reader(Protocol):
     def __exit__(self, kind: Any, error: Any, trace: Any, /) -> Any: ...
 
 
-class Computed(Protocol):
+class PrefillResult(Protocol):
     """A prefilled prompt."""
 
     @property
@@ -83,7 +83,7 @@ class Computed(Protocol):
         ...
 
 
-E = TypeVar("E", bound=Answering)
+E = TypeVar("E", bound=TracedEngine)
 Q = TypeVar("Q", bound=Options)
 L = TypeVar("L", bound=Reader)
 
@@ -95,28 +95,28 @@ def span(name: str) -> Iterator[Span | None]:
     if tracer is None:
         yield None
         return
-    with tracer.start_as_current_span(f"ragfuse.{name}") as made:
-        yield made if made.is_recording() else None
+    with tracer.start_as_current_span(f"ragfuse.{name}") as current:
+        yield current if current.is_recording() else None
 
 
-def spanned(name: str, of: Callable[[Any], Attributes]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that gives each call a span, with the attributes that `of` derives from the result."""
+def spanned(name: str, attributes_of: Callable[[Any], Attributes]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator that gives each call a span, whose attributes `attributes_of` derives from the result."""
 
-    def around(do: Callable[P, R]) -> Callable[P, R]:
-        @wraps(do)
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with span(name) as made:
-                result = do(*args, **kwargs)
-                if made is not None:
-                    made.set_attributes(of(result))
+            with span(name) as current:
+                result = function(*args, **kwargs)
+                if current is not None:
+                    current.set_attributes(attributes_of(result))
                 return result
 
         return call
 
-    return around
+    return decorate
 
 
-class Asked(Protocol):
+class TracedRequest(Protocol):
     """The request for an answer."""
 
     @property
@@ -130,41 +130,41 @@ class Asked(Protocol):
         ...
 
 
-R2 = TypeVar("R2", bound=Asked)
+R2 = TypeVar("R2", bound=TracedRequest)
 
 
-def answered(write: Callable[[E, R2], Answer]) -> Callable[[E, R2], Answer]:
+def answered(method: Callable[[E, R2], Answer]) -> Callable[[E, R2], Answer]:
     """Decorate an engine's answer method: give it the root span, and count and log its answers."""
 
-    @wraps(write)
+    @wraps(method)
     def call(engine: E, request: R2) -> Answer:
-        with _asked("answer", engine, request.ask, request.say is not None) as made:
-            answer = write(engine, request)
+        with _root_span("answer", engine, request.ask, request.say is not None) as current:
+            answer = method(engine, request)
             engine.counters.add(answer)
             log.info(answer.trace.summary)
-            if made is not None:
-                made.set_attributes(of_answers([answer]))
+            if current is not None:
+                current.set_attributes(answer_attributes([answer]))
                 if request.say is not None:
-                    made.set_attribute("gen_ai.response.time_to_first_chunk", answer.trace.ttft_s)
+                    current.set_attribute("gen_ai.response.time_to_first_chunk", answer.trace.ttft_s)
             return answer
 
     return call
 
 
 def batched(
-    write: Callable[Concatenate[E, Any, Q, P], list[Answer]],
+    method: Callable[Concatenate[E, Any, Q, P], list[Answer]],
 ) -> Callable[Concatenate[E, Any, Q, P], list[Answer]]:
     """Decorate an engine's method that answers several prompts as one batch, like `answered`."""
 
-    @wraps(write)
+    @wraps(method)
     def call(engine: E, prompts: Any, ask: Q, /, *args: P.args, **kwargs: P.kwargs) -> list[Answer]:
-        with _asked("batch", engine, ask, False) as made:
-            answers = write(engine, prompts, ask, *args, **kwargs)
+        with _root_span("batch", engine, ask, False) as current:
+            answers = method(engine, prompts, ask, *args, **kwargs)
             for answer in answers:
                 engine.counters.add(answer)
                 log.info(answer.trace.summary)
-            if made is not None and answers:
-                made.set_attributes(of_answers(answers))
+            if current is not None and answers:
+                current.set_attributes(answer_attributes(answers))
             return answers
 
     return call
@@ -174,20 +174,20 @@ def batched(
 def loading(reader: L, plan: LoadPlan) -> Iterator[L]:
     """Open a reader, with a span that lasts until its last layer is read; it runs beside the span of the prefill."""
     tracer = _tracer() if plan.fetches else None
-    made = tracer.start_span("ragfuse.load", attributes=of_reads(plan)) if tracer is not None else None
+    load_span = tracer.start_span("ragfuse.load", attributes=read_attributes(plan)) if tracer is not None else None
     try:
         with reader:
             yield reader
     finally:
-        if made is not None:
-            made.set_attributes({"ragfuse.load_s": reader.load_s, "ragfuse.wait_s": reader.wait_s})
+        if load_span is not None:
+            load_span.set_attributes({"ragfuse.load_s": reader.load_s, "ragfuse.wait_s": reader.wait_s})
             since_s = perf_counter() - reader.last_s if reader.last_s else 0.0
-            made.end(time_ns() - round(since_s * 1e9))
+            load_span.end(time_ns() - round(since_s * 1e9))
 
 
-def of_plan(plan: LoadPlan) -> Attributes:
+def plan_attributes(plan: LoadPlan) -> Attributes:
     """Return span attributes of a plan."""
-    said: Attributes = {
+    attributes: Attributes = {
         "ragfuse.policy": plan.policy,
         "ragfuse.ratio": plan.ratio,
         "ragfuse.tokens": len(plan.prompt),
@@ -196,11 +196,14 @@ def of_plan(plan: LoadPlan) -> Attributes:
         "ragfuse.fallback_reason": plan.fallback_reason,
     }
     if plan.forecast is not None:
-        said |= {"ragfuse.predicted_ttft_s": plan.forecast.ttft_s, "ragfuse.predicted_load_s": plan.forecast.load_s}
-    return said
+        attributes |= {
+            "ragfuse.predicted_ttft_s": plan.forecast.ttft_s,
+            "ragfuse.predicted_load_s": plan.forecast.load_s,
+        }
+    return attributes
 
 
-def of_reads(plan: LoadPlan) -> Attributes:
+def read_attributes(plan: LoadPlan) -> Attributes:
     """Return span attributes of the reads of a plan."""
     return {
         "ragfuse.tiers": sorted({fetch.tier for fetch in plan.fetches}),
@@ -209,19 +212,19 @@ def of_reads(plan: LoadPlan) -> Attributes:
     }
 
 
-def of_prefill(prefill: Computed) -> Attributes:
+def prefill_attributes(prefill: PrefillResult) -> Attributes:
     """Return span attributes of a prefill."""
     return {"ragfuse.tokens": len(prefill.token_ids), "ragfuse.mean_ratio": prefill.mean_ratio}
 
 
-def of_answers(answers: Sequence[Answer]) -> Attributes:
+def answer_attributes(answers: Sequence[Answer]) -> Attributes:
     """Return span attributes of answers: what all together reused, and the longest times.
 
     For a single answer they include its policy, ratios, forecast and reason for a full prefill.
     """
     traces = [answer.trace for answer in answers]
     segments = [segment for trace in traces for segment in trace.segments]
-    said: Attributes = {
+    attributes: Attributes = {
         "gen_ai.response.finish_reasons": [answer.finish_reason for answer in answers],
         "gen_ai.usage.input_tokens": sum(trace.tokens for trace in traces),
         "gen_ai.usage.output_tokens": sum(len(answer.token_ids) for answer in answers),
@@ -238,11 +241,11 @@ def of_answers(answers: Sequence[Answer]) -> Attributes:
         "ragfuse.total_s": max(trace.total_s for trace in traces),
     }
     if len(traces) > 1:
-        return {**said, "ragfuse.answers": len(traces)}
+        return {**attributes, "ragfuse.answers": len(traces)}
     (trace,) = traces
     if trace.predicted_ttft_s is not None:
-        said["ragfuse.predicted_ttft_s"] = trace.predicted_ttft_s
-    return said | {
+        attributes["ragfuse.predicted_ttft_s"] = trace.predicted_ttft_s
+    return attributes | {
         "ragfuse.policy": trace.policy,
         "ragfuse.ratio": trace.ratio,
         "ragfuse.mean_ratio": trace.mean_ratio,
@@ -250,25 +253,25 @@ def of_answers(answers: Sequence[Answer]) -> Attributes:
     }
 
 
-planned, fused = spanned("plan", of_plan), spanned("fuse", of_prefill)
+planned, fused = spanned("plan", plan_attributes), spanned("fuse", prefill_attributes)
 """Decorators that give spans to functions that return a plan, and to functions that return a prefill."""
 
 
 @contextmanager
-def _asked(name: str, engine: Answering, ask: Options, streams: bool) -> Iterator[Span | None]:
-    """Open the root span of a request, and count the request as failed if it raises."""
+def _root_span(name: str, engine: TracedEngine, ask: Options, streams: bool) -> Iterator[Span | None]:
+    """Open the root span of a request; count the request as failed if it raises an error."""
     try:
-        with span(name) as made:
-            if made is not None:
-                made.set_attributes(_of_question(engine.settings, ask, streams))
-            yield made
+        with span(name) as current:
+            if current is not None:
+                current.set_attributes(_request_attributes(engine.settings, ask, streams))
+            yield current
     except Exception:
         engine.counters.fail()
         raise
 
 
-def _of_question(settings: Settings, ask: Options, streams: bool) -> Attributes:
-    said: Attributes = {
+def _request_attributes(settings: Settings, ask: Options, streams: bool) -> Attributes:
+    attributes: Attributes = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "ragfuse",
         "gen_ai.request.model": settings.model,
@@ -276,7 +279,7 @@ def _of_question(settings: Settings, ask: Options, streams: bool) -> Attributes:
         "gen_ai.request.max_tokens": ask.max_tokens or settings.max_tokens,
         "ragfuse.reuse": ask.reuse,
     }
-    return said | ({"gen_ai.request.seed": ask.seed} if ask.seed is not None else {})
+    return attributes | ({"gen_ai.request.seed": ask.seed} if ask.seed is not None else {})
 
 
 def _tracer() -> Tracer | None:

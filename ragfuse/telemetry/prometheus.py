@@ -17,7 +17,7 @@ from ragfuse.process.shared import forget, shared
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.tier import Breaks, Numbers, Tier
-from ragfuse.telemetry.counters import TOKEN_FATES, TTFT_S, WHY, AnswerCounters, CounterSnapshot
+from ragfuse.telemetry.counters import FALLBACK_KINDS, TOKEN_FATES, TTFT_S, AnswerCounters, CounterSnapshot
 
 Registry = Any
 """A `CollectorRegistry` of prometheus_client."""
@@ -31,64 +31,64 @@ ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[CounterSnapshot], R
         "ragfuse_answers",
         "Answers, fused or by full prefill.",
         ("how",),
-        lambda counted: {
-            ("fused",): counted.sums["fused"],
-            ("full",): sum(counted.sums[f"full {why}"] for why in WHY),
+        lambda snapshot: {
+            ("fused",): snapshot.sums["fused"],
+            ("full",): sum(snapshot.sums[f"full {why}"] for why in FALLBACK_KINDS),
         },
     ),
     (
         "ragfuse_answers_refused",
         "Answers by full prefill, and why nothing was fused.",
         ("why",),
-        lambda counted: {(why,): counted.sums[f"full {why}"] for why in WHY},
+        lambda snapshot: {(why,): snapshot.sums[f"full {why}"] for why in FALLBACK_KINDS},
     ),
     (
         "ragfuse_answers_failed",
         "Questions that ended in an error.",
         (),
-        lambda counted: {(): counted.sums["failed"]},
+        lambda snapshot: {(): snapshot.sums["failed"]},
     ),
     (
         "ragfuse_catalog_failures",
         "Times that the store's catalog could not be read or written, and the engine went on from memory.",
         (),
-        lambda counted: {(): counted.sums["catalog_failures"]},
+        lambda snapshot: {(): snapshot.sums["catalog_failures"]},
     ),
     (
         "ragfuse_prompt_tokens",
         "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh.",
         ("kind",),
-        lambda counted: {(kind,): counted.sums[kind] for kind in TOKEN_FATES},
+        lambda snapshot: {(kind,): snapshot.sums[kind] for kind in TOKEN_FATES},
     ),
     (
         "ragfuse_answer_tokens",
         "Tokens of answers.",
         (),
-        lambda counted: {(): counted.sums["written"]},
+        lambda snapshot: {(): snapshot.sums["written"]},
     ),
 )
 """Counters of answers: name, help text, labels, and a function that returns the values."""
 TIER_COUNTS = MappingProxyType(
     {
-        "evicted": ("ragfuse_tier_evictions", "Entries that made room for others."),
+        "evicted": ("ragfuse_tier_evictions", "Entries evicted for others."),
         "corrupt": ("ragfuse_tier_corrupt", "Entries that could not be read and were dropped."),
-        "refused": ("ragfuse_tier_refused_writes", "Writes that found no room."),
-        "failed": ("ragfuse_tier_failures", "Calls that the medium refused or did not answer."),
+        "refused": ("ragfuse_tier_refused_writes", "Writes refused for lack of space."),
+        "failed": ("ragfuse_tier_failures", "Calls that the tier's storage refused or did not answer."),
         "promoted": ("ragfuse_tier_promotions", "Entries copied in because they are used often."),
     }
 )
 """Counters of a tier: name and help text, by their key in `Tier.counts`."""
 TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
-    ("ragfuse_tier_bytes", "Bytes kept in a tier.", lambda tier: tier.nbytes),
-    ("ragfuse_tier_capacity_bytes", "Bytes that a tier may keep.", lambda tier: tier.capacity),
+    ("ragfuse_tier_bytes", "Bytes stored in a tier.", lambda tier: tier.nbytes),
+    ("ragfuse_tier_capacity_bytes", "Capacity of a tier, in bytes.", lambda tier: tier.capacity),
     (
         "ragfuse_tier_entries",
-        "Entries kept in a tier, as far as is known.",
+        "Entries stored in a tier, as far as is known.",
         lambda tier: tier.n_entries if isinstance(tier, Numbers) else len(tier.entries()),
     ),
     (
         "ragfuse_tier_breaker_open",
-        "1 while a tier is left out because its medium does not answer, else 0.",
+        "1 while a tier is unreachable and therefore not used, else 0.",
         lambda tier: isinstance(tier, Breaks) and tier.breaker.is_open,
     ),
 )
@@ -123,27 +123,27 @@ def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str =
         raise InputError(
             "Metrics need the package prometheus-client, which is not installed: pip install 'ragfuse-kv[telemetry]'"
         ) from error
-    place = REGISTRY if registry is None else registry
+    target = REGISTRY if registry is None else registry
     name = name or Path(engine.settings.model).name
-    while not shared(("metrics", place), lambda: _Shown(place)).show(engine, name, shares):
+    while not shared(("metrics", target), lambda: _Collector(target)).add(engine, name, shares):
         pass
 
 
-class _Shown:
+class _Collector:
     """The collector of all engines in one registry; they share it, as a registry accepts each metric name once."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry, self._lock, self._over = registry, ForkLock(), False
+        self._registry, self._lock, self._is_unregistered = registry, ForkLock(), False
         self._engines: dict[str, MeteredEngine] = {}
         self._shares = set[str]()
 
-    def show(self, engine: MeteredEngine, name: str, shares: bool) -> bool:
+    def add(self, engine: MeteredEngine, name: str, shares: bool) -> bool:
         """Add an engine under this name, numbered if taken; return False if the collector was just unregistered."""
         with self._lock:
-            if self._over or engine in self._engines.values():
-                return not self._over
+            if self._is_unregistered or engine in self._engines.values():
+                return not self._is_unregistered
             names = (name, *(f"{name}-{number}" for number in range(2, len(self._engines) + 3)))
-            name = next(each for each in names if each not in self._engines)
+            name = next(candidate for candidate in names if candidate not in self._engines)
             if not self._engines:
                 self._registry.register(self)
             self._engines[name] = engine
@@ -163,10 +163,10 @@ class _Shown:
         return self._read(engines)
 
     def _read(self, engines: Mapping[str, MeteredEngine]) -> Iterator[Metric]:
-        counted = {name: engine.counters.now() for name, engine in engines.items()}
-        yield from _of_answers(counted)
-        yield _times(counted)
-        yield from _of_tiers(engines, counted, self._shares)
+        snapshots = {name: engine.counters.now() for name, engine in engines.items()}
+        yield from _answer_metrics(snapshots)
+        yield _ttft_histogram(snapshots)
+        yield from _tier_metrics(engines, snapshots, self._shares)
         waiting = _gauge("ragfuse_waiting", "Runs of tokens that wait to be encoded in the background.", ())
         for name, engine in engines.items():
             waiting.add_metric([name], engine.counters.waiting)
@@ -176,67 +176,71 @@ class _Shown:
         with self._lock:
             del self._engines[name]
             self._shares.discard(name)
-            self._over = not self._engines
-            if self._over:
+            self._is_unregistered = not self._engines
+            if self._is_unregistered:
                 self._registry.unregister(self)
                 forget(self)
 
 
-def _of_answers(counted: Mapping[str, CounterSnapshot]) -> Iterator[Metric]:
-    for name, what, labels, rows in ANSWERS:
-        metric = _counter(name, what, labels)
-        for engine, found in counted.items():
-            for values, n in rows(found).items():
-                metric.add_metric([engine, *values], n)
+def _answer_metrics(snapshots: Mapping[str, CounterSnapshot]) -> Iterator[Metric]:
+    for name, help_text, labels, values_of in ANSWERS:
+        metric = _counter(name, help_text, labels)
+        for engine, snapshot in snapshots.items():
+            for label_values, n in values_of(snapshot).items():
+                metric.add_metric([engine, *label_values], n)
         yield metric
 
 
-def _times(counted: Mapping[str, CounterSnapshot]) -> Metric:
+def _ttft_histogram(snapshots: Mapping[str, CounterSnapshot]) -> Metric:
     """Return the histogram of the time to first token."""
     from prometheus_client.core import HistogramMetricFamily
 
     metric = HistogramMetricFamily("ragfuse_ttft_seconds", "Time to the first token.", labels=["engine"])
-    for engine, found in counted.items():
-        ends = [*map(str, TTFT_S), "+Inf"]
-        metric.add_metric([engine], [(end, sum(found.ttft[: at + 1])) for at, end in enumerate(ends)], found.ttft_s)
+    for engine, snapshot in snapshots.items():
+        bounds = [*map(str, TTFT_S), "+Inf"]
+        metric.add_metric(
+            [engine], [(bound, sum(snapshot.ttft[: at + 1])) for at, bound in enumerate(bounds)], snapshot.ttft_s
+        )
     return metric
 
 
-def _of_tiers(
-    engines: Mapping[str, MeteredEngine], counted: Mapping[str, CounterSnapshot], shares: Collection[str]
+def _tier_metrics(
+    engines: Mapping[str, MeteredEngine], snapshots: Mapping[str, CounterSnapshot], shares: Collection[str]
 ) -> Iterator[Metric]:
     """Yield the metrics of tiers; `shares` names the engines that share slow tiers with other tenants."""
     tiers = [(name, tier) for name, engine in engines.items() for tier in engine.store.tiers]
-    for count, (title, what) in TIER_COUNTS.items():
-        metric = _counter(title, what, ("tier",))
+    for count, (metric_name, help_text) in TIER_COUNTS.items():
+        metric = _counter(metric_name, help_text, ("tier",))
         for name, tier in tiers:
             metric.add_metric([name, tier.name], tier.counts[count])
         yield metric
-    for title, what, value in TIER_STATES:
-        gauge = _gauge(title, what, ("tier",))
+    for metric_name, help_text, value in TIER_STATES:
+        gauge = _gauge(metric_name, help_text, ("tier",))
         for name, tier in tiers:
-            if not (name in shares and tier.slow and title in SHARED_GAUGES):
+            if not (name in shares and tier.slow and metric_name in SHARED_GAUGES):
                 gauge.add_metric([name, tier.name], float(value(tier)))
         yield gauge
-    hits = _counter("ragfuse_tier_hits", "Segments of prompts that a tier gave.", ("tier",))
-    misses = _counter("ragfuse_tier_misses", "Segments of prompts that a tier was asked for in vain.", ("tier",))
+    hits = _counter("ragfuse_tier_hits", "Segments of prompts that were read from a tier.", ("tier",))
+    misses = _counter(
+        "ragfuse_tier_misses", "Segments of prompts that were looked up in a tier without success.", ("tier",)
+    )
     for name, engine in engines.items():
-        later = counted[name].sums["missed"]
+        tier_misses = snapshots[name].sums["missed"]
         for tier in reversed(engine.store.tiers):
-            misses.add_metric([name, tier.name], later)
-            found = counted[name].sums[f"hit {tier.name}"]
-            hits.add_metric([name, tier.name], found)
-            later += found
+            misses.add_metric([name, tier.name], tier_misses)
+            hit = snapshots[name].sums[f"hit {tier.name}"]
+            hits.add_metric([name, tier.name], hit)
+            tier_misses += hit
     yield from (hits, misses)
 
 
-def _counter(name: str, what: str, labels: Sequence[str]) -> Any:
+def _counter(name: str, help_text: str, labels: Sequence[str]) -> Any:
     from prometheus_client.core import CounterMetricFamily
 
-    return CounterMetricFamily(name, what, labels=["engine", *labels])
+    return CounterMetricFamily(name, help_text, labels=["engine", *labels])
 
 
-def _gauge(name: str, what: str, labels: Sequence[str]) -> Any:
+def _gauge(name: str, help_text: str, labels: Sequence[str]) -> Any:
     from prometheus_client.core import GaugeMetricFamily
 
-    return GaugeMetricFamily(name, what, labels=["engine", *labels])
+    return GaugeMetricFamily(name, help_text, labels=["engine", *labels])

@@ -37,13 +37,13 @@ ALONE_CHARS = 1 << 15
 
 One prompt already uses all cores, and several at once would block the interpreter for longer.
 """
-_LONG = ForkLock()
+_LONG_PROMPTS = ForkLock()
 
 
 class Tokenizer(Protocol):
     """The part of a model's tokenizer that building prompts needs (`hf.tokens.TextEncoder`)."""
 
-    def forged(self, text: str, is_begun: bool = False) -> Sequence[Chars]:
+    def control_spans(self, text: str, is_begun: bool = False) -> Sequence[Chars]:
         """Return the characters lo:hi of everything in a text that would be tokenised as a control token.
 
         Args:
@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def said(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Decode ids as in the middle of a text."""
         ...
 
@@ -97,7 +97,7 @@ class Assembler:
     any chunk.
 
     Args:
-        words: The model's tokenizer.
+        tokenizer: The model's tokenizer.
         key_of: `key_of(ids, context)` returns the key of a run's KV; context "" means encoded alone.
         render: The chat template as `render(messages)` or `render(messages, tools)`, with plain strings as roles and
             contents; None: the model has none.
@@ -106,12 +106,12 @@ class Assembler:
         context: Digest of what chunks were encoded behind.
         calls: How the template writes tool calls.
         find: Finds known runs in ids.
-        whole: Tokenise chunks together with the text around them, so that all ids are the model's own.
-        goes_on: `render` leaves the last message open, so that the answer continues it.
+        as_one_text: Tokenise chunks together with the text around them, so that all ids are the model's own.
+        continues_last: `render` leaves the last message open, so that the answer continues it.
         check: Called with the rendered text before it is tokenised; raises if the text is too long.
     """
 
-    words: Tokenizer
+    tokenizer: Tokenizer
     key_of: KeyOf
     render: Render | None = None
     min_tokens: int = 8
@@ -119,8 +119,8 @@ class Assembler:
     context: str = ""
     calls: CallFormat = DEFAULT_CALL_FORMAT
     find: Find = lambda ids: ()
-    whole: bool = False
-    goes_on: bool = False
+    as_one_text: bool = False
+    continues_last: bool = False
     check: Callable[[str], None] = lambda text: None
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
@@ -152,7 +152,8 @@ class Assembler:
                 placed.append(PlacedPiece(at, at + len(piece.text), piece))
             at += len(piece.text)
         text = "".join(piece.text for piece in parts)
-        return self._of(Rendered(text, tuple(self.words.forged(text)), tuple(placed), (0, len(text))), True, bos)
+        bare = tuple(self.tokenizer.control_spans(text))
+        return self._of(Rendered(text, bare, tuple(placed), (0, len(text))), True, bos)
 
     def ids(self, ids: Sequence[int]) -> Prompt:
         """Return the Prompt of exactly these ids, with known chunks in it."""
@@ -164,54 +165,64 @@ class Assembler:
         If the template rejects or drops a system message, its text is put at the head of the first user message.
         """
         try:
-            return self._written(turns, tools)
+            return self._rendered_once(turns, tools)
         except InputError:
             if not any(turn.role == "system" for turn in turns):
                 raise
-            return self._written(_without_system(turns), tools)
+            return self._rendered_once(_without_system(turns), tools)
 
-    def _written(self, turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
+    def _rendered_once(self, turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
         render, roles = self.render, [turn.role for turn in turns]
 
-        def write(messages: list[dict[str, Any]], told: list[Any]) -> str:
+        def write(messages: list[dict[str, Any]], schemas: list[Any]) -> str:
             try:
-                return str(render(messages, told) if told else render(messages)) if render is not None else ""
+                return str(render(messages, schemas) if schemas else render(messages)) if render is not None else ""
             except Exception as error:  # a template may raise anything
-                raise InputError(f"The chat template refuses the roles {roles}: {error}") from error
+                raise InputError(
+                    f"The chat template does not accept messages of the roles {roles} ({error}). Change the roles or "
+                    "their order, or pass one text instead of messages."
+                ) from error
 
         contents = [_parts(turn.content) for turn in turns]
         texts = ["".join(piece.text for piece in pieces) for pieces in contents]
-        messages = [self.calls.message(turn, text, _same) for turn, text in zip(turns, texts, strict=True)]
-        return Conversation(messages, contents, tools, self.words.forged, self.goes_on).rendered(write)
+        messages = [self.calls.message(turn, text, _identity) for turn, text in zip(turns, texts, strict=True)]
+        conversation = Conversation(messages, contents, tools, self.tokenizer.control_spans, self.continues_last)
+        return conversation.rendered(write)
 
-    def _of(self, rendered: Rendered, asks: bool, bos: Sequence[int] = ()) -> Prompt:
-        """Tokenise a rendered text into a Prompt; asks: whether the last message is a user's."""
-        placed = [] if self.whole else [each for each in rendered.placed if each.piece.text.strip()]
+    def _of(self, rendered: Rendered, is_question: bool, bos: Sequence[int] = ()) -> Prompt:
+        """Tokenise a rendered text into a Prompt.
+
+        Args:
+            rendered: The text, with its chunks.
+            is_question: Whether the last message is a user's.
+            bos: Ids before the text.
+        """
+        placed = [] if self.as_one_text else [each for each in rendered.placed if each.piece.text.strip()]
         cuts, pieces = list[Cut](), list[Piece]()
         for each in placed:
-            cut = (each.lo, each.hi, ()) if not each.piece.ids else _as_said(self.words, rendered.text, each)
+            cut = (each.lo, each.hi, ()) if not each.piece.ids else _cut_of_ids(self.tokenizer, rendered.text, each)
             if cut is not None and (not cuts or cuts[-1][1] <= cut[0]):
                 cuts.append(cut)
                 pieces.append(each.piece)
         self.check(rendered.text)
-        with _LONG if len(rendered.text) >= ALONE_CHARS else nullcontext():
-            parts = self.words.parts(rendered.text, rendered.bare, cuts)
+        with _LONG_PROMPTS if len(rendered.text) >= ALONE_CHARS else nullcontext():
+            parts = self.tokenizer.parts(rendered.text, rendered.bare, cuts)
         runs = [_Run(tuple(bos))]
         for tokens, number, _ in parts:
             piece = pieces[number] if number >= 0 else Piece("")
             is_chunk = number >= 0 and piece.kind == "chunk"
             runs.append(_Run(tokens, is_chunk, piece.source, piece.text) if is_chunk else _Run(tokens))
         offsets = [each for _, _, each in parts]
-        return self._prompt(runs, _rows(offsets, rendered.said, len(bos)) if asks else (0, 0))
+        return self._prompt(runs, _rows(offsets, rendered.last_message, len(bos)) if is_question else (0, 0))
 
-    def _prompt(self, runs: Sequence[_Run], said: tuple[int, int]) -> Prompt:
+    def _prompt(self, runs: Sequence[_Run], last_user_rows: tuple[int, int]) -> Prompt:
         runs = [run for run in self._found(runs) if run.tokens]
         if not runs:
             raise InputError("The prompt is empty; wanted at least one token of text.")
         reused = [run.is_chunk and len(run.tokens) >= (1 if run.stored else self.min_chunk_tokens) for run in runs]
         reused[-1] = False
         n_prefix = next((i for i, run in enumerate(runs) if run.is_chunk), len(runs)) if any(reused) else 0
-        prompt = Prompt(_placed(self._segments(runs, reused, n_prefix)), said=said)
+        prompt = Prompt(_placed(self._segments(runs, reused, n_prefix)), last_user_rows=last_user_rows)
         chunks = (lo for each, (lo, _) in zip(prompt.segments, prompt.spans, strict=True) if each.kind == "chunk")
         return replace(prompt, first_chunk=next(chunks, -1))
 
@@ -273,7 +284,7 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
             yield from group
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
@@ -295,36 +306,36 @@ def _rows(offsets: Iterable[Sequence[Chars]], chars: Chars, at: int) -> tuple[in
     return (found[0][0], found[-1][1]) if found else (0, 0)
 
 
-def _as_said(words: Tokenizer, text: str, placed: PlacedPiece) -> Cut | None:
-    """Find where ids that a model wrote occur in a rendered text.
+def _cut_of_ids(tokenizer: Tokenizer, text: str, placed: PlacedPiece) -> Cut | None:
+    """Return the characters of a text whose ids are known, and those ids; None if these do not decode to the text.
 
-    White space at their ends is dropped if the text does not have it. None if the ids do not decode to the text.
+    Ids of white space at the ends are dropped if the text does not have it.
     """
-    ids, said = placed.piece.ids, text[placed.lo : placed.hi]
-    core = said.strip()
-    at = placed.lo + said.index(core)
-    for some in (ids, _without_space(words, ids)):
-        told = words.said(some)
-        lo = at - (len(told) - len(told.lstrip()))
-        if some and told.strip() == core and lo >= 0 and text.startswith(told, lo):
-            return lo, lo + len(told), some
+    ids, written = placed.piece.ids, text[placed.lo : placed.hi]
+    core = written.strip()
+    at = placed.lo + written.index(core)
+    for candidate in (ids, _without_space(tokenizer, ids)):
+        decoded = tokenizer.decode(candidate)
+        lo = at - (len(decoded) - len(decoded.lstrip()))
+        if candidate and decoded.strip() == core and lo >= 0 and text.startswith(decoded, lo):
+            return lo, lo + len(decoded), candidate
     return None
 
 
-def _without_space(words: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
+def _without_space(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ids without leading and trailing ids that decode to white space."""
     lo, hi = 0, len(ids)
-    while lo < hi and not words.said(ids[lo : lo + 1]).strip():
+    while lo < hi and not tokenizer.decode(ids[lo : lo + 1]).strip():
         lo += 1
-    while hi > lo and not words.said(ids[hi - 1 : hi]).strip():
+    while hi > lo and not tokenizer.decode(ids[hi - 1 : hi]).strip():
         hi -= 1
     return ids[lo:hi]
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Move all system text to the head of the first user message, which is created if there is none."""
-    said = [turn.content for turn in turns if turn.role == "system" and turn.content]
-    system = [part for parts in said for part in (*parts, Piece("\n\n"))]
+    contents = [turn.content for turn in turns if turn.role == "system" and turn.content]
+    system = [part for parts in contents for part in (*parts, Piece("\n\n"))]
     rest = [turn for turn in turns if turn.role != "system"]
     at = next((i for i, turn in enumerate(rest) if turn.role == "user"), None)
     if at is None:

@@ -23,21 +23,27 @@ Places = NDArray[np.int64]
 
 LETTER = r"[^\W\u0e00-\U0010ffff]"
 """Letters of scripts that separate words by spaces."""
-_STOP = re.compile(rf"(?!{LETTER})|(?<!{LETTER})")
-_AT_ONCE = 1 << 15
+_WORD_BORDER = re.compile(rf"(?!{LETTER})|(?<!{LETTER})")
+_BATCH_PLACES = 1 << 15
 """Places that are searched in one batch."""
-_BATCH = 1 << 18
+_BATCH_LETTERS = 1 << 18
 """Letters of known texts that are fingerprinted in one batch."""
 
 
 def cuts_no_word(text: str, at: int) -> bool:
-    """Tell whether a text may end before place `at` of a longer one."""
-    return _STOP.match(text, at) is not None
+    """Return whether a longer text can be cut at place `at` without splitting a word."""
+    return _WORD_BORDER.match(text, at) is not None
 
 
 @dataclass(slots=True)
 class Family:
-    """Known texts with a common beginning. order: indexed texts, sorted; fresh: texts that are not indexed yet."""
+    """Known texts with a common beginning.
+
+    Attributes:
+        order: Indexed texts, sorted.
+        fresh: Texts that are not indexed yet.
+        longest: Letters of the longest text.
+    """
 
     order: list[str] = field(default_factory=list)
     fresh: set[str] = field(default_factory=set)
@@ -57,10 +63,11 @@ class Beginnings:
 
     def __init__(self) -> None:
         self.point, self.steps = EvaluationPoint(2 + secrets.randbelow(MODULUS - 3)), 0
-        self._marks: dict[int, str] = {}  # fingerprint of a beginning -> the longest known text in that, or ""
-        self._prints: dict[str, list[int]] = {}  # text -> fingerprints of its own beginnings, shortest first
+        # fingerprint of a prefix -> the longest known text that the prefix begins with, or ""
+        self._by_print: dict[int, str] = {}
+        self._fingerprints: dict[str, list[int]] = {}  # text -> fingerprints of its indexed prefixes, shortest first
         self._parents: dict[str, str] = {}  # text -> the longest other known text that it begins with, or ""
-        self._whole: dict[str, str] = {}  # the same, of those that end no word of it in two
+        self._parents_at_words: dict[str, str] = {}  # the same, but only texts whose end does not split a word
 
     def add(self, family: Family, text: str) -> None:
         """Add a text, which is found after the next `settle`."""
@@ -69,14 +76,14 @@ class Beginnings:
 
     def discard(self, family: Family, text: str) -> None:
         """Remove a text."""
-        for print in self._prints.pop(text, ()):
-            self._marks.pop(print, None)
+        for fingerprint in self._fingerprints.pop(text, ()):
+            self._by_print.pop(fingerprint, None)
         self._parents.pop(text, None)
-        self._whole.pop(text, None)
+        self._parents_at_words.pop(text, None)
         if text in family.fresh:
             family.fresh.remove(text)
         else:
-            family.fresh.update(family.order)  # some of which shared fingerprints with it, or began with it
+            family.fresh.update(family.order)  # indexed again: some may share fingerprints with it, or begin with it
             family.fresh.remove(text)
             family.order.clear()
 
@@ -88,93 +95,97 @@ class Beginnings:
         if any(self._is_beginning(family.order, text) for text in texts):
             texts = sorted([*family.order, *texts])
             family.order.clear()
-        self._read([text for text in texts if text not in self._prints])
+        self._add_fingerprints([text for text in texts if text not in self._fingerprints])
         for text in texts:
-            self._place(family.order, text)
+            self._insert(family.order, text)
         family.fresh.clear()
 
-    def find(self, text: str, prints: Fingerprints, places: Places, longest: int) -> Iterator[tuple[int, str]]:
-        """Yield (place, known text) for places in order, without those inside of a text that was found before.
+    def find(self, text: str, fingerprints: Fingerprints, places: Places, longest: int) -> Iterator[tuple[int, str]]:
+        """Yield (place, known text) for places in order, except for places inside of a text that was found before.
 
-        The text is the longest of at most `longest` letters that begins there and cuts no word in two.
+        It is the longest known text of at most `longest` letters that begins there and does not end within a word.
         """
-        done = 0
-        for lo in range(0, len(places), _AT_ONCE):
-            some = places[lo : lo + _AT_ONCE]
-            some = some[some >= done]
-            for place, known in zip(some.tolist(), self._longest(prints, some, longest), strict=True):
+        end = 0
+        for lo in range(0, len(places), _BATCH_PLACES):
+            batch = places[lo : lo + _BATCH_PLACES]
+            batch = batch[batch >= end]
+            for place, known in zip(batch.tolist(), self._longest(fingerprints, batch, longest), strict=True):
                 if known and not cuts_no_word(text, place + len(known)):
-                    known = self._whole[known]
-                if not known or place < done:
+                    known = self._parents_at_words[known]
+                if not known or place < end:
                     continue
                 self.steps += len(known)
                 if text.startswith(known, place):
                     yield place, known
-                    done = place + len(known)
+                    end = place + len(known)
 
-    def _longest(self, prints: Fingerprints, places: Places, longest: int) -> Sequence[str]:
+    def _longest(self, fingerprints: Fingerprints, places: Places, longest: int) -> Sequence[str]:
         """Return the longest known text that begins at each place, even if it ends within a word; "": none."""
         size, found = np.zeros(len(places), np.int64), [""] * len(places)
         for bit in reversed(range(longest.bit_length())):
-            rows = np.flatnonzero(places + size + (1 << bit) <= len(prints))
+            rows = np.flatnonzero(places + size + (1 << bit) <= len(fingerprints))
             self.steps += len(rows)
-            wanted = prints.of(places[rows], size[rows] + (1 << bit)).tolist()
-            for row, print in zip(rows.tolist(), wanted, strict=True):
-                known = self._marks.get(print)
+            batch = fingerprints.of(places[rows], size[rows] + (1 << bit)).tolist()
+            for row, fingerprint in zip(rows.tolist(), batch, strict=True):
+                known = self._by_print.get(fingerprint)
                 if known is not None:
                     found[row] = known
                     size[row] += 1 << bit
         return found
 
-    # what is kept
+    # the index
 
     @staticmethod
     def _is_beginning(order: Sequence[str], text: str) -> bool:
-        """Whether any of the texts in order begins with this one."""
+        """Return whether any of these sorted texts begins with this one."""
         at = bisect_left(order, text)
         return at < len(order) and order[at].startswith(text)
 
-    def _place(self, order: list[str], text: str) -> None:
-        """Put a text among others, none of which begins with it."""
+    def _insert(self, order: list[str], text: str) -> None:
+        """Insert a text into sorted ones, none of which begins with it."""
         at = bisect_left(order, text)
         parent = order[at - 1] if at else ""
         while not text.startswith(parent):
             parent = self._parents[parent]
         order.insert(at, text)
         self._parents[text] = parent
-        self._whole[text] = parent if not parent or cuts_no_word(text, len(parent)) else self._whole[parent]
+        self._parents_at_words[text] = (
+            parent if not parent or cuts_no_word(text, len(parent)) else self._parents_at_words[parent]
+        )
         longest = text
-        for size, print in zip(reversed(_sizes(len(text))), reversed(self._prints[text]), strict=True):
+        for size, fingerprint in zip(
+            reversed(_prefix_sizes(len(text))), reversed(self._fingerprints[text]), strict=True
+        ):
             while len(longest) > size:
                 longest = self._parents[longest]
-            self._marks[print] = longest
+            self._by_print[fingerprint] = longest
 
-    def _read(self, texts: Sequence[str]) -> None:
-        """Take the fingerprints of the texts' beginnings, many texts at a time."""
-        some, n_letters = list[str](), 0
+    def _add_fingerprints(self, texts: Sequence[str]) -> None:
+        """Compute the fingerprints of the texts' prefixes, many texts at a time."""
+        batch, n_letters = list[str](), 0
         for text in texts:
-            some.append(text)
+            batch.append(text)
             n_letters += len(text)
-            if n_letters >= _BATCH:
-                self._read_together(some)
-                some, n_letters = [], 0
-        if some:
-            self._read_together(some)
+            if n_letters >= _BATCH_LETTERS:
+                self._add_batch(batch)
+                batch, n_letters = [], 0
+        if batch:
+            self._add_batch(batch)
 
-    def _read_together(self, texts: Sequence[str]) -> None:
-        sizes = [_sizes(len(text)) for text in texts]
+    def _add_batch(self, texts: Sequence[str]) -> None:
+        sizes = [_prefix_sizes(len(text)) for text in texts]
         starts = np.cumsum([0, *map(len, texts)])[:-1]
         counts = [len(each) for each in sizes]
         flat = np.array([size for each in sizes for size in each], np.int64)
         found = Fingerprints("".join(texts), self.point).of(np.repeat(starts, counts).astype(np.int64), flat).tolist()
         at = 0
         for text, n in zip(texts, counts, strict=True):
-            self._prints[text] = found[at : at + n]
+            self._fingerprints[text] = found[at : at + n]
             at += n
 
 
-def _sizes(length: int) -> list[int]:
-    """Lengths of the beginnings by which a text is met, shortest first: 8, 12, 13 for 13."""
+def _prefix_sizes(length: int) -> list[int]:
+    """Return the lengths of the prefixes by which a text is indexed, shortest first: 8, 12 and 13 for 13 letters."""
     found, size = list[int](), 0
     for bit in reversed(range(length.bit_length())):
         if length & 1 << bit:

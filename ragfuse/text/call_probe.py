@@ -27,20 +27,20 @@ UNTEMPLATED_CALL_TOKENS = ("<|python_tag|>",)
 """Tokens that models write before a call in bare JSON although their templates do not."""
 
 
-def call_format(render: RenderCalls, own: Sequence[str], ends: Sequence[str]) -> CallFormat:
+def call_format(render: RenderCalls, added_tokens: Sequence[str], ends: Sequence[str]) -> CallFormat:
     """Return a chat template's format of tool calls; `DEFAULT_CALL_FORMAT` if none is found.
 
     Args:
         render: The chat template.
-        own: Texts of the added tokens of the vocabulary.
+        added_tokens: Texts of the tokens that were added to the vocabulary.
         ends: Texts of the tokens that end an answer.
     """
     for as_text in (False, True):
         for id_size in (0, 9):
-            wanted = replace(DEFAULT_CALL_FORMAT, native=True, as_text=as_text, id_size=id_size)
+            attempt = replace(DEFAULT_CALL_FORMAT, native=True, as_text=as_text, id_size=id_size)
             try:
                 calls = tuple(replace(call, id=call.id[-id_size:].replace("_", "0")) for call in (FIRST, SECOND))
-                found = _Probe(render, own, ends, wanted, *calls).found()
+                found = _Probe(render, added_tokens, ends, attempt, *calls).found()
             except Exception:  # a template may raise anything; an unknown format raises _Unfit
                 continue
             if found is not None:
@@ -54,103 +54,103 @@ class _Unfit(Exception):
 
 @dataclass(frozen=True)
 class _Probe:
-    """A probe of a template with calls passed in one form (`wanted`)."""
+    """A probe of a template with calls passed in one form."""
 
     render: RenderCalls
-    own: Sequence[str]
+    added_tokens: Sequence[str]
     ends: Sequence[str]
-    wanted: CallFormat
+    form: CallFormat
     first: ToolCall
     second: ToolCall
 
     def found(self) -> CallFormat | None:
         """Return the format of calls; None if the template ignores tools."""
         question = [{"role": "user", "content": PROBE_QUESTION}]
-        told = self.render(question, _TOOLS, True)
-        if self.first.name not in told or self.first.name in self.render(question, (), True):
+        prompt = self.render(question, _TOOLS, True)
+        if self.first.name not in prompt or self.first.name in self.render(question, (), True):
             return None
-        one = self._answer(told, (self.first,))
+        answer = self._answer(prompt, (self.first,))
         try:
-            slots, gaps = _gaps(one, self.first)
+            slots, gaps = _gaps(answer, self.first)
         except ValueError:  # no JSON object
-            return self._paired(told, one)
+            return self._with_pairs(prompt, answer)
         head, *inner = gaps[:-1]
         if not head.strip():
             raise _Unfit("nothing says where a call begins")
         marker = self._marker(head)
         return replace(
-            self.wanted,
+            self.form,
             head=head,
             inner=tuple(inner),
             tail=gaps[-1],
             slots=slots,
-            again=self._again(told, gaps),
+            again=self._between_calls(prompt, gaps),
             marker=marker,
-            lead="" if marker else next((lead for lead in UNTEMPLATED_CALL_TOKENS if lead in self.own), ""),
+            lead="" if marker else next((lead for lead in UNTEMPLATED_CALL_TOKENS if lead in self.added_tokens), ""),
         )
 
-    def _paired(self, told: str, one: str) -> CallFormat:
-        """Return the format of a template that writes arguments one by one; `one`: an answer with one call."""
+    def _with_pairs(self, prompt: str, answer: str) -> CallFormat:
+        """Return the format of a template that writes arguments one by one; `answer` has one call."""
         (key, value), (other, last) = *self.first.arguments.items(), *self.second.arguments.items()
         both = replace(self.first, arguments={key: value, other: last})
-        head, opening, between, closing = _between(one, self.first.name, key, value)
-        found = _between(self._answer(told, (both,)), self.first.name, key, value, other, last)
+        head, opening, between, closing = _between(answer, self.first.name, key, value)
+        found = _between(self._answer(prompt, (both,)), self.first.name, key, value, other, last)
         if (*found[:3], *found[4:]) != (head, opening, between, between, closing) or not head.strip():
             raise _Unfit("arguments are not written alike")
-        bare = self._bare(told, head)
+        bare = self._without_arguments(prompt, head)
         inner, pairs, tail = _parted(opening, between, found[3], closing, bare)
         marker = self._marker(head)
         if not marker:
             raise _Unfit("nothing says where a call begins")
-        again = self._again_paired(told, closing, pairs.after)
-        return replace(self.wanted, head=head, inner=(inner,), tail=tail, again=again, marker=marker, pairs=pairs)
+        again = self._between_paired_calls(prompt, closing, pairs.after)
+        return replace(self.form, head=head, inner=(inner,), tail=tail, again=again, marker=marker, pairs=pairs)
 
-    def _bare(self, told: str, head: str) -> str | None:
+    def _without_arguments(self, prompt: str, head: str) -> str | None:
         """Return the text after the name in a call without arguments; None if the template rejects such a call."""
         try:
-            return self._answer(told, (replace(self.first, arguments={}),))[len(head) + len(self.first.name) :]
+            return self._answer(prompt, (replace(self.first, arguments={}),))[len(head) + len(self.first.name) :]
         except Exception:  # a template may raise anything
             return None
 
-    def _again_paired(self, told: str, closing: str, after: str) -> str | None:
-        """Return the text between two calls of one answer, as `_again`, for arguments that are written one by one."""
+    def _between_paired_calls(self, prompt: str, closing: str, after: str) -> str | None:
+        """Return the text between two calls, as `_between_calls` does, for arguments that are written one by one."""
         (key, value), (other, last) = *self.first.arguments.items(), *self.second.arguments.items()
         try:
-            both = self._answer(told, (self.first, self.second))
+            both = self._answer(prompt, (self.first, self.second))
             *_, middle, _, _, end = _between(both, self.first.name, key, value, self.second.name, other, last)
         except Exception:  # refused, or written as something else
             return None
         return middle[len(after) :] if middle.startswith(after) and end == closing else None
 
-    def _answer(self, told: str, calls: Sequence[ToolCall]) -> str:
-        """Return the text of an answer with these calls, from the end of the prompt `told` to the end of the answer."""
-        asked = ChatMessage("user", PROBE_QUESTION)
+    def _answer(self, prompt: str, calls: Sequence[ToolCall]) -> str:
+        """Return the text of an answer with these calls, from the end of the prompt to the end of the answer."""
+        question = ChatMessage("user", PROBE_QUESTION)
         results = [ChatMessage("tool", PROBE_RESULT, tool_call_id=call.id, name=call.name) for call in calls]
-        whole = self._rendered([asked, ChatMessage("assistant", "", tuple(calls)), *results])
-        plain = self._rendered([asked, ChatMessage("assistant", PROBE_TEXT)])
+        whole = self._render([question, ChatMessage("assistant", "", tuple(calls)), *results])
+        plain = self._render([question, ChatMessage("assistant", PROBE_TEXT)])
         if PROBE_RESULT not in whole:
             raise _Unfit("results are left out")
         places = [
-            place for begin in (told, plain[: plain.index(PROBE_TEXT)]) for place in (begin, _before_thought(begin))
+            place for begin in (prompt, plain[: plain.index(PROBE_TEXT)]) for place in (begin, _before_thought(begin))
         ]
-        begun = next((begin for begin in places if whole.startswith(begin)), None)
-        if begun is None:
+        start = next((begin for begin in places if whole.startswith(begin)), None)
+        if start is None:
             raise _Unfit("an answer does not begin where it is asked for")
-        answer = _behind_thought(whole[len(begun) :])
+        answer = _behind_thought(whole[len(start) :])
         after = answer.index(next(iter(calls[-1].arguments.values()), calls[-1].name))
         stops = [at for at in (answer.find(end, after) for end in self.ends) if at >= 0]
         if not stops:
             raise _Unfit("an answer does not end")
         return answer[: min(stops)]
 
-    def _rendered(self, turns: Sequence[ChatMessage]) -> str:
-        messages = [self.wanted.message(turn, str(turn.content), lambda value: value) for turn in turns]
+    def _render(self, turns: Sequence[ChatMessage]) -> str:
+        messages = [self.form.message(turn, str(turn.content), lambda value: value) for turn in turns]
         return self.render(messages, _TOOLS, False)
 
-    def _again(self, told: str, gaps: Sequence[str]) -> str | None:
+    def _between_calls(self, prompt: str, gaps: Sequence[str]) -> str | None:
         """Return the text between two calls of one answer; None if the template writes one call only."""
         try:
-            both = self._answer(told, (self.first, self.second))
+            both = self._answer(prompt, (self.first, self.second))
             first, rest = _cut(both, self.first)
             second, tail = _cut(rest, self.second)
         except Exception:  # refused, or written as something else
@@ -161,9 +161,9 @@ class _Probe:
     def _marker(self, head: str) -> str:
         """Return the text that begins a call and nothing else; "" if there is none."""
         text = head.lstrip()
-        token = next((own for own in sorted(self.own, key=len, reverse=True) if own and text.startswith(own)), None)
-        if token is not None:
-            return token
+        for token in sorted(self.added_tokens, key=len, reverse=True):
+            if token and text.startswith(token):
+                return token
         stop = next((at for at, letter in enumerate(text) if letter.isspace() or letter in "{["), len(text))
         return text[:stop]
 

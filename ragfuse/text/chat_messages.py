@@ -41,9 +41,9 @@ class ChatMessage:
     reasoning: str = ""
 
     @property
-    def says_something(self) -> bool:
-        """Whether its content is more than white space, or it calls tools."""
-        texts = (part if isinstance(part, str) else part.text for part in _listed(self.content))
+    def has_content(self) -> bool:
+        """Whether its content is more than white space or it calls tools."""
+        texts = (part if isinstance(part, str) else part.text for part in _parts(self.content))
         return bool(self.tool_calls) or any(text.strip() for text in texts)
 
     @staticmethod
@@ -64,28 +64,28 @@ class ChatMessage:
             names |= {call.id: call.name for call in message.tool_calls}
             found.append(replace(message, role=role, name=name))
         found = ChatMessage.joined(found)
-        if not any(message.says_something for message in found):
-            raise InputError("The messages hold no text; wanted at least one that asks something.")
+        if not any(message.has_content for message in found):
+            raise InputError("The messages are empty; at least one must contain text.")
         return found
 
     @staticmethod
-    def joined(turns: Iterable[ChatMessage]) -> list[ChatMessage]:
+    def joined(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
         """Merge neighbouring messages of the same role, because some chat templates require alternating roles.
 
         Tool results are not merged: each answers its own call.
         """
         found: list[ChatMessage] = []
-        for role, group in groupby(turns, key=lambda turn: turn.role):
-            alike = list(group)
-            if role == "tool" or len(alike) == 1:
-                found += alike
+        for role, group in groupby(messages, key=lambda message: message.role):
+            group_messages = list(group)
+            if role == "tool" or len(group_messages) == 1:
+                found += group_messages
                 continue
             content: list[str | Piece] = []
-            for turn in alike:
-                if turn.content:
-                    content += ["\n", *_listed(turn.content)] if content else _listed(turn.content)
-            calls = tuple(call for turn in alike for call in turn.tool_calls)
-            thoughts = "\n".join(turn.reasoning for turn in alike if turn.reasoning)
+            for message in group_messages:
+                if message.content:
+                    content += ["\n", *_parts(message.content)] if content else _parts(message.content)
+            calls = tuple(call for message in group_messages for call in message.tool_calls)
+            thoughts = "\n".join(message.reasoning for message in group_messages if message.reasoning)
             found.append(ChatMessage(role, content, calls, reasoning=thoughts))
         return found
 
@@ -98,10 +98,10 @@ class LaterMessages:
     """
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
-        head = next((at for at, turn in enumerate(messages) if turn.role != "system"), len(messages))
-        begins = range(head + 1, len(messages))
+        head = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+        candidates = range(head + 1, len(messages))
         self._messages, self._head = messages, head
-        self._begins = [at for at in begins if messages[at].role == "user" != messages[at - 1].role]
+        self._begins = [at for at in candidates if messages[at].role == "user" != messages[at - 1].role]
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -110,5 +110,5 @@ class LaterMessages:
         return [*self._messages[: self._head], *self._messages[self._begins[index] :]]
 
 
-def _listed(content: Content) -> Sequence[str | Piece]:
+def _parts(content: Content) -> Sequence[str | Piece]:
     return [content] if isinstance(content, str) else content

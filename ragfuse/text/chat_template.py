@@ -30,7 +30,7 @@ class ChatTemplate:
     thoughts: Thoughts | None = None
 
     @staticmethod
-    def of(source: Any, own: Collection[str]) -> ChatTemplate:
+    def of(source: Any, added_tokens: Collection[str]) -> ChatTemplate:
         """Read a template.
 
         Args:
@@ -39,15 +39,16 @@ class ChatTemplate:
         """
         sources: Sequence[Any] = list(source.values()) if isinstance(source, Mapping) else [source or ""]
         names = frozenset(name for each in sources for name in names_read(str(each)))
-        return ChatTemplate(names, thoughts_of("\n".join(map(str, sources)), own))
+        return ChatTemplate(names, thoughts_of("\n".join(map(str, sources)), added_tokens))
 
-    def unread(self, told: Mapping[str, Any]) -> str | None:
+    def unread(self, variables: Mapping[str, Any]) -> str | None:
         """Return the first of these variables that the template does not read; None if it reads all.
 
         Variables that turn thinking off (`NO_THOUGHTS`) are always accepted for a model without reasoning tags.
         """
-        holds = NO_THOUGHTS if self.thoughts is None else ()
-        return next((name for name in told if name not in self.names and (name, told[name]) not in holds), None)
+        accepted = NO_THOUGHTS if self.thoughts is None else ()
+        unread = (each for each in variables.items() if each[0] not in self.names and each not in accepted)
+        return next((name for name, _ in unread), None)
 
 
 NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
@@ -58,9 +59,9 @@ def names_read(template: str) -> frozenset[str]:
     """Return the variables that a template reads from its caller; none if the template cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
 
-    world = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
     try:
-        found = meta.find_undeclared_variables(world.parse(_MARKS.sub("", template)))
+        found = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template)))
     except (TemplateError, RecursionError):
         return frozenset()
     return frozenset(found) - RENDERER_NAMES - FUNCTIONS

@@ -27,8 +27,8 @@ from ragfuse.text.fingerprints import Fingerprints, Residues, residue, secret_pr
 from ragfuse.types.keys import digest
 
 _START = re.compile(rf"(?:(?<!{LETTER})|(?!{LETTER}))\S")
-LEAST_BITS, BITS_EACH = 1 << 10, 32
-"""Slots of the hash table that tells where a known text may begin: the minimum, and the number per text."""
+MIN_SLOTS, SLOTS_PER_TEXT = 1 << 10, 32
+"""Least slots of the hash table that tells where a known text may begin: in all, and for each text."""
 _HEAD = re.compile(r"\[\[chunk:([0-9]{1,9}):([A-Za-z0-9_-]*):([0-9a-f]{32})\]\]")
 
 
@@ -80,16 +80,16 @@ class KnownChunks:
         if min_chars < 1:
             raise SettingsError(f"min_chars is {min_chars}; wanted at least 1.")
         self._min_chars = min_chars
-        self._lock = ForkLock(self._start_over)
-        self._start_over()
+        self._lock = ForkLock(self._reset)
+        self._reset()
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         """Forget all chunks."""
         self._sources: dict[str, str] = {}  # text -> source
         self._texts: dict[str, str] = {}  # id -> text
         self._families: dict[str, Family] = {}  # anchor -> the texts that begin with it
         self._beginnings = Beginnings()
-        self._may_begin = np.zeros(LEAST_BITS, bool)  # index: low bits of an anchor's fingerprint
+        self._may_begin = np.zeros(MIN_SLOTS, bool)  # index: low bits of an anchor's fingerprint
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -133,18 +133,18 @@ class KnownChunks:
             self._texts[id] = text
             anchor = text[: self._min_chars]
             if anchor not in self._families:
-                self._expect(anchor)
+                self._add_anchor(anchor)
                 self._families[anchor] = Family()
             self._beginnings.add(self._families[anchor], text)
         self._sources[text] = source or self._sources.get(text, "")
 
-    def _expect(self, anchor: str) -> None:
+    def _add_anchor(self, anchor: str) -> None:
         """Add an anchor's fingerprint to the hash table, which grows with the number of anchors."""
         anchors = [anchor]
-        if BITS_EACH * (len(self._families) + 1) > len(self._may_begin):
+        if SLOTS_PER_TEXT * (len(self._families) + 1) > len(self._may_begin):
             self._may_begin = np.zeros(2 * len(self._may_begin), bool)
             anchors += self._families
-        prints = np.array([self._beginnings.point.print_of(each) for each in anchors], np.uint64)
+        prints = np.array([self._beginnings.point.fingerprint(each) for each in anchors], np.uint64)
         self._may_begin[prints % len(self._may_begin)] = True
 
     def _find(self, text: str) -> Iterator[ChunkSpan]:
@@ -154,24 +154,24 @@ class KnownChunks:
             return
         prints = Fingerprints(text, beginnings.point)
         beginnings.steps += len(text)
-        maybe = np.flatnonzero(self._may_begin[prints.everywhere(self._min_chars) % len(self._may_begin)])
-        met: dict[str, Family] = {}
-        places = [place for place in maybe.tolist() if self._begins(text, place, met)]
-        for family in met.values():
+        candidates = np.flatnonzero(self._may_begin[prints.of_size(self._min_chars) % len(self._may_begin)])
+        families: dict[str, Family] = {}
+        places = [place for place in candidates.tolist() if self._begins(text, place, families)]
+        for family in families.values():
             beginnings.settle(family)
-        longest = max((family.longest for family in met.values()), default=0)
+        longest = max((family.longest for family in families.values()), default=0)
         for lo, known in beginnings.find(text, prints, np.array(places, np.int64), longest):
             yield ChunkSpan(lo, lo + len(known), chunk_id(known), self._sources[known])
 
-    def _begins(self, text: str, place: int, met: dict[str, Family]) -> bool:
-        """Whether a chunk may begin at this place; the chunks with its anchor are added to `met`."""
+    def _begins(self, text: str, place: int, families: dict[str, Family]) -> bool:
+        """Return whether a chunk may begin at this place, and add the chunks with its anchor to `families`."""
         self._beginnings.steps += 1
         if not _START.match(text, place):
             return False
         anchor = text[place : place + self._min_chars]
         family = self._families.get(anchor)
         if family is not None:
-            met[anchor] = family
+            families[anchor] = family
         return family is not None
 
 
@@ -188,7 +188,9 @@ class Marker:
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < 16:
-            raise SettingsError(f"A marker's secret has {len(secret)} bytes; wanted at least 16 random ones.")
+            raise SettingsError(
+                f"The secret for marks around chunks has {len(secret)} bytes; wanted at least 16 random ones."
+            )
         self._key = blake3(secret, derive_key_context="ragfuse chunk marks 2").digest()
         self._prime = secret_prime(blake3(secret, derive_key_context="ragfuse chunk marks 2, prime").digest())
 

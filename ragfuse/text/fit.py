@@ -20,45 +20,45 @@ class ShortenedContents:
     sources: tuple[str, ...] = ()
 
 
-def lean(contents: Sequence[Sequence[Piece]], n: int, asked: int = -1) -> ShortenedContents:
+def drop_last_chunks(contents: Sequence[Sequence[Piece]], n: int, question: int = -1) -> ShortenedContents:
     """Drop the last n chunks of the contents, with the text that separated them from the chunks before.
 
     Args:
         contents: The pieces of each message.
         n: Number of chunks to drop.
-        asked: Index of the message with the question; if it consists of chunks only, they are the question and stay.
+        question: Index of the message with the question; if it consists of chunks only, they are the question and stay.
     """
-    places = list(_places(contents, asked % len(contents) if contents else 0))
-    doomed = places[max(0, len(places) - n) :]
-    doomed_in: dict[int, set[int]] = {}
-    for i, at in doomed:
-        doomed_in.setdefault(i, set()).add(at)
-    kept = (_without(pieces, doomed_in.get(index, ())) for index, pieces in enumerate(contents))
-    return ShortenedContents(tuple(map(tuple, kept)), tuple(contents[i][at].source for i, at in doomed))
+    places = list(_places(contents, question % len(contents) if contents else 0))
+    dropped = places[max(0, len(places) - n) :]
+    dropped_by_message: dict[int, set[int]] = {}
+    for i, at in dropped:
+        dropped_by_message.setdefault(i, set()).add(at)
+    kept = (_without(pieces, dropped_by_message.get(index, ())) for index, pieces in enumerate(contents))
+    return ShortenedContents(tuple(map(tuple, kept)), tuple(contents[i][at].source for i, at in dropped))
 
 
-def _places(contents: Sequence[Sequence[Piece]], asked: int) -> Iterator[tuple[int, int]]:
+def _places(contents: Sequence[Sequence[Piece]], question: int) -> Iterator[tuple[int, int]]:
     """Yield (message, piece) indices of the chunks that may be dropped."""
     for index, pieces in enumerate(contents):
-        said = any(piece.kind == "fresh" and piece.text.strip() for piece in pieces)
-        if said or index != asked:
+        has_text = any(piece.kind == "fresh" and piece.text.strip() for piece in pieces)
+        if has_text or index != question:
             yield from ((index, at) for at, piece in enumerate(pieces) if piece.kind == "chunk" and piece.text.strip())
 
 
-def _without(pieces: Sequence[Piece], doomed: Collection[int]) -> list[Piece]:
+def _without(pieces: Sequence[Piece], dropped: Collection[int]) -> list[Piece]:
     """Return a content without these chunks, which are its last ones, and without the separators before them."""
-    if not doomed:
+    if not dropped:
         return list(pieces)
-    groups, first = list(_groups(pieces)), min(doomed)
+    groups, first = list(_groups(pieces)), min(dropped)
     gaps = Counter(_text(gap) for gap, at in groups[1:] if at is not None)
     kept: list[Piece] = []
     for number, (gap, at) in enumerate(groups):
-        if at in doomed and number and _separates(_text(gap), gaps):
+        if at in dropped and number and _separates(_text(gap), gaps):
             continue
         is_behind = at is None or first < at
         if is_behind and (_text(gap)[:1].isspace() or not gap):
             _strip(kept)
-        kept += gap if at is None or at in doomed else [*gap, pieces[at]]
+        kept += gap if at is None or at in dropped else [*gap, pieces[at]]
     return kept
 
 

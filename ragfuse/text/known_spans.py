@@ -16,21 +16,21 @@ import numpy as np
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.process.fork import ForkLock
-from ragfuse.text.span_anchors import Anchors, Array, grams, mixed
+from ragfuse.text.span_anchors import Anchors, Array, grams, hashed_ids
 from ragfuse.text.span_runs import MIN_RUN_TOKENS, Search
 
 MIN_ALTERED_TOKENS = 32
 """Default for the least tokens of an altered span that must agree."""
 MAX_SPANS = 1 << 18
 """Default for the most spans that are known at once."""
-_LARGEST = (1 << 31) - 1
-_LARGEST_ARENA = (1 << 32) - 1
-"""Tokens that can be told apart by a place."""
+_MAX_ID = (1 << 31) - 1
+_MAX_ARENA_TOKENS = (1 << 32) - 1
+"""The most tokens of the arena: an anchor holds a token's place there in 32 bits."""
 _BATCH = 1 << 18
 """The most added tokens that wait before they are indexed."""
-SHARED = 24
+SHARED_TOKENS = 24
 """Consecutive equal tokens by which `KnownSpans.sharing` counts a span as sharing text with other ids."""
-_ENTRY = 240
+_ENTRY_BYTES = 240
 """Estimated bytes of Python objects per span."""
 
 Ids = Sequence[int] | np.ndarray
@@ -47,7 +47,7 @@ class KnownSpan:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Tokens lo:hi of a prompt, which are `span.tokens[row : row + hi - lo]`."""
+    """A place where a known span was found: tokens lo:hi of the prompt equal `span.tokens[row : row + hi - lo]`."""
 
     lo: int
     hi: int
@@ -56,57 +56,59 @@ class Match:
 
 
 class KnownSpans:
-    """An index of known spans that finds them in a prompt. Thread-safe; adding or discarding takes microseconds.
+    """An index of known spans (token ids of chunks) that finds them in a prompt.
 
-    A span is found where it stands whole, with or without its first and last token. An altered span is found by runs of
-    at least 4 equal tokens, in its order, with gaps of at most 16 tokens on either side, if they add up to `altered`
-    tokens; each run is a match. Where several spans match, the longest match wins.
+    An unaltered span is found as a whole, with or without its first and last token. An altered span is found in parts:
+    runs of at least 4 equal tokens in the same order, at most 16 tokens apart in the prompt and in the span. The runs
+    must have `min_altered_tokens` tokens together; each is a match of its own. Where several spans match, the longest
+    match wins.
 
-    The time of `find` depends on the length of the prompt only: of spans with the same beginning, and of alignments in
-    a repetitive prompt, only a few are tried.
+    The time of `find` depends only on the length of the prompt: among spans with the same beginning, and among
+    alignments in a repetitive prompt, only a few are tried. Thread-safe; adding or discarding takes microseconds.
 
     Args:
-        shortest: The least tokens of a span that can be found.
-        altered: The least tokens of an altered span that must agree.
-        most: The most spans; those matched or added the longest time ago are evicted.
-        most_tokens: The most tokens of all spans together.
+        min_tokens: The least tokens of a span that can be found.
+        min_altered_tokens: The least tokens of an altered span that must agree.
+        max_spans: The most spans; those matched or added the longest time ago are evicted.
+        max_tokens: The most tokens of all spans together.
     """
 
     def __init__(
         self,
-        shortest: int = 8,
-        altered: int = MIN_ALTERED_TOKENS,
-        most: int = MAX_SPANS,
-        most_tokens: int = _LARGEST_ARENA,
+        min_tokens: int = 8,
+        min_altered_tokens: int = MIN_ALTERED_TOKENS,
+        max_spans: int = MAX_SPANS,
+        max_tokens: int = _MAX_ARENA_TOKENS,
     ) -> None:
-        if shortest < MIN_RUN_TOKENS + 2 or altered < shortest or most < 1:
+        if min_tokens < MIN_RUN_TOKENS + 2 or min_altered_tokens < min_tokens or max_spans < 1:
             raise SettingsError(
-                f"shortest is {shortest}, altered {altered}, most {most}; wanted shortest from {MIN_RUN_TOKENS + 2} "
-                "on, altered not below it, and most from 1 on."
+                f"Wanted min_tokens >= {MIN_RUN_TOKENS + 2}, min_altered_tokens >= min_tokens and max_spans >= 1; "
+                f"found min_tokens {min_tokens}, min_altered_tokens {min_altered_tokens} and max_spans {max_spans}."
             )
-        self._shortest, self._altered, self._most, self._most_tokens = shortest, altered, most, most_tokens
-        self._lock = ForkLock(self._start_over)
-        self._start_over()
+        self._min_tokens, self._min_altered_tokens = min_tokens, min_altered_tokens
+        self._max_spans, self._max_tokens = max_spans, max_tokens
+        self._lock = ForkLock(self._reset)
+        self._reset()
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         """Forget all spans."""
         self._numbers: dict[bytes, int] = {}  # digest of a span's ids -> its number, matched longest ago first
         self._digests: list[bytes | None] = []  # by number; None: discarded
-        self._words: list[tuple[str, str]] = []  # text and source, by number
+        self._labels: list[tuple[str, str]] = []  # text and source, by number
         self._arena = np.zeros(1024, np.int32)
         self._starts = np.zeros(1025, np.int64)  # of each number, and where the next one will be
         self._alive = np.zeros(1024, bool)
-        self._taken = 0  # numbers that are in the anchors
-        self._dead = 0  # tokens of discarded spans
-        self._word_bytes = 0
-        self._anchors = Anchors(self._shortest)
+        self._n_indexed = 0  # spans whose anchors are indexed, the first ones by number
+        self._n_discarded_tokens = 0
+        self._label_bytes = 0
+        self._anchors = Anchors(self._min_tokens)
         self._compared = 0  # ids that the last `find` compared
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __contains__(self, tokens: Ids) -> bool:
-        ids = _within(tokens)
+        ids = _as_ids(tokens)
         return int(ids.min(initial=0)) >= 0 and _digest(ids) in self._numbers
 
     @property
@@ -114,7 +116,7 @@ class KnownSpans:
         """Estimated bytes in memory: ids, anchors, texts and Python objects."""
         with self._lock:
             arrays = self._arena.nbytes + self._starts.nbytes + self._alive.nbytes + self._anchors.nbytes
-            return arrays + self._word_bytes + _ENTRY * len(self._digests)
+            return arrays + self._label_bytes + _ENTRY_BYTES * len(self._digests)
 
     def add(self, tokens: Ids, text: str = "", source: str = "") -> None:
         """Add a span, so that it is found from now on; for a known span, update text and source if given.
@@ -122,10 +124,10 @@ class KnownSpans:
         Raises:
             InputError: An id is negative or too large.
         """
-        ids = _within(tokens)
+        ids = _as_ids(tokens)
         if int(ids.min(initial=0)) < 0:
             raise InputError(
-                f"Token ids are whole numbers from 0 to {_LARGEST:,}; found others in a span of {len(ids)}. Give ids "
+                f"Token ids must be whole numbers from 0 to {_MAX_ID:,}; a span of {len(ids)} ids has others. Give ids "
                 "as the tokenizer made them."
             )
         if not len(ids):
@@ -135,18 +137,18 @@ class KnownSpans:
             number = self._numbers.pop(digest, None)
             if number is not None:
                 self._numbers[digest] = number
-                old = self._words[number]
-                self._say(number, (text or old[0], source or old[1]))
+                label = self._labels[number]
+                self._set_label(number, (text or label[0], source or label[1]))
                 return
-            while self._numbers and (len(self) >= self._most or self._tokens + len(ids) > self._most_tokens):
+            while self._numbers and (len(self) >= self._max_spans or self._tokens + len(ids) > self._max_tokens):
                 self._drop(next(iter(self._numbers)))
             self._append(ids, digest, (text, source))
-            if self._end - int(self._starts[self._taken]) >= _BATCH:
-                self._take_in()
+            if self._end - int(self._starts[self._n_indexed]) >= _BATCH:
+                self._index_added()
 
     def discard(self, tokens: Ids) -> None:
         """Forget a span; ids that are not known are no error."""
-        ids = _within(tokens)
+        ids = _as_ids(tokens)
         if int(ids.min(initial=0)) < 0:
             return
         digest = _digest(ids)
@@ -155,41 +157,48 @@ class KnownSpans:
                 self._drop(digest)
 
     def sharing(self, ids: Ids, source: str) -> list[KnownSpan]:
-        """Return all spans of a source that share `SHARED` consecutive tokens with the given ids.
+        """Return all spans of a source that share `SHARED_TOKENS` consecutive tokens with the given ids.
 
         Unlike `find` it is exhaustive: it reads all known spans and misses none.
         """
-        wanted = _within(ids)
-        if len(wanted) < SHARED:
+        wanted = _as_ids(ids)
+        if len(wanted) < SHARED_TOKENS:
             return []
         with self._lock:
             starts, end = self._starts[: len(self._digests) + 1], self._end
-            there = np.isin(grams(mixed(self._arena[:end]), SHARED), grams(mixed(wanted), SHARED))
-            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(there)])
-            first = starts[:-1].clip(0, len(there))
-            last = np.maximum(first, (starts[1:] - SHARED + 1).clip(0, len(there)))
+            wanted_grams = grams(hashed_ids(wanted), SHARED_TOKENS)
+            is_shared = np.isin(grams(hashed_ids(self._arena[:end]), SHARED_TOKENS), wanted_grams)
+            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_shared)])
+            first = starts[:-1].clip(0, len(is_shared))
+            last = np.maximum(first, (starts[1:] - SHARED_TOKENS + 1).clip(0, len(is_shared)))
             shares = (before[last] > before[first]) & self._alive[: len(self._digests)]
             numbers = np.flatnonzero(shares)
             return [
-                KnownSpan(tuple(self._arena[starts[at] : starts[at + 1]].tolist()), *self._words[at])
+                KnownSpan(tuple(self._arena[starts[at] : starts[at + 1]].tolist()), *self._labels[at])
                 for at in numbers.tolist()
-                if self._words[at][1] == source
+                if self._labels[at][1] == source
             ]
 
     def find(self, ids: Ids) -> list[Match]:
         """Return the matches of known spans in ids, left to right and without overlap."""
-        prompt = _within(ids)
+        prompt = _as_ids(ids)
         with self._lock:
-            self._take_in()
+            self._index_added()
             self._compared = 0
-            if len(prompt) < self._shortest - 2 or not self._numbers:
+            if len(prompt) < self._min_tokens - 2 or not self._numbers:
                 return []
             at, place = self._anchors.find(prompt)
-            starts = self._starts[: self._taken + 1]
+            starts = self._starts[: self._n_indexed + 1]
             number = np.searchsorted(starts, place, "right") - 1
             alive = np.flatnonzero(self._alive[number])
             search = Search(
-                prompt, self._arena, starts[:-1], starts[1:], self._shortest, self._altered, self._anchors.gram
+                prompt,
+                self._arena,
+                starts[:-1],
+                starts[1:],
+                self._min_tokens,
+                self._min_altered_tokens,
+                self._anchors.gram,
             )
             found = search.find(at[alive], place[alive], number[alive])
             self._compared = search.compared
@@ -203,7 +212,7 @@ class KnownSpans:
                 continue  # should never happen, but a wrong row would give a wrong answer
             start, end = int(self._starts[number]), int(self._starts[number + 1])
             if number not in spans:
-                spans[number] = KnownSpan(tuple(self._arena[start:end].tolist()), *self._words[number])
+                spans[number] = KnownSpan(tuple(self._arena[start:end].tolist()), *self._labels[number])
             matches.append(Match(lo, hi, spans[number], place - start))
         for number in spans:
             digest = self._digests[number]
@@ -219,72 +228,72 @@ class KnownSpans:
 
     @property
     def _tokens(self) -> int:
-        return self._end - self._dead
+        return self._end - self._n_discarded_tokens
 
-    def _append(self, ids: Array, digest: bytes, words: tuple[str, str]) -> None:
+    def _append(self, ids: Array, digest: bytes, label: tuple[str, str]) -> None:
         number, start = len(self._digests), self._end
-        self._arena = _roomy(self._arena, start + len(ids))
-        self._starts, self._alive = _roomy(self._starts, number + 2), _roomy(self._alive, number + 1)
+        self._arena = _with_capacity(self._arena, start + len(ids))
+        self._starts, self._alive = _with_capacity(self._starts, number + 2), _with_capacity(self._alive, number + 1)
         self._arena[start : start + len(ids)] = ids
         self._starts[number + 1] = start + len(ids)
         self._alive[number] = True
         self._numbers[digest] = number
         self._digests.append(digest)
-        self._words.append(("", ""))
-        self._say(number, words)
+        self._labels.append(("", ""))
+        self._set_label(number, label)
 
-    def _say(self, number: int, words: tuple[str, str]) -> None:
-        self._word_bytes += sum(map(_size, words)) - sum(map(_size, self._words[number]))
-        self._words[number] = words
+    def _set_label(self, number: int, label: tuple[str, str]) -> None:
+        self._label_bytes += sum(map(_size, label)) - sum(map(_size, self._labels[number]))
+        self._labels[number] = label
 
     def _drop(self, digest: bytes) -> None:
         number = self._numbers.pop(digest)
-        self._say(number, ("", ""))
+        self._set_label(number, ("", ""))
         self._digests[number], self._alive[number] = None, False
-        self._dead += int(self._starts[number + 1] - self._starts[number])
-        if self._dead > max(1 << 16, self._tokens):
+        self._n_discarded_tokens += int(self._starts[number + 1] - self._starts[number])
+        if self._n_discarded_tokens > max(1 << 16, self._tokens):
             self._compact()
 
-    def _take_in(self) -> None:
+    def _index_added(self) -> None:
         """Index the spans that were added since the last call."""
-        first, last = self._taken, len(self._digests)
+        first, last = self._n_indexed, len(self._digests)
         if first == last:
             return
         base, sizes = int(self._starts[first]), np.diff(self._starts[first : last + 1])
         sizes[~self._alive[first:last]] *= -1
         self._anchors.add(self._arena[base : self._end], base, sizes)
-        self._taken = last
+        self._n_indexed = last
 
     def _compact(self) -> None:
         """Free the memory of discarded spans. The others keep their order, so anchors need not be sorted again."""
-        self._take_in()
+        self._index_added()
         count = len(self._digests)
         starts, alive = self._starts[: count + 1], self._alive[:count]
         sizes = np.where(alive, np.diff(starts), 0)
-        begun = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        new_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
         def moved(places: Array) -> Array:
             number = np.searchsorted(starts, places, "right") - 1
-            gone: Array = np.where(alive[number], places - starts[number] + begun[number], -1)
-            return gone
+            new_places: Array = np.where(alive[number], places - starts[number] + new_starts[number], -1)
+            return new_places
 
         self._anchors.move(moved)
         kept = np.flatnonzero(alive)
-        self._arena = _roomy(self._arena[: self._end][np.repeat(alive, np.diff(starts))], 1024)
+        self._arena = _with_capacity(self._arena[: self._end][np.repeat(alive, np.diff(starts))], 1024)
         self._digests = [self._digests[number] for number in kept]
-        self._words = [self._words[number] for number in kept]
-        self._starts = _roomy(np.append(begun[:-1][kept], begun[-1]), 1025)
-        self._alive = _roomy(np.ones(len(kept), bool), 1024)
+        self._labels = [self._labels[number] for number in kept]
+        self._starts = _with_capacity(np.append(new_starts[:-1][kept], new_starts[-1]), 1025)
+        self._alive = _with_capacity(np.ones(len(kept), bool), 1024)
         renumbered = np.cumsum(alive) - 1
         self._numbers = {digest: int(renumbered[number]) for digest, number in self._numbers.items()}
-        self._taken, self._dead = len(kept), 0
+        self._n_indexed, self._n_discarded_tokens = len(kept), 0
 
 
-def _within(tokens: Ids) -> Array:
+def _as_ids(tokens: Ids) -> Array:
     """Return ids as int32, with -1 for invalid ids."""
     wide = np.asarray(tokens, dtype=np.int64) if len(tokens) else np.zeros(0, np.int64)
-    if len(wide) and (int(wide.min()) < 0 or int(wide.max()) > _LARGEST):
-        wide = np.where((wide < 0) | (wide > _LARGEST), -1, wide)
+    if len(wide) and (int(wide.min()) < 0 or int(wide.max()) > _MAX_ID):
+        wide = np.where((wide < 0) | (wide > _MAX_ID), -1, wide)
     return wide.astype(np.int32)
 
 
@@ -292,7 +301,7 @@ def _digest(ids: Array) -> bytes:
     return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
-def _roomy(array: Array, size: int) -> Array:
+def _with_capacity(array: Array, size: int) -> Array:
     """Return an array of at least this size; one that must grow gets at least half as much again."""
     if len(array) >= size:
         return array

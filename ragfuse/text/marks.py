@@ -93,8 +93,8 @@ def too_many() -> InputError:
     """Return the error for more words to mark than marks."""
     n = sum(map(len, MARK_RANGES))
     return InputError(
-        f"The messages hold more than {n:,} words that look like control tokens of the model, or private characters, "
-        "and what is the template's own cannot be told from them; leave them out, or send fewer messages."
+        f"The messages contain more than {n:,} words that look like control tokens of the model, or private "
+        "characters: too many to tell them from those of the chat template. Leave them out, or send fewer messages."
     )
 
 

@@ -28,18 +28,20 @@ Write = Callable[[list[dict[str, Any]], list[Any]], str]
 Forged = Callable[..., Sequence[Chars]]
 """Finds text that would be tokenised as a control token; `forged(text, True)`: the text begins an answer."""
 
-_TAKEN_OFF = re.compile(r"[\s\x00-\x1f\x7f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]+")
+_REMOVABLE = re.compile(r"[\s\x00-\x1f\x7f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]+")
 """Characters that templates may remove from a text or write differently."""
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z]{2,8});")
-MOST_SHOWN = 8
-"""The most control tokens (or messages with some) that are tested one by one for whether the template inspects them."""
+MAX_TESTED_TOKENS = 8
+"""The most control tokens in answers that are tested one by one for whether the template inspects them."""
+MAX_TESTED_MESSAGES = 8
+"""The most messages with control tokens that are tested one by one for whether the template inspects these."""
 MAX_CONTROL_TOKEN_CHARS = 64
 """The most characters of a control token that content and neighbouring text may form together."""
-MOST_JOINED = 16
+MAX_TESTED_VALUES = 16
 """The most names and values of calls and tools that are tested one by one for whether they form part of a control
 token; the rest are tested together."""
-MOST_MISSED = 16
-"""Searches for a text by its characters stop after this many failed."""
+MAX_FAILED_SEARCHES = 16
+"""After this many failed searches for texts by their characters, no more texts are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +55,37 @@ class PlacedPiece:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The rendered text. bare: text that looks like a control token but is none. said: characters of the last message.
+    """The text that a chat template rendered, with the places of what it contains.
 
-    placed: chunks and texts with known ids, sorted and not overlapping, without those that the template changed
-    beyond recognition.
+    Args:
+        bare: Characters that look like a control token but are none.
+        placed: Chunks and texts with known ids, sorted and not overlapping, without those that the template changed
+            beyond recognition.
+        last_message: Characters of the last message.
     """
 
     text: str
     bare: tuple[Chars, ...] = ()
     placed: tuple[PlacedPiece, ...] = ()
-    said: Chars = (0, 0)
+    last_message: Chars = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
     """A choice of what is marked in one rendering.
 
-    shown: control tokens that stay unchanged in answers, with a mark behind each. flanked: these also get a mark in
-    front, because a template may replace a token by the same one. beside: indices of other messages whose control
-    tokens stay, with marks beside them. only: index of the only message with marks (None: all have marks).
+    Args:
+        visible_tokens: Control tokens that stay unchanged in answers, with a mark behind each.
+        both_sides: Put a mark before each of these too, because a template may replace a token by the same one.
+        marked_beside: Indices of other messages whose control tokens stay, with marks beside them.
+        pieces: Mark the chunks and the texts with known ids.
+        messages: Mark the messages.
+        only: Index of the only message with marks; None: all have marks.
     """
 
-    shown: frozenset[str] = frozenset()
-    flanked: bool = False
-    beside: frozenset[int] = frozenset()
+    visible_tokens: frozenset[str] = frozenset()
+    both_sides: bool = False
+    marked_beside: frozenset[int] = frozenset()
     pieces: bool = True
     messages: bool = True
     only: int | None = None
@@ -85,7 +94,9 @@ class _Trial:
 class Conversation:
     """Messages and tools in the form that a chat template takes, and the contents of the messages as pieces.
 
-    contents: pieces of each message; None: it has no content. is_begun: the last message is the start of the answer.
+    Args:
+        contents: The pieces of each message; None: it has no content.
+        is_begun: The last message is the beginning of the answer.
     """
 
     def __init__(
@@ -103,7 +114,7 @@ class Conversation:
             self._in_texts[-1] = forged(self._texts[-1], True)
         self._answers = [message.get("role") == "assistant" for message in messages]
         self._used = set[int]()
-        self._looked_at: frozenset[str] | None = None
+        self._inspected_tokens: frozenset[str] | None = None
 
     def rendered(self, write: Write) -> Rendered:
         """Render by `write`; raises InputError if the template leaves out a message that is not an answer."""
@@ -111,54 +122,56 @@ class Conversation:
         self._used = used_of([text, *self._strings()])
         if sum(map(len, self._in_texts)) > Marks.room(self._used):
             raise too_many()
-        met = set[int]()
+        found_messages = set[int]()
         for trial in self._trials(write, text):
             try:
                 other, marks = self._tried(write, trial)
             except InputError:  # the template inspects a character that is now a mark
                 continue
-            met |= {spot.message for spot, _ in cut(other, marks)[1]}
+            found_messages |= {spot.message for spot, _ in cut(other, marks)[1]}
             seen = aligned(other, marks, text)
             if seen is not None:
-                self._check_complete(text, met)
+                self._check_complete(text, found_messages)
                 found = self._found(text, seen, trial)
-                made = {*self._joined(write, text, found.bare), *self._unveiled(write, text, seen)}
-                return replace(found, bare=tuple(sorted({*found.bare, *made}))) if made else found
-        trial = replace(self._shown(write), pieces=False, messages=False)  # no trial agreed: put the letters back
+                formed = {*self._joined(write, text, found.bare), *self._uncovered(write, text, seen)}
+                return replace(found, bare=tuple(sorted({*found.bare, *formed}))) if formed else found
+        trial = replace(
+            self._with_inspected(write), pieces=False, messages=False
+        )  # no trial agreed: put the letters back
         text, seen = put_back(*self._tried(write, trial))
-        self._check_complete(text, met)
+        self._check_complete(text, found_messages)
         return self._found(text, seen, trial)
 
     # what is marked
 
     def _trials(self, write: Write, text: str) -> Iterator[_Trial]:
-        """Yield trials, from the one that tells most to the one that disturbs a template least."""
+        """Yield trials: first those that locate most, last those that change least of what a template inspects."""
         ways = [_Trial()]
         yield from (ways[0], replace(ways[0], messages=False))
         forged = [self._answers[at] for at, found in enumerate(self._in_texts) if found]
         if any(forged):
-            shown = self._shown(write)
-            ways += [replace(shown, flanked=True), shown] if shown.shown else [shown]
+            shown = self._with_inspected(write)
+            ways += [replace(shown, both_sides=True), shown] if shown.visible_tokens else [shown]
         others = frozenset(at for at, found in enumerate(self._in_texts) if found and not self._answers[at])
         if not all(forged):
-            ways += [replace(way, beside=others, flanked=True) for way in ways[-1:]]
+            ways += [replace(way, marked_beside=others, both_sides=True) for way in ways[-1:]]
         yield from ways[1:]
         least = [replace(way, messages=False, pieces=False) for way in ways]
         if not all(forged):
-            least += [replace(way, beside=others) for way in least[1:-1] or least[:-1]]
+            least += [replace(way, marked_beside=others) for way in least[1:-1] or least[:-1]]
         yield from least
         if len(others) > 1:
             beside = self._beside(write, text, others)
-            yield from (replace(way, beside=beside) for way in least if not way.beside)
+            yield from (replace(way, marked_beside=beside) for way in least if not way.marked_beside)
 
     def _beside(self, write: Write, text: str, turns: Iterable[int]) -> frozenset[int]:
-        """Return the messages in which the template inspects control tokens, trying at most MOST_SHOWN, each alone."""
+        """Return the messages in which the template inspects control tokens, testing each alone."""
         found = list[int]()
-        for turn in sorted(turns)[:MOST_SHOWN]:
+        for turn in sorted(turns)[:MAX_TESTED_MESSAGES]:
             hidden = _Trial(pieces=False, messages=False, only=turn)
             if not self._is_aligned(write, hidden, text):
-                kept = replace(hidden, beside=frozenset({turn}))
-                found += [turn] if self._is_aligned(write, kept, text) else []
+                visible = replace(hidden, marked_beside=frozenset({turn}))
+                found += [turn] if self._is_aligned(write, visible, text) else []
         return frozenset(found)
 
     def _is_aligned(self, write: Write, trial: _Trial, text: str) -> bool:
@@ -167,26 +180,26 @@ class Conversation:
         except InputError:
             return False
 
-    def _shown(self, write: Write) -> _Trial:
+    def _with_inspected(self, write: Write) -> _Trial:
         """Return a trial that keeps the control tokens in answers that the template inspects; determined once."""
-        if self._looked_at is not None:
-            return _Trial(shown=self._looked_at)
+        if self._inspected_tokens is not None:
+            return _Trial(visible_tokens=self._inspected_tokens)
         words = dict.fromkeys(
             self._texts[at][lo:hi] for at, found in enumerate(self._in_texts) if self._answers[at] for lo, hi in found
         )
-        tried, whole = [*words][:MOST_SHOWN], frozenset(words)
+        tried, whole = [*words][:MAX_TESTED_TOKENS], frozenset(words)
         seen = self._plain(write, whole) if words else None
-        looked_at = {word for word in tried if self._plain(write, whole - {word}) != seen}
-        if words and self._plain(write, frozenset(looked_at)) != seen:  # the template accepts any of several
+        inspected = {word for word in tried if self._plain(write, whole - {word}) != seen}
+        if words and self._plain(write, frozenset(inspected)) != seen:  # the template accepts any of several
             hidden = self._plain(write, frozenset())
-            looked_at |= {word for word in tried if self._plain(write, frozenset({word})) != hidden}
-        self._looked_at = frozenset(looked_at)
-        return _Trial(shown=self._looked_at)
+            inspected |= {word for word in tried if self._plain(write, frozenset({word})) != hidden}
+        self._inspected_tokens = frozenset(inspected)
+        return _Trial(visible_tokens=self._inspected_tokens)
 
     def _plain(self, write: Write, shown: frozenset[str]) -> str | None:
         """Render with only these control tokens visible in answers; None if the template rejects that."""
         try:
-            return put_back(*self._tried(write, _Trial(shown=shown, pieces=False, messages=False)))[0]
+            return put_back(*self._tried(write, _Trial(visible_tokens=shown, pieces=False, messages=False)))[0]
         except InputError:
             return None
 
@@ -221,20 +234,20 @@ class Conversation:
         blank = len(text) - len(text.lstrip())
         for lo, hi in forged:
             word = text[lo:hi]
-            is_answers = self._answers[turn] and word in trial.shown
-            if is_answers and not trial.flanked:
+            is_answers = self._answers[turn] and word in trial.visible_tokens
+            if is_answers and not trial.both_sides:
                 continue
-            if is_answers or (turn in trial.beside and not self._answers[turn]):
-                places = [hi] if lo <= blank else [lo, hi] if trial.flanked else [lo]
-                n_beside = len(places) if trial.flanked else 0
+            if is_answers or (turn in trial.marked_beside and not self._answers[turn]):
+                places = [hi] if lo <= blank else [lo, hi] if trial.both_sides else [lo]
+                n_beside = len(places) if trial.both_sides else 0
                 inserted += [(at, MarkSpot("", "forged", at, turn, -1, word, True, lo, n_beside)) for at in places]
             else:
                 spots[lo] = MarkSpot(text[lo], "forged", lo, turn, word=word)
         if trial.pieces:
-            for number, (lo, hi, _) in enumerate(_held(self._contents[turn])):
-                if (at := _quiet(text, lo, hi, forged)) not in spots:
+            for number, (lo, hi, _) in enumerate(_tracked_pieces(self._contents[turn])):
+                if (at := _mark_place(text, lo, hi, forged)) not in spots:
                     spots[at] = MarkSpot(text[at], "piece", at, turn, number)
-        if trial.messages and text.strip() and (at := _quiet(text, 0, len(text), forged)) not in spots:
+        if trial.messages and text.strip() and (at := _mark_place(text, 0, len(text), forged)) not in spots:
             spots[at] = MarkSpot(text[at], "message", at, turn)
         return marked(text, sorted([*inserted, *spots.items()], key=lambda each: each[0]), marks)
 
@@ -251,11 +264,11 @@ class Conversation:
         bare += self._across(text, spans)
         placed = list(self._placed(text, seen)) if trial.pieces else list(self._searched(text))
         last = len(self._messages) - 1
-        said = [chars for turn, chars, _ in spans if turn == last]
-        if not said and (core := self._texts[last].strip()) and (at := text.rfind(core)) >= 0:
-            said = [(at, at + len(core))]
-        rows = (min(lo for lo, _ in said), max(hi for _, hi in said)) if said else (0, 0)
-        return Rendered(text, tuple(sorted(set(bare))), tuple(_apart(placed)), rows)
+        last_chars = [chars for turn, chars, _ in spans if turn == last]
+        if not last_chars and (core := self._texts[last].strip()) and (at := text.rfind(core)) >= 0:
+            last_chars = [(at, at + len(core))]
+        last_message = (min(lo for lo, _ in last_chars), max(hi for _, hi in last_chars)) if last_chars else (0, 0)
+        return Rendered(text, tuple(sorted(set(bare))), tuple(_without_overlap(placed)), last_message)
 
     def _spans(self, text: str, seen: Sequence[FoundMark]) -> list[tuple[int, Chars, list[int]]]:
         """Return the unchanged part of each content around its mark: (message, characters lo:hi, those of lo and hi at
@@ -298,9 +311,9 @@ class Conversation:
         if not leaves:
             return
         known = {lo for lo, _ in bare}
-        meets = _Meets({text[lo:hi].lower() for lo, hi in self._forged(text) if lo not in known})
+        meets = _MayForm({text[lo:hi].lower() for lo, hi in self._forged(text) if lo not in known})
         risky = [leaf for leaf in leaves if meets(leaf.lower())]
-        alone, rest = risky[:MOST_JOINED], risky[MOST_JOINED:]
+        alone, rest = risky[:MAX_TESTED_VALUES], risky[MAX_TESTED_VALUES:]
         for group in [*([leaf] for leaf in alone), *([rest] if rest else [])]:
             other, marks = self._exchanged(write, frozenset(group))
             seen = aligned(other, marks, text) if other else None
@@ -323,7 +336,7 @@ class Conversation:
 
         def changed(value: Any) -> Any:
             if isinstance(value, str) and value in leaves:
-                at = _quiet(value, 0, len(value), ()) if value.strip() else 0
+                at = _mark_place(value, 0, len(value), ()) if value.strip() else 0
                 return marked(value, [(at, MarkSpot(value[at], "forged", at, word=value))], marks)
             if isinstance(value, Mapping):
                 return {changed(name): changed(each) for name, each in value.items()}
@@ -338,19 +351,20 @@ class Conversation:
         except InputError:
             return "", {}
 
-    def _unveiled(self, write: Write, text: str, seen: Sequence[FoundMark]) -> Iterator[Chars]:
+    def _uncovered(self, write: Write, text: str, seen: Sequence[FoundMark]) -> Iterator[Chars]:
         """Yield what became a control token because the template removed or unescaped characters inside a content;
         raises InputError if it cannot be told from the template's own tokens."""
         whole = {turn for turn, _, edges in self._spans(text, seen) if len(edges) == 2}
-        spots, at, missed = dict[int, list[tuple[int, MarkSpot]]](), 0, 0
+        spots, at, n_failed = dict[int, list[tuple[int, MarkSpot]]](), 0, 0
         for turn, content in enumerate(self._texts):
-            said = content.strip()
-            if turn in whole or not said:
+            core = content.strip()
+            if turn in whole or not core:
                 continue
-            found = text.find(said, at) if missed < MOST_MISSED else -1  # messages are mostly rendered in order
-            at, missed = max(at, found), missed + (found < 0)
+            # Messages are mostly rendered in order.
+            found = text.find(core, at) if n_failed < MAX_FAILED_SEARCHES else -1
+            at, n_failed = max(at, found), n_failed + (found < 0)
             if found < 0:
-                spots[turn] = [(at, MarkSpot(content[at], "forged", at, turn)) for at in self._veiled(turn)]
+                spots[turn] = [(at, MarkSpot(content[at], "forged", at, turn)) for at in self._hidden_tokens(turn)]
         if not any(spots.values()):
             return
         marks = Marks.but(self._used)
@@ -360,32 +374,33 @@ class Conversation:
         ]
         placed = aligned(write(messages, list(self._tools)), marks.spots, text)
         if placed is None:
-            raise _veiled()
+            raise _hidden_token_error()
         for each in placed:
             yield from self._over(text, (each.lo, each.hi))
 
-    def _veiled(self, turn: int) -> list[int]:
+    def _hidden_tokens(self, turn: int) -> list[int]:
         """Return the place of a middle letter of each control token that a content would contain once characters are
         removed or HTML entities are unescaped, except for those it contains already."""
         content, forged = self._texts[turn], self._in_texts[turn]
         rest = "".join(content[lo:hi] for lo, hi in _between(forged, len(content)))
-        if not any(self._forged(_laid_bare(some)) for some in (rest, content if forged else "")):
+        if not any(self._forged(_unescaped(each)) for each in (rest, content if forged else "")):
             return []
         pieces, places = list[str](), list[int]()
         for lo, hi, read in _read_as_html(content):
             for at in range(lo, hi) if read == content[lo:hi] else [lo] * len(read):
                 places.append(at)
             pieces.append(read)
-        kept = [
-            (letter, at) for letter, at in zip("".join(pieces), places, strict=True) if not _TAKEN_OFF.match(letter)
+        visible_letters = [
+            (letter, at) for letter, at in zip("".join(pieces), places, strict=True) if not _REMOVABLE.match(letter)
         ]
-        within = {at for lo, hi in forged for at in range(lo, hi)}
+        forged_places = {at for lo, hi in forged for at in range(lo, hi)}
         found = set[int]()
-        for some in [kept, [each for each in kept if each[1] not in within]] if within else [kept]:
-            for lo, hi in self._forged("".join(letter for letter, _ in some)):
-                if not within.issuperset(at for _, at in some[lo:hi]):
-                    letters = [at for letter, at in some[lo:hi] if letter.isalnum() and content[at] == letter]
-                    found |= {*(letters[len(letters) // 2 :][:1] or [some[lo][1]])}
+        outside = [each for each in visible_letters if each[1] not in forged_places]
+        for letters_read in [visible_letters, outside] if forged_places else [visible_letters]:
+            for lo, hi in self._forged("".join(letter for letter, _ in letters_read)):
+                if not forged_places.issuperset(at for _, at in letters_read[lo:hi]):
+                    letters = [at for letter, at in letters_read[lo:hi] if letter.isalnum() and content[at] == letter]
+                    found |= {*(letters[len(letters) // 2 :][:1] or [letters_read[lo][1]])}
         return sorted(found)
 
     def _over(self, text: str, chars: Chars) -> Iterator[Chars]:
@@ -396,61 +411,61 @@ class Conversation:
                 yield first + lo, first + hi
 
     def _placed(self, text: str, seen: Sequence[FoundMark]) -> Iterator[PlacedPiece]:
-        held = [_held(pieces) for pieces in self._contents]
+        places = [_tracked_pieces(pieces) for pieces in self._contents]
         for each in seen:
             if each.spot.kind == "piece":
-                lo, _, piece = held[each.spot.message][each.spot.number]
+                lo, _, piece = places[each.spot.message][each.spot.number]
                 if (placed := _placed_at(text, each, piece, each.spot.at - lo)) is not None:
                     yield placed
 
     def _searched(self, text: str) -> Iterator[PlacedPiece]:
         """Find pieces by their text instead of by marks, each after the one before."""
-        at = missed = 0
+        at = n_failed = 0
         for pieces in self._contents:
-            for _, _, piece in _held(pieces):
-                lo = text.find(piece.text, at) if missed < MOST_MISSED else -1
+            for _, _, piece in _tracked_pieces(pieces):
+                lo = text.find(piece.text, at) if n_failed < MAX_FAILED_SEARCHES else -1
                 if lo < 0:
-                    missed += 1
+                    n_failed += 1
                 else:
                     at = lo + len(piece.text)
                     yield PlacedPiece(lo, at, piece)
 
-    def _check_complete(self, text: str, met: set[int]) -> None:
-        """Raise InputError if a message other than an answer is missing. met: messages of which a mark was found."""
+    def _check_complete(self, text: str, found_messages: set[int]) -> None:
+        """Raise InputError if a message is missing that is no answer and not in `found_messages`, by their indices."""
         at = 0
         for turn, message in enumerate(self._messages):
-            said = self._texts[turn].strip()
-            if not said or turn in met or self._answers[turn] or message.get("content") != self._texts[turn]:
+            core = self._texts[turn].strip()
+            if not core or turn in found_messages or self._answers[turn] or message.get("content") != self._texts[turn]:
                 continue
-            found = text.find(said, at)  # messages are mostly in order: one pass finds all
+            found = text.find(core, at)  # messages are mostly in order: one pass finds all
             at = max(at, found)
-            if found < 0 and said not in text:
+            if found < 0 and core not in text:
                 raise InputError(
                     f"The chat template leaves out message {turn} (role '{message.get('role')}'); use a role that it "
-                    "renders, or pass one text instead of messages."
+                    "writes (often user and assistant), or pass one text instead of messages."
                 )
 
 
-def _veiled() -> InputError:
+def _hidden_token_error() -> InputError:
     return InputError(
-        "The chat template takes characters off inside a message, and what is left looks like a control token of the "
-        "model; leave it out of the message."
+        "The chat template removes characters inside a message, and the rest looks like a control token of the model. "
+        "Leave that text out of the message."
     )
 
 
-class _Meets:
+class _MayForm:
     """A test whether a name or value may form one of these words together with the text beside it."""
 
     def __init__(self, words: Collection[str]) -> None:
         self._all = "\0".join(words)
         self._heads = {word[:n] for word in words for n in range(1, len(word))}
         self._tails = {word[n:] for word in words for n in range(1, len(word))}
-        self._most = max(map(len, words), default=1) - 1
+        self._max_chars = max(map(len, words), default=1) - 1
 
     def __call__(self, leaf: str) -> bool:
-        if len(leaf) <= self._most and leaf in self._all:
+        if len(leaf) <= self._max_chars and leaf in self._all:
             return True
-        sizes = range(1, min(len(leaf), self._most) + 1)
+        sizes = range(1, min(len(leaf), self._max_chars) + 1)
         return any(leaf[-n:] in self._heads or leaf[:n] in self._tails for n in sizes)
 
 
@@ -463,9 +478,9 @@ def _between(spans: Sequence[Chars], size: int) -> Iterator[Chars]:
     yield done, size
 
 
-def _laid_bare(text: str) -> str:
+def _unescaped(text: str) -> str:
     """Unescape HTML entities and remove the characters that templates may remove."""
-    return _TAKEN_OFF.sub("", _ENTITY.sub(lambda found: html.unescape(found[0]), text))
+    return _REMOVABLE.sub("", _ENTITY.sub(lambda found: html.unescape(found[0]), text))
 
 
 def _read_as_html(text: str) -> Iterator[tuple[int, int, str]]:
@@ -478,7 +493,7 @@ def _read_as_html(text: str) -> Iterator[tuple[int, int, str]]:
     yield done, len(text), text[done:]
 
 
-def _held(pieces: Sequence[Piece] | None) -> list[tuple[int, int, Piece]]:
+def _tracked_pieces(pieces: Sequence[Piece] | None) -> list[tuple[int, int, Piece]]:
     """Return (lo, hi, piece) of the chunks and texts with known ids in a content."""
     found, at = list[tuple[int, int, Piece]](), 0
     for piece in pieces or ():
@@ -488,8 +503,11 @@ def _held(pieces: Sequence[Piece] | None) -> list[tuple[int, int, Piece]]:
     return found
 
 
-def _quiet(text: str, lo: int, hi: int, forged: Sequence[Chars]) -> int:
-    """Return a place near the middle of lo:hi, where templates look least: a letter outside of `forged` if possible."""
+def _mark_place(text: str, lo: int, hi: int, forged: Sequence[Chars]) -> int:
+    """Return a place for a mark, near the middle of lo:hi because templates inspect the ends of a text.
+
+    It is a letter outside of `forged` if there is one.
+    """
 
     def is_plain(at: int) -> bool:
         before = bisect_right(forged, at, key=lambda chars: chars[0])
@@ -542,9 +560,9 @@ def _placed_at(text: str, seen: FoundMark, piece: Piece, at: int) -> PlacedPiece
         lo = seen.lo - len(head)
         if lo >= 0 and text.startswith(whole, lo):
             return PlacedPiece(lo, lo + len(whole), replace(piece, text=whole))
-    lo, said = seen.lo - at, text[max(0, seen.lo - at) : max(0, seen.lo - at) + len(piece.text)]
-    if lo >= 0 and said.casefold() == piece.text.casefold():
-        return PlacedPiece(lo, lo + len(said), replace(piece, text=said))
+    lo, written = seen.lo - at, text[max(0, seen.lo - at) : max(0, seen.lo - at) + len(piece.text)]
+    if lo >= 0 and written.casefold() == piece.text.casefold():
+        return PlacedPiece(lo, lo + len(written), replace(piece, text=written))
     return None
 
 
@@ -569,7 +587,7 @@ def _n_alike(one: str, other: str) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _apart(placed: Iterable[PlacedPiece]) -> Iterator[PlacedPiece]:
+def _without_overlap(placed: Iterable[PlacedPiece]) -> Iterator[PlacedPiece]:
     """Yield the pieces in order, without those that overlap an earlier one."""
     done = 0
     for each in sorted(placed, key=lambda each: each.lo):

@@ -1,7 +1,7 @@
 """The documents that a framework's retrievers returned, kept per run until a model is asked about them.
 
 Frameworks report nested runs (LangChain) or spans (LlamaIndex) by callbacks. An integration translates these to
-`RetrievalRuns.begin`, `hear` and `end`, and calls `retrieved` before each prompt.
+`RetrievalRuns.begin`, `record` and `end`, and calls `retrieved` before each prompt.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class RetrievalRun:
     began: float = field(default_factory=time.monotonic)
     open: set[Hashable] = field(default_factory=set)
     texts: RetrievedTexts = field(default_factory=lambda: RetrievedTexts(4 * MAX_TEXTS))
-    asked: bool = True
+    model_asked: bool = True
     """Whether a model was asked since the last new text was retrieved."""
 
-    def hear(self, texts: Sequence[RetrievedText]) -> None:
+    def record(self, texts: Sequence[RetrievedText]) -> None:
         """Add retrieved texts to the run."""
         if texts:
-            self.asked = self.asked and all(text in self.texts.all for text in texts)
+            self.model_asked = self.model_asked and all(text in self.texts.all for text in texts)
             self.texts.add(texts)
 
 
@@ -96,8 +96,8 @@ class RetrievalRuns:
 
     Args:
         framework: Its name, for the context variable that holds a task's texts.
-        outlasts: Whether a run may go on after the one that it began in has ended, as where a stream is read later.
-            Then the texts are dropped at the end of the last one.
+        outlasts: Whether a nested run may end after its outermost run, for example if a stream is read later. Then the
+            texts are dropped when the last of them ends.
     """
 
     def __init__(self, framework: str, outlasts: bool) -> None:
@@ -122,19 +122,19 @@ class RetrievalRuns:
             run = self._runs.get(parent) if parent else None
             if run is None:  # an outermost run, or one whose parent was not reported
                 run = self._roots[id] = RetrievalRun(id, self._task_texts())
-                self._give_up()
+                self._drop_oldest()
             self._runs[id] = run
             run.open.add(id)
-            run.hear(texts)
+            run.record(texts)
 
-    def hear(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
+    def record(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
         """Record texts that were retrieved in a run; id None: outside of any run."""
         with self._lock:
             run = self._runs.get(id) if id else None
             if run is None:
                 self._task_texts().add(texts)
             else:
-                run.hear(texts)
+                run.record(texts)
 
     def end(self, id: Hashable, texts: Sequence[RetrievedText] = (), unread: bool = False) -> None:
         """Record that a run ends, and the texts that it returns.
@@ -148,13 +148,13 @@ class RetrievalRuns:
             run = self._runs.pop(id, None)
             if run is None:
                 return
-            run.hear(texts)
-            run.asked = run.asked and not unread
+            run.record(texts)
+            run.model_asked = run.model_asked and not unread
             run.open.discard(id)
             if run.open if self._outlasts else run.id != id:
                 return
             self._drop(run)
-            if not run.asked:
+            if not run.model_asked:
                 run.task.add(run.texts.all)
 
     def retrieved(self, ids: Iterable[Hashable | None], prompt: Callable[[], str]) -> tuple[tuple[str, str], ...]:
@@ -165,26 +165,27 @@ class RetrievalRuns:
             prompt: Gives the text of the prompt; called only where something was retrieved.
 
         Returns:
-            Each text of which the prompt holds something, once, the newest first, in the form in which it stands there
-            if it stands there whole. The others say nothing about this prompt, and may be another user's.
+            Each text of which the prompt contains at least a part, once, the newest first; a text that the prompt
+            contains whole is returned in the form that it has there. Other texts do not belong to this prompt, and may
+            be another user's.
         """
-        task = self._task.get()
-        found = (*self.known(ids), *(task.all if task else ()))
-        said = prompt() if found else ""
-        letters = _letters(said)
+        task_texts = self._task.get()
+        found = (*self.known(ids), *(task_texts.all if task_texts else ()))
+        prompt_text = prompt() if found else ""
+        letters = _letters(prompt_text)
         texts: dict[str, str] = {}
-        for text, source, bare in found:
-            form = next((form for form in _forms(text, bare) if form in said), "")
+        for text, source, without_metadata in found:
+            form = next((form for form in _forms(text, without_metadata) if form in prompt_text), "")
             if form or any(probe in letters for probe in _probes(text)):
                 texts.setdefault(form or text, source)
         return tuple(texts.items())
 
     def known(self, ids: Iterable[Hashable | None]) -> list[RetrievedText]:
-        """Return what was retrieved in these runs, the newest first; from now on a model was asked about it."""
+        """Return what was retrieved in these runs, the newest first, and note that a model is asked about it."""
         with self._lock:
             runs = dict.fromkeys(run for id in ids if id and (run := self._runs.get(id)))
             for run in runs:
-                run.asked = True
+                run.model_asked = True
             return [text for run in runs for text in run.texts.all]
 
     @contextmanager
@@ -209,7 +210,7 @@ class RetrievalRuns:
         for id in run.open:
             self._runs.pop(id, None)  # a program may use an id twice
 
-    def _give_up(self) -> None:
+    def _drop_oldest(self) -> None:
         """Drop the oldest outermost runs if there are too many or they are too old; the newest always stays."""
         while len(self._roots) > 1:
             oldest = next(iter(self._roots.values()))
@@ -219,22 +220,22 @@ class RetrievalRuns:
 
 
 def _letters(text: str) -> str:
-    """The letters and digits of a text: what stays where it is wrapped, quoted or escaped."""
+    """Return the letters and digits of a text, which stay the same when it is wrapped, quoted or escaped."""
     return re.sub(r"[\W_]+", "", text)
 
 
 @lru_cache(maxsize=1024)
 def _probes(text: str) -> tuple[str, ...]:
-    """Short pieces of a text from all over it."""
+    """Return short pieces from evenly spaced places of a text."""
     letters = _letters(text)
     last = max(0, len(letters) - PROBE_CHARS)
     places = {last * number // (SEARCH_PLACES - 1) for number in range(SEARCH_PLACES)}
     return tuple(letters[at : at + PROBE_CHARS] for at in sorted(places)) if letters else ()
 
 
-def _forms(text: str, bare: str) -> Iterator[str]:
-    """How a document may stand in a prompt: with its metadata or without, as it is or printed by Python."""
-    for form in filter(None, (text, bare)):
+def _forms(text: str, without_metadata: str) -> Iterator[str]:
+    """Yield the forms of a document in a prompt: with its metadata or without, as it is or as Python prints it."""
+    for form in filter(None, (text, without_metadata)):
         yield form
         # A prompt that is filled in with a list prints it: "['First line.\\nSecond line.']".
         printed = repr(f'"{form}')[2:-1]

@@ -26,18 +26,18 @@ class RetrievedDocuments:
     """An index of documents that the next prompts may contain. Each is tokenised once. Thread-safe.
 
     Args:
-        shortest: The least tokens of a document that is kept.
+        min_tokens: The least tokens of a document that is kept.
         tokens: Returns the token ids of a text.
     """
 
-    def __init__(self, shortest: int, tokens: Callable[[str], Sequence[int]]) -> None:
-        self._shortest, self._tokens, self._lock = shortest, tokens, ForkLock(self._start_over)
-        self._start_over()
+    def __init__(self, min_tokens: int, tokens: Callable[[str], Sequence[int]]) -> None:
+        self._min_tokens, self._tokens, self._lock = min_tokens, tokens, ForkLock(self._reset)
+        self._reset()
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         """Forget all documents."""
-        least = max(MIN_RUN_TOKENS + 2, self._shortest)
-        self._spans = KnownSpans(least, max(MIN_ALTERED_TOKENS, least), MAX_DOCUMENTS, MAX_RETRIEVED_TOKENS)
+        min_tokens = max(MIN_RUN_TOKENS + 2, self._min_tokens)
+        self._spans = KnownSpans(min_tokens, max(MIN_ALTERED_TOKENS, min_tokens), MAX_DOCUMENTS, MAX_RETRIEVED_TOKENS)
         self._lengths: LRUCache[bytes, int] = LRUCache(MAX_DOCUMENTS)  # digest of a text -> its tokens
 
     def add(self, text: str, source: str, known: KnownSpans) -> bool:
@@ -48,11 +48,11 @@ class RetrievedDocuments:
         if length is None:
             ids = self._tokens(text)
             length = len(ids)
-            if length >= self._shortest and ids not in known:
+            if length >= self._min_tokens and ids not in known:
                 self._spans.add(ids, text, source)
             with self._lock:
                 self._lengths[digest] = length
-        return length >= self._shortest
+        return length >= self._min_tokens
 
     def discard(self, tokens: Sequence[int], text: str = "") -> None:
         """Remove a document; text: also forget that it was added, so that it can be added again."""
@@ -70,13 +70,15 @@ class RetrievedDocuments:
         matches = self._spans.find(ids) if len(self._spans) else []
         if not matches:
             return list(found)
-        said, size = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+        covered, matched = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
         for match, parts in _beside(matches, found):
-            size[match.span.tokens] += match.hi - match.lo
-            said[match.span.tokens] += sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in parts)
-        own = [match for match in matches if said[match.span.tokens] < COVERED_SHARE * size[match.span.tokens]]
-        left = (part for match, parts in _beside(found, own) for part in _outside(match, parts))
-        return list(merge(left, own, key=lambda match: match.lo))
+            matched[match.span.tokens] += match.hi - match.lo
+            covered[match.span.tokens] += sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in parts)
+        preferred = [
+            match for match in matches if covered[match.span.tokens] < COVERED_SHARE * matched[match.span.tokens]
+        ]
+        remaining = (part for match, parts in _beside(found, preferred) for part in _outside(match, parts))
+        return list(merge(remaining, preferred, key=lambda match: match.lo))
 
 
 def _beside(matches: Sequence[Match], others: Sequence[Match]) -> Iterator[tuple[Match, Sequence[Match]]]:

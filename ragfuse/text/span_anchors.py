@@ -1,8 +1,8 @@
 """Anchors of known spans: hashes of a few successive tokens, chosen by winnowing, in sorted arrays.
 
-Winnowing (Schleimer et al., 2003) keeps the least of every `WINDOW` successive hashes. Thus any agreement of
-`gram + WINDOW - 1` tokens contains an anchor, although only every fourth or fifth hash is kept. A hash may match by
-chance, so the caller must compare ids.
+Winnowing (Schleimer et al., 2003) keeps the least of every `WINDOW` successive hashes. So any run of
+`gram + WINDOW - 1` equal tokens contains an anchor, although only every fourth or fifth hash is kept. A hash may match
+by chance, so the caller must compare ids.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ Array = NDArray[Any]
 WINDOW = 8
 """Number of successive hashes of which the least is kept."""
 OLDEST, NEWEST = 2, 6
-"""The most places that one hash leads to: its oldest and its newest ones. A place among the oldest stays there, so a
-span with such an anchor is found whatever is added later."""
-MOST_LENGTHS = 64
-"""The most different lengths of spans that are found by a hash of the whole span."""
+"""The most places that one hash leads to: its oldest and its newest ones.
+
+A place among the oldest stays among them, so a span with such an anchor is found whatever is added later.
+"""
+MAX_WHOLE_LENGTHS = 64
+"""The most lengths of spans that are found by a hash of all their tokens: each costs a search at every place."""
 _ODD = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 _NONE = np.uint64((1 << 64) - 1)
-_LOW = np.uint64((1 << 32) - 1)
-_HALF = np.uint64(32)
-_BITS_EACH = 16
+_LOW_BITS = np.uint64((1 << 32) - 1)
+_HALF_BITS = np.uint64(32)
+_BITS_PER_ENTRY = 16
 
 
-def few(counts: Array, oldest: int = OLDEST, newest: int = NEWEST) -> tuple[Array, Array]:
+def oldest_and_newest(counts: Array, oldest: int = OLDEST, newest: int = NEWEST) -> tuple[Array, Array]:
     """Return (group, offset) of at most the first `oldest` and last `newest` members of groups of these sizes."""
-    taken = np.minimum(counts, oldest + newest)
-    group, offset = spread(taken)
-    skipped = (counts - taken)[group]
+    n_taken = np.minimum(counts, oldest + newest)
+    group, offset = group_offsets(n_taken)
+    skipped = (counts - n_taken)[group]
     return group, np.where(offset < oldest, offset, offset + skipped)
 
 
-def spread(counts: Array) -> tuple[Array, Array]:
+def group_offsets(counts: Array) -> tuple[Array, Array]:
     """Return (group, offset) of all members of groups of these sizes."""
     group = np.repeat(np.arange(len(counts)), counts)
     firsts = np.cumsum(counts) - counts
@@ -56,7 +58,7 @@ def ranks(*columns: Array) -> Array:
     return rank
 
 
-def mixed(ids: Array) -> Array:
+def hashed_ids(ids: Array) -> Array:
     """Return a uint64 hash of each id."""
     x = ids.astype(np.uint64) + np.uint64(_ODD[0])
     for odd, shift in ((_ODD[1], 30), (_ODD[2], 27)):
@@ -66,32 +68,32 @@ def mixed(ids: Array) -> Array:
     return x
 
 
-def grams(words: Array, size: int) -> Array:
+def grams(hashes: Array, size: int) -> Array:
     """Return the hash of each `size` successive words (from `mixed`), uint64 below 2**32."""
-    count = max(0, len(words) - size + 1)
+    count = max(0, len(hashes) - size + 1)
     total = np.zeros(count, np.uint64)
     for index in range(size):
         total *= np.uint64(_ODD[3])
-        total += words[index : index + count]
+        total += hashes[index : index + count]
     total *= np.uint64(_ODD[4])
-    return total >> _HALF
+    return total >> _HALF_BITS
 
 
-def wholes(words: Array, lengths: Sequence[int]) -> list[Array]:
+def grams_of_lengths(hashes: Array, lengths: Sequence[int]) -> list[Array]:
     """Return hashes like those of `grams` for each of these lengths, in constant time per place."""
-    powers = np.cumprod(np.full(len(words) + 1, _ODD[3], np.uint64))
-    back = np.cumprod(np.full(len(words) + 1, pow(_ODD[3], -1, 1 << 64), np.uint64))
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(words * powers[:-1])])
+    powers = np.cumprod(np.full(len(hashes) + 1, _ODD[3], np.uint64))
+    back = np.cumprod(np.full(len(hashes) + 1, pow(_ODD[3], -1, 1 << 64), np.uint64))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(hashes * powers[:-1])])
     found = []
     for length in lengths:
         window = (sums[length:] - sums[: len(sums) - length]) * back[: max(0, len(sums) - length)]
-        found.append(((window + np.uint64(length)) * np.uint64(_ODD[4])) >> _HALF)
+        found.append(((window + np.uint64(length)) * np.uint64(_ODD[4])) >> _HALF_BITS)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Sorted entries, with an index of their first bits, as a binary search over all is slowed by cache misses."""
+    """Sorted entries with an index of their first bits, because a binary search over all entries misses the cache."""
 
     entries: Array
     firsts: Array
@@ -126,19 +128,20 @@ class _Level:
             left = np.where(less, left - half - 1, half)
         return lo
 
-    def few(self, wanted: Array) -> tuple[Array, Array]:
+    def oldest_and_newest(self, wanted: Array) -> tuple[Array, Array]:
         """Return (index into `wanted`, place) of the oldest and newest entries of each hash, older ones first."""
         lo = self.below(wanted)
-        there = np.flatnonzero(self.entries[np.minimum(lo, len(self.entries) - 1)] & ~_LOW == wanted)
-        lo = lo[there]
-        group, offset = few(self.below(wanted[there] | _LOW) - lo)
-        return there[group], self.entries[lo[group] + offset] & _LOW
+        present = np.flatnonzero(self.entries[np.minimum(lo, len(self.entries) - 1)] & ~_LOW_BITS == wanted)
+        lo = lo[present]
+        group, offset = oldest_and_newest(self.below(wanted[present] | _LOW_BITS) - lo)
+        return present[group], self.entries[lo[group] + offset] & _LOW_BITS
 
 
 class AnchorLevels:
-    """Sorted arrays of `hash << 32 | place`, each more than twice as long as the next one, and bits of all hashes.
+    """Sorted arrays of `hash << 32 | place`, each more than twice as long as the next one, with a filter of all hashes.
 
-    Places only grow, so of one hash the older ones stand in the longer arrays.
+    Each added place is greater than all before, so the older places of a hash are in the longer arrays. The filter has
+    one bit for each group of hashes with the same first bits.
     """
 
     def __init__(self) -> None:
@@ -151,7 +154,7 @@ class AnchorLevels:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of arrays and bits."""
+        """Bytes of the arrays and the filter."""
         return sum(level.nbytes for level in self._levels) + self._bits.nbytes
 
     def add(self, entries: Array) -> None:
@@ -162,21 +165,21 @@ class AnchorLevels:
         while self._levels and len(self._levels[-1]) <= 2 * len(merged):
             merged = np.sort(np.concatenate([self._levels.pop().entries, merged]), kind="stable")  # two runs: linear
         self._levels.append(_Level.of(merged))
-        self._mark([entries])
+        self._set_bits([entries])
 
     def find(self, hashes: Array) -> tuple[Array, Array]:
         """Return (index into `hashes`, place) of the oldest and newest places of each hash, older ones first."""
         at = np.flatnonzero(self._maybe(hashes))
-        wanted = hashes[at] << _HALF
+        wanted = hashes[at] << _HALF_BITS
         if not len(wanted):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        found = [level.few(wanted) for level in self._levels]
+        found = [level.oldest_and_newest(wanted) for level in self._levels]
         index, place = (np.concatenate(column) for column in zip(*found, strict=True))
         order = np.argsort(index, kind="stable")
         index, place = at[index[order]], place[order].astype(np.int64)
         if len(self._levels) > 1:
             firsts = np.flatnonzero(ranks(index) == 0)
-            group, offset = few(np.diff(np.append(firsts, len(index))))
+            group, offset = oldest_and_newest(np.diff(np.append(firsts, len(index))))
             index, place = index[firsts[group] + offset], place[firsts[group] + offset]
         return index, place
 
@@ -184,26 +187,26 @@ class AnchorLevels:
         """Return the number of places of each hash."""
         total = np.zeros(len(hashes), np.int64)
         at = np.flatnonzero(self._maybe(hashes))
-        wanted = hashes[at] << _HALF
+        wanted = hashes[at] << _HALF_BITS
         for level in self._levels:
-            total[at] += level.below(wanted | _LOW) - level.below(wanted)
+            total[at] += level.below(wanted | _LOW_BITS) - level.below(wanted)
         return total
 
     def move(self, moved: Callable[[Array], Array]) -> None:
         """Replace every place by `moved(places)`, which must keep their order; -1 removes a place."""
         levels, self._levels = self._levels, []
         for level in levels:
-            places = moved((level.entries & _LOW).astype(np.int64))
-            left = places >= 0
-            kept = (level.entries[left] & ~_LOW) | places[left].astype(np.uint64)
+            places = moved((level.entries & _LOW_BITS).astype(np.int64))
+            present = places >= 0
+            kept = (level.entries[present] & ~_LOW_BITS) | places[present].astype(np.uint64)
             if len(kept):
                 self._levels.append(_Level.of(kept))
         self._order = 16
         self._bits = np.zeros(1 << self._order - 3, np.uint8)
-        self._mark([level.entries for level in self._levels])
+        self._set_bits([level.entries for level in self._levels])
 
-    def _mark(self, fresh: Sequence[Array]) -> None:
-        order = max(16, min(32, (_BITS_EACH * len(self)).bit_length()))
+    def _set_bits(self, fresh: Sequence[Array]) -> None:
+        order = max(16, min(32, (_BITS_PER_ENTRY * len(self)).bit_length()))
         if order > self._order:
             self._order, self._bits = order, np.zeros(1 << order - 3, np.uint8)
             fresh = [level.entries for level in self._levels]
@@ -218,38 +221,39 @@ class AnchorLevels:
 
 
 class Anchors:
-    """Anchors of spans that are stored one after another in one array of ids.
+    """Anchors of spans: positions at whose token hash a span is looked up. All ids lie in one array, span after span.
 
-    Each span of at least `shortest` tokens has an anchor between its first and last token. If others have its anchors
-    already, it gets a rarer one; if it has none, a hash of all tokens between its ends.
+    Each span of at least `min_tokens` tokens has an anchor between its first and last token. A span whose anchors are
+    all shared with other spans gets one more, at a less frequent hash; if it has no such hash, the hash of all tokens
+    between its ends serves as its anchor.
     """
 
-    def __init__(self, shortest: int) -> None:
-        self._shortest, self._gram = shortest, min(6, shortest - 2)
+    def __init__(self, min_tokens: int) -> None:
+        self._min_tokens, self._gram = min_tokens, min(6, min_tokens - 2)
         self._short, self._whole = AnchorLevels(), AnchorLevels()
-        self._lengths: set[int] = set()  # between the ends, of spans that are met by a hash of the whole
+        self._lengths: set[int] = set()  # tokens between the ends of the spans that have a hash of all these tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of all arrays and filters."""
         return self._short.nbytes + self._whole.nbytes
 
     @property
     def gram(self) -> int:
-        """Tokens of an anchor."""
+        """The tokens that one hash covers."""
         return self._gram
 
     def find(self, ids: Array) -> tuple[Array, Array]:
-        """Return (index into ids, place in the array) pairs from which on the ids may agree."""
-        words = mixed(ids)
-        at, place = self._short.find(grams(words, self._gram))
+        """Return pairs (index into ids, place in the array of spans) of which the following tokens may agree."""
+        id_hashes = hashed_ids(ids)
+        at, place = self._short.find(grams(id_hashes, self._gram))
         lengths = sorted((length for length in self._lengths if length <= len(ids)), reverse=True)
         if not lengths:
             return at, place
-        found = [self._whole.find(hashes) for hashes in wholes(words, lengths)]
+        found = [self._whole.find(hashes) for hashes in grams_of_lengths(id_hashes, lengths)]
         begin, where = (np.concatenate(column) for column in zip(*found, strict=True))
         order = np.argsort(begin, kind="stable")
-        order = order[ranks(begin[order]) < NEWEST]  # of those that begin here the longest
+        order = order[ranks(begin[order]) < NEWEST]  # the longest of those that begin at one index
         return np.append(at, begin[order]), np.append(place, where[order])
 
     def move(self, moved: Callable[[Array], Array]) -> None:
@@ -264,53 +268,60 @@ class Anchors:
         size = np.abs(lengths)
         ends = np.cumsum(size)
         starts, owner = ends - size, np.repeat(np.arange(len(size)), size)
-        fit = lengths >= self._shortest
-        words, count = mixed(ids), len(ids) - self._gram + 1
-        if count <= 0 or not fit.any():
+        is_long_enough = lengths >= self._min_tokens
+        id_hashes, count = hashed_ids(ids), len(ids) - self._gram + 1
+        if count <= 0 or not is_long_enough.any():
             return
-        keys = grams(words, self._gram) << _HALF | (np.arange(count, dtype=np.uint64) + np.uint64(base))
-        inside = fit[owner[:count]] & (owner[:count] == owner[self._gram - 1 :])
-        brief = fit & (size < self._gram + WINDOW + 1)  # may have no whole window between its ends
-        entries = np.sort(np.concatenate([_winnowed(keys, inside, owner), keys[starts[brief] + 1]]))
-        hashes, whose = entries >> _HALF, owner[(entries & _LOW).astype(np.int64) - base]
-        rank = ranks(hashes, whose)  # of a hash that a span has again and again, the first place and the last
+        keys = grams(id_hashes, self._gram) << _HALF_BITS | (np.arange(count, dtype=np.uint64) + np.uint64(base))
+        inside = is_long_enough[owner[:count]] & (owner[:count] == owner[self._gram - 1 :])
+        short = is_long_enough & (size < self._gram + WINDOW + 1)  # may have no whole window between its ends
+        entries = np.sort(np.concatenate([_winnow(keys, inside, owner), keys[starts[short] + 1]]))
+        hashes, spans = entries >> _HALF_BITS, owner[(entries & _LOW_BITS).astype(np.int64) - base]
+        rank = ranks(hashes, spans)  # if a span repeats a hash, its first and last place are kept
         entries = entries[(rank == 0) | np.append(rank[1:] == 0, np.ones(len(rank[:1]), bool))]
-        hashes, whose = entries >> _HALF, owner[(entries & _LOW).astype(np.int64) - base]
+        hashes, spans = entries >> _HALF_BITS, owner[(entries & _LOW_BITS).astype(np.int64) - base]
         first = ranks(hashes) + self._short.count(hashes) < OLDEST
-        wanting = fit.copy()
-        wanting[whose[first]] = False
-        if wanting.any():
+        without_anchor = is_long_enough.copy()
+        without_anchor[spans[first]] = False
+        if without_anchor.any():
             at = np.arange(count)
-            between = wanting[owner[:count]] & (at > starts[owner[:count]])
+            between = without_anchor[owner[:count]] & (at > starts[owner[:count]])
             between &= at + self._gram < ends[owner[:count]]
-            rarer, whose = self._rarer(np.sort(keys[between]), hashes, owner, base)
-            wanting[whose] = False
+            rarer, spans = self._rare_keys(np.sort(keys[between]), hashes, owner, base)
+            without_anchor[spans] = False
             entries = np.sort(np.concatenate([entries, rarer]))
         self._short.add(entries)
-        self._add_wholes(words, starts[wanting], size[wanting], base)
+        self._add_wholes(id_hashes, starts[without_anchor], size[without_anchor], base)
 
-    def _rarer(self, keys: Array, taken: Array, owner: Array, base: int) -> tuple[Array, Array]:
-        """One key of each span by which it is among the first, and whose it is."""
-        hashes, whose = keys >> _HALF, owner[(keys & _LOW).astype(np.int64) - base]
+    def _rare_keys(self, keys: Array, taken: Array, owner: Array, base: int) -> tuple[Array, Array]:
+        """Return a key for each span whose hash has few places (less than `OLDEST` before it), and the span of each.
+
+        Args:
+            keys: All possible keys of the spans without an anchor, sorted.
+            taken: Hashes of the other new anchors, sorted.
+            owner: The span of each token.
+            base: Place of the first token.
+        """
+        hashes, spans = keys >> _HALF_BITS, owner[(keys & _LOW_BITS).astype(np.int64) - base]
         others = np.searchsorted(taken, hashes, "right") - np.searchsorted(taken, hashes)
         rank = ranks(hashes) + others + self._short.count(hashes)
         free = np.flatnonzero(rank < OLDEST)
-        order = free[np.lexsort((rank[free], whose[free]))]
-        order = order[ranks(whose[order]) == 0]
-        return keys[order], whose[order]
+        order = free[np.lexsort((rank[free], spans[free]))]
+        order = order[ranks(spans[order]) == 0]
+        return keys[order], spans[order]
 
-    def _add_wholes(self, words: Array, starts: Array, sizes: Array, base: int) -> None:
+    def _add_wholes(self, id_hashes: Array, starts: Array, sizes: Array, base: int) -> None:
         entries = []
         for start, size in zip(starts.tolist(), (sizes - 2).tolist(), strict=True):
-            if size in self._lengths or len(self._lengths) < MOST_LENGTHS:
+            if size in self._lengths or len(self._lengths) < MAX_WHOLE_LENGTHS:
                 self._lengths.add(size)
-                [hashed] = wholes(words[start + 1 : start + 1 + size], [size])
-                entries.append(hashed[0] << _HALF | np.uint64(base + start + 1))
+                [hashed] = grams_of_lengths(id_hashes[start + 1 : start + 1 + size], [size])
+                entries.append(hashed[0] << _HALF_BITS | np.uint64(base + start + 1))
         self._whole.add(np.sort(np.array(entries, np.uint64)))
 
 
-def _winnowed(keys: Array, inside: Array, owner: Array) -> Array:
-    """The least key of each window that lies in one span, once."""
+def _winnow(keys: Array, inside: Array, owner: Array) -> Array:
+    """Return the least key of each window that lies in one span, without repetitions."""
     if len(keys) < WINDOW:
         return keys[:0]
     least, whole = np.where(inside, keys, _NONE), inside[: len(keys) - WINDOW + 1].copy()

@@ -36,14 +36,14 @@ class Thoughts:
         return prompt.rstrip().endswith(self.open)
 
 
-def thoughts_of(template: str, own: Collection[str]) -> Thoughts | None:
+def thoughts_of(template: str, added_tokens: Collection[str]) -> Thoughts | None:
     """Return the reasoning tags of a model; None if it has none.
 
     Args:
         template: Its chat template; one that contains only the closing tag also counts.
-        own: The tokens that were added to its vocabulary.
+        added_tokens: The tokens that were added to its vocabulary.
     """
     for open, close in THOUGHT_TAGS:
-        if close in template or (open in own and close in own):
+        if close in template or (open in added_tokens and close in added_tokens):
             return Thoughts(open, close)
     return None

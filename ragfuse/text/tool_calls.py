@@ -19,11 +19,12 @@ from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.chunks import Piece
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import digest
+from ragfuse.types.partial_match import partial_match
 
 Slot = Literal["name", "arguments", "id"]
 Schemas = Mapping[str, str]
 """The JSON schema of each tool's arguments, as JSON text, by the tool's name."""
-MOST_SPACE = 4096
+MAX_SPACE_CHARS = 4096
 """The most characters of white space before a call that are skipped."""
 
 
@@ -46,26 +47,26 @@ class Pairs:
     def write(self, arguments: Mapping[str, Any]) -> str:
         """Return all arguments as text."""
         return "".join(
-            f"{self.before}{name}{self.between}{_raw(value)}{self.after}" for name, value in arguments.items()
+            f"{self.before}{name}{self.between}{_as_text(value)}{self.after}" for name, value in arguments.items()
         )
 
     def read(
         self, text: str, at: int, schema: Mapping[str, Any], behind: re.Pattern[str]
     ) -> tuple[dict[str, Any], int]:
-        """Parse arguments from `at` on; return them and where they end. behind: matches what follows the last one."""
+        """Parse arguments from `at` on; return them and where they end. `behind` matches what follows the last one."""
         found: dict[str, Any] = {}
-        before, after = _literal(self.before).pattern, _literal(self.after).pattern
-        named = re.compile(rf"{before}\s*([^\n<>]+?)\s*{_literal(self.between).pattern}")
+        before, after = _pattern(self.before).pattern, _pattern(self.after).pattern
+        named = re.compile(rf"{before}\s*([^\n<>]+?)\s*{_pattern(self.between).pattern}")
         follows = f"(?={before}|{behind.pattern})"
         ends = [re.compile(f"{each}{follows}") for each in (re.escape(self.after), rf"{after}\s*")]
         properties = schema.get("properties") or {}
         while name := named.match(text, at):
             start = _after_space(text, name.end(), self.between)
-            said = min((end for each in ends if (end := each.search(text, start))), key=re.Match.end, default=None)
-            if said is None:
+            value_end = min((end for each in ends if (end := each.search(text, start))), key=re.Match.end, default=None)
+            if value_end is None:
                 break
-            found[name[1]] = _parsed(text[start : said.start()], _types_of(properties.get(name[1]), schema))
-            at = said.end()
+            found[name[1]] = _parsed(text[start : value_end.start()], _types_of(properties.get(name[1]), schema))
+            at = value_end.end()
         return found, at
 
 
@@ -123,17 +124,17 @@ class CallFormat:
         """
         if self.marker:
             at = text.find(self.marker, max(lo, seen - len(self.marker) + 1))
-            return at if at < 0 else without_space(text, lo, at)
-        return lo if _literal(self.lead + self.head).match(text, lo) or _literal(self.head).match(text, lo) else -1
+            return at if at < 0 else stripped_end(text, lo, at)
+        return lo if _pattern(self.lead + self.head).match(text, lo) or _pattern(self.head).match(text, lo) else -1
 
     def undecided(self, text: str, lo: int = 0) -> int:
         """Return how many characters at the end of text[lo:], which has no call yet, may become part of one."""
         if self.marker:
-            start = len(text) - longest_start(text[max(lo, len(text) - len(self.marker) + 1) :], self.marker)
-            return len(text) - without_space(text, lo, start)
-        begun = text[lo : lo + MOST_SPACE].lstrip()
-        may = not begun or begun[0] == self.opener or (self.lead and self.lead.startswith(begun[: len(self.lead)]))
-        return len(text) - lo if may else 0
+            start = len(text) - partial_match(text[max(lo, len(text) - len(self.marker) + 1) :], (self.marker,))
+            return len(text) - stripped_end(text, lo, start)
+        begun = text[lo : lo + MAX_SPACE_CHARS].lstrip()
+        is_lead = self.lead and self.lead.startswith(begun[: len(self.lead)])
+        return len(text) - lo if not begun or begun[0] == self.opener or is_lead else 0
 
     def read(self, text: str, schemas: Schemas = MappingProxyType({})) -> tuple[ToolCall, ...]:
         """Parse the calls of an answer; incomplete calls and repetitions of an earlier call are left out."""
@@ -155,7 +156,7 @@ class CallFormat:
                 value, at = _name_at(text, at, after, self.pairs is not None)
             else:
                 value, at = self._arguments_at(text, at, found.get("name", ""), schemas)
-            passed = _literal(after).match(text, at)
+            passed = _pattern(after).match(text, at)
             if value is None or passed is None:
                 return None, -1
             found[slot], at = value, passed.end()
@@ -164,20 +165,20 @@ class CallFormat:
     def _arguments_at(self, text: str, at: int, name: str, schemas: Schemas) -> tuple[dict[str, Any] | None, int]:
         if self.pairs is None:
             return _object_at(text, at)
-        behind = _literal(self._closing) if self._closing else re.compile(r"\s*\Z")
+        behind = _pattern(self._call_end) if self._call_end else re.compile(r"\s*\Z")
         found, end = self.pairs.read(text, at, json.loads(schemas.get(name, "{}")), behind)
         return (found, end) if behind.match(text, end) else (None, at)
 
     @property
-    def _closing(self) -> str:
-        """What stands behind the last slot of every call."""
+    def _call_end(self) -> str:
+        """The text that follows the last slot of every call, whether another call comes after it or none."""
         return self.tail if self.again is None else _shared(self.tail, self.again)
 
     @property
-    def last(self) -> str:
-        """A letter without which no call becomes whole; "" where there is none."""
+    def required_letter(self) -> str:
+        """A letter that every complete call has at its end; "" if there is none."""
         if self.slots[-1] == "arguments":
-            return "}" if self.pairs is None else self._closing.rstrip()[-1:]
+            return "}" if self.pairs is None else self._call_end.rstrip()[-1:]
         return ""
 
     def _id_at(self, text: str, at: int) -> tuple[str | None, int]:
@@ -217,14 +218,15 @@ class CallFormat:
         if not free:
             return f"start: {literal(self.head)} calls"
         rest = literal(self.head.lstrip()[len(self.marker) :])
-        own = [mark for mark in map(literal, tags) if _ONE.fullmatch(mark)]  # any other is text like any other
-        before = f"(TEXT ({' | '.join(own)}))* " if own else ""
+        # A tag that is not one token is matched by TEXT already.
+        tag_tokens = [mark for mark in map(literal, tags) if _TOKEN_LITERAL.fullmatch(mark)]
+        before = f"(TEXT ({' | '.join(tag_tokens)}))* " if tag_tokens else ""
         if not self.marker:
             lead = f"({literal(self.lead)})? " if self.lead else ""
-            return f"start: {before}(TEXT | {lead}{rest} calls)\nTEXT: /\\s*([^{_exactly(self.opener)}\\s](.|\\n)*)?/"
+            return f"start: {before}(TEXT | {lead}{rest} calls)\nTEXT: /\\s*([^{_escaped(self.opener)}\\s](.|\\n)*)?/"
         mark = literal(self.marker)
-        if mark.startswith("<["):  # a token of its own; text that spells it letter by letter would be read as a call
-            return f"start: {before}(TEXT | TEXT {mark} {rest} calls)\nTEXT: /(.|\\n)*/ & ~{_holding(self.marker)}"
+        if mark.startswith("<["):  # a token; text that spells it letter by letter would be parsed as a call
+            return f"start: {before}(TEXT | TEXT {mark} {rest} calls)\nTEXT: /(.|\\n)*/ & ~{_containing(self.marker)}"
         return f"start: {before}(TEXT | opened {rest} calls)\nopened[lazy]: TEXT {mark}\nTEXT: /(.|\\n)*/"
 
     def _terms(self, name: str, schema: str, arguments: str, literal: Callable[[str], str]) -> Iterator[str]:
@@ -238,10 +240,10 @@ class CallFormat:
             yield literal(after)
 
     def message(self, turn: ChatMessage, content: str, values: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return a message as chat templates take it, with this content; values: maps the arguments of a call."""
+        """Return a message as chat templates take it, with this content; `values` converts the arguments of a call."""
         message: dict[str, Any] = {"role": turn.role, "content": content if turn.content or not turn.tool_calls else ""}
         if turn.tool_calls:
-            message["tool_calls"] = [self._told(call, values) for call in turn.tool_calls]
+            message["tool_calls"] = [self._call_fields(call, values) for call in turn.tool_calls]
         if turn.tool_call_id:
             message["tool_call_id"] = self._id(turn.tool_call_id)
         if turn.name:
@@ -250,13 +252,13 @@ class CallFormat:
             message["reasoning_content"] = turn.reasoning
         return message
 
-    def _told(self, call: ToolCall, values: Callable[[Any], Any]) -> dict[str, Any]:
+    def _call_fields(self, call: ToolCall, values: Callable[[Any], Any]) -> dict[str, Any]:
         given = values(call.arguments)
         function = {"name": call.name, "arguments": json.dumps(given, ensure_ascii=False) if self.as_text else given}
         return {"type": "function", "id": self._id(call.id), "function": function}
 
     def _id(self, id: str) -> str:
-        """An id as the template takes it, the same for the same one."""
+        """Return an id of the length that the template takes; equal ids give equal results."""
         return digest("call", id)[: self.id_size] if self.id_size and len(id) != self.id_size else id
 
     def write(self, calls: Sequence[ToolCall]) -> str:
@@ -265,10 +267,10 @@ class CallFormat:
         return self.head + (self.again or "").join(texts) + self.tail if texts else ""
 
     def _written(self, call: ToolCall) -> str:
-        said = json.dumps(dict(call.arguments), ensure_ascii=False)
-        arguments = said if self.pairs is None else self.pairs.write(call.arguments)
-        told = {"name": call.name, "arguments": arguments, "id": self._id(call.id)}
-        return "".join(told[slot] + after for slot, after in zip(self.slots, (*self.inner, ""), strict=True))
+        as_json = json.dumps(dict(call.arguments), ensure_ascii=False)
+        arguments = as_json if self.pairs is None else self.pairs.write(call.arguments)
+        slot_texts = {"name": call.name, "arguments": arguments, "id": self._id(call.id)}
+        return "".join(slot_texts[slot] + after for slot, after in zip(self.slots, (*self.inner, ""), strict=True))
 
 
 class CallReader:
@@ -288,8 +290,8 @@ class CallReader:
     def read(self, text: str, opening: int) -> tuple[ToolCall, ...]:
         """Return all complete calls of a text whose first call begins at `opening`."""
         format = self._format
-        last = format.last
-        if last and last not in text[self._tried :]:
+        letter = format.required_letter
+        if letter and letter not in text[self._tried :]:
             return tuple(self.calls)
         self._tried = len(text)
         at = max(self._at, opening)
@@ -310,11 +312,11 @@ class CallReader:
         return new
 
     def _before(self, is_first: bool) -> re.Pattern[str]:
-        """What stands before the next call's slots."""
+        """Return a pattern of the text before the next call's slots."""
         if not is_first:
-            return _literal(self._format.again) if self._format.again is not None else _NEVER
-        lead = f"(?:{_literal(self._format.lead).pattern})?" if self._format.lead else ""
-        return re.compile(lead + _literal(self._format.head).pattern)
+            return _pattern(self._format.again) if self._format.again is not None else _NEVER
+        lead = f"(?:{_pattern(self._format.lead).pattern})?" if self._format.lead else ""
+        return re.compile(lead + _pattern(self._format.head).pattern)
 
 
 DEFAULT_CALL_FORMAT = CallFormat(
@@ -333,18 +335,19 @@ def call_id() -> str:
 
 
 def spelled(turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Rewrite a conversation for templates without tools: tools, calls and results become `DEFAULT_CALL_FORMAT` text.
+    """Rewrite a conversation for chat templates without tools: tools, calls and results become plain text.
 
-    The contents must be pieces; chunks in a tool's result stay chunks.
+    The text has the form of `DEFAULT_CALL_FORMAT`. Each message's content must be a tuple of `Piece`; chunks in a
+    tool's result stay chunks.
     """
-    told = [_spelled(turn) for turn in turns]
+    messages = [_spelled(turn) for turn in turns]
     if tools:
         text = Piece(_described(tools))
-        if told and told[0].role == "system":
-            told[0] = replace(told[0], content=(*told[0].content, Piece("\n\n"), text))
+        if messages and messages[0].role == "system":
+            messages[0] = replace(messages[0], content=(*messages[0].content, Piece("\n\n"), text))
         else:
-            told.insert(0, ChatMessage("system", (text,)))
-    return list(_joined(told))
+            messages.insert(0, ChatMessage("system", (text,)))
+    return list(_joined(messages))
 
 
 def _described(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -358,8 +361,8 @@ def _described(tools: Sequence[Mapping[str, Any]]) -> str:
 def _spelled(turn: ChatMessage) -> ChatMessage:
     if turn.tool_calls:
         gap = (Piece("\n"),) if turn.content else ()
-        said = (*turn.content, *gap, Piece(DEFAULT_CALL_FORMAT.write(turn.tool_calls)))
-        return ChatMessage(turn.role, said, reasoning=turn.reasoning)
+        pieces = (*turn.content, *gap, Piece(DEFAULT_CALL_FORMAT.write(turn.tool_calls)))
+        return ChatMessage(turn.role, pieces, reasoning=turn.reasoning)
     if turn.role == "tool":
         return ChatMessage("tool", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>")))
     return turn
@@ -367,47 +370,38 @@ def _spelled(turn: ChatMessage) -> ChatMessage:
 
 def _joined(turns: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
     """Yield messages with tool results as user messages; consecutive results and a following question are merged."""
-    held: ChatMessage | None = None
+    merged: ChatMessage | None = None
     for turn in turns:
-        if held is not None and turn.role in ("tool", "user"):
-            held = ChatMessage("user", (*held.content, Piece("\n"), *turn.content))
+        if merged is not None and turn.role in ("tool", "user"):
+            merged = ChatMessage("user", (*merged.content, Piece("\n"), *turn.content))
         else:
-            if held is not None:
-                yield held
-            held = ChatMessage("user", turn.content) if turn.role == "tool" else None
-            if held is None:
+            if merged is not None:
+                yield merged
+            merged = ChatMessage("user", turn.content) if turn.role == "tool" else None
+            if merged is None:
                 yield turn
             continue
         if turn.role == "user":
-            yield held
-            held = None
-    if held is not None:
-        yield held
+            yield merged
+            merged = None
+    if merged is not None:
+        yield merged
 
 
 def _shared(one: str, other: str) -> str:
-    """What both begin with."""
+    """Return the common beginning of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
 
 
-def without_space(text: str, lo: int, hi: int) -> int:
-    """Where text[lo:hi] ends without the white space at its end."""
-    last = text[max(lo, hi - MOST_SPACE) : hi]
+def stripped_end(text: str, lo: int, hi: int) -> int:
+    """Return the end of text[lo:hi] without the white space at its end."""
+    last = text[max(lo, hi - MAX_SPACE_CHARS) : hi]
     return hi - (len(last) - len(last.rstrip()))
 
 
-def longest_start(text: str, word: str) -> int:
-    """Return how many characters at the end of `text` could be the beginning of one word, such as a call's marker.
-
-    `hf.stream.longest_start` does the same for several words.
-    """
-    sizes = range(min(len(text), len(word) - 1), 0, -1)
-    return next((size for size in sizes if word.startswith(text[-size:])), 0)
-
-
-def _exactly(text: str) -> str:
-    """A regular expression of this text and nothing else, in a class of letters too."""
+def _escaped(text: str) -> str:
+    """Return a regular expression of exactly this text, which is also valid inside a character class."""
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
@@ -418,26 +412,26 @@ def _is_among(call: ToolCall, calls: Sequence[ToolCall]) -> bool:
 _NEVER = re.compile(r"(?!)")
 
 
-def _literal(text: str) -> re.Pattern[str]:
-    """Matches a text of the format, whatever white space a model puts there."""
+def _pattern(text: str) -> re.Pattern[str]:
+    """Return a pattern that matches a text of the format with any white space between and before its words."""
     words = [re.escape(word) for word in text.split()]
     inner = r"\s*".join(words)
     return re.compile(rf"\s*{inner}") if words else re.compile("")
 
 
 def _name_at(text: str, at: int, after: str, is_plain: bool) -> tuple[str | None, int]:
-    """A tool's name, and where it ends; is_plain: nothing but its letters says where."""
-    pattern = r"[a-zA-Z0-9_.-]+" if is_plain else r"[^\s\"\\{}<>\[\]()]+?(?=" + _literal(after).pattern + ")"
+    """Return a tool's name and where it ends: at `after`, or with `is_plain` at the first letter that no name has."""
+    pattern = r"[a-zA-Z0-9_.-]+" if is_plain else r"[^\s\"\\{}<>\[\]()]+?(?=" + _pattern(after).pattern + ")"
     found = re.compile(rf"\s*({pattern})" if is_plain else f"({pattern})").match(text, at)
     return (found[1], found.end()) if found else (None, at)
 
 
 def _object_at(text: str, at: int) -> tuple[dict[str, Any] | None, int]:
-    """A JSON object, and where it ends."""
+    """Return a JSON object and where it ends; (None, at) if there is none."""
     start = _SPACE.match(text, at)
     try:
         value, end = json.JSONDecoder().raw_decode(text, start.end() if start else at)
-    except (ValueError, RecursionError):  # no JSON, or deeper than anybody writes it
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply
         return None, at
     return (value, end) if isinstance(value, dict) else (None, at)
 
@@ -446,18 +440,18 @@ _SPACE = re.compile(r"\s*")
 
 
 def _after_space(text: str, at: int, before: str) -> int:
-    """The place behind the white space that ends `before`, as far as it stands there."""
+    """Return the place after the white space at the end of `before`, if the text has it at `at`; else `at`."""
     space = before[len(before.rstrip()) :]
     return at + len(space) if text.startswith(space, at) else at
 
 
-def _raw(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-_WORDS: Mapping[str, Any] = MappingProxyType({"True": True, "False": False, "None": None})
-"""Values as Python writes them, which templates may do."""
-_KINDS: tuple[tuple[type, frozenset[str]], ...] = (
+_PYTHON_VALUES: Mapping[str, Any] = MappingProxyType({"True": True, "False": False, "None": None})
+"""Values as Python writes them; some templates do so."""
+_JSON_TYPES: tuple[tuple[type, frozenset[str]], ...] = (
     (bool, frozenset({"boolean"})),
     (int, frozenset({"integer", "number"})),
     (float, frozenset({"number"})),
@@ -468,25 +462,25 @@ _KINDS: tuple[tuple[type, frozenset[str]], ...] = (
 )
 
 
-def _kinds_of(value: Any) -> frozenset[str]:
-    """JSON schema's words for the type of a value."""
-    return next((words for kind, words in _KINDS if isinstance(value, kind)), frozenset())
+def _json_types_of(value: Any) -> frozenset[str]:
+    """Return the names of a value's type in JSON schema."""
+    return next((names for kind, names in _JSON_TYPES if isinstance(value, kind)), frozenset())
 
 
 def _parsed(text: str, types: frozenset[str]) -> Any:
-    """The value that a text stands for, where these types are allowed; none named: any."""
+    """Parse a text as a value of one of these types (none: of any); if it is not one, return the text."""
     if types == {"string"}:
         return text
     try:
-        value = _WORDS[text.strip()] if text.strip() in _WORDS else json.loads(text)
+        value = _PYTHON_VALUES[text.strip()] if text.strip() in _PYTHON_VALUES else json.loads(text)
     except (ValueError, RecursionError):
         return text
-    fits = not types or not types.isdisjoint(_kinds_of(value))
+    fits = not types or not types.isdisjoint(_json_types_of(value))
     return value if fits and not isinstance(value, str) else text
 
 
 def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The types that a schema allows, as far as it says so; none: any."""
+    """Return the types that a schema allows; empty if it allows any, or does not tell."""
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return frozenset()
     if isinstance(ref := schema.get("$ref"), str):
@@ -494,28 +488,28 @@ def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset
         for name in ref.removeprefix("#/").split("/"):
             found = found.get(name) if isinstance(found, Mapping) else None
         return _types_of(found, root, depth + 1)
-    if said := schema.get("type"):
-        return frozenset([said] if isinstance(said, str) else said)
+    if types := schema.get("type"):
+        return frozenset([types] if isinstance(types, str) else types)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if values:
-        return frozenset(kind for value in values for kind in _kinds_of(value))
+        return frozenset(kind for value in values for kind in _json_types_of(value))
     parts = [_types_of(each, root, depth + 1) for name in ("anyOf", "oneOf") for each in schema.get(name, ())]
     return frozenset(kind for part in parts for kind in part) if all(parts) else frozenset()
 
 
 MAX_SCHEMA_DEPTH = 16
-"""References and unions in one another that are followed."""
+"""The most nested references and unions that are followed."""
 
 
 def _pair_rules(pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
-    """Lark rules of arguments that are written one by one, in the order of their schema."""
+    """Yield Lark rules of arguments that are written one by one, in the order of their schema."""
     properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
     if not properties and schema.get("additionalProperties", True) is not False:
         yield f"{name}: ({literal(pairs.before)} /[a-zA-Z_][a-zA-Z0-9_.-]*/ {literal(pairs.between)} {name}_any)*"
         yield from _value_rules(pairs.after, f"{name}_any", {}, schema, literal)
         return
-    told = (f"{name}_{at}" + ("" if key in required else "?") for at, key in enumerate(properties))
-    yield f"{name}: {' '.join(told)}"
+    rule_names = (f"{name}_{at}" + ("" if key in required else "?") for at, key in enumerate(properties))
+    yield f"{name}: {' '.join(rule_names)}"
     for at, (key, value) in enumerate(properties.items()):
         yield f"{name}_{at}: {literal(pairs.before + key + pairs.between)} {name}_{at}_value"
         yield from _value_rules(pairs.after, f"{name}_{at}_value", value, schema, literal)
@@ -524,39 +518,40 @@ def _pair_rules(pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Cal
 def _value_rules(
     after: str, name: str, schema: Any, root: Mapping[str, Any], literal: Callable[[str], str]
 ) -> Iterator[str]:
-    """Lark rules of one value and what stands behind it. A text stands as it is and ends where that begins."""
-    types, told = _types_of(schema, root), schema if isinstance(schema, Mapping) else {}
-    values = told.get("enum", [told["const"]] if "const" in told else None)
+    """Yield Lark rules of one value and the text after it. A string is literal and ends where that text begins."""
+    types, fields = _types_of(schema, root), schema if isinstance(schema, Mapping) else {}
+    values = fields.get("enum", [fields["const"]] if "const" in fields else None)
     if values:
-        words = " | ".join(json.dumps(_raw(value)) for value in values)
-        yield f"{name}: ({words}) {literal(after)}"
+        choices = " | ".join(json.dumps(_as_text(value)) for value in values)
+        yield f"{name}: ({choices}) {literal(after)}"
     elif types == {"boolean"}:
         yield f'{name}: ("true" | "false" | "True" | "False") {literal(after)}'
     elif types and "string" not in types:
         shared = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
-        yield f"{name}: %json {json.dumps({**shared, **told})} {literal(after)}"
+        yield f"{name}: %json {json.dumps({**shared, **fields})} {literal(after)}"
     else:
-        yield from _text_rules(after, name, told, literal)
+        yield from _text_rules(after, name, fields, literal)
 
 
 def _text_rules(after: str, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    any_text = f"(.|\\n){{{least},{most}}}" if least or most != "" else "(.|\\n)*"
+    min_chars, max_chars = schema.get("minLength", 0), schema.get("maxLength", "")
+    any_text = f"(.|\\n){{{min_chars},{max_chars}}}" if min_chars or max_chars != "" else "(.|\\n)*"
     cut = next((at for at in range(len(after)) if literal(after[at:]).startswith("<[")), None)
     text = f"{name.upper()}_TEXT"
     if cut is None:
         yield f"{name}[lazy]: {text} {literal(after)}"
         yield f"{text}: /{any_text}/"
         return
-    sizes = range(1, len(after) - cut + 1)  # of a token of its own, which spelled letter by letter would end the value
-    mark = next(after[cut : cut + size] for size in sizes if _ONE.fullmatch(literal(after[cut : cut + size])))
+    # The end is a token, and the value must not contain its letters: spelled out, they would end the value.
+    sizes = range(1, len(after) - cut + 1)
+    mark = next(after[cut : cut + size] for size in sizes if _TOKEN_LITERAL.fullmatch(literal(after[cut : cut + size])))
     yield f"{name}: {text} {literal(after[cut:])}"
-    yield f"{text}: /{any_text}{_exactly(after[:cut])}/ & ~{_holding(mark)}"
+    yield f"{text}: /{any_text}{_escaped(after[:cut])}/ & ~{_containing(mark)}"
 
 
-_ONE = re.compile(r"<\[[0-9]+\]>")
+_TOKEN_LITERAL = re.compile(r"<\[[0-9]+\]>")
 
 
-def _holding(text: str) -> str:
-    """A regular expression, as Lark has it, of all texts that hold this one."""
-    return f"/(.|\\n)*{_exactly(text)}(.|\\n)*/"
+def _containing(text: str) -> str:
+    """Return a Lark regular expression of all texts that contain this one."""
+    return f"/(.|\\n)*{_escaped(text)}(.|\\n)*/"

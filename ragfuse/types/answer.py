@@ -25,7 +25,7 @@ class PieceTrace:
         nbytes: Bytes read.
         began_s: Seconds from the start of the deadline to the start of this step.
         seconds: Seconds that the step took.
-        throughput: Bytes per second of the whole link meanwhile; None where nothing was read.
+        throughput: Bytes per second of the whole link during the step; None where nothing was read.
         sharing: Streams on that link at the time.
         why: Why not all of it arrived, in words; "" where it did.
     """
@@ -63,7 +63,7 @@ class StreamTrace:
 
 @dataclass(frozen=True)
 class SegmentTrace:
-    """What happened to one segment that could have been loaded from the store.
+    """The trace of one segment that could have been loaded from the store.
 
     Args:
         source: Where its text came from, for people.
@@ -99,7 +99,7 @@ class SegmentTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one answer reused, and why. Times in seconds, sizes in bytes, shares 0..1.
+    """The record of what one answer reused, and why. Times in seconds, sizes in bytes, shares 0..1.
 
     `tokens_reused + tokens_recomputed + tokens_fresh == tokens`.
 
@@ -131,9 +131,9 @@ class Trace:
         truncated: Earliest tokens of that conversation that were left out.
         schema: The schema of a prompt in PML; "" for none.
         modules: Paths of its modules whose text was reused (".": text of the schema itself).
-        tokens_prefix: Reused tokens of a beginning shared with earlier prompts.
+        tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
-        unsaved: What could not be read or written on disk beside the answer, and why; only this process remembers it.
+        unsaved: Data that could not be read from disk or written to it, and why; only this process remembers it.
     """
 
     model: str = ""
@@ -179,8 +179,8 @@ class Trace:
         parts += [f"{sum(chunks)} of {len(chunks)} chunks"] if chunks else []
         pending = sum(each.why == ENCODING for each in self.segments)
         parts += [f"{pending} still being encoded"] if pending else []
-        told = f" ({', '.join(parts)})" if parts else ""
-        return f"{self.tokens} tokens: {self.tokens_reused} reused{told}, {self.tokens_recomputed} recomputed, {first}"
+        reused = f"{self.tokens_reused} reused" + (f" ({', '.join(parts)})" if parts else "")
+        return f"{self.tokens} tokens: {reused}, {self.tokens_recomputed} recomputed, {first}"
 
     @property
     def history_reused(self) -> int:
@@ -230,7 +230,9 @@ class ToolCall:
             except (ValueError, RecursionError):
                 found = None
         if not isinstance(found, Mapping):
-            raise InputError(f"The arguments of a tool call are {given!r:.60}; wanted the JSON text of an object.")
+            raise InputError(
+                f"The arguments of a tool call are {given!r:.60}; wanted the JSON text of an object, {{...}}."
+            )
         return dict(found)
 
 

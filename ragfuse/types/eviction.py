@@ -10,7 +10,7 @@ class EvictionPolicy:
     """One eviction policy.
 
     Args:
-        name: What settings and benchmarks call it.
+        name: Its name in settings and benchmarks.
         home: Its rank function (`plan.eviction_item.Rank`) as `module:function`, imported by `plan.ranks`.
         needs_arrivals: Whether it asks when an entry came, which tiers do not record: only simulations can use it.
     """

@@ -41,7 +41,7 @@ class Grammar:
     def choice(texts: Sequence[str]) -> Grammar:
         """Return the grammar of exactly one of these texts; raise InputError where there is none, or an empty one."""
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
-            raise InputError(f"Grammar.choice takes a list of texts that are not empty; found {texts!r}.")
+            raise InputError(f"Grammar.choice takes a list of texts, none of them empty; found {texts!r}.")
         return Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in texts))
 
     @staticmethod
@@ -58,11 +58,11 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
         what: How an error message names it.
     """
     if not isinstance(schema, Mapping):
-        raise InputError(f"{what} is {schema!r}; wanted a JSON schema: an object such as {{'type': 'object'}}.")
+        raise InputError(f"{what} is {schema!r}; wanted a JSON schema: a dict such as {{'type': 'object'}}.")
     try:
         return json.dumps(closed(schema))
     except (TypeError, ValueError, RecursionError) as error:  # the last where it holds itself
-        raise InputError(f"{what} cannot be written as JSON ({error}); take plain objects, lists and texts.") from error
+        raise InputError(f"{what} cannot be written as JSON ({error}). Use plain dicts, lists and strings.") from error
 
 
 def closed(schema: Mapping[str, Any]) -> Any:

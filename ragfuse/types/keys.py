@@ -82,5 +82,5 @@ class ChunkKey:
         """Return the key whose `str()` is `text`; raise ValueError where it is not a key."""
         parts = ["" if part == "-" else part for part in text.split(".")]
         if len(parts) != 4 or not parts[0] or not parts[1]:
-            raise ValueError(f"Not a chunk key: {text!r} (wanted model.tokens.context.layout)")
+            raise ValueError(f"Not a chunk key: {text!r} (a key has four parts: model.tokens.context.layout)")
         return cls(*parts)

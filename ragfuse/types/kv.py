@@ -70,7 +70,7 @@ class ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a tier knows about one stored key. It may be stale: a read that fails is a miss, never an exception.
+    """A tier's record of one stored key. It may be stale: a read that fails is a miss, never an exception.
 
     Args:
         key: The key.

@@ -74,7 +74,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is read and what is computed for one prompt. A plain value: `ragfuse.load` executes it.
+    """The decision for one prompt: what is read and what is computed. A plain value; `ragfuse.load` executes it.
 
     Args:
         prompt: The prompt.
@@ -83,7 +83,7 @@ class LoadPlan:
         fetches: Segments to read.
         misses: (segment index, reason) of segments that are computed although they could have been in the store.
         fallback_reason: Why the prompt gets a full prefill; "" where it is fused.
-        unread: Segments that are in the store but recomputed, because that is faster.
+        unread: Segments that are in the store but computed, because that is faster than reading them.
         layers_a_read: Layers that are read together; 0: `ragfuse.load` decides (this machine was not measured).
         forecast: Predicted times; None: this machine was not measured.
         n_before: For a model whose KV cannot be reused: tokens whose state an earlier prompt left (`hf.states`).

@@ -21,7 +21,7 @@ MACHINE_VERSION = 6
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What is known about one model at one dtype.
+    """The known properties of one model at one dtype.
 
     Args:
         model: Its name.
@@ -32,7 +32,7 @@ class ModelProfile:
         refusal: Why its KV cannot be reused; "" where it can.
         fixed: Whether a refused model's KV can still be reused at the positions at which it was encoded, as schema
             modules do.
-        state: What a refused model keeps besides KV per token, and how it continues from that (`hf.states.Kind`).
+        state: For a refused model: how it continues from a copy of its cache (`hf.states.Kind`).
         errors: Errors that the probe measured, by name.
         policy: The policy that calibration chose.
         ratio: The recompute ratio that calibration chose.

@@ -22,7 +22,8 @@ class Segment:
     Args:
         tokens: Token ids.
         start: Position of the first token.
-        kind: "fresh", or what it is: a chunk, the shared prefix, a schema module, earlier turns.
+        kind: "fresh" (only computed), "chunk", "prefix" (shared with earlier prompts), "module" (of a schema) or
+            "history" (earlier turns).
         keys: Keys to look up its KV under, best first; empty exactly for a fresh segment.
         source: Where the text came from, for people.
         text: The text of a chunk.
@@ -43,10 +44,12 @@ class Segment:
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):
-            raise ValueError(f"A {self.kind} segment has {len(self.keys)} keys; only a fresh one has none.")
+            raise ValueError(f"Only a fresh segment has no keys, found {len(self.keys)} keys and kind {self.kind!r}.")
         lo, hi = self.rows or (0, len(self.tokens))
         if not self.tokens or not 0 <= lo == hi - len(self.tokens):
-            raise ValueError(f"A segment holds at least one token, as many as rows: {len(self.tokens)}, {self.rows}.")
+            raise ValueError(
+                f"A segment needs tokens, as many as rows: found {len(self.tokens)} tokens, rows {self.rows}."
+            )
 
     @property
     def shift(self) -> int:
@@ -79,9 +82,9 @@ class Prompt:
         segments: The segments.
         dropped: Sources of chunks that were left out so that the prompt fits.
         truncated: Tokens of the conversation that were left out so that the prompt fits.
-        talk: The conversation that the prompt continues.
-        taken: What it takes from a schema (`schemas.bind.SchemaUse`).
-        said: Rows lo:hi of the last message, where it is a user's; else (0, 0).
+        conversation: The conversation that the prompt continues.
+        schema_use: What it reuses of a schema (`schemas.bind.SchemaUse`); None where it uses no schema.
+        last_user_rows: Rows lo:hi of the text of the last message, if it is a user's; else (0, 0).
         altered: How documents retrieved for the prompt were changed before they were put into it, which keeps them from
             being recognised; "" where they are recognised or absent.
         first_chunk: The row at which the first chunk begins; -1 for none.
@@ -90,15 +93,15 @@ class Prompt:
     segments: tuple[Segment, ...]
     dropped: tuple[str, ...] = ()
     truncated: int = 0
-    talk: ConversationRef | None = field(default=None, repr=False, compare=False)
-    taken: object = field(default=None, repr=False, compare=False)
-    said: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
+    conversation: ConversationRef | None = field(default=None, repr=False, compare=False)
+    schema_use: object = field(default=None, repr=False, compare=False)
+    last_user_rows: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
     altered: str = field(default="", repr=False, compare=False)
     first_chunk: int = field(default=-1, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
-            raise ValueError("A prompt ends with a fresh segment: something must be computed to answer.")
+            raise ValueError("The last segment of a prompt must be fresh, as its last token has to be computed.")
         for before, after in pairwise(self.segments):
             if after.start < before.stop:
                 raise ValueError(f"Positions must increase: {after.start} follows {before.stop - 1}.")
@@ -119,7 +122,7 @@ class Prompt:
         return tuple(pairwise((0, *accumulate(len(segment.tokens) for segment in self.segments))))
 
     @cached_property
-    def asked(self) -> tuple[Tensor, ...]:
+    def question_rows(self) -> tuple[Tensor, ...]:
         """Rows (int64) where the question may be, most likely first: those after the last chunk; those in no chunk.
 
         In a conversation, the rows after the last chunk may include earlier questions and answers.

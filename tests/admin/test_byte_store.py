@@ -14,9 +14,9 @@ def test_people_are_told_whose_bytes_they_are(tmp_path: Path) -> None:
     settings = Settings(store=tmp_path / "store")
     with ByteStore(namespace="embeddings", settings=settings) as store:
         store.put([("a", b"value")])
-    with StoreAdmin(settings) as keeping:
-        assert [line.tenant.name for line in keeping.lines()] == ["bytes of 'embeddings'"]
-        cleared = keeping.clear(keeping.lines(EntryFilter(model="bytes of 'embeddings'")), EntryFilter())
+    with StoreAdmin(settings) as admin:
+        assert [line.tenant.name for line in admin.list_entries()] == ["bytes of 'embeddings'"]
+        cleared = admin.clear(admin.list_entries(EntryFilter(model="bytes of 'embeddings'")), EntryFilter())
     assert len(cleared.dropped) == 1
     with ByteStore(namespace="embeddings", settings=settings) as store:
         assert store.get(["a"]) == [None]
@@ -27,10 +27,10 @@ def test_an_archive_carries_them_to_another_store(tmp_path: Path) -> None:
     values = {"a": bytes(range(256)), "": b"", "b": b"\0" * 100_000}
     with ByteStore(settings=there) as store:
         store.put(values.items())
-    with StoreAdmin(there) as keeping:
-        assert keeping.export(keeping.lines(), tmp_path / "all.tar", texts=True).chunks == 3
-    with StoreAdmin(here) as keeping:
-        assert keeping.import_(tmp_path / "all.tar", None).chunks == 3
+    with StoreAdmin(there) as admin:
+        assert admin.export(admin.list_entries(), tmp_path / "all.tar", texts=True).chunks == 3
+    with StoreAdmin(here) as admin:
+        assert admin.import_(tmp_path / "all.tar", None).chunks == 3
     with ByteStore(settings=here) as store:
         assert store.get(list(values)) == list(values.values())
         assert sorted(store.names()) == sorted(values)

@@ -13,7 +13,8 @@ import typer
 from ragfuse_bench import options
 from ragfuse_bench.cli import bench
 from ragfuse_bench.cli.parameters import with_options
-from ragfuse_bench.options import FromText, QualityOptions, TtftOptions
+from ragfuse_bench.option_types import FromText, integers
+from ragfuse_bench.options import QualityOptions, TtftOptions
 from typer.testing import CliRunner
 
 from ragfuse.errors import InputError, SettingsError
@@ -25,7 +26,7 @@ GIVEN: list[object] = []
 class Toy:
     """Options of every kind."""
 
-    numbers: Annotated[tuple[int, ...], typer.Option(help="Numbers."), FromText(options._integers)] = (1, 2)
+    numbers: Annotated[tuple[int, ...], typer.Option(help="Numbers."), FromText(integers)] = (1, 2)
     urls: Annotated[tuple[str, ...], typer.Option("--url", help="Repeat for more.")] = ()
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens.")] = 5
     inner: str = "not on the command line"

@@ -9,16 +9,16 @@ from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.calibration.calibrate import (
-    AGREE,
-    CLOSE,
     LADDER,
-    Tried,
+    MAX_KL_OVER_REUSE,
+    MIN_AGREEMENT,
+    ChoiceResult,
     advice,
     calibrate,
     choose,
     curve,
     flaw_of,
-    made_cases,
+    make_cases,
 )
 from ragfuse.calibration.comparison import Row
 from ragfuse.errors import InputError
@@ -28,8 +28,8 @@ DOCUMENTS = [("one", [f"{c} {c[::-1]} " * 2 for c in CHUNKS]), ("two", [f"{c[::-
 
 
 def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
-    cases = made_cases(DOCUMENTS, 9)
-    assert cases == made_cases(DOCUMENTS, 9)
+    cases = make_cases(DOCUMENTS, 9)
+    assert cases == make_cases(DOCUMENTS, 9)
     assert len({case.question for case in cases}) > 3
     for case in cases:
         assert len(set(case.chunks)) == 6
@@ -40,11 +40,11 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
 
 def test_too_few_documents_are_told_with_what_is_wanted() -> None:
     with pytest.raises(InputError, match="at least 7 chunks"):
-        made_cases([("one", CHUNKS[:3])], 5)
+        make_cases([("one", CHUNKS[:3])], 5)
 
 
-def tried(policy: str, over: float, speed: float, high: float | None = None, top1: float = 0.99) -> Tried:
-    return Tried(policy, 0.1, over, over / 2, over * 1.2 if high is None else high, over, top1, speed)
+def tried(policy: str, over: float, speed: float, high: float | None = None, top1: float = 0.99) -> ChoiceResult:
+    return ChoiceResult(policy, 0.1, over, over / 2, over * 1.2 if high is None else high, over, top1, speed)
 
 
 def test_the_fastest_of_those_near_the_closest_safe_one_is_chosen() -> None:
@@ -54,8 +54,8 @@ def test_the_fastest_of_those_near_the_closest_safe_one_is_chosen() -> None:
 
 
 def test_what_is_not_certainly_close_or_does_not_agree_is_not_safe() -> None:
-    assert choose([tried("lego", 0.2, 5.0, high=CLOSE + 0.01)]) is None
-    assert choose([tried("lego", 0.1, 5.0, top1=AGREE - 0.01)]) is None
+    assert choose([tried("lego", 0.2, 5.0, high=MAX_KL_OVER_REUSE + 0.01)]) is None
+    assert choose([tried("lego", 0.1, 5.0, top1=MIN_AGREEMENT - 0.01)]) is None
     assert choose([]) is None
 
 
@@ -95,7 +95,7 @@ def random_weights(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) 
 def unsafe(random_weights: Settings) -> dict[str, Any]:
     """What that said."""
     with Engine(random_weights) as engine:
-        result = calibrate(engine.model, made_cases(DOCUMENTS, 5), Console(quiet=True), "random")
+        result = calibrate(engine.model, make_cases(DOCUMENTS, 5), Console(quiet=True), "random")
         engine.learn(engine.profile.calibrated(result["safe"]))
     return result
 

@@ -356,7 +356,7 @@ def test_streamed_text_is_broken_between_words():
     console = screen(20)
     flow = WrappedOutput(console, 8)
     for piece in ("one two ", "three four", "teen\nfive  six ", "a-word-that-is-longer-than-the-line ", "end"):
-        flow.say(piece)
+        flow.write(piece)
     lines = [line.rstrip() for line in shown(console).splitlines()]
     assert lines == ["one two", "three fourteen", "five  six", "a-word-that-is-longer-than-the-line", "end"]
 

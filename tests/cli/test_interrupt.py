@@ -111,8 +111,8 @@ def test_ctrl_c_in_a_benchmark_promises_what_is_kept_alone(environment, monkeypa
     """What `--json` names has its measurements beside it; without it they are gone."""
     rows = tmp_path / "found.rows.jsonl"
 
-    def stop(settings, plan, *_):
-        (plan.rows or tmp_path / "elsewhere").write_text("{}\n")
+    def stop(settings, options, console, rows_file):
+        (rows_file or tmp_path / "elsewhere").write_text("{}\n")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "run_quality", stop)

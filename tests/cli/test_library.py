@@ -11,7 +11,7 @@ from ragfuse.errors import InputError, SettingsError
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(module, "PART", 4)
+    monkeypatch.setattr(module, "PART_CHUNKS", 4)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_document_is_cut_into_chunks_that_are_found_by_what_they_mean(library,
     assert "".join("".join(text for text, _ in chunks).split()) == "".join(
         (book / "lighthouses.txt").read_text().split()
     )
-    found = lib.vectors().similarity_search("What happened in the year 1817?", k=3)
+    found = lib.vector_store().similarity_search("What happened in the year 1817?", k=3)
     assert any("1817" in document.page_content for document in found)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
@@ -52,7 +52,8 @@ def test_a_changed_file_replaces_what_it_was(library, book, tokenizer):
     file.write_text("Nothing is left of the lighthouses but one sentence, which is long enough.")
     chunks = lib.add(file, tokenizer)
     assert len(names(lib)) == 2
-    assert [d.page_content for d in lib.vectors().similarity_search("lighthouse", k=9)] == [text for text, _ in chunks]
+    found = lib.vector_store().similarity_search("lighthouse", k=9)
+    assert [document.page_content for document in found] == [text for text, _ in chunks]
 
 
 def test_an_interrupted_file_goes_on_where_it_stopped(library, book, tokenizer, embeddings):
@@ -85,11 +86,11 @@ def test_a_damaged_manifest_is_dropped_and_told_and_its_document_can_be_ingested
     chunks = lib.add(book / "lighthouses.txt", tokenizer)
     manifest = sorted(lib.folder.glob("*.json"))[1]
     manifest.write_text(text)
-    assert lib.vectors().index.ntotal == len(chunks) - 4
+    assert lib.vector_store().index.ntotal == len(chunks) - 4
     assert "ingest" in caplog.text
     assert not manifest.exists()
     assert lib.add(book / "lighthouses.txt", tokenizer) == chunks
-    assert lib.vectors().index.ntotal == len(chunks)
+    assert lib.vector_store().index.ntotal == len(chunks)
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", None])
@@ -101,9 +102,9 @@ def test_lost_or_damaged_vectors_are_dropped_and_made_again(library, book, token
         vectors.unlink()
     else:
         vectors.write_bytes(data)
-    assert lib.vectors().index.ntotal == len(chunks) - 4
+    assert lib.vector_store().index.ntotal == len(chunks) - 4
     assert lib.add(book / "lighthouses.txt", tokenizer) == chunks
-    assert lib.vectors().index.ntotal == len(chunks)
+    assert lib.vector_store().index.ntotal == len(chunks)
 
 
 def test_half_written_files_and_strangers_are_not_seen(library, book, tokenizer):
@@ -111,20 +112,20 @@ def test_half_written_files_and_strangers_are_not_seen(library, book, tokenizer)
     chunks = lib.add(book / "lighthouses.txt", tokenizer)
     (lib.folder / ".abc-00000.json.123").write_text("{")
     (lib.folder / "notes.txt").write_text("hello")
-    assert lib.vectors().index.ntotal == len(chunks)
+    assert lib.vector_store().index.ntotal == len(chunks)
 
 
 def test_an_empty_index_says_how_to_fill_it(library):
     with pytest.raises(InputError, match=r"ragfuse ingest PATH$"):
-        library().vectors()
+        library().vector_store()
     with pytest.raises(InputError, match=r"ragfuse ingest PATH --index other$"):
-        library("other").vectors()
+        library("other").vector_store()
 
 
 def test_vectors_of_another_embedder_are_not_mixed_in(library, book, tokenizer):
     library().add(book / "lighthouses.txt", tokenizer)
     with pytest.raises(InputError, match="empty"):
-        library(embedder="another").vectors()
+        library(embedder="another").vector_store()
 
 
 def test_only_the_files_that_are_wanted_stay(library, book, tokenizer):
@@ -133,7 +134,7 @@ def test_only_the_files_that_are_wanted_stay(library, book, tokenizer):
     for file in book.iterdir():
         lib.add(file, tokenizer)
     lib.keep_only([book / "other.txt"])
-    assert [d.page_content for d in lib.vectors().similarity_search("x", k=9)] == [
+    assert [d.page_content for d in lib.vector_store().similarity_search("x", k=9)] == [
         "Another document, of one sentence only."
     ]
 
@@ -166,7 +167,7 @@ def test_many_who_ingest_the_same_file_at_once_leave_one_copy(library, book, tok
     for thread in threads:
         thread.join()
     assert found[0] == found[1] == found[2]
-    assert library().vectors().index.ntotal == len(found[0])
+    assert library().vector_store().index.ntotal == len(found[0])
     assert not [name for name in names(library()) if name.startswith(".")]
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
-from ragfuse.cli.entries import show_lines
+from ragfuse.cli.entries import show_entries
 from ragfuse.cli.main import app
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.plan.evict import lru
@@ -139,7 +139,7 @@ def test_ls_never_cuts_a_number_or_a_tier_and_shortens_texts(width):
 
     said = io.StringIO()
     lines = [line(i, tier) for i, tier in enumerate(("objects-2", "redis"))]
-    show_lines(Console(file=said, width=width), lines)
+    show_entries(Console(file=said, width=width), lines)
     heading, first, second, *_ = said.getvalue().splitlines()
     assert first.split()[-5:] == ["12,345", "1,234.6", "12,345", "24", "min"]
     assert second.split()[-5:] == ["12,345", "1,234.6", "12,346", "1", "h"]
@@ -320,7 +320,7 @@ def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_statu
     assert told("export", "keep.tar")["entries"] == 6
     good = Path("keep.tar").read_bytes()
     damage()
-    refused(run("export", "keep.tar", "--yes"), "StoreError", "stays as it was", "lack 1 of 6", "cannot be read")
+    refused(run("export", "keep.tar", "--yes"), "StoreError", "was not replaced", "lack 1 of 6", "cannot be read")
     assert Path("keep.tar").read_bytes() == good
     damage()
     result = run("export", "new.tar")
@@ -417,28 +417,28 @@ def test_clear_of_one_tier_is_done_whatever_another_does_and_keeps_the_texts_of_
 
 def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
     settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),))
-    with StoreAdmin(settings) as keeping:
-        assert keeping.move(keeping.lines(EntryFilter(source="ships")), "redis").chunks == 1
-        lines = keeping.lines()
+    with StoreAdmin(settings) as admin:
+        assert admin.move(admin.list_entries(EntryFilter(source="ships")), "redis").chunks == 1
+        lines = admin.list_entries()
         server.kill()
-        done = keeping.clear(lines, EntryFilter())
+        done = admin.clear(lines, EntryFilter())
         assert ({line.entry.key for line in done.stayed}, done.silent, done.texts) == ({OURS[1]}, ["redis"], 0)
         assert {line.entry.key for line in done.dropped} == {OURS[0], OURS[2], FILLER, *THEIRS}
-        assert len(keeping.catalog.file.models()) == 2
+        assert len(admin.catalog.file.models()) == 2
 
 
 def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
     def refused(self, missing_ok=False):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    with StoreAdmin(Settings(store=filled, home=filled.parent)) as keeping:
-        lines = keeping.lines(EntryFilter(source="light"))
+    with StoreAdmin(Settings(store=filled, home=filled.parent)) as admin:
+        lines = admin.list_entries(EntryFilter(source="light"))
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", refused)
-            done = keeping.clear(lines, EntryFilter(source="light"))
+            done = admin.clear(lines, EntryFilter(source="light"))
         assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (0, 2, ["disk"], 0)
-        assert {line.source for line in keeping.lines(EntryFilter(source="light"))} == {"/docs/Lighthouse.md"}
-        done = keeping.clear(lines, EntryFilter(source="light"))
+        assert {line.source for line in admin.list_entries(EntryFilter(source="light"))} == {"/docs/Lighthouse.md"}
+        done = admin.clear(lines, EntryFilter(source="light"))
         assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (2, 0, [], 1)
 
 
@@ -538,7 +538,7 @@ def test_recoding_says_what_stays_as_it_was_and_gives_a_status(run, told, filled
     told("recode", "--all", "--to", "int8")
     result = run("recode", "--all", "--to", "raw")
     assert result.exit_code == 1
-    assert result.output.count("only what is kept raw is encoded") == 5
+    assert result.output.count("only what is stored raw can be encoded") == 5
     assert "left out: 1 more" in result.output
     assert told("recode", "--all", "--to", "int8")["known"] == 6
 
@@ -694,39 +694,39 @@ def test_the_settings_ttl_is_the_store_s(tmp_path):
         when = store.entries()[0].last_used
         assert list(store.expired(store.entries(), when + 49)) == []
         assert list(store.expired(store.entries(), when + 51)) == [OURS[0], OURS[0]]
-        assert store.tell_every_s < 50.0 / 4
+        assert store.report_every_s < 50.0 / 4
     with open_kept(settings.model_copy(update={"ttl_s": None})) as store:
         assert store.expired is None
 
 
 def test_the_store_of_the_commands_holds_no_memory(filled, environment):
     settings = Settings(store=filled, home=filled.parent)
-    with StoreAdmin(settings) as keeping:
-        assert [tier.name for tier in keeping.store.tiers] == ["disk"]
+    with StoreAdmin(settings) as admin:
+        assert [tier.name for tier in admin.store.tiers] == ["disk"]
 
 
 def test_a_bad_byte_in_the_book_costs_no_listing(filled):
     with CatalogFile(filled) as book:
         book.add_texts(OURS[0].model, [("no key at all", "A text.", "somewhere")])
-    with StoreAdmin(Settings(store=filled, home=filled.parent)) as keeping:
-        lines = keeping.lines()
+    with StoreAdmin(Settings(store=filled, home=filled.parent)) as admin:
+        lines = admin.list_entries()
         assert {line.entry.key for line in lines} == {*OURS, FILLER, *THEIRS}
         assert "somewhere" not in {line.source for line in lines}
-        assert keeping.clear(lines, EntryFilter()).texts == 4
+        assert admin.clear(lines, EntryFilter()).texts == 4
 
 
 def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_settings):
     passage = "The keeper of the lighthouse counted all ships, and wrote every name into a book. " * 2
     engine.ingest([(passage, "/docs/a.txt"), (passage.upper(), "/docs/b.txt")])
     engine.close()
-    with StoreAdmin(tiny_settings) as keeping:
-        lines = keeping.lines()
+    with StoreAdmin(tiny_settings) as admin:
+        lines = admin.list_entries()
         assert [line.entry.key.encoded for line in lines] == ["filler", "filler"]
         assert {(line.source, line.text[:10]) for line in lines} == {
             ("/docs/a.txt", "The keeper"),
             ("/docs/b.txt", "THE KEEPER"),
         }
-        assert len(keeping.lines(EntryFilter(source="b.txt"))) == 1
+        assert len(admin.list_entries(EntryFilter(source="b.txt"))) == 1
 
 
 def test_ls_says_what_each_tenant_keeps_in_all(run, told, filled):

@@ -59,7 +59,7 @@ def test_a_layer_of_zeros_stays_zero():
 def test_what_is_no_number_is_refused(foul):
     before = layer()
     before.values[1, 3, 2] = foul
-    with pytest.raises(ValueError, match="keep it as raw"):
+    with pytest.raises(ValueError, match="only level raw can store"):
         INT8.encode(before)
 
 
@@ -74,23 +74,23 @@ def test_the_largest_values_of_a_dtype_do_not_become_infinite():
 
 
 def test_two_dtypes_in_a_layer_are_refused():
-    with pytest.raises(ValueError, match="one dtype"):
+    with pytest.raises(ValueError, match="same dtype"):
         INT8.encode(LayerKV(torch.ones(1, 2, 4), torch.ones(1, 2, 4, dtype=torch.float16)))
 
 
 def test_another_width_is_refused():
     before = layer()
     blob = UniformCodec(4).encode(before)
-    with pytest.raises(ValueError, match="8 bits wanted"):
+    with pytest.raises(ValueError, match="not encoded in 8 bits"):
         INT8.decode(blob, LayerMeta.of(before, blob))
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"key_shape": (2, 37, 15)}, "Shapes"),
-        ({"key_shape": (2, 1 << 40, 16), "value_shape": (2, 1 << 40, 12)}, "At most"),
-        ({"value_shape": (1, 37, 24)}, "Shapes"),
+        ({"key_shape": (2, 37, 15)}, "should have shapes"),
+        ({"key_shape": (2, 1 << 40, 16), "value_shape": (2, 1 << 40, 12)}, "at most"),
+        ({"value_shape": (1, 37, 24)}, "should have shapes"),
     ],
 )
 def test_bytes_of_another_shape_are_refused(change, match):
@@ -103,5 +103,5 @@ def test_bytes_of_another_shape_are_refused(change, match):
 def test_every_level_has_its_codec_and_a_name_that_is_none_is_told_all():
     known = tables()
     assert [codec_for(level, known).name for level in LEVEL_NAMES] == list(LEVEL_NAMES)
-    with pytest.raises(ValueError, match=r"raw, int8, cg1, cg2, cg3, cg4\) wanted, 'zip'"):
+    with pytest.raises(ValueError, match=r"no codec level 'zip'.*: raw, int8, cg1, cg2, cg3, cg4"):
         codec_for("zip")

@@ -76,20 +76,20 @@ def test_finishing_ends_the_writer_and_what_is_written_is_the_answer():
     assert run.ended.is_set()
 
 
-@pytest.mark.parametrize(("end", "is_gone"), [(AnswerStream.finish, False), (AnswerStream.cancel, True)])
-def test_the_writer_hears_whether_anybody_reads_what_it_has_written(end, is_gone):
+@pytest.mark.parametrize(("end", "is_abandoned"), [(AnswerStream.finish, False), (AnswerStream.cancel, True)])
+def test_the_writer_hears_whether_anybody_reads_what_it_has_written(end, is_abandoned):
     told = []
 
     def write(say, enough):
         enough.wait(60)
-        told.append(enough.is_gone)
+        told.append(enough.is_abandoned)
         return ANSWER
 
     stream = AnswerStream(write)
     end(stream)
     list(stream)
     stream.close()
-    assert told == [is_gone]
+    assert told == [is_abandoned]
 
 
 def test_closing_after_the_end_leaves_the_answer():

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from ragfuse import Engine, ModelError, Settings, SettingsError
-from ragfuse.engine.background import MAX_WAITING_JOBS, BackgroundEncoder, EncodeJob, jobs_after
+from ragfuse.engine.background import MAX_WAITING_JOBS, BackgroundEncoder, EncodeJob, JobKind, jobs_after
+from ragfuse.engine.encoder import Encoder
 from ragfuse.hf import probe
 from ragfuse.hf.model import ENCODE_STEP_TOKENS
+from ragfuse.schemas.layout import SchemaRun
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
@@ -21,7 +23,7 @@ KEY = ChunkKey("model", "tokens")
 
 
 def work(number: int) -> EncodeJob:
-    return EncodeJob((number,), f"text {number}")
+    return EncodeJob("chunk", (number,), f"text {number}")
 
 
 class Desk:
@@ -134,9 +136,9 @@ def test_what_is_forgotten_is_neither_encoded_nor_learnt_from(desk):
     assert desk.begun.wait(60)
     prompts = [Prompt((Segment((8, 99, *run[1:-1], 99), 0),)), Prompt((Segment((7, 8, 9), 0),))]
     waiting = [
-        EncodeJob(run),
-        EncodeJob((5, 6, *run, 3), begins=2),
-        *(EncodeJob((), prompt=prompt) for prompt in prompts),
+        EncodeJob("chunk", run),
+        EncodeJob("prefix", (5, 6, *run, 3), n_prefix=2),
+        *(EncodeJob("learn", prompt=prompt) for prompt in prompts),
         work(2),
     ]
     for each in waiting:
@@ -147,6 +149,57 @@ def test_what_is_forgotten_is_neither_encoded_nor_learnt_from(desk):
     forgetting.join(60)
     saver.close(60)
     assert desk.done == [1, 7, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_encoded"),
+    [("chunk", True), ("run", True), ("copy", True), ("promote", False), ("learn", False), ("prefix", False)],
+)
+def test_a_run_waits_only_in_jobs_of_its_own_tokens(desk, kind: JobKind, is_encoded: bool):
+    saver, run = BackgroundEncoder(desk.save), (1, 2, 3)
+    prompt = Prompt((Segment(run, 0),))
+    fields = {"promote": {"keys": (KEY,)}, "learn": {"prompt": prompt}}.get(kind, {"tokens": run})
+    saver.submit(EncodeJob("chunk", (0,)))
+    assert desk.begun.wait(60)
+    saver.submit(EncodeJob(kind, **fields))
+    assert saver.is_waiting(run) is is_encoded
+    desk.gate.set()
+    saver.close()
+
+
+@pytest.mark.parametrize(
+    ("job", "called"),
+    [
+        (EncodeJob("chunk", (3, 4), "text", "book"), ["wait_idle", "keep_chunk", "note"]),
+        (EncodeJob("run", (3, 4), run=SchemaRun(("m",), ())), ["wait_idle", "keep_run"]),
+        (EncodeJob("prefix", (3, 4), n_prefix=1), ["wait_idle", "extend"]),
+        (EncodeJob("copy", (3, 4), keys=(KEY,)), ["store"]),
+        (EncodeJob("promote", keys=(KEY,)), ["placement"]),
+        (EncodeJob("learn", prompt=Prompt((Segment((3, 4), 0),))), ["learn"]),
+    ],
+    ids=lambda each: each.kind if isinstance(each, EncodeJob) else "",
+)
+def test_each_kind_of_job_does_its_own_work_alone(
+    engine: Engine, monkeypatch, job: EncodeJob, called: list[str]
+) -> None:
+    stage, seen = engine._stages.remember, []
+
+    def record(name: str):
+        return lambda *args, **named: seen.append(name)
+
+    for where, method, name in (
+        (stage._runtime.model.batcher, "wait_idle", "wait_idle"),
+        (Encoder, "keep_chunk", "keep_chunk"),
+        (Encoder, "keep_run", "keep_run"),
+        (stage._prefixes, "extend", "extend"),
+        (stage._store, "promote", "store"),
+        (stage._placement, "promote", "placement"),
+        (stage._prompts, "note", "note"),
+        (stage, "_learn", "learn"),
+    ):
+        monkeypatch.setattr(where, method, record(name))
+    stage._do(job)
+    assert seen == called
 
 
 def test_nobody_hangs_when_many_submit_while_it_is_closed(desk):
@@ -203,7 +256,7 @@ def chunk(number: int, start: int, **given: object) -> Segment:
 
 def test_chunks_that_were_missed_are_encoded_and_the_prompt_s_beginning_is_not():
     prompt = Prompt((Segment((1, 2), 0, "prefix", (KEY,)), *(chunk(i, 2 + i) for i in range(3)), Segment((9,), 5)))
-    missed = [EncodeJob((3 + i,), f"text-{i}", f"book-{i}") for i in range(3)]
+    missed = [EncodeJob("chunk", (3 + i,), f"text-{i}", f"book-{i}") for i in range(3)]
     assert after(prompt, 0, 1, 2, 3) == []
     assert after(prompt, 0, 2) == [missed[0], missed[2]]
     assert after(prompt) == missed
@@ -212,13 +265,14 @@ def test_chunks_that_were_missed_are_encoded_and_the_prompt_s_beginning_is_not()
 
 def test_a_chunk_that_was_missed_in_several_places_is_encoded_once():
     prompt = Prompt((chunk(0, 0), chunk(1, 1), chunk(0, 2), Segment((9,), 3)))
-    assert after(prompt) == [EncodeJob((3,), "text-0", "book-0"), EncodeJob((4,), "text-1", "book-1")]
-    assert after(prompt, 0) == [EncodeJob((4,), "text-1", "book-1")]
+    first, second = EncodeJob("chunk", (3,), "text-0", "book-0"), EncodeJob("chunk", (4,), "text-1", "book-1")
+    assert after(prompt) == [first, second]
+    assert after(prompt, 0) == [second]
 
 
 def test_of_a_chunk_that_stands_in_part_in_a_prompt_all_is_encoded():
     prompt = Prompt((chunk(0, 0, rows=(1, 2), stored=(7, 3, 8)), Segment((9,), 1)))
-    assert after(prompt) == [EncodeJob((7, 3, 8), "text-0", "book-0")]
+    assert after(prompt) == [EncodeJob("chunk", (7, 3, 8), "text-0", "book-0")]
 
 
 def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for_a_few_tokens(
@@ -256,19 +310,19 @@ def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engi
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(model.lock), "acquire", lambda self, *a, **k: held.append(1) or real(self, *a, **k))
-        found = model._behind(tuple(context))
+        found = model._context_kv(tuple(context))
     assert len(held) == 5  # a look, three steps, and the keeping
     for kv, wanted in zip(found, whole, strict=True):
         torch.testing.assert_close(kv.keys, wanted.keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(kv.values, wanted.values, rtol=1e-4, atol=1e-5)
-    assert model._behind(tuple(context)) is found
+    assert model._context_kv(tuple(context)) is found
     assert model.encode(ids, context).n_tokens == len(ids)
 
 
 def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine: Engine) -> None:
     model, context = engine.model, engine.tokens(CHUNKS[1])
     ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * ENCODE_STEP_TOKENS + 5]
-    before = model._behind(tuple(context))
+    before = model._context_kv(tuple(context))
     whole = probe.plain_kv(model.model, torch.tensor([[*ids]]), torch.arange(len(ids)), before)
     for kv, wanted in zip(model.encode(ids, context).layers, whole, strict=True):
         torch.testing.assert_close(kv.keys, wanted.keys[:, len(context) :], rtol=1e-4, atol=1e-5)

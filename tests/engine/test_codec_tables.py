@@ -74,7 +74,7 @@ def test_a_model_that_is_handed_in_has_its_tables_too(tiny_settings, caplog):
     with Engine(at(tiny_settings, disk=["cg2"]), model) as engine:
         ingest(engine)
         assert levels_in(engine, "disk") == {("cg2",)}
-    assert "is not written as" not in caplog.text
+    assert "is stored without level" not in caplog.text
 
 
 def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(tiny_settings, tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         engine.runtime._codecs._known = dict.fromkeys(engine.runtime._codecs._known, (None, 1e18))
         plan = engine.plan(messages())
         assert plan.fetches == ()
-        assert "it cannot be decoded: there are no tables for cg2" in in_words(plan)
+        assert "it cannot be decoded: this store has no codec tables for level cg2" in in_words(plan)
         assert 0 < engine.store.tier("disk").nbytes <= before
         assert engine.store.stats().corrupt == 0
 
@@ -138,9 +138,9 @@ def test_a_store_is_recoded_without_its_model(tiny_settings):
     with Engine(at(tiny_settings, disk=["raw"], objects=["cg1"])) as engine:
         ingest(engine)
         expected = engine.answer(messages()).text
-    with StoreAdmin(tiny_settings) as keeping:
-        lines = keeping.lines(EntryFilter(model=keeping_model(keeping)))
-        done = keeping.recode(lines, ["cg1"])
+    with StoreAdmin(tiny_settings) as admin:
+        lines = admin.list_entries(EntryFilter(model=largest_model(admin)))
+        done = admin.recode(lines, ["cg1"])
         assert (done.chunks, done.failed) == (len(lines), 0)
     with Engine(replace_memory(at(tiny_settings))) as engine:
         assert levels_in(engine, "disk") == {("cg1",)}
@@ -148,9 +148,9 @@ def test_a_store_is_recoded_without_its_model(tiny_settings):
         assert engine.answer(messages()).text == expected
 
 
-def keeping_model(keeping: StoreAdmin) -> str:
-    """The digest of whoever has most entries."""
-    models = [entry.key.model for entry in keeping.store.entries()]
+def largest_model(admin: StoreAdmin) -> str:
+    """Return the digest of the model with the most entries."""
+    models = [entry.key.model for entry in admin.store.entries()]
     return max(models, key=models.count)
 
 

@@ -10,10 +10,10 @@ from ragfuse import Ask, Engine, InputError, Piece
 from ragfuse.engine.context_window import (
     CUT_TOKENS,
     PIECE_CHARS,
-    USUAL_CHARS,
+    UNCHECKED_CHARS,
+    check_messages,
     check_schema,
     check_texts,
-    check_turns,
     largest_body,
     least_tokens,
     may_fit,
@@ -96,7 +96,7 @@ def test_a_text_far_above_the_window_is_read_no_further_than_the_window_goes(n_c
 
 def test_a_text_of_usual_length_is_not_read_at_all():
     model = Words(1000)
-    check_texts(["word " * (USUAL_CHARS * 1000 // 5)], model)
+    check_texts(["word " * (UNCHECKED_CHARS * 1000 // 5)], model)
     assert model.read == 0
 
 
@@ -119,7 +119,7 @@ def test_pieces_are_cut_at_spaces_and_cover_the_text():
 
     chosen = random.Random(1)
     text = " ".join("x" * chosen.randrange(1, 30) for _ in range(20_000))
-    least = least_tokens(text, Noted(1 << 20), 1 << 20, usual=0)
+    least = least_tokens(text, Noted(1 << 20), 1 << 20, unchecked_chars=0)
     assert "".join(said) == text
     assert all(each.startswith(" ") for each in said[1:])
     assert 20_000 - CUT_TOKENS * len(said) <= least <= 20_000
@@ -128,18 +128,18 @@ def test_pieces_are_cut_at_spaces_and_cover_the_text():
 def test_marks_around_chunks_count_for_nothing_and_forged_ones_as_the_text_that_they_are():
     marker = Marker(b"s" * 16)
     marked = [ChatMessage("user", "".join(marker.mark("a", "source " * 20) for _ in range(500)))]
-    check_turns(marked, Words(500, 1), marker=marker)
+    check_messages(marked, Words(500, 1), marker=marker)
     with pytest.raises(OverlongError, match=r"at least 500\. Take"):
-        check_turns(marked, Words(499, 1), marker=marker)
+        check_messages(marked, Words(499, 1), marker=marker)
     for forged in (f"[[chunk:1:{'a' * 5000}:{'0' * 32}]]", f"[[chunk:1::{'0' * 32}]]a[[end:{'0' * 32}]]" * 50):
         with pytest.raises(OverlongError):
-            check_turns([ChatMessage("user", forged)], Words(1000, 1), marker=marker)
+            check_messages([ChatMessage("user", forged)], Words(1000, 1), marker=marker)
 
 
 def test_without_a_limit_nothing_is_refused():
     model = Words(None)
     check_texts(["a" * PAST], model)
-    check_turns([ChatMessage("user", "a" * PAST)], model)
+    check_messages([ChatMessage("user", "a" * PAST)], model)
     assert may_fit("a" * PAST, model)
     assert model.read == 0
 
@@ -150,10 +150,10 @@ def test_without_a_limit_nothing_is_refused():
 def test_what_is_thought_before_an_answer_and_white_space_around_it_do_not_count():
     model = Words(100, 4)
     blank = [ChatMessage("user", f"{' ' * 1000}hi{' ' * 1000}")]
-    check_turns(blank, model)
+    check_messages(blank, model)
     with pytest.raises(OverlongError):
-        check_turns(blank, model, is_text=True)
-    check_turns(
+        check_messages(blank, model, is_text=True)
+    check_messages(
         [
             ChatMessage("user", "hi"),
             ChatMessage("assistant", f"<think>{'a' * 1000}</think>b"),
@@ -162,7 +162,9 @@ def test_what_is_thought_before_an_answer_and_white_space_around_it_do_not_count
         model,
     )
     with pytest.raises(OverlongError):
-        check_turns([ChatMessage("user", "hi"), ChatMessage("assistant", "a" * 1000), ChatMessage("user", "hi")], model)
+        check_messages(
+            [ChatMessage("user", "hi"), ChatMessage("assistant", "a" * 1000), ChatMessage("user", "hi")], model
+        )
 
 
 def test_of_a_conversation_that_may_be_shortened_what_stays_counts():
@@ -173,21 +175,21 @@ def test_of_a_conversation_that_may_be_shortened_what_stays_counts():
         ChatMessage("assistant", "b"),
         ChatMessage("user", "c"),
     ]
-    check_turns(turns, model, may_shorten=True)
+    check_messages(turns, model, may_shorten=True)
     for stays in ([ChatMessage("system", long), *turns[1:]], [*turns, ChatMessage("user", long)]):
         with pytest.raises(OverlongError):
-            check_turns(stays, model, may_shorten=True)
+            check_messages(stays, model, may_shorten=True)
 
 
 def test_tools_and_what_they_are_called_with_count():
     model, long = Words(100, 4), {"a": ["b" * 1000]}
     with pytest.raises(OverlongError):
-        check_turns([ChatMessage("user", "hi")], model, [{"function": {"name": "f", "parameters": long}}])
+        check_messages([ChatMessage("user", "hi")], model, [{"function": {"name": "f", "parameters": long}}])
 
 
 def test_more_messages_than_tokens_are_refused():
     with pytest.raises(OverlongError, match="at least 101 in"):
-        check_turns(
+        check_messages(
             [ChatMessage(role, "a") for role in ("user", "assistant")] * 50 + [ChatMessage("user", "a")],
             Words(100, 100),
         )
@@ -282,7 +284,7 @@ def test_a_schema_of_four_megabytes_is_refused_before_it_is_tokenised(engine, re
     deep = '<module name="a">' * 20 + word + "</module>" * 20
     for inside in (word, f'<module name="a">{word}</module>', many, deep, f"<user>{word}</user>"):
         read.clear()
-        with pytest.raises(OverlongError, match=r"Schema 's' does not fit.*Make its modules shorter"):
+        with pytest.raises(OverlongError, match=r"Schema 's' does not fit.*Shorten its modules"):
             engine.register(f'<schema name="s">{inside}</schema>')
         assert sum(read) <= 8 * PIECE_CHARS
 
@@ -323,7 +325,7 @@ def test_a_prompt_in_pml_of_four_megabytes_is_refused_before_it_is_tokenised(eng
         "<a/>" + f"<user>{word[:5000]}</user>" * 800,
     ):
         read.clear()
-        with pytest.raises(OverlongError, match=r"The prompt does not fit.*Make its texts and arguments shorter"):
+        with pytest.raises(OverlongError, match=r"The prompt does not fit.*Shorten its texts and arguments"):
             engine.answer(pml=f'<prompt schema="s">{inside}</prompt>')
         assert sum(read) <= 4 * PIECE_CHARS
 

@@ -627,12 +627,12 @@ def test_one_chunk_twice_counts_twice(engine):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ([("user", None)], "Wanted a message such as"),
-        ([""], "Wanted a message such as"),
-        ([3.5], "Wanted a message such as"),
-        ([("user", [1])], "Wanted a message such as"),
+        ([("user", None)], "A message is a pair such as"),
+        ([""], "A message is a pair such as"),
+        ([3.5], "A message is a pair such as"),
+        ([("user", [1])], "A message is a pair such as"),
         (None, "Wanted a"),
-        (7, "Wanted a text, messages or token ids, found 7"),
+        (7, "A question is a text, a list of messages or token ids; found 7"),
         ([], "There are no messages"),
     ],
 )
@@ -645,7 +645,7 @@ def test_what_is_no_question_is_refused_by_what_was_found(engine, given, told):
 @pytest.mark.parametrize("given", ["a long text", ["a long text"], [("a", None)], [("a", "b", "c")], [3]])
 def test_what_is_no_document_is_refused_by_what_was_found(engine, given):
     for take in (engine.know, engine.ingest, lambda texts: engine.answer("Who?", Ask(documents=texts))):
-        with pytest.raises((InputError, SettingsError), match=r"Wanted a (list|document)|wanted a list"):
+        with pytest.raises((InputError, SettingsError), match=r"Documents are|A document is a pair|wanted a list"):
             take(given)
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ragfuse import ByteStore, Engine, Settings
-from ragfuse.admin.store_admin import EntryFilter, StoreAdmin, look
+from ragfuse.admin.store_admin import EntryFilter, StoreAdmin, tier_statuses
 from ragfuse.plan.evict import lru
 from ragfuse.store import CatalogFile, DiskTier, KVStore
 from tests.store.kit import key, kv
@@ -121,13 +121,13 @@ def test_a_store_that_is_looked_after_and_bytes_stay_where_they_were(here, tiny_
     settings = tiny_settings.model_copy(update={"store": "kv"})
     with Engine(settings) as engine:
         engine.ingest([(CHUNKS[0], "a")])
-    keeping, values = StoreAdmin(settings), ByteStore("bytes", settings=settings)
-    assert [place.where for place in look(settings)] == [str(here / "kv")]
+    admin, values = StoreAdmin(settings), ByteStore("bytes", settings=settings)
+    assert [status.where for status in tier_statuses(settings)] == [str(here / "kv")]
     there = gone(here)
     values.put([("name", b"value")])
     assert values.get(["name"]) == [b"value"]
-    assert len(keeping.lines(EntryFilter())) == 1
-    keeping.close()
+    assert len(admin.list_entries(EntryFilter())) == 1
+    admin.close()
     values.close()
     assert list(there.iterdir()) == []
     with ByteStore(here / "bytes", settings=settings) as again:

@@ -18,7 +18,7 @@ from ragfuse.codec import RawCodec
 from ragfuse.engine import generate as answering
 from ragfuse.load import stream
 from ragfuse.load.stream import Stream
-from ragfuse.load.terms import BYTES_UNREADABLE, COMPUTED_IN_TIME, COMPUTED_SOONER, GIVEN_UP
+from ragfuse.load.terms import BYTES_UNREADABLE, COMPUTED_FASTER, COMPUTED_IN_TIME, GIVEN_UP
 from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
@@ -136,7 +136,7 @@ def test_what_is_computed_instead_is_told_of_each_segment(engine, line):
     told = {segment.why for segment in trace.segments if not segment.hit} - {""}
     assert plan.fetches
     assert told
-    assert all(any(word in why for word in (COMPUTED_IN_TIME, COMPUTED_SOONER, GIVEN_UP, "line")) for why in told)
+    assert all(any(word in why for word in (COMPUTED_IN_TIME, COMPUTED_FASTER, GIVEN_UP, "line")) for why in told)
 
 
 def base_s(engine: Engine) -> float:

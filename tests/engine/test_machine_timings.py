@@ -49,15 +49,15 @@ def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine
     clock.now += TIMINGS_RECHECK_S
     assert found.machine(engine.model) == known
     assert "book" in caplog.text
-    assert "is left out" in caplog.text
+    assert "goes on without it" in caplog.text
 
 
 def test_what_computing_took_is_known_to_later_processes_and_the_least_counts(engine, server):
     known, clock, _ = server
     plan = engine.plan(messages(), Ask(reuse=False))
     assert known.row_s(engine.model) is None
-    known.computed(engine.model, plan, 2.0)
-    known.computed(engine.model, plan, 1.0)
+    known.note_compute(engine.model, plan, 2.0)
+    known.note_compute(engine.model, plan, 1.0)
     assert known.row_s(engine.model) == pytest.approx(1.0 / len(plan.prompt))
     later = MachineTimings(engine.settings.tiers, engine.catalog, clock)
     assert later.row_s(engine.model) == pytest.approx(2.0 / len(plan.prompt))

@@ -36,11 +36,11 @@ def test_only_a_safe_calibration_is_a_choice() -> None:
 
 def test_the_hint_is_given_once_and_only_where_it_helps(caplog: pytest.LogCaptureFixture) -> None:
     hint = CalibrationHint()
-    hint.give(KNOWN, "hkvd", "m")
-    hint.give(KNOWN.calibrated(True, "lego", 0.1), "auto", "m")
+    hint.log_once(KNOWN, "hkvd", "m")
+    hint.log_once(KNOWN.calibrated(True, "lego", 0.1), "auto", "m")
     assert not caplog.records
     for _ in range(3):
-        hint.give(KNOWN, "auto", "m")
+        hint.log_once(KNOWN, "auto", "m")
     (said,) = caplog.records
     assert said.levelno == logging.WARNING
     assert "ragfuse calibrate --model m --docs PATH" in said.getMessage()

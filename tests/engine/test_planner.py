@@ -10,7 +10,7 @@ from ragfuse import Ask, Engine, Settings
 from ragfuse.engine.placement import MAX_PROMOTIONS
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
-from ragfuse.plan.tiers import OFTEN
+from ragfuse.plan.tiers import PROMOTION_HITS
 from ragfuse.store import DiskTier, KVStore, bulk
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import TierSpeed
@@ -145,7 +145,7 @@ def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_a
     assert (times < 0.5) if slower < 1 else (times > 5)
     assert planned.forecast.load_s == pytest.approx(times * wrong.load_s)
     assert planned.forecast.load_s >= 0.09
-    assert "Reading line is counted as " in in_words(planned)
+    assert "Reading line is assumed to take " in in_words(planned)
     assert engine.answer(messages(), ask).trace.corrections
     engine.learn(timings(engine, line=1e-6 / tier.mbps))
     assert engine.plan(messages(), ask).forecast.corrections == ()
@@ -177,14 +177,14 @@ def test_chunks_that_are_used_often_come_from_objects_to_disk_in_the_background(
         engine.learn(timings(engine, **SLOW_OBJECTS))
         assert set(tiers_of(engine)) == {"objects"}
         promoted = []
-        for hits in range(1, OFTEN + 5):
+        for hits in range(1, PROMOTION_HITS + 5):
             answer = engine.answer(messages(), QUICKLY)
             engine.flush()
             promoted.append(answer.trace.promoted)
             copied = engine.store.tier("disk").counts["promoted"]
-            assert copied == min(len(answer.trace.segments), MAX_PROMOTIONS * max(0, hits - OFTEN + 1))
+            assert copied == min(len(answer.trace.segments), MAX_PROMOTIONS * max(0, hits - PROMOTION_HITS + 1))
         promoted.append(engine.answer(messages(), QUICKLY).trace.promoted)
-        assert promoted[: OFTEN - 1] == [0] * (OFTEN - 1)
+        assert promoted[: PROMOTION_HITS - 1] == [0] * (PROMOTION_HITS - 1)
         assert sum(promoted) == len(answer.trace.segments)
     with on_disk_only(bucket) as later:
         later.learn(timings(later, **SLOW_OBJECTS))
@@ -199,7 +199,7 @@ def test_a_pinned_chunk_is_pinned_where_it_comes_to(bucket):
         engine.learn(timings(engine, **SLOW_OBJECTS))
         keys = [fetch.key for fetch in engine.plan(messages(), QUICKLY).fetches]
         engine.store.tier("objects").pin(keys, True)
-        for _ in range(OFTEN):
+        for _ in range(PROMOTION_HITS):
             engine.answer(messages(), QUICKLY)
         engine.flush()
         assert [entry.pinned for entry in engine.store.tier("disk").entries(keys).values()] == [True] * MAX_PROMOTIONS
@@ -210,7 +210,7 @@ def test_nothing_is_promoted_unmeasured_or_to_a_tier_that_is_no_sooner(bucket, s
     with on_disk_only(bucket) as engine:
         if speeds:
             engine.learn(timings(engine, **speeds))
-        for _ in range(OFTEN + 1):
+        for _ in range(PROMOTION_HITS + 1):
             engine.answer(messages(), QUICKLY)
         engine.flush()
         assert set(tiers_of(engine)) == {"objects"}

@@ -284,4 +284,4 @@ def test_a_model_that_is_not_there_is_the_question_s_trouble(tiny_settings, tmp_
     with Engine(tiny_settings.model_copy(update={"model": str(tmp_path / "none")})) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
-    assert "nothing more is prefetched" in caplog.text
+    assert "stopped early" in caplog.text

@@ -217,7 +217,7 @@ def test_an_entry_that_cannot_be_made_costs_no_answer(cached, monkeypatch, caplo
     monkeypatch.setattr("ragfuse.engine.prefix_cache._rows", broken)
     monkeypatch.setattr("ragfuse.engine.prefix_cache._parts", broken)
     assert cached.answer("Once there was a harbour.").token_ids == wanted.token_ids
-    assert "was not kept for the next prompt: no memory" in caplog.text
+    assert "was not saved for reuse. Answers are not affected: no memory" in caplog.text
 
 
 def test_a_prompt_that_holds_the_model_waits_for_what_is_being_saved_a_moment_only(cached, monkeypatch):

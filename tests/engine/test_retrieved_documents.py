@@ -1,13 +1,13 @@
 """Documents that were retrieved for a question: of very many the first ones are looked for."""
 
 from ragfuse import Ask
-from ragfuse.engine.prompt_builder import MOST_HEARD
+from ragfuse.engine.prompt_builder import MAX_RETRIEVED
 from ragfuse.hf.model import HFModel
 from tests.tiny import CHUNKS, messages
 
 
 def test_of_very_many_documents_the_first_ones_are_looked_for(engine, monkeypatch):
-    documents = [(f"{CHUNKS[0]} {number}", "book") for number in range(4 * MOST_HEARD)]
+    documents = [(f"{CHUNKS[0]} {number}", "book") for number in range(4 * MAX_RETRIEVED)]
     read, tokens = list[str](), HFModel.tokens
 
     def counted(self, text, special=False):
@@ -18,4 +18,4 @@ def test_of_very_many_documents_the_first_ones_are_looked_for(engine, monkeypatc
     engine.answer(messages(), Ask(documents=documents))
     engine.flush()
     looked_for = {text for text, _ in documents} & set(read)
-    assert looked_for == {text for text, _ in documents[:MOST_HEARD]}
+    assert looked_for == {text for text, _ in documents[:MAX_RETRIEVED]}

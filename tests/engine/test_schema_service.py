@@ -162,7 +162,7 @@ def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engin
 
 
 def test_a_schema_that_the_model_cannot_take_is_refused(engine: Engine) -> None:
-    with pytest.raises(InputError, match=r"'long' does not fit: wanted at most 4,096 tokens"):
+    with pytest.raises(InputError, match=r"'long' does not fit: .* takes at most 4,096 tokens"):
         engine.register(f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>')
     assert engine.schemas.ls() == []
 
@@ -246,10 +246,10 @@ def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> No
 
     prompt = trip.prompt(parse_prompt(PROMPT))
     prefill, model = trip.prepare(prompt).prefill, trip.model
-    assert isinstance(prompt.taken, SchemaUse)
+    assert isinstance(prompt.schema_use, SchemaUse)
     for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
         if segment.kind == "module":
-            run = prompt.taken.runs[segment.keys[0]]
+            run = prompt.schema_use.runs[segment.keys[0]]
             rows = slice(*(segment.rows or (0, len(segment.tokens))))
             kv = model.encode_at(run.tokens, run.positions)
             for layer, (layout, mine) in enumerate(zip(model.profile.rope, states(prefill), strict=True)):

@@ -202,7 +202,7 @@ def test_token_ids_that_the_tokenizer_does_not_have_are_refused(engine: Engine, 
 def test_token_ids_have_no_tools_and_no_session(engine: Engine) -> None:
     tool = {"type": "function", "function": {"name": "find", "parameters": {}}}
     for ask in (Ask(session="one"), Ask(tools=[tool]), Ask(continue_final_message=True)):
-        with pytest.raises(InputError, match="token ids has no messages"):
+        with pytest.raises(InputError, match="token ids cannot have tools"):
             engine.answer([1, 2, 3], ask)
 
 
@@ -261,6 +261,6 @@ def test_a_conversation_remembers_an_answer_with_its_given_beginning(thinking: E
     answer = thinking.answer(told, Ask(session="one", continue_final_message=True))
     thinking.flush()
     after = thinking.answer([("user", "And then?")], Ask(session="one"))
-    begun = "Because the" + thinking.model.encoder.said(answer.token_ids)
+    begun = "Because the" + thinking.model.encoder.decode(answer.token_ids)
     whole = [*told[:1], ("assistant", begun), ("user", "And then?")]
     assert after.trace.tokens == len(thinking.prompt(whole).token_ids)

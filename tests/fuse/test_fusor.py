@@ -95,7 +95,7 @@ def test_nothing_is_read_where_nothing_is_cached() -> None:
     buffers = Buffers(6, [], shelf, ROPE, CPU)
     buffers.open(0)
     assert shelf.reads == []
-    with pytest.raises(RuntimeError, match="before anything was written"):
+    with pytest.raises(RuntimeError, match="before any KV was written"):
         buffers.get(0)
 
 
@@ -266,7 +266,7 @@ def test_layers_that_compute_the_same_rows_share_their_mask() -> None:
 
 def test_the_view_tells_chunks_and_places() -> None:
     steps, _ = fusion("hkvd", 0.3, RUNS, 82)
-    assert steps.view.chunk.tolist() == [1] * 30 + [3] * 30
-    assert steps.view.offset.tolist() == [*range(30), *range(30)]
-    assert steps.view.forced == 12
+    assert steps.candidate_set.chunk.tolist() == [1] * 30 + [3] * 30
+    assert steps.candidate_set.offset.tolist() == [*range(30), *range(30)]
+    assert steps.candidate_set.forced == 12
     assert torch.equal(steps.candidates, torch.tensor([*range(10, 40), *range(45, 75)]))

@@ -115,10 +115,10 @@ def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel
         for k, (lo, hi) in zip(kinds, spans, strict=True)
     ]
     prompt = Prompt(tuple(segments))
-    assert prompt.asked[0].tolist() == prompt.asked[1].tolist() == list(range(*spans[3]))
+    assert prompt.question_rows[0].tolist() == prompt.question_rows[1].tolist() == list(range(*spans[3]))
     runs = [CachedRun(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(spans[:2])]
     kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in spans[:2]])
-    fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, asked=prompt.asked)
+    fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, question_rows=prompt.question_rows)
     assert all(spans[1][0] <= row < spans[1][1] for row in fused.chosen.tolist())
 
 

@@ -187,7 +187,7 @@ HYBRIDS = MappingProxyType(
         "falcon-h1-both-in-a-layer": (
             "falcon_h1",
             {**STATE, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_chunk_size": 16},
-            "plain cache",
+            "standard cache",
             "run",
         ),
         "jamba": (

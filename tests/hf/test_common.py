@@ -135,7 +135,7 @@ def test_a_stretch_that_reaches_the_last_row_leaves_it(model: HFModel) -> None:
     wanted = generate(model, model.full_prefill(ids), GREEDY)
     prefill = model.full_prefill(ids)
     SharedKV().share(prefill.cache, [SharedSpan(0, len(ids), "all")], [None] * model.n_layers)
-    assert [layer.own for layer in prefill.cache.layers] == [1] * model.n_layers
+    assert [layer.n_buffered for layer in prefill.cache.layers] == [1] * model.n_layers
     assert generate(model, prefill, GREEDY) == wanted
 
 

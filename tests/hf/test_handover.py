@@ -228,7 +228,7 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
 def test_what_would_bypass_the_cache_is_refused(options: dict[str, Any]) -> None:
     model = kit.family("llama")
     prefill = fused(model)
-    with pytest.raises(SettingsError, match="leave it out"):
+    with pytest.raises(SettingsError, match="Leave it out"):
         generate(model, prefill, {"max_new_tokens": 3, **options})
     wanted = theirs(model, kit.usual().token_ids, {"max_new_tokens": 3, "do_sample": False})
     assert generate(model, prefill, {"max_new_tokens": 3, "do_sample": False}) == wanted

@@ -123,7 +123,7 @@ def test_what_stands_anywhere_without_gaps_needs_no_biases_of_ours(name: str) ->
 def test_biases_that_are_not_found_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HFModel(kit.build(*FAMILIES["bloom-alibi"][:2]), None)
     monkeypatch.setattr("ragfuse.hf.biases._is_bias", lambda name, value: False)
-    with pytest.raises(ModelError, match="bloom hands no biases"):
+    with pytest.raises(ModelError, match="bloom passes no position biases"):
         model.encode_at([1, 2, 3], [0, 1, 9])
 
 

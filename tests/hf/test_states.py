@@ -148,8 +148,8 @@ def test_no_tenant_finds_anothers_state(on: Settings) -> None:
         assert asked(one, WHO).trace.tokens_reused == len(WHO) - 1
     states, cache = States(1 << 20), DynamicCache()
     states.keep("a", [1, 2, 3], cache)
-    assert states.beginning("b", [1, 2, 3, 4]) == (None, 0)
-    assert states.beginning("a", [1, 2, 3, 4])[1] == 3
+    assert states.longest_prefix("b", [1, 2, 3, 4]) == (None, 0)
+    assert states.longest_prefix("a", [1, 2, 3, 4])[1] == 3
 
 
 def test_what_is_forgotten_is_in_no_beginning(engine: Engine) -> None:
@@ -170,9 +170,14 @@ def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first() -> None:
     states = States(3 * size)
     for first in range(3):
         states.keep("a", [first, 5, 6], cache)
-    assert states.beginning("a", [0, 5, 6, 7])[0] is not None
+    assert states.longest_prefix("a", [0, 5, 6, 7])[0] is not None
     states.keep("a", [3, 5, 6], cache)
-    assert [states.beginning("a", [first, 5, 6, 7])[0] is not None for first in range(4)] == [True, False, True, True]
+    assert [states.longest_prefix("a", [first, 5, 6, 7])[0] is not None for first in range(4)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
     assert states.nbytes == 3 * size
     tight = States(size - 1)
     tight.keep("a", [1, 2, 3], cache)
@@ -188,9 +193,9 @@ def test_a_run_is_found_where_tokens_begin_alone() -> None:
     states = States(1 << 20)
     states.keep("a", [1 << 8, 1 << 16, 7], DynamicCache())
     states.forget("a", [[1 << 56], [1 << 48, 1 << 56]])
-    assert states.beginning("a", [1 << 8, 1 << 16, 7, 9])[0] is not None
+    assert states.longest_prefix("a", [1 << 8, 1 << 16, 7, 9])[0] is not None
     states.forget("a", [[1 << 16, 7]])
-    assert states.beginning("a", [1 << 8, 1 << 16, 7, 9]) == (None, 0)
+    assert states.longest_prefix("a", [1 << 8, 1 << 16, 7, 9]) == (None, 0)
 
 
 def test_a_copy_shares_no_tensor() -> None:
@@ -207,10 +212,10 @@ def test_what_was_being_changed_at_a_fork_is_dropped_in_the_child() -> None:
     states = States(1 << 20)
     states.keep("a", [1, 2, 3], DynamicCache())
     states._lock.renew()
-    assert states.beginning("a", [1, 2, 3, 4])[0] is not None
+    assert states.longest_prefix("a", [1, 2, 3, 4])[0] is not None
     states._lock.acquire()  # by a thread that is not there in the child
     states._lock.renew()
-    assert states.beginning("a", [1, 2, 3, 4]) == (None, 0)
+    assert states.longest_prefix("a", [1, 2, 3, 4]) == (None, 0)
 
 
 words = st.sampled_from(["A harbour in which forty ships lie. ", "The keeper counts them at night. ", "Who? ", "x"])

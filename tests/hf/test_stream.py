@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ragfuse.hf.stream import (
     CONTEXT_TOKENS_BEFORE,
     MAX_PENDING_TOKENS,
-    Spelling,
+    Detokenizer,
     StopFinder,
     StopWhere,
     TextSink,
@@ -115,7 +115,7 @@ class Told:
 
 def spoken(words, ids, size=1):
     said: list[str] = []
-    sink = TextSink(Told(Spelling.over(words)), said.append)
+    sink = TextSink(Told(Detokenizer.of(words)), said.append)
     sink.put(torch.tensor([[5, 6, 7]]))
     for at in range(0, len(ids), size):
         sink.put(torch.tensor(ids[at : at + size]))
@@ -160,7 +160,7 @@ def test_each_token_is_said_at_once(words):
 @pytest.mark.parametrize("reorders", [False, True])
 def test_a_sequence_is_stopped_where_its_text_says_so(words, reorders):
     rows = [words(text, add_special_tokens=False).input_ids for text in (" a b c", " b c d")]
-    stop = StopWhere(lambda: UntilStop(Spelling.over(words), ["c"]), reorders)
+    stop = StopWhere(lambda: UntilStop(Detokenizer.of(words), ["c"]), reorders)
     over = [stop(torch.tensor([[1, *row[: size + 1]] for row in rows]), None).tolist() for size in range(3)]
     assert over == [[False, False], [False, True], [True, True]]
 
@@ -168,7 +168,7 @@ def test_a_sequence_is_stopped_where_its_text_says_so(words, reorders):
 def test_beams_that_change_places_are_followed(words):
     """Each row is what it says, however rows were exchanged, dropped and doubled on the way."""
     a, b, c = (words(text, add_special_tokens=False).input_ids for text in (" a x c", " b b b", " a x d"))
-    stop = StopWhere(lambda: UntilStop(Spelling.over(words), ["x c"]), True)
+    stop = StopWhere(lambda: UntilStop(Detokenizer.of(words), ["x c"]), True)
     assert stop(torch.tensor([[1, a[0]], [1, b[0]]]), None).tolist() == [False, False]
     assert stop(torch.tensor([[1, *b[:2]], [1, *a[:2]]]), None).tolist() == [False, False]
     assert stop(torch.tensor([[1, *a], [1, *c]]), None).tolist() == [True, False]
@@ -176,7 +176,7 @@ def test_beams_that_change_places_are_followed(words):
 
 def test_a_stop_string_that_begins_in_the_prompt_is_none(words):
     prompt, answer = (words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now"))
-    stop = StopWhere(lambda: UntilStop(Spelling.over(words), ["\nObs", "assistant"]))
+    stop = StopWhere(lambda: UntilStop(Detokenizer.of(words), ["\nObs", "assistant"]))
     steps = [stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None).tolist() for at in range(len(answer))]
     assert steps == [[False]] * len(answer)
 
@@ -190,7 +190,7 @@ def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, dat
         return
     lo = data.draw(st.integers(0, len(whole) - 1))
     stop = whole[lo : data.draw(st.integers(lo + 1, len(whole)))]
-    watch, spelling = UntilStop(Spelling.over(kind), [stop]), Spelling.over(kind)
+    watch, spelling = UntilStop(Detokenizer.of(kind), [stop]), Detokenizer.of(kind)
     for at, id in enumerate(ids):
         spelling.add([id])
         watch.add([id])
@@ -200,11 +200,11 @@ def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, dat
 
 def test_a_stop_string_that_is_a_special_token_is_met_and_no_text():
     words = byte_level()
-    spelling, hidden = Spelling.over(words, ["<|end|>"]), Spelling.over(words)
+    spelling, hidden = Detokenizer.of(words, ["<|end|>"]), Detokenizer.of(words)
     ids = [*words("ab", add_special_tokens=False).input_ids, 3, *words("c", add_special_tokens=False).input_ids]
     assert spelling.add(ids) == "ab<|end|>c"
     assert spelling.visible(0, len(spelling.text)) == hidden.add(ids) == "abc"
-    watch = UntilStop(Spelling.over(words, ["<|end|>"]), ["<|end|>"])
+    watch = UntilStop(Detokenizer.of(words, ["<|end|>"]), ["<|end|>"])
     watch.add(ids)
     assert watch.over
 
@@ -226,7 +226,7 @@ def test_work_for_a_token_does_not_grow_with_the_answer():
         decoded.append(len(ids))
         return "".join(chr(97 + id % 26) for id in ids)
 
-    spelling, finder = Spelling(text_of), StopFinder(["xyzzy", "\n"])
+    spelling, finder = Detokenizer(text_of), StopFinder(["xyzzy", "\n"])
     for at in range(4000):
         spelling.add([at * 7])
         finder.look(Counted(spelling.text))
@@ -242,18 +242,18 @@ def test_bytes_that_never_become_a_character_do_not_pile_up():
         decoded.append(len(ids))
         return str(words.decode(list(ids), skip_special_tokens=True))
 
-    spelling, hidden = Spelling(text_of), [0, 3]
+    spelling, hidden = Detokenizer(text_of), [0, 3]
     broken = words("🙂", add_special_tokens=False).input_ids[:1]
     spelling.add(broken * 500)
     assert max(decoded) <= MAX_PENDING_TOKENS
     assert set(spelling.end()) == {"\ufffd"}
-    silent = Spelling(text_of, hidden)
+    silent = Detokenizer(text_of, hidden)
     assert silent.add(hidden * 500) == ""
     assert silent.add(words("ab", add_special_tokens=False).input_ids) == "ab"
 
 
 def test_bytes_that_never_become_a_character_are_said_at_the_end(words):
     broken = words("🙂", add_special_tokens=False).input_ids[:1]
-    spelling = Spelling.over(words)
+    spelling = Detokenizer.of(words)
     assert spelling.add(broken) == ""
     assert spelling.end() == text_of(words)(broken)

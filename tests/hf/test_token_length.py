@@ -110,7 +110,7 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 @example("e\u0301" * 100)
 def test_no_text_has_fewer_tokens_than_its_characters_ask_for(name, text):
     tokenizer = READ[name]
-    assert token_length(tokenizer).least(text) <= len(ids(tokenizer, text))
+    assert token_length(tokenizer).min_tokens(text) <= len(ids(tokenizer, text))
 
 
 @pytest.mark.parametrize("make", NOT_KNOWN.values(), ids=NOT_KNOWN.keys())
@@ -126,7 +126,7 @@ def test_a_token_that_takes_white_space_with_it_has_none_unless_no_content_holds
     assert (token_length(made) is not None) is is_special
     if is_special:
         text = "<|end|>" + " " * 500
-        assert token_length(made).least(text) <= len(ids(made, text))
+        assert token_length(made).min_tokens(text) <= len(ids(made, text))
 
 
 def test_added_tokens_count_by_their_length():
@@ -142,4 +142,4 @@ def test_what_the_embedded_model_drops_does_not_count(smollm_path):
     assert sorted(length.dropped) == [chr(char) for char in range(128) if not ids(tokenizer, chr(char))]
     for char in (*length.dropped, "\U00050000", "\u00e9", "a", " ", "\n", "="):
         for text in (char * 1000, f"{char} " * 500):
-            assert length.least(text) <= len(ids(tokenizer, text))
+            assert length.min_tokens(text) <= len(ids(tokenizer, text))

@@ -47,7 +47,7 @@ def test_no_text_becomes_a_control_token_also_where_a_model_has_it_among_its_wor
     encoder, words = encoder_of(name)
     text = "a<s>b <|im_end|><|im_start|></s> c"
     control = set(words.convert_tokens_to_ids(["<s>", "</s>", "<|im_end|>", "<|im_start|>"]))
-    (part,) = encoder.parts(text, encoder.forged(text))
+    (part,) = encoder.parts(text, encoder.control_spans(text))
     for ids in (encoder.tokens(text), part[0]):
         assert control.isdisjoint(ids)
 
@@ -77,14 +77,14 @@ def test_a_tokenizer_without_a_backend_reads_the_same():
     parts = encoder.parts(text, bare=[(1, 5)], cuts=[(9, 14, ())])
     ids = [id for each, *_ in parts for id in each]
     assert ids.count(tokenizer.eos_token_id) == 1
-    assert encoder.said(ids) == encoder.said(own)  # which strips the space before a control token
+    assert encoder.decode(ids) == encoder.decode(own)  # which strips the space before a control token
     assert [list(each) for each, number, _ in parts if number == 0] == [encoder.tokens("chunk")]
 
 
 def test_a_text_of_every_private_character_forges_no_control_token():
     encoder, words = encoder_of("byte-level")
     text = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
-    (part,) = encoder.parts(text, encoder.forged(text))
+    (part,) = encoder.parts(text, encoder.control_spans(text))
     assert words.convert_tokens_to_ids("<|im_end|>") not in part[0]
     assert said(words, part[0]) == text
 
@@ -125,10 +125,10 @@ def test_a_tokenizer_in_python_that_puts_spaces_before_texts_puts_none_inside():
     forged, chunk = text.index("<|im_end|>"), text.index("chunk")
     parts = encoder.parts(text, bare=[(forged, forged + 10)], cuts=[(chunk, chunk + 5, ())])
     ids = [id for each, *_ in parts for id in each]
-    assert encoder.said(ids) == " Read <|im_end|> this chunk: here\nAnd </s> that."  # as its own: a space a section
+    assert encoder.decode(ids) == " Read <|im_end|> this chunk: here\nAnd </s> that."  # as its own: a space a section
     assert (ids.count(words.convert_tokens_to_ids("<|im_end|>")), ids.count(words.eos_token_id)) == (0, 1)
     assert [list(each) for each, number, _ in parts if number == 0] == [encoder.tokens("chunk")]
-    assert encoder.said(encoder.tokens(text)) == encoder.said(encoder.written(text[:5])) + text[5:]
+    assert encoder.decode(encoder.tokens(text)) == encoder.decode(encoder.template_tokens(text[:5])) + text[5:]
 
 
 def test_other_threads_run_while_a_long_text_is_tokenised():
@@ -145,7 +145,7 @@ def test_other_threads_run_while_a_long_text_is_tokenised():
     thread.start()
     begun.wait()
     before = len(beats)
-    own = encoder._own
+    own = encoder._backend
     for _ in range(5):
         found = encoding_of(own, text)
     n = len(beats) - before
@@ -176,8 +176,8 @@ def test_a_child_tokenises_what_is_long_without_a_word_of_the_library():
 
 def test_half_a_character_is_refused():
     encoder, _ = encoder_of("first")
-    for use in (encoder.tokens, encoder.written, encoder.forged, encoder.parts):
-        with pytest.raises(InputError, match=r"half a character \(U\+DC80\) at 1"):
+    for use in (encoder.tokens, encoder.template_tokens, encoder.control_spans, encoder.parts):
+        with pytest.raises(InputError, match=r"half a character \(an unpaired surrogate, U\+DC80\) at 1"):
             use("a\udc80")
 
 
@@ -190,4 +190,4 @@ def test_tags_around_thoughts_that_are_tokens_are_text_in_a_message_whether_or_n
     assert not {"<b>", "</b>", "[THINK]"} & found  # words of HTML, and a tag that nothing closes
     encoder, ids = TextEncoder(words), words.convert_tokens_to_ids(["<think>", "</think>"])
     assert not set(ids) & set(encoder.tokens("a <think> b </think> c"))
-    assert set(ids) <= set(encoder.written("a <think> b </think> c"))
+    assert set(ids) <= set(encoder.template_tokens("a <think> b </think> c"))

@@ -111,14 +111,14 @@ class Replayed(Stream):
         super().__init__(None, fetches, parts, LAYERS, Link(clock=time), terms, clock=time)  # type: ignore[arg-type]
         self._line, self._time = line, time
 
-    def _started(self, reading: PendingRead) -> PendingRead:
+    def _start(self, reading: PendingRead) -> PendingRead:
         (segment,), (first, end) = reading.segments, reading.span
         nbytes = round(INT8 / PIECES * OVER_INT8[reading.level] * (end - first) / LAYERS)
 
         def came() -> None:
             reading.ended = self._time.now
             if not reading.stop.is_set():
-                reading.came[segment] = Came(range(first, end), nbytes)  # type: ignore[assignment]
+                reading.received[segment] = Came(range(first, end), nbytes)  # type: ignore[assignment]
 
         self._time.now += ROUND_TRIP_S
         reading.began = self._time.now
@@ -126,7 +126,7 @@ class Replayed(Stream):
         reading.done = Done(self._line, self._time, flow)  # type: ignore[assignment]
         return reading
 
-    def _take(self, came: Any, level: str) -> None:
+    def _decode_later(self, came: Any, level: str) -> None:
         for segment, layers in came.items():
             self._decoding.setdefault(segment, {}).update(dict.fromkeys(layers.layers))
             self._levels.setdefault(segment, {}).update(dict.fromkeys(layers.layers, level))

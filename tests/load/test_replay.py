@@ -57,9 +57,9 @@ def test_both_of_the_paper_s_ways_are_late_more_often(paper_s, adapt):
 def test_what_came_is_there_at_one_level_in_each_layer_or_the_piece_is_computed():
     for line in LINES[:40]:
         _, stream = replayed(line, SCALE.seconds)
-        assert set(stream.came) | set(stream.text) == set(range(PIECES))
-        assert not set(stream.came) & set(stream.text)
-        for segment, (level, nbytes) in stream.came.items():
+        assert set(stream.received) | set(stream.text) == set(range(PIECES))
+        assert not set(stream.received) & set(stream.text)
+        for segment, (level, nbytes) in stream.received.items():
             steps = [each for each in stream.pieces if segment in each.segments and not each.why]
             assert level in {step.level for step in steps}
             assert nbytes == sum(step.nbytes for step in steps)

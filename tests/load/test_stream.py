@@ -13,8 +13,8 @@ from ragfuse.load.link import Link, Links
 from ragfuse.load.stream import Stream
 from ragfuse.load.terms import (
     BYTES_UNREADABLE,
+    COMPUTED_FASTER,
     COMPUTED_IN_TIME,
-    COMPUTED_SOONER,
     GIVEN_UP,
     LEVEL_NOT_KEPT,
     NOT_WAITED_FOR,
@@ -108,17 +108,17 @@ class Case:
             s.run()
             for layer in range(LAYERS):
                 found = s.read(layer)
-                assert set(found) == set(s.came)
-                for segment in s.came:
+                assert set(found) == set(s.received)
+                for segment in s.received:
                     own = self.levels(s, segment, layer)
                     assert same(found[segment], at_level(segment, own[-1], layer))
                     assert own in (["raw"], ["int8"]) or (own == ["int8", "raw"] and given.get("adapt") == "refine")
-        for segment, (level, nbytes) in s.came.items():
+        for segment, (level, nbytes) in s.received.items():
             steps = [each for each in s.pieces if segment in each.segments and not each.why]
             assert (level == "int8") == any(self.levels(s, segment, at)[-1] == "int8" for at in range(LAYERS))
             assert nbytes == sum(each.nbytes for each in steps)
-        assert set(s.came) | set(s.text) == set(range(PIECES))
-        assert not set(s.came) & set(s.text)
+        assert set(s.received) | set(s.text) == set(range(PIECES))
+        assert not set(s.received) & set(s.text)
         return s
 
     def levels(self, stream: Stream, segment: int, layer: int) -> list[str]:
@@ -211,7 +211,7 @@ def test_a_line_that_stands_still_is_given_up_and_the_rest_is_computed(store):
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
     stream = Case(store, text_s=1.0).run(1.5, prior=4e6)
     assert levels(stream) == ["raw", "raw", "raw", AS_TEXT, AS_TEXT]
-    assert stream.text == {2: GIVEN_UP, 3: COMPUTED_SOONER} or stream.text == {2: GIVEN_UP, 3: COMPUTED_IN_TIME}
+    assert stream.text == {2: GIVEN_UP, 3: COMPUTED_FASTER} or stream.text == {2: GIVEN_UP, 3: COMPUTED_IN_TIME}
     assert max(store.reads) == 2
 
 
@@ -219,7 +219,7 @@ def test_nothing_hangs_on_a_line_that_stands_still_where_computing_is_not_timed(
     store.line.start(mbps(4))
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
     stream = Case(store, text_s=None).run(1.5, prior=4e6)
-    assert sorted(stream.came) == [0, 1]
+    assert sorted(stream.received) == [0, 1]
     assert stream.text == {2: BYTES_UNREADABLE, 3: BYTES_UNREADABLE}
 
 
@@ -227,7 +227,7 @@ def test_nothing_hangs_on_a_line_that_stands_still_where_computing_is_not_timed(
 def test_a_line_that_breaks_in_the_middle_of_a_piece_loses_nothing_but_bytes(store, adapt):
     store.line.start(mbps(8), breaks=[1.5 * SIZES["raw"]])
     stream = Case(store, text_s=60.0).run(30.0, prior=1e9, adapt=adapt)
-    assert sorted(stream.came) == list(range(PIECES))
+    assert sorted(stream.received) == list(range(PIECES))
     assert store.line.carried > sum(piece.nbytes for piece in stream.pieces if not piece.why)
 
 
@@ -243,7 +243,7 @@ def test_whatever_a_line_does_each_segment_arrives_whole_or_is_text(store, name,
 def test_a_slow_start_is_no_trouble(store, adapt):
     store.line.start(mbps(8).slow_start(0.1e6, 0.05))
     stream = Case(store, text_s=60.0).run(30.0, adapt=adapt)
-    assert sorted(stream.came) == list(range(PIECES))
+    assert sorted(stream.received) == list(range(PIECES))
 
 
 @pytest.mark.parametrize("level", ["raw", "int8"])
@@ -263,7 +263,7 @@ def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=PIECES * TOKENS, prior=1e9)) as stream:
         stream.run()
         assert set(stream.read(0)) == {0, 2, 3}
-    assert {segment: level for segment, (level, _) in stream.came.items()} == dict.fromkeys((0, 2, 3), "raw")
+    assert {segment: level for segment, (level, _) in stream.received.items()} == dict.fromkeys((0, 2, 3), "raw")
     assert stream.text == {1: BYTES_UNREADABLE}
     assert all(piece.segments == (1,) for piece in stream.pieces if piece.why)
 
@@ -277,8 +277,8 @@ def test_an_entry_that_segments_share_crosses_the_line_once(store):
         stream.run()
         found = stream.read(0)
         assert found[0] is found[1]
-    assert (store.reads, sorted(stream.came)) == ([0, 2], [0, 1, 2])
-    assert [stream.came[at][1] > 0 for at in range(3)] == [True, False, True]
+    assert (store.reads, sorted(stream.received)) == ([0, 2], [0, 1, 2])
+    assert [stream.received[at][1] > 0 for at in range(3)] == [True, False, True]
     assert stream.pieces[0].segments == (0, 1)
 
 
@@ -289,7 +289,7 @@ def test_a_segment_that_came_partly_with_a_loss_is_not_called_raw(store, monkeyp
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=SIZES["raw"] / 0.2)) as stream:
         stream.run()
     assert {each.level for each in stream.pieces if each.segments == (0,)} == {"raw", "int8"}
-    assert stream.came[0][0] == "int8"
+    assert stream.received[0][0] == "int8"
 
 
 def test_waiting_for_its_turn_says_nothing_of_the_line(store):
@@ -320,7 +320,7 @@ def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store
         for layer in range(LAYERS):
             assert all(same(kv, at_level(at, "raw", layer)) for at, kv in stream.read(layer).items())
     assert levels(stream)[:1] == ["int8"]
-    assert {level for level, _ in stream.came.values()} == {"raw"}
+    assert {level for level, _ in stream.received.values()} == {"raw"}
     assert not stream.text
 
 
@@ -340,7 +340,7 @@ def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_th
         stream.run()
         assert set(stream.read(0)) == set(range(PIECES))
     assert stream.pieces[-1].why == NOT_WAITED_FOR
-    assert {level for level, _ in stream.came.values()} == {"int8"}
+    assert {level for level, _ in stream.received.values()} == {"int8"}
 
 
 def test_a_piece_whose_line_stands_still_waits_for_the_others_and_comes_then(store):
@@ -353,7 +353,7 @@ def test_a_piece_whose_line_stands_still_waits_for_the_others_and_comes_then(sto
             for at, kv in stream.read(layer).items():
                 *_, level = (each.level for each in stream.pieces if _brought(each, at, layer))
                 assert same(kv, at_level(at, level, layer))
-    assert (sorted(stream.came), stream.text) == ([0, 1, 2, 3], {})
+    assert (sorted(stream.received), stream.text) == ([0, 1, 2, 3], {})
     (aside,) = [each for each in stream.pieces if each.why]
     assert (aside.why, aside.segments, aside.nbytes) == (SET_ASIDE, (1,), 0)
     after = [each.segments[0] for each in stream.pieces[stream.pieces.index(aside) + 1 :]]
@@ -380,7 +380,7 @@ def test_streams_at_the_same_time_know_of_each_other(store):
         each.start()
     for each in threads:
         each.join()
-    assert [len(each.came) for each in streams] == [PIECES] * 3
+    assert [len(each.received) for each in streams] == [PIECES] * 3
     assert max(piece.sharing for each in streams for piece in each.pieces) == 3
     assert link.sharing == 1
 
@@ -417,7 +417,7 @@ def test_what_a_link_carried_counts_for_all_who_share_it_and_not_for_ever():
     link = Link(clock=lambda: now[0])
     assert link.throughput is None
     with link.joined(), link.joined():
-        link.saw(1000, 2.0)
+        link.record(1000, 2.0)
     assert link.throughput == 1000.0
     now[0] = 1e6
     assert link.throughput is None

@@ -97,13 +97,13 @@ class Forgetful(MemoryTier):
 
 
 def test_a_tier_that_keeps_nothing_is_named(model):
-    with pytest.raises(StoreError, match="Tier memory did not keep"):
+    with pytest.raises(StoreError, match="Tier memory did not store"):
         speed_of(Forgetful(1 << 30, lru), model.encode([0]), 1, lambda *_: None)
 
 
 def test_a_model_that_is_never_fused_is_refused(engine, model, monkeypatch):
     monkeypatch.setattr(model, "profile", type(model.profile)("m", refusal="no KV"))
-    with pytest.raises(ModelError, match="is not fused, so there is nothing to plan: no KV"):
+    with pytest.raises(ModelError, match="cannot reuse stored KV, so there is nothing to time: no KV"):
         measure(model, [])
 
 

@@ -8,7 +8,7 @@ import pytest
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import KVSource
 from ragfuse.measure.passes import at_hand, reading_s
-from ragfuse.measure.read_cost import MOST_S, held_up_s, over_s
+from ragfuse.measure.read_cost import MAX_DELAY_S, held_up_s, unexplained_s
 from ragfuse.plan.estimate import Blend, Estimate
 from ragfuse.types.profiles import HELD_UP_S
 from tests.plan.kit import LAYERS, machine
@@ -19,9 +19,9 @@ CHUNKS = [kv(seed, n=4, n_layers=LAYERS) for seed in range(6)]
 
 
 def test_what_hides_behind_fusing_is_not_counted():
-    assert over_s(1.0 + 0.1 / 12, 1.0, 0.1, 12) == pytest.approx(0.0)  # the first layer hides behind nothing
-    assert over_s(1.3, 1.0, 0.0, 12) == pytest.approx(0.3)
-    assert over_s(2.0 + 1.0 / 12, 1.0, 2.0, 12) == pytest.approx(0.0)  # all wait for reading
+    assert unexplained_s(1.0 + 0.1 / 12, 1.0, 0.1, 12) == pytest.approx(0.0)  # the first layer hides behind nothing
+    assert unexplained_s(1.3, 1.0, 0.0, 12) == pytest.approx(0.3)
+    assert unexplained_s(2.0 + 1.0 / 12, 1.0, 2.0, 12) == pytest.approx(0.0)  # all wait for reading
 
 
 def fusing(slower_s: float):
@@ -40,16 +40,16 @@ def fusing(slower_s: float):
 
 def test_fusing_that_is_slower_beside_reads_is_noticed_and_within_bounds(tmp_path):
     source = KVSource(CHUNKS)
-    assert 0 <= held_up_s(fusing(0.0), source, CHUNKS, tmp_path, 3) <= MOST_S
+    assert 0 <= held_up_s(fusing(0.0), source, CHUNKS, tmp_path, 3) <= MAX_DELAY_S
     assert held_up_s(fusing(0.006), source, CHUNKS, tmp_path, 3) >= 0.5e-3
-    assert held_up_s(fusing(0.1), source, CHUNKS, None, 1) == MOST_S
+    assert held_up_s(fusing(0.1), source, CHUNKS, None, 1) == MAX_DELAY_S
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_s_own_is_measured_and_leaves_nothing_behind(engine, tmp_path):
     folder = tmp_path / "place"
     folder.mkdir()
-    assert 0 <= reading_s(engine.model, 96, 1, folder, lambda *_: None) <= MOST_S
+    assert 0 <= reading_s(engine.model, 96, 1, folder, lambda *_: None) <= MAX_DELAY_S
     assert list(folder.iterdir()) == []
 
 

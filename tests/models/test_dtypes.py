@@ -5,7 +5,7 @@ import torch
 
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import SettingsError
-from ragfuse.models.dtypes import quick_dtype, settled
+from ragfuse.models.dtypes import auto_dtype, resolve_auto
 from ragfuse.settings import Settings
 
 
@@ -19,25 +19,25 @@ from ragfuse.settings import Settings
     ],
 )
 def test_bfloat16_is_taken_where_the_cpu_has_units_for_it(capabilities, dtype):
-    assert quick_dtype("cpu", capabilities) == dtype
+    assert auto_dtype("cpu", capabilities) == dtype
 
 
 def test_this_machine_is_named_without_being_asked():
-    assert quick_dtype("cpu") in ("float32", "bfloat16")
+    assert auto_dtype("cpu") in ("float32", "bfloat16")
 
 
 def test_a_device_that_is_not_there_has_a_dtype_all_the_same():
-    assert quick_dtype("cuda:7") in ("bfloat16", "float16")
+    assert auto_dtype("cuda:7") in ("bfloat16", "float16")
 
 
 def test_what_is_named_stays():
     settings = Settings(dtype="float16")
-    assert settled(settings) is settings
+    assert resolve_auto(settings) is settings
 
 
 def test_who_leaves_it_open_shares_the_engine_of_who_names_it(tmp_path):
     named = {"home": tmp_path, "disk_bytes": 0}
-    left_open, said = Settings(**named), Settings(**named, dtype=quick_dtype("cpu"))
+    left_open, said = Settings(**named), Settings(**named, dtype=auto_dtype("cpu"))
     assert left_open.dtype == "auto"
     assert Engine.shared(left_open) is Engine.shared(said)
     assert Engine.shared(left_open).settings.dtype == said.dtype

@@ -139,11 +139,11 @@ def test_what_is_no_model_that_writes_is_refused_in_one_sentence(
     )
     for given, options, said in (
         (loaded, {}, "Wanted the tokenizer of the loaded model .*, found none. Give tokenizer="),
-        (loaded, {"tokenizer": object()}, "Wanted a tokenizer of transformers, found object"),
+        (loaded, {"tokenizer": object()}, "Wanted a transformers tokenizer, found object"),
         (torch.nn.Linear(2, 2), {"tokenizer": words}, "Wanted a model: .* found torch.nn.modules.linear.Linear"),
         (t5, {"tokenizer": words}, "Wanted a decoder that writes text .*, found T5ForConditionalGeneration"),
         (AutoModel.from_pretrained(varied_path), {"tokenizer": words}, "found LlamaModel"),
-        (str(varied_path), {"tokenizer": words}, "Wanted a loaded model beside tokenizer"),
+        (str(varied_path), {"tokenizer": words}, "only for a loaded transformers model"),
     ):
         with pytest.raises(ModelError, match=said):
             engine_of(given, **options)
@@ -255,7 +255,7 @@ def test_pickled_weights_are_refused_with_what_to_do(varied_path: Path, tmp_path
     folder = tmp_path / "pickled"
     shutil.copytree(varied_path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(ModelError, match=r"found pytorch_model.bin, which would have to be unpickled.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"found only pytorch_model.bin, a pickle.*save_pretrained"):
         load_model(folder, "float32")
     adapted.save_pretrained(tmp_path / "adapter")
     told = tmp_path / "adapter" / "adapter_config.json"

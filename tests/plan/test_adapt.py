@@ -10,13 +10,13 @@ from hypothesis import strategies as some
 
 from ragfuse.plan.adapt import (
     AS_TEXT,
-    LONGER,
+    COMPUTE_MARGIN,
     NEVER_LATE_S,
     PATIENCE,
-    PROBE,
-    SAFE,
+    STALLED_WAIT,
     STEP_S,
     STEPS_PER_PIECE,
+    THROUGHPUT_MARGIN,
     StreamPart,
     StreamPiece,
     decide,
@@ -160,9 +160,9 @@ def test_something_of_all_comes_first_unless_the_line_may_fall_a_lot():
     assert first(left, None, 10.0) == "cg3"
     assert first(left, 10.0, 1.01 * needed["raw"] / 10) == "cg2"
     assert first(left, 10.0, 1.01 * needed["cg1"] / 10) == "cg3"
-    assert first(left, 10.0 / SAFE, 1.01 * needed["raw"] / 10) == "raw"
-    assert first(left, 10.0 / SAFE, 0.99 * needed["raw"] / 10) == "int8"
-    assert first(left, 10.0 / SAFE, 1.01 * needed["cg2"] / 10) == "cg2"
+    assert first(left, 10.0 / THROUGHPUT_MARGIN, 1.01 * needed["raw"] / 10) == "raw"
+    assert first(left, 10.0 / THROUGHPUT_MARGIN, 0.99 * needed["raw"] / 10) == "int8"
+    assert first(left, 10.0 / THROUGHPUT_MARGIN, 1.01 * needed["cg2"] / 10) == "cg2"
 
 
 def test_text_comes_first_only_where_nothing_was_lost_that_it_cannot_mend():
@@ -188,8 +188,8 @@ def test_what_lost_most_comes_again_as_well_as_all_of_it_can_in_time():
 
 
 def test_a_line_that_stood_still_is_asked_for_a_part_of_what_computing_takes():
-    assert first_look_s(piece(text_s=5.0), "cg3", 1.0, stood=True) == PROBE * 5.0
-    assert first_look_s(piece(text_s=5.0), "cg3", 1e9, stood=True) == NEVER_LATE_S
+    assert first_look_s(piece(text_s=5.0), "cg3", 1.0, has_stalled=True) == STALLED_WAIT * 5.0
+    assert first_look_s(piece(text_s=5.0), "cg3", 1e9, has_stalled=True) == NEVER_LATE_S
 
 
 def test_text_that_cannot_be_timed_is_taken_only_where_there_are_no_levels():
@@ -279,8 +279,8 @@ def test_a_step_that_would_come_after_the_deadline_is_late_however_long_computin
 
 def test_what_is_left_in_the_end_is_waited_for_only_where_computing_it_would_be_late():
     left = [piece(text_s=1.0), piece(1, text_s=1.0)]
-    assert spare_s(left, 2 * LONGER + 0.01) == 0.0
-    assert spare_s(left, 2 * LONGER - 0.01) == 2 * LONGER - 0.01
+    assert spare_s(left, 2 * COMPUTE_MARGIN + 0.01) == 0.0
+    assert spare_s(left, 2 * COMPUTE_MARGIN - 0.01) == 2 * COMPUTE_MARGIN - 0.01
     assert spare_s([piece(text_s=None)], 5.0) == 0.0
 
 

@@ -60,13 +60,13 @@ def test_a_lost_segment_is_not_read_again():
 
 def test_an_entry_of_another_length_is_not_read():
     found = plan(PROMPT, {key(ONE): entry(key(ONE), 99)}, "hkvd", 0.2)
-    assert (1, "its entry holds 99 tokens") in found.misses
+    assert (1, "its entry has 99 tokens") in found.misses
 
 
 @pytest.mark.parametrize("sizes", [{}, {"raw": 0}])
 def test_an_entry_of_no_bytes_is_not_read(sizes):
     found = plan(PROMPT, {key(ONE): replace(entry(key(ONE), 2), sizes=sizes)}, "hkvd", 0.2)
-    assert (found.fetches, dict(found.misses)[1]) == ((), "its entry holds nothing")
+    assert (found.fetches, dict(found.misses)[1]) == ((), "its entry is empty")
 
 
 def fetch(index: int, key: ChunkKey) -> Fetch:

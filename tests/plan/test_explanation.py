@@ -81,8 +81,8 @@ def test_full_prefill_says_why_and_when():
 def test_a_tier_of_another_speed_than_measured_is_said():
     prompt, entries = prompt_of(["disk", "far", "disk"])
     for times, said in (
-        (4.0, "Reading far is counted as 4.0 times as long"),
-        (0.25, "far is counted as 0.25 of the time"),
+        (4.0, "Reading far is assumed to take 4.0 times as long"),
+        (0.25, "far is assumed to take 0.25 times as long"),
     ):
         plan = LoadingController(machine(far=1e-9), corrections={"far": times}).plan(prompt, entries, "hkvd", 0.2)
         assert said in in_words(plan)

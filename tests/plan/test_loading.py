@@ -65,11 +65,11 @@ def test_slower_loading_hides_no_less_in_the_same_steps(one, other, policy, n_ch
     def ratio(byte_s: float) -> float:
         prompt, entries = prompt_of(["far"] * n_chunks)
         timed = Timed.of(Estimate(machine(far=byte_s)), plan(prompt, entries, policy))
-        fetches = timed.found.fetches
-        ttft_s = timed.times.ttft_s(timed.blend, fetches, count)
-        load_s = sum(timed.times.steps_s(fetches, count))
-        found = replace(timed.found, layers_a_read=count)
-        return widest(replace(timed, found=found, ttft_s=ttft_s, load_s=load_s))[0]
+        fetches = timed.load_plan.fetches
+        ttft_s = timed.estimate.ttft_s(timed.blend, fetches, count)
+        load_s = sum(timed.estimate.steps_s(fetches, count))
+        found = replace(timed.load_plan, layers_a_read=count)
+        return widest(replace(timed, load_plan=found, ttft_s=ttft_s, load_s=load_s))[0]
 
     faster, slower = sorted((one, other))
     assert ratio(faster) <= ratio(slower) + 0.011
@@ -135,8 +135,9 @@ def test_what_is_in_the_store_and_not_read_is_not_saved_again():
     for byte_s in (1e-7, 1e-4):
         found = LoadingController(machine(far=byte_s, disk=byte_s if byte_s > 1e-5 else 1e-9)).plan(prompt, entries)
         assert found.unread
-        assert [work.source for work in jobs_after(found) if work.far is None] == ["book-2"]
-        assert [work.far for work in jobs_after(found) if work.far] == [fetch.key for fetch in found.unread]
+        jobs = list(jobs_after(found))
+        assert [job.source for job in jobs if job.kind == "chunk"] == ["book-2"]
+        assert [job.keys for job in jobs if job.kind == "copy"] == [(fetch.key,) for fetch in found.unread]
 
 
 def test_what_was_asked_for_is_done_and_foretold():

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.observed import (
-    LEAST_ROWS,
     MAX_CORRECTION,
     MIN_LOAD_S,
+    MIN_PREFILL_ROWS,
     READINGS,
     Seen,
     corrected,
@@ -126,6 +126,8 @@ def test_a_row_takes_the_least_of_the_last_readings():
     assert (len(readings), row_s(readings)) == (READINGS, 0.02)
 
 
-@pytest.mark.parametrize(("rows", "seconds"), [(LEAST_ROWS - 1, 1.0), (100, 0.0), (100, math.inf), (100, math.nan)])
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [(MIN_PREFILL_ROWS - 1, 1.0), (100, 0.0), (100, math.inf), (100, math.nan)]
+)
 def test_a_prefill_that_says_nothing_of_a_row_is_not_counted(rows, seconds):
     assert rows_after((0.5,), rows, seconds) == (0.5,)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.plan.estimate import Estimate
-from ragfuse.plan.tiers import OFTEN, choose_tier, price_of, promotions, store_cost
+from ragfuse.plan.tiers import PROMOTION_HITS, choose_tier, price_of, promotions, store_cost
 from ragfuse.settings import Settings
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -65,7 +65,7 @@ def promoted(entries: list[Entry], room: dict[str, int], **byte_s: float) -> lis
 
 
 def test_chunks_hit_often_come_to_the_faster_tier_while_there_is_room():
-    entries = [entry("warm", "far", OFTEN), entry("hot", "far", 9), entry("cold", "far", OFTEN - 1)]
+    entries = [entry("warm", "far", PROMOTION_HITS), entry("hot", "far", 9), entry("cold", "far", PROMOTION_HITS - 1)]
     assert promoted(entries, {"disk": 10 * NBYTES, "far": 0}) == [("hot", "disk"), ("warm", "disk")]
     assert promoted(entries, {"disk": NBYTES, "far": 0}) == [("hot", "disk")]
     assert promoted(entries, {"disk": NBYTES - 1, "far": 0}) == []
@@ -74,7 +74,7 @@ def test_chunks_hit_often_come_to_the_faster_tier_while_there_is_room():
 
 
 def test_hits_count_across_the_tiers_and_memory_keeps_nothing():
-    entries = [entry("both", "far", 1), entry("both", "memory", OFTEN - 1)]
+    entries = [entry("both", "far", 1), entry("both", "memory", PROMOTION_HITS - 1)]
     assert promoted(entries, {"disk": 1 << 40, "far": 0}) == [("both", "disk")]
     assert promoted(entries[:1], {"disk": 1 << 40, "far": 0}) == []
     assert promoted(entries[1:], {"disk": 1 << 40, "far": 0}) == []

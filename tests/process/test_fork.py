@@ -644,7 +644,7 @@ def test_gunicorns_workers_answer_with_an_engine_that_was_loaded_before_they_wer
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
     with CatalogFile(tmp_path / "store") as book:
-        assert {line.id: line.turns for line in book.sessions.lines()} == {"loaded": 1, "s0": 4, "s1": 4, "s2": 4}
+        assert {line.id: line.turns for line in book.sessions.rows()} == {"loaded": 1, "s0": 4, "s1": 4, "s2": 4}
 
 
 def fetched(url, server):

@@ -401,7 +401,7 @@ def check(layout: SchemaLayout, found: Bound, items: tuple[object, ...], args: t
 def check_scaffolds(layout: SchemaLayout, found: Bound) -> None:
     """A scaffold is taken whole or not at all; it gives way to another of at least its size alone."""
     there = {"", *found.imported}
-    taken = {"" if path == "." else path: key for path, key in found.prompt.taken.modules if key is not None}
+    taken = {"" if path == "." else path: key for path, key in found.prompt.schema_use.modules if key is not None}
     of_scaffolds = {key_of(run): len(run.tokens) for run in layout.scaffolds}
     for run in layout.scaffolds:
         if not there.issuperset(run.members):
@@ -425,7 +425,7 @@ def check_by_hand(
 
     def put(path: str, items: tuple[object, ...], args: dict[str, str]) -> None:
         place = layout.places[path]
-        for part in place.own:
+        for part in place.ranges:
             tokens = [ord(char) for char in args.get(part.param, "")] if part.param else part.tokens
             wanted.update(zip(range(part.start, part.stop), tokens, strict=False))
         for item in items:

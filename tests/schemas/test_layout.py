@@ -52,7 +52,7 @@ def test_a_parameter_takes_as_many_positions_as_its_len() -> None:
     layout = laid('<module name="m">for <param name="days" len="3"/>!</module>z')
     assert places(layout) == {"": (0, 9), "m": (0, 8)}
     assert told(layout, "m") == ("for ___!", span((0, 8)))
-    assert layout.places["m"].own[1] == TokenRange("m", 4, (GAP,) * 3, "days")
+    assert layout.places["m"].ranges[1] == TokenRange("m", 4, (GAP,) * 3, "days")
 
 
 def test_a_scaffold_of_a_parameter_stands_in_and_is_cut_to_its_room() -> None:
@@ -275,7 +275,7 @@ def test_every_token_stands_where_the_slow_twin_puts_it(schema: Schema) -> None:
     found = [
         Told(part.owner, part.start + i, token, part.param)
         for place in layout.places.values()
-        for part in place.own
+        for part in place.ranges
         for i, token in enumerate(part.tokens)
     ]
     order = [(each.owner, each.position) for each in found]
@@ -284,11 +284,11 @@ def test_every_token_stands_where_the_slow_twin_puts_it(schema: Schema) -> None:
 
 
 @given(SCHEMAS)
-def test_rows_of_a_run_are_its_stretches_and_positions_increase(schema: Schema) -> None:
+def test_rows_of_a_run_are_its_ranges_and_positions_increase(schema: Schema) -> None:
     for run in lay_out(schema, encode, GAP, TURNS, min_tokens=1).runs:
         assert run.positions[0] == 0
         assert all(a < b for a, b in zip(run.positions, run.positions[1:], strict=False))
-        for each in run.stretches:
+        for each in run.ranges:
             lo, hi = run.rows[each.owner, each.start]
             assert run.tokens[lo:hi] == each.tokens
             assert run.positions[lo] + run.start == each.start

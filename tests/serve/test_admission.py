@@ -85,11 +85,11 @@ def test_thirty_explains_whose_senders_are_gone_starve_nobody(two: Served) -> No
         with ExitStack() as lines:
             for _ in range(30):
                 send_to(lines.enter_context(raw(two.port)), *explain_request(two, f"{CHUNKS[0]} " * 20))
-            wait_for(lambda: gate.inside == 1 and len(two.service.turnstile.jobs) == 28)
+            wait_for(lambda: gate.inside == 1 and len(two.service.admission.jobs) == 28)
             assert two.get("/health").status_code == 200
             assert b"ragfuse_requests_waiting 28.0" in two.get("/metrics").content
             assert two.get("/v1/ragfuse/store").status_code == 200
-        wait_for(lambda: len(two.service.turnstile.jobs) == 0)
+        wait_for(lambda: len(two.service.admission.jobs) == 0)
         gate.opened.set()
         assert two.chat(max_tokens=2).status_code == 200
         wait_for(lambda: is_idle(two))
@@ -100,7 +100,7 @@ def test_a_schema_is_read_in_its_turn(two: Served) -> None:
     with gated(engine_of(two).schemas, "register") as gate, ExitStack() as lines:
         for _ in range(6):
             send_to(lines.enter_context(raw(two.port)), "/v1/ragfuse/schemas", {"pml": PML})
-        wait_for(lambda: gate.inside == 2 and len(two.service.turnstile.jobs) == 4)
+        wait_for(lambda: gate.inside == 2 and len(two.service.admission.jobs) == 4)
     wait_for(lambda: is_idle(two))
     assert gate.most == 2
 
@@ -119,8 +119,8 @@ def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served, path: str)
                 send_to(lines.enter_context(raw(two.port)), path, body)
             wait_for(lambda: gate.inside == 2)  # one of two in their turns, and one that is looked ahead to
             assert two.get("/health").status_code == 200
-        wait_for(lambda: len(two.service.turnstile.jobs) == 0)
-        assert two.service.turnstile.jobs.running == 2  # a turn lasts as long as its work
+        wait_for(lambda: len(two.service.admission.jobs) == 0)
+        assert two.service.admission.jobs.running == 2  # a turn lasts as long as its work
         gate.opened.set()
         wait_for(lambda: is_idle(two))
         assert (gate.came, gate.most) == (3, 2)
@@ -178,9 +178,9 @@ async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
     with pytest.raises(APIError) as told:
         await service.work(tenant, lambda engine, check: enough.wait(60))
     assert told.value.status == 504
-    assert service.turnstile.jobs.running == 1
+    assert service.admission.jobs.running == 1
     enough.set()
-    while service.turnstile.jobs.running:
+    while service.admission.jobs.running:
         await asyncio.sleep(0.01)
     await asyncio.to_thread(service.close)
     service.threads.close()
@@ -189,7 +189,7 @@ async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
 def test_bodies_are_held_up_to_a_bound_together_and_half_of_it_a_tenant() -> None:
     held = HeldBytes(100, 50, lambda: 7.0)
     held.take("a", 50)
-    with pytest.raises(APIError, match="50 of one tenant") as told:
+    with pytest.raises(APIError, match="50 for one tenant") as told:
         held.take("a", 1)
     assert (told.value.status, told.value.headers()["retry-after"]) == (429, "7")
     held.take("b", 50)

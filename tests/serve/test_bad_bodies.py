@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ragfuse import Settings
 from ragfuse.serve import body as bodies
-from ragfuse.serve.body import MAX_BODY_DEPTH, MOST_COMMAS, MOST_MARKS, check_shape, read_as
+from ragfuse.serve.body import MAX_BODY_DEPTH, MAX_COMMAS, MAX_MARKS, check_shape, read_as
 from ragfuse.serve.guard import Guard
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import APIError
@@ -143,10 +143,10 @@ def test_depth_counts_what_is_open_and_nothing_in_texts() -> None:
 @pytest.mark.parametrize("one", ["[],", "{},", '"",', '"\\"",', "0,"])
 def test_a_body_of_very_many_values_is_told_before_it_is_parsed(served: Served, one: str) -> None:
     """Each would be an object of the interpreter's: megabytes become gigabytes, and nobody is served meanwhile."""
-    most = MOST_COMMAS if one == "0," else MOST_MARKS
+    most = MAX_COMMAS if one == "0," else MAX_MARKS
     check_shape(f"[{one * (most - 1)}0]".encode())
     body = f'{{"model": "m", "prompt": "a", "metadata": {{"a": [{one * (most + 1)}0]}}}}'
-    with pytest.raises(APIError, match="found more"):
+    with pytest.raises(APIError, match="too much"):
         check_shape(body.encode())
     answer = httpx.post(f"{served.url}/completions", content=body, headers=JSON, timeout=60)
     large = len(body) > served.service.body_bytes
@@ -177,7 +177,7 @@ def test_the_shape_is_that_of_reading_sign_by_sign_however_it_is_cut(text: str, 
     for limits in ((3, 100, 100), (100, 4, 100), (100, 100, 4)):
         with pytest.MonkeyPatch.context() as patch:
             for name, value in zip(
-                ("SCAN_NBYTES", "MAX_BODY_DEPTH", "MOST_MARKS", "MOST_COMMAS"), (step, *limits), strict=True
+                ("SCAN_NBYTES", "MAX_BODY_DEPTH", "MAX_MARKS", "MAX_COMMAS"), (step, *limits), strict=True
             ):
                 patch.setattr(f"ragfuse.serve.body.{name}", value)
             try:

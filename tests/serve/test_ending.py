@@ -94,7 +94,7 @@ def test_while_it_stops_new_requests_are_refused_and_old_ones_answered(tiny_path
         wait_for(writers)
         with raw(served.port) as second:
             send(second, long_request(served))
-            wait_for(lambda: len(served.service.turnstile.jobs) == 1)
+            wait_for(lambda: len(served.service.admission.jobs) == 1)
             served.server.stop()
             assert b" 503 " in second.recv(1 << 16).splitlines()[0]
         refused = served.chat()
@@ -156,7 +156,7 @@ def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings
     }
     result = CliRunner().invoke(app, ["serve", "--port", str(served.port)], env=told)
     assert result.exit_code == 1
-    assert "Wanted to listen at 127.0.0.1" in result.stderr
+    assert "cannot listen at 127.0.0.1" in result.stderr
     result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0"], env=told)
     assert result.exit_code == 1
     assert "API key" in result.stderr

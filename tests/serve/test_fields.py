@@ -220,7 +220,7 @@ def test_what_cannot_be_done_is_taken_where_it_changes_nothing_and_refused_elsew
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, name), (name, value)
             assert f"wanted {json.dumps(mark.values[0]) if mark.values else 'null'}" in error["message"]
-            assert mark.do in error["message"]
+            assert mark.advice in error["message"]
             assert "found" in error["message"]
 
 
@@ -324,13 +324,13 @@ def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> No
 def test_what_an_assistant_thought_is_handed_to_the_template(served: Served) -> None:
     for name in ("reasoning_content", "reasoning"):
         messages = [said(), {**said("Hm", "assistant"), name: "I count."}, {**said("Sure?"), name: "not mine"}]
-        ask = chat_requests(ChatRequest(model="m", messages=messages), "")[0]
+        ask = chat_requests(ChatRequest(model="m", messages=messages))[0]
         assert [turn.reasoning for turn in ask.question] == ["", "I count.", ""]
         assert asked(served, "chat", {"messages": messages}).status_code == 200
 
 
 def test_the_name_of_whoever_says_a_message_is_handed_to_the_template(served: Served) -> None:
-    ask = chat_requests(ChatRequest(model="m", messages=[{**said(), "name": "Ann"}, said("Hm", "assistant")]), "")[0]
+    ask = chat_requests(ChatRequest(model="m", messages=[{**said(), "name": "Ann"}, said("Hm", "assistant")]))[0]
     assert [turn.name for turn in ask.question] == ["Ann", ""]
     for name in ("<|user|>", "two words", "a" * 65, ""):
         answer = asked(served, "chat", {"messages": [{**said(), "name": name}]})

@@ -42,7 +42,7 @@ def send(line: socket.socket, body: dict[str, Any]) -> None:
 
 
 def is_idle(served: Served) -> bool:
-    return served.service.turnstile.is_idle and not writers()
+    return served.service.admission.is_idle and not writers()
 
 
 def test_who_leaves_a_stream_ends_its_answer(one: Served) -> None:
@@ -72,8 +72,8 @@ def test_who_leaves_the_queue_is_not_answered(one: Served) -> None:
         before = counted().sums["full nothing_stored"] + counted().sums["full too_short"]
         with raw(one.port) as second:
             send(second, long_request(one))
-            wait_for(lambda: len(one.service.turnstile.jobs) == 1)
-        wait_for(lambda: len(one.service.turnstile.jobs) == 0)
+            wait_for(lambda: len(one.service.admission.jobs) == 1)
+        wait_for(lambda: len(one.service.admission.jobs) == 0)
         assert len(writers()) == 1
     wait_for(lambda: is_idle(one))
     after = counted().sums["full nothing_stored"] + counted().sums["full too_short"]

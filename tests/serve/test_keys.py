@@ -125,7 +125,7 @@ def test_loopback_needs_none_and_everybody_is_the_tenant_of_the_salt() -> None:
     "key", ["", "short", "salt:short", "has a space in it somewhere", "ümlaut-in-the-key-of-a-test"]
 )
 def test_a_key_that_anybody_guesses_or_no_header_holds_is_told(key: str) -> None:
-    with pytest.raises(SettingsError, match="16 letters"):
+    with pytest.raises(SettingsError, match="16 ASCII characters"):
         Keys([key])
 
 
@@ -136,5 +136,5 @@ def test_keys_come_from_settings_and_files(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "keys"
     file.write_text(f"# of the blue\n{BLUE}\n\n  a-salt:{GREEN}  \n")
     assert read_keys(file) == [BLUE, f"a-salt:{GREEN}"]
-    with pytest.raises(InputError, match="one a line"):
+    with pytest.raises(InputError, match="one key a line"):
         read_keys(tmp_path / "none")

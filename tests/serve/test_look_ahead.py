@@ -74,9 +74,9 @@ def test_what_a_waiting_turn_reads_stays_in_memory_by_look_ahead_alone(narrow: S
         wait_for(writers)
         client = threading.Thread(target=ask)
         client.start()
-        wait_for(lambda: ("", "one") in narrow.service.turnstile.reading)
+        wait_for(lambda: ("", "one") in narrow.service.admission.conversations)
         wait_for(lambda: engine.conversations.places())
-        assert len(narrow.service.turnstile.jobs) == 1
+        assert len(narrow.service.admission.jobs) == 1
         filled(engine, 2 * ROOM)
         kept = in_memory(engine, "one")
         assert kept == (narrow.service.settings.evict == "look-ahead")
@@ -99,10 +99,10 @@ def test_a_waiting_turn_s_conversation_comes_to_memory_before_it(narrow: Served,
         send(first, long_request(narrow))
         wait_for(writers)
         send(second, long_request(narrow, messages=messages, **({"session_id": name} if named else {})))
-        wait_for(lambda: ("", id) in narrow.service.turnstile.reading)
+        wait_for(lambda: ("", id) in narrow.service.admission.conversations)
         wait_for(lambda: in_memory(engine, id))
-        assert len(narrow.service.turnstile.jobs) == 1  # it waits still
-    wait_for(lambda: is_idle(narrow) and not narrow.service.turnstile.reading)
+        assert len(narrow.service.admission.jobs) == 1  # it waits still
+    wait_for(lambda: is_idle(narrow) and not narrow.service.admission.conversations)
 
 
 def test_tenants_conversations_of_one_name_are_told_apart(varied_path: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_tenants_conversations_of_one_name_are_told_apart(varied_path: Path, tmp
             for line, tenant in ((first, "blue"), (second, "green")):
                 send_as(line, body, f"{tenant}-key-of-a-test-0")
                 wait_for(writers)
-            wait_for(lambda: ("green", "one") in served.service.turnstile.reading)
+            wait_for(lambda: ("green", "one") in served.service.admission.conversations)
             wait_for(lambda: (engines["green"].digest, "one") in engines["blue"].conversations.places())
         wait_for(lambda: is_idle(served))
 

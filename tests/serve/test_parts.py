@@ -1,4 +1,4 @@
-"""The parts without a network: requests as wishes, probabilities, errors, counts."""
+"""The parts without a network: answer requests, probabilities, errors, counts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from ragfuse import Piece, StoreError
 from ragfuse.engine.options import Ask
-from ragfuse.serve.logprobs import ZERO_LOGPROB, Noted, as_text
-from ragfuse.serve.refusals import APIError, refusal_of
-from ragfuse.serve.requests import chat_requests, text_requests, turns_of
+from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
+from ragfuse.serve.refusals import APIError, api_error_of
+from ragfuse.serve.requests import chat_messages_of, chat_requests, text_requests
 from ragfuse.serve.schema import ChatRequest, Document, RequestMessage, TextRequest
 
 
@@ -30,7 +30,7 @@ def test_neighbours_of_one_role_are_one_turn_and_results_of_tools_are_not() -> N
         {"role": "tool", "content": "four", "tool_call_id": "c1"},
         {"role": "tool", "content": "five", "tool_call_id": "c1"},
     ]
-    turns = turns_of([RequestMessage.model_validate(each) for each in messages])
+    turns = chat_messages_of([RequestMessage.model_validate(each) for each in messages])
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "tool", "tool"]
     assert list(turns[0].content) == ["One.", "\n", "Two."]
     assert (turns[2].tool_calls[0].name, dict(turns[2].tool_calls[0].arguments)) == ("count", {"n": 1})
@@ -43,7 +43,7 @@ def test_parts_that_say_so_are_chunks_as_documents_are() -> None:
         {"type": "text-plain", "text": "b", "title": "t"},
         {"type": "text", "text": "c"},
     ]
-    (turn,) = turns_of(
+    (turn,) = chat_messages_of(
         [RequestMessage.model_validate({"role": "user", "content": parts})], ["d", Document(text="e", title="f")]
     )
     assert list(turn.content) == [
@@ -70,24 +70,24 @@ def test_parts_that_say_so_are_chunks_as_documents_are() -> None:
     ],
 )
 def test_tokens_are_drawn_only_where_a_temperature_says_so(told: dict[str, float], options: dict[str, object]) -> None:
-    (wish,) = chat_requests(chat(**told), "")
-    assert dict(wish.ask.options) == options
+    (request,) = chat_requests(chat(**told))
+    assert dict(request.ask.options) == options
 
 
 def test_each_of_several_answers_has_a_seed_of_its_own() -> None:
-    assert [wish.ask.seed for wish in chat_requests(chat(n=3, seed=5), "")] == [5, 6, 7]
-    assert [wish.ask.seed for wish in chat_requests(chat(n=2), "")] == [None, None]
+    assert [request.ask.seed for request in chat_requests(chat(n=3, seed=5))] == [5, 6, 7]
+    assert [request.ask.seed for request in chat_requests(chat(n=2))] == [None, None]
 
 
 def test_a_conversation_goes_on_with_one_answer() -> None:
     with pytest.raises(APIError, match="one answer"):
-        chat_requests(chat(n=2, session_id="s"), "")
+        chat_requests(chat(n=2, session_id="s"))
 
 
-def test_every_prompt_has_as_many_wishes_as_answers_are_wanted() -> None:
+def test_every_prompt_has_as_many_requests_as_answers_are_wanted() -> None:
     request = TextRequest.model_validate({"model": "m", "prompt": ["a", "b"], "n": 2, "documents": ["c"]})
-    wishes = text_requests(request, "", lambda text, source: f"<{source}:{text}>")
-    assert [wish.question for wish in wishes] == ["<document 1:c>\n\na"] * 2 + ["<document 1:c>\n\nb"] * 2
+    requests = text_requests(request, lambda text, source: f"<{source}:{text}>")
+    assert [request.question for request in requests] == ["<document 1:c>\n\na"] * 2 + ["<document 1:c>\n\nb"] * 2
 
 
 def test_a_choice_is_one_word() -> None:
@@ -100,47 +100,47 @@ def test_a_choice_is_one_word() -> None:
 
 def test_probabilities_are_those_of_a_softmax_and_change_nothing() -> None:
     torch.manual_seed(0)
-    rows, drawn, noted = torch.randn(4, 10), [3, 9, 0, 5], Noted(2)
+    rows, drawn, recorder = torch.randn(4, 10), [3, 9, 0, 5], LogprobRecorder(2)
     rows[1, 4] = -math.inf
     ids = [1, 2]
     for row, token in zip(rows, drawn, strict=True):
         scores = row[None].clone()
-        assert torch.equal(noted(torch.tensor([ids]), scores), row[None])
+        assert torch.equal(recorder(torch.tensor([ids]), scores), row[None])
         ids.append(token)
-    noted.end(drawn)
-    found = noted.take()
+    recorder.end(drawn)
+    found = recorder.take()
     assert [each.id for each in found] == drawn
     for each, row, token in zip(found, rows, drawn, strict=True):
         whole = [math.exp(value) for value in row.tolist()]
         assert each.logprob == pytest.approx(math.log(whole[token] / sum(whole)), abs=1e-5)
         best = sorted(range(10), key=lambda at, whole=whole: -whole[at])[:2]
         assert [id for id, _ in each.top] == best
-    assert noted.take() == []
+    assert recorder.take() == []
 
 
 def test_what_ends_an_answer_has_no_probability_of_its_own() -> None:
-    noted, ids = Noted(0), [1]
+    recorder, ids = LogprobRecorder(0), [1]
     for token in (5, 6, 0):
-        noted(torch.tensor([ids]), torch.zeros(1, 8))
+        recorder(torch.tensor([ids]), torch.zeros(1, 8))
         ids.append(token)
-    noted(torch.tensor([ids]), torch.zeros(1, 8))
-    noted.end([5, 6])
-    assert [each.id for each in noted.take()] == [5, 6]
+    recorder(torch.tensor([ids]), torch.zeros(1, 8))
+    recorder.end([5, 6])
+    assert [each.id for each in recorder.take()] == [5, 6]
 
 
 def test_an_impossible_token_has_a_number_that_json_knows() -> None:
-    noted, scores = Noted(2), torch.tensor([[0.0, -math.inf]])
-    noted(torch.tensor([[0]]), scores)
-    noted.end([1])
-    told = as_text(noted.take(), lambda id: "ab"[id])
+    recorder, scores = LogprobRecorder(2), torch.tensor([[0.0, -math.inf]])
+    recorder(torch.tensor([[0]]), scores)
+    recorder.end([1])
+    told = as_text(recorder.take(), lambda id: "ab"[id])
     assert told["token_logprobs"] == [ZERO_LOGPROB]
     assert json.loads(json.dumps(told, allow_nan=False))["top_logprobs"] == [{"a": 0.0, "b": ZERO_LOGPROB}]
 
 
 def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     for error in (KeyError("/secret/path"), StoreError("/secret/path cannot be written")):
-        refusal = refusal_of(error)
+        refusal = api_error_of(error)
         assert refusal.status >= 500
         assert "secret" not in refusal.message
         assert "secret" in caplog.text
-    assert refusal_of(APIError(418, "tea")).status == 418
+    assert api_error_of(APIError(418, "tea")).status == 418

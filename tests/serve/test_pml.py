@@ -107,8 +107,8 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served, model: str) 
         ("trip.xml", "wanted well-formed XML"),
         ("/etc/passwd", "wanted well-formed XML"),
         ('<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><schema name="x">&e;</schema>', "a DTD"),
-        ('<schema name="..">text</schema>', "can stand in a path"),
-        (f'<schema name="{"n" * 300}">text</schema>', "at most 256 signs"),
+        ('<schema name="..">text</schema>', "not only dots, slashes"),
+        (f'<schema name="{"n" * 300}">text</schema>', "at most 256 printable characters"),
         (f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>', "4,096 tokens"),
         ("", "at least 1 character"),
     ],
@@ -169,10 +169,10 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
         patched.setattr("ragfuse.serve.service.time", clock)
         patched.setattr(engine.encoder.__class__, "keep_run", slowly)
         answer = served.post(SCHEMAS, {"pml": TRIP})
-        wait_for(lambda: served.service.turnstile.is_idle)
+        wait_for(lambda: served.service.admission.is_idle)
         patched.undo()
         assert answer.status_code == status
-        assert "goes on from there" in answer.json()["error"]["message"]
+        assert "is not computed again" in answer.json()["error"]["message"]
         assert engine.schemas.names() == []
         assert engine.register(TRIP).done.encoded == len(engine.schemas.show("trip").runs) - 1
 
@@ -219,7 +219,7 @@ def test_texts_go_on_from_it(client: Any, model: str, served: Served) -> None:
     prompts, pml = ["So ", "<one/>"], '<prompt schema="notes"><one/></prompt>'
     answer = client.completions.create(model=model, prompt=prompts, max_tokens=4, extra_body={"pml": pml})
     engine = engine_of(served)
-    expected = [engine.answer(parse_prompt(pml).going_on(text)) for text in prompts]
+    expected = [engine.answer(parse_prompt(pml).with_ending(text)) for text in prompts]
     assert [choice.text for choice in answer.choices] == [each.text[:4] for each in expected]
     assert answer.usage.prompt_tokens == sum(each.trace.tokens for each in expected)
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
@@ -241,15 +241,19 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
 @pytest.mark.parametrize(
     ("fields", "named", "told"),
     [
-        ({"pml": '<prompt schema="trip">\n<dite/></prompt>'}, "pml", "PML:2:1: found module 'dite'"),
+        ({"pml": '<prompt schema="trip">\n<dite/></prompt>'}, "pml", "PML:2:1: found unknown module 'dite'"),
         ({"pml": '<prompt schema="tripp"/>'}, "pml", "'tripp', which is not registered; wanted"),
         ({"pml": f'<prompt schema="trip"><plan days="{"d" * 40}"/></prompt>'}, "pml", "at most 12"),
         ({"pml": TRIP}, "pml", "found <schema>; wanted <prompt>"),
         ({"pml": ""}, "pml", "at least 1 character"),
-        ({"pml": PROMPT, **with_documents(1)}, "documents", "modules, no documents"),
+        ({"pml": PROMPT, **with_documents(1)}, "documents", "cannot be used with documents"),
         ({"pml": PROMPT, "session_id": "s"}, None, "cannot continue a session"),
-        ({"pml": PROMPT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "no tools"),
-        ({"messages": []}, "messages", "no text"),
+        (
+            {"pml": PROMPT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+            "messages",
+            "cannot be used with tools",
+        ),
+        ({"messages": []}, "messages", "at least one must contain text"),
     ],
 )
 def test_what_cannot_be_asked_over_a_schema_is_told(

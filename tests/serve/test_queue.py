@@ -42,7 +42,7 @@ def test_more_than_may_wait_are_told_when_to_come_again(narrow: Served) -> None:
     with raw(narrow.port) as first, raw(narrow.port) as second, raw(narrow.port) as third:
         for at, line in enumerate((first, second, third)):
             send(line, long_request(narrow))
-            wait_for(lambda at=at: narrow.service.turnstile.jobs.running and len(narrow.service.turnstile.jobs) == at)
+            wait_for(lambda at=at: narrow.service.admission.jobs.running and len(narrow.service.admission.jobs) == at)
         answer = narrow.chat()
         assert answer.status_code == 429
         assert answer.json()["error"]["type"] == "rate_limit_error"
@@ -63,20 +63,20 @@ def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
         wait_for(writers)
         send(second, long_request(narrow, **with_documents()))
         wait_for(lambda: any(key.tokens in chunks for key in memory.entries()))  # not only what the first one leaves
-        assert len(narrow.service.turnstile.jobs) == 1  # it waits still
+        assert len(narrow.service.admission.jobs) == 1  # it waits still
     wait_for(lambda: is_idle(narrow))
 
 
 def test_a_turn_that_does_not_come_in_time_is_told(tiny_settings: Settings) -> None:
     with serving(tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})) as served:
-        jobs = served.service.turnstile.jobs
+        jobs = served.service.admission.jobs
         jobs.submit(Future())  # type: ignore[arg-type]
         held = jobs.take(0)
         answer = served.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert held is not None
         jobs.done(held)
-        assert served.service.turnstile.is_idle
+        assert served.service.admission.is_idle
 
 
 def test_an_answer_that_does_not_begin_in_time_is_told(tiny_settings: Settings) -> None:
@@ -91,8 +91,8 @@ async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_
     settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
     ended = asyncio.Event()
     with Engine(settings) as engine:
-        wishes = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000))]
-        run = AnswerRun(wishes, engine, asyncio.get_running_loop().time() + 600, ended.set)
+        requests = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000))]
+        run = AnswerRun(requests, engine, asyncio.get_running_loop().time() + 600, ended.set)
         items = run.read()
         first = await anext(items)
         run.finish()
@@ -110,8 +110,8 @@ async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_
 async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(tiny_path: Path, tmp_path: Path) -> None:
     settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
     with Engine(settings) as engine:
-        wishes = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000, session="one"))]
-        run = AnswerRun(wishes, engine, asyncio.get_running_loop().time() + 600, lambda: None)
+        requests = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000, session="one"))]
+        run = AnswerRun(requests, engine, asyncio.get_running_loop().time() + 600, lambda: None)
         items = run.read()
         await anext(items)
         run.finish()
@@ -130,7 +130,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     def write(say: Any, enough: threading.Event) -> Any:
         begun.set()
         prefilled.wait(60)
-        raise InputError("The stream was closed before its answer began.")
+        raise InputError("The stream was closed or finished before the answer began. Ask again.")
 
     class Slow:
         def stream(self, question: Any, ask: Ask) -> AnswerStream:
@@ -152,44 +152,44 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
 
 
 async def test_tenants_take_turns_however_many_one_has_sent() -> None:
-    turnstile, order = AdmissionControl(1, 10), list[str]()
+    admission, order = AdmissionControl(1, 10), list[str]()
 
     async def ask(tenant: str, name: str) -> None:
-        job = await turnstile.enter(tenant, None, lambda job: None)
+        job = await admission.enter(tenant, None, lambda job: None)
         order.append(name)
         await asyncio.sleep(0)
-        turnstile.leave(job)
+        admission.leave(job)
 
     async with asyncio.TaskGroup() as group:
         for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
             group.create_task(ask(name[0], name))
     assert order == ["a1", "b1", "a2", "b2", "a3", "a4"] or order == ["a1", "a2", "b1", "a3", "b2", "a4"]
-    assert turnstile.is_idle
+    assert admission.is_idle
 
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
-    turnstile = AdmissionControl(1, 10)
-    first = await turnstile.enter("a", None, lambda job: None)
-    second = asyncio.create_task(turnstile.enter("a", None, lambda job: None))
-    third = asyncio.create_task(turnstile.enter("b", None, lambda job: None))
+    admission = AdmissionControl(1, 10)
+    first = await admission.enter("a", None, lambda job: None)
+    second = asyncio.create_task(admission.enter("a", None, lambda job: None))
+    third = asyncio.create_task(admission.enter("b", None, lambda job: None))
     await asyncio.sleep(0)
-    turnstile.leave(first)
+    admission.leave(first)
     second.cancel()
-    turnstile.leave(await third)
+    admission.leave(await third)
     with pytest.raises(asyncio.CancelledError):
         await second
-    assert turnstile.is_idle
+    assert admission.is_idle
 
 
 async def test_one_tenant_does_not_take_all_the_room() -> None:
-    turnstile = AdmissionControl(1, 4, most_each=2)
-    await turnstile.enter("a", None, lambda job: None)
-    waiting = [asyncio.create_task(turnstile.enter(who, None, lambda job: None)) for who in ("a", "a", "a", "b")]
+    admission = AdmissionControl(1, 4, max_each=2)
+    await admission.enter("a", None, lambda job: None)
+    waiting = [asyncio.create_task(admission.enter(who, None, lambda job: None)) for who in ("a", "a", "a", "b")]
     await asyncio.sleep(0.01)
-    with pytest.raises(APIError, match="of yours wait"):
+    with pytest.raises(APIError, match="of your requests wait"):
         await waiting[2]
-    assert len(turnstile.jobs) == 3
-    turnstile.stop()
+    assert len(admission.jobs) == 3
+    admission.stop()
     for each in (waiting[0], waiting[1], waiting[3]):
         with pytest.raises(APIError, match="stopping"):
             await each
@@ -221,7 +221,7 @@ def test_two_hundred_clients_at_once_all_get_their_own_answers(varied_path: Path
         expected = {n: engine.answer([("user", f"Question {n}?")]).text for n in range(20)}
         assert {each["status"] for each in found.values()} == {200}
         assert {n: each["text"] for n, each in found.items()} == {n: expected[n % 20] for n in range(200)}
-        assert served.service.turnstile.is_idle
+        assert served.service.admission.is_idle
         wait_for(lambda: not writers())
 
 

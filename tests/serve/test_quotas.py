@@ -45,14 +45,14 @@ def test_the_texts_noted_first_are_forgotten_with_their_kv_and_no_other_tenant_s
     one, other = pair
     filled(one, other)
     keeper = QuotaKeeper(one, Quota(texts=3))
-    use = keeper.keep()
+    use = keeper.enforce()
     assert (use.texts, keeper.evicted["texts"]) == (3, 2)
     assert sources(one) == ["book-2", "book-3", "book-4"]
     assert len(on_disk(one)) == 3
     assert [piece.kind for piece in one.pieces(f"{CHUNKS[0]}\n\nWho?")] == ["fresh"]
     assert one.pieces(f"{CHUNKS[4]}\n\nWho?")[0].kind == "chunk"
     assert len(sources(other)) == len(on_disk(other)) == 5
-    assert keeper.keep().texts == 3
+    assert keeper.enforce().texts == 3
     assert keeper.evicted["texts"] == 2
 
 
@@ -63,7 +63,7 @@ def test_the_kv_used_longest_ago_is_dropped_but_what_is_pinned(pair: tuple[Engin
     disk = one.store.tier("disk")
     disk.pin([key for key in disk.entries() if key.tokens == first and key.model == one.digest], True)
     most = sum(sizes.values()) - 1
-    use = QuotaKeeper(one, Quota(nbytes=most)).keep()
+    use = QuotaKeeper(one, Quota(nbytes=most)).enforce()
     left = on_disk(one)
     assert use.nbytes == {"disk": sum(left.values())}
     assert sum(left.values()) <= most
@@ -79,7 +79,7 @@ def test_sessions_used_longest_ago_are_deleted(pair: tuple[Engine, Engine]) -> N
         engine.answer([("user", "And then?")], Ask(session="a", max_tokens=2))
         engine.flush()
     keeper = QuotaKeeper(one, Quota(sessions=2))
-    assert (keeper.keep().sessions, keeper.evicted["sessions"]) == (2, 2)
+    assert (keeper.enforce().sessions, keeper.evicted["sessions"]) == (2, 2)
     assert [info.id for info in one.sessions.ls()] == ["a", "d"]
     assert {info.id for info in other.sessions.ls()} == {"a", "b", "c", "d"}
 
@@ -94,22 +94,22 @@ def test_entries_are_counted_again_only_where_something_may_be_too_much_or_time_
     monkeypatch.setattr(disk, "entries", lambda keys=None: (looks.append(keys), real(keys))[1])
     keeper = QuotaKeeper(one, Quota(nbytes=1 << 40), clock)
     for _ in range(4):
-        keeper.keep()
+        keeper.enforce()
     assert looks == [None]
     one.ingest([(CHUNKS[3], "more")])
     one.flush()
     looks.clear()
-    assert keeper.keep().nbytes["disk"] < disk.nbytes
+    assert keeper.enforce().nbytes["disk"] < disk.nbytes
     assert looks == []
     clock.now += 60
-    assert keeper.keep().nbytes["disk"] == disk.nbytes
+    assert keeper.enforce().nbytes["disk"] == disk.nbytes
     assert looks == [None]
 
 
 def test_tenants_of_a_server_part_each_tier_unless_told_otherwise(varied_path: Path, tmp_path: Path) -> None:
-    assert Quota(parts=4).most_in(100) == 25
-    assert Quota(parts=1).most_in(100) is None
-    assert Quota(nbytes=7, parts=4).most_in(100) == 7
+    assert Quota(parts=4).byte_limit(100) == 25
+    assert Quota(parts=1).byte_limit(100) is None
+    assert Quota(nbytes=7, parts=4).byte_limit(100) == 7
 
 
 def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep(

@@ -33,7 +33,7 @@ def queue_of(*submitted: tuple[str, str], most: int = 100) -> JobQueue[str]:
 def taken(queue: JobQueue[str]) -> list[str]:
     found = []
     while (job := queue.take(0)) is not None:
-        found.append(job.what)
+        found.append(job.work)
     return found
 
 
@@ -85,8 +85,8 @@ def test_the_queue_is_one_that_looks_for_the_tenant_served_longest_ago(steps):
     ahead = queue.ahead()
     assert ahead[:2] == queue.ahead(2)
     assert queue.peek() == (ahead[0] if ahead else None)
-    assert taken(queue) == [job.what for job in ahead]
-    assert sorted(job.what for job in ahead) == sorted(job.what for job in waiting)
+    assert taken(queue) == [job.work for job in ahead]
+    assert sorted(job.work for job in ahead) == sorted(job.work for job in waiting)
 
 
 @given(TURNS)
@@ -120,7 +120,7 @@ def test_what_waits_is_told_in_the_order_in_which_it_will_run_with_its_conversat
     queue = queue_of(("a", "1"), ("a", "2"), ("b", "3"))
     queue.submit("4", "b")
     assert queue.conversations() == ("1", "3", "2", None)
-    assert queue.conversations(2) == ("1", "3") == tuple(job.what for job in queue.ahead(2))
+    assert queue.conversations(2) == ("1", "3") == tuple(job.work for job in queue.ahead(2))
     assert taken(queue) == ["1", "3", "2", "4"]
 
 
@@ -136,15 +136,15 @@ def test_turns_of_one_conversation_run_one_after_the_other():
     ):
         queue.submit(what, tenant, conversation)
     first = queue.take(0)
-    assert first.what == "a1"
-    assert [queue.take(0).what for _ in range(3)] == ["b1", "a3", "a5"]
+    assert first.work == "a1"
+    assert [queue.take(0).work for _ in range(3)] == ["b1", "a3", "a5"]
     assert (queue.take(0), queue.peek(), len(queue)) == (None, None, 2)
     queue.done(first)
     second = queue.take(0)
-    assert second.what == "a2"
+    assert second.work == "a2"
     assert queue.take(0) is None
     queue.done(second)
-    assert queue.take(0).what == "a4"
+    assert queue.take(0).work == "a4"
 
 
 def test_who_waits_for_a_job_gets_a_turn_once_the_one_before_it_is_done():
@@ -157,7 +157,7 @@ def test_who_waits_for_a_job_gets_a_turn_once_the_one_before_it_is_done():
     assert found == []
     queue.done(first)
     thread.join(30)
-    assert found[0].what == "second"
+    assert found[0].work == "second"
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again():
@@ -183,10 +183,10 @@ def test_a_full_queue_refuses_and_says_when_to_come_again():
 
 
 def test_one_tenant_cannot_take_all_the_room():
-    queue: JobQueue[int] = JobQueue(10, Clock(), most_each=2)
+    queue: JobQueue[int] = JobQueue(10, Clock(), max_each=2)
     queue.submit(1, "a")
     queue.submit(2, "a")
-    with pytest.raises(BusyError, match="2 of yours wait, of at most 2"):
+    with pytest.raises(BusyError, match="2 of your requests wait already, of at most 2"):
         queue.submit(3, "a")
     queue.submit(4, "b")
 
@@ -209,7 +209,7 @@ def test_when_to_come_again_is_the_queue_s_length_times_its_pace(n):
 
 def test_a_tenant_that_takes_all_of_its_room_is_told_how_long_its_own_take_among_the_others():
     clock = Clock()
-    queue: JobQueue[int] = JobQueue(100, clock, most_each=4)
+    queue: JobQueue[int] = JobQueue(100, clock, max_each=4)
     queue.submit(0)
     job = queue.take(0)
     clock.now += 5
@@ -224,7 +224,7 @@ def test_a_tenant_that_takes_all_of_its_room_is_told_how_long_its_own_take_among
 
 @pytest.mark.parametrize(("most", "each"), [(0, None), (3, 0)])
 def test_a_queue_without_room_for_a_job_is_no_queue(most, each):
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         JobQueue(most, Clock(), each)
 
 
@@ -259,7 +259,7 @@ def test_a_closed_queue_gives_back_what_waits_and_lets_go_of_who_waits_for_a_job
     thread.join(30)
     assert ended == [None]
     queue = queue_of(("a", "1"), ("b", "2"), ("a", "3"))
-    assert [job.what for job in queue.close()] == ["1", "2", "3"]
+    assert [job.work for job in queue.close()] == ["1", "2", "3"]
     assert (len(queue), queue.take(), queue.ahead()) == (0, None, ())
     with pytest.raises(BusyError, match="closed"):
         queue.submit("4")
@@ -274,13 +274,13 @@ def test_every_job_of_many_threads_is_taken_or_cancelled_once():
         for number in range(500):
             job = queue.submit((who, number), tenant=str(who))
             if number % 5 == 0 and queue.cancel(job):
-                cancelled[who].append(job.what)
+                cancelled[who].append(job.work)
             queue.ahead(10)
 
     def run(who: int) -> None:
         start.wait()
         while (job := queue.take()) is not None:
-            found[who].append(job.what)
+            found[who].append(job.work)
             queue.done(job)
 
     senders = [Thread(target=send, args=(who,)) for who in range(4)]
@@ -289,7 +289,7 @@ def test_every_job_of_many_threads_is_taken_or_cancelled_once():
         thread.start()
     for thread in senders:
         thread.join(60)
-    left = [job.what for job in queue.close()]
+    left = [job.work for job in queue.close()]
     for thread in runners:
         thread.join(60)
     seen = Counter(what for each in (*found, *cancelled, left) for what in each)
@@ -312,7 +312,7 @@ def test_an_event_loop_takes_jobs_that_other_threads_send():
             await asyncio.wait_for(came.wait(), 30)
             came.clear()
             while (job := queue.take(0)) is not None:
-                found.append(job.what)
+                found.append(job.work)
                 queue.done(job)
         sender.join(30)
         return found

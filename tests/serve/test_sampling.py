@@ -198,7 +198,7 @@ TOOLS = [
 
 def asked(**fields: Any) -> Ask:
     body = {"model": "m", "messages": [said()], "tools": TOOLS, **fields}
-    return chat_requests(ChatRequest(**body), "")[0].ask
+    return chat_requests(ChatRequest(**body))[0].ask
 
 
 def test_parallel_calls_are_one_where_they_are_not_wanted(served: Served) -> None:
@@ -272,7 +272,7 @@ def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
     body = {"model": "m", "messages": [said()]}
 
     def told(template: ChatTemplate = reads, **fields: Any) -> Any:
-        return chat_requests(ChatRequest(**body, **fields), "", template)[0].ask.chat_template_kwargs
+        return chat_requests(ChatRequest(**body, **fields), template)[0].ask.chat_template_kwargs
 
     assert told() == {}
     assert told(enable_thinking=False) == {"enable_thinking": False}
@@ -307,19 +307,19 @@ def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
 
 def test_a_message_is_gone_on_with_where_that_is_asked_for() -> None:
     body = {"model": "m", "messages": [said(), said("The", "assistant")]}
-    ask = chat_requests(ChatRequest(**body, continue_final_message=True, add_generation_prompt=False), "")[0].ask
+    ask = chat_requests(ChatRequest(**body, continue_final_message=True, add_generation_prompt=False))[0].ask
     assert ask.continue_final_message
-    assert not chat_requests(ChatRequest(**body), "")[0].ask.continue_final_message
+    assert not chat_requests(ChatRequest(**body))[0].ask.continue_final_message
     for fields in ({"continue_final_message": True, "add_generation_prompt": True}, {"add_generation_prompt": False}):
         with pytest.raises(APIError):
-            chat_requests(ChatRequest(**body, **fields), "")
+            chat_requests(ChatRequest(**body, **fields))
 
 
 def test_each_answer_to_a_request_has_processors_of_its_own() -> None:
     body = TextRequest(model="m", prompt=["a", "b"], n=2, presence_penalty=1.0, logprobs=1)
-    wishes = text_requests(body, "", lambda text, source: text)
-    assert len({id(wish.ask.options["logits_processor"][0]) for wish in wishes}) == 4
-    assert all(wish.ask.options["presence_penalty"] == 1.0 for wish in wishes)
+    requests = text_requests(body, lambda text, source: text)
+    assert len({id(request.ask.options["logits_processor"][0]) for request in requests}) == 4
+    assert all(request.ask.options["presence_penalty"] == 1.0 for request in requests)
 
 
 # thoughts

@@ -144,7 +144,7 @@ def test_where_all_connections_ask_something_a_new_one_is_told_in_json_and_healt
         assert int(answer.headers["retry-after"]) >= 1
         assert few.get("/health").status_code == 200
         assert b'status="503"' in few.get("/metrics").content
-    wait_for(lambda: few.service.turnstile.is_idle)
+    wait_for(lambda: few.service.admission.is_idle)
     assert few.chat(max_tokens=1).status_code == 200
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ragfuse import Settings
-from ragfuse.plan.evict import Evictor, lru
+from ragfuse.plan.evict import ConversationEvictor, lru
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import HistoryMessage, KVSpan, Session, Turn
 from ragfuse.types.keys import ChunkKey
@@ -21,8 +21,8 @@ NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
 
 def session(keys: Sequence[ChunkKey], dropped: Sequence[ChunkKey] = ()) -> Session:
     gone = tuple(KVSpan((1, 2), key, ()) for key in dropped)
-    stretches = gone + tuple(KVSpan.whole((1, 2), key) for key in keys)
-    return Session("any", (Turn((HistoryMessage("user"),), (), stretches),))
+    kv_spans = gone + tuple(KVSpan.whole((1, 2), key) for key in keys)
+    return Session("any", (Turn((HistoryMessage("user"),), (), kv_spans),))
 
 
 STEPS = st.lists(
@@ -88,7 +88,7 @@ def test_the_policy_is_named_by_a_setting(tmp_path):
     conversations = ConversationIndex()
     assert conversations.evict(Settings(home=tmp_path, evict="lru")) is lru
     ahead = conversations.evict(Settings(home=tmp_path))
-    assert isinstance(ahead, Evictor)
+    assert isinstance(ahead, ConversationEvictor)
     conversations.note(NAMES[0], session(KEYS[:2]))
     assert ahead.together(KEYS[0], KEYS[1])
     assert not ahead.together(KEYS[0], KEYS[2])

@@ -70,7 +70,7 @@ def test_what_nobody_asked_to_keep_is_not_written_down(engine):
     engine.flush()
     assert [entry.tier for entry in engine.store.entries()] == ["memory", "memory"]
     assert [info.persistent for info in engine.sessions.ls()] == [False]
-    assert engine.catalog.file.sessions.lines() == []
+    assert engine.catalog.file.sessions.rows() == []
     assert answer.trace.session
 
 
@@ -187,7 +187,7 @@ def test_an_answer_cut_at_a_stop_string_is_resumed_as_it_is_shown(engine):
 def test_lost_entries_are_computed_from_their_tokens_and_kept_again(engine):
     talk(engine, QUESTIONS[:3])
     engine.flush()
-    keys = [stretch.key for stretch in engine.sessions.show("one").stretches]
+    keys = [kv_span.key for kv_span in engine.sessions.show("one").kv_spans]
     engine.store.forget(keys[1:4])
     asked = [("user", QUESTIONS[3])]
     full = engine.answer(asked, Ask(session="one", reuse=False))
@@ -197,7 +197,7 @@ def test_lost_entries_are_computed_from_their_tokens_and_kept_again(engine):
     assert engine.answer(asked, Ask(session="one")).token_ids == full.token_ids
     engine.flush()
     assert set(keys) <= set(engine.store.lookup(keys))
-    assert [stretch.key for stretch in engine.sessions.show("one").stretches][:6] == keys
+    assert [kv_span.key for kv_span in engine.sessions.show("one").kv_spans][:6] == keys
 
 
 def test_a_store_that_lost_everything_costs_time_and_nothing_else(engine):
@@ -242,12 +242,12 @@ def test_chunks_of_earlier_turns_stay_and_what_was_blended_is_never_taken_for_ex
     assert not all(segment.exact for segment in first.trace.segments)
     ready = prepared(engine, [("user", QUESTIONS[0])], session="one")
     assert ready.plan.prompt.token_ids[: first.trace.tokens] == engine.prompt(messages()).token_ids
-    kept = [stretch.key for stretch in engine.sessions.show("one").stretches]
+    kept = [kv_span.key for kv_span in engine.sessions.show("one").kv_spans]
     assert [key.encoded for key in kept] == ["filler", "filler"]
     second = engine.answer([("user", QUESTIONS[0])], Ask(session="one"))
     assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
     assert not any(segment.exact for segment in history(second.trace))
-    assert [stretch.key.encoded for stretch in engine.sessions.show("one").stretches] == ["filler"] * 4
+    assert [kv_span.key.encoded for kv_span in engine.sessions.show("one").kv_spans] == ["filler"] * 4
 
 
 def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
@@ -371,7 +371,7 @@ def test_documents_of_a_session_never_come_into_another(tiny_settings, name):
         asked = [("user", QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
         prompt = built(engine, asked, Ask(session=name))
         assert prompt.token_ids == engine.prompt(asked).token_ids
-        assert prompt.talk.session.turns == ()
+        assert prompt.conversation.session.turns == ()
 
 
 def test_messages_resent_without_documents_that_left_are_recognised(tiny_settings):

@@ -28,7 +28,7 @@ def key(number: int) -> ChunkKey:
     return ChunkKey("a" * 32, f"{number:032x}")
 
 
-def stretches(*sizes: int) -> tuple[KVSpan, ...]:
+def kv_spans(*sizes: int) -> tuple[KVSpan, ...]:
     """Stretches of so many tokens, counted through from 0."""
     found, at = [], 0
     for number, size in enumerate(sizes):
@@ -38,7 +38,7 @@ def stretches(*sizes: int) -> tuple[KVSpan, ...]:
 
 
 def kept(given: tuple[KVSpan, ...]) -> list[int]:
-    return [token for stretch in given for lo, hi in stretch.kept for token in stretch.tokens[lo:hi]]
+    return [token for kv_span in given for lo, hi in kv_span.kept for token in kv_span.tokens[lo:hi]]
 
 
 def session(*sizes: int) -> Session:
@@ -48,27 +48,27 @@ def session(*sizes: int) -> Session:
             (1, 2),
             (s,),
         )
-        for s in stretches(*sizes)
+        for s in kv_spans(*sizes)
     )
     return Session("one", turns)
 
 
 def test_the_earliest_half_of_the_window_is_dropped() -> None:
-    assert kept(truncated(stretches(30, 50, 40), 100, 100, 0.5)) == list(range(50, 120))
+    assert kept(truncated(kv_spans(30, 50, 40), 100, 100, 0.5)) == list(range(50, 120))
 
 
 def test_nothing_is_dropped_where_all_fits() -> None:
-    given = stretches(30, 50)
+    given = kv_spans(30, 50)
     assert truncated(given, 80, 100, 0.5) == given
 
 
 def test_as_many_halves_are_dropped_as_it_takes() -> None:
-    assert kept(truncated(stretches(30, 50, 40), 15, 100, 0.5)) == []
-    assert kept(truncated(stretches(30, 50, 40), 25, 100, 0.25)) == list(range(100, 120))
+    assert kept(truncated(kv_spans(30, 50, 40), 15, 100, 0.5)) == []
+    assert kept(truncated(kv_spans(30, 50, 40), 25, 100, 0.25)) == list(range(100, 120))
 
 
 def test_sinks_stay() -> None:
-    once = truncated(stretches(30, 50, 40), 100, 100, 0.5, sinks=4)
+    once = truncated(kv_spans(30, 50, 40), 100, 100, 0.5, sinks=4)
     assert kept(once) == [0, 1, 2, 3, *range(54, 120)]
     assert once[0].kept == ((0, 4),)
     assert kept(truncated(once, 50, 100, 0.5, sinks=4)) == [0, 1, 2, 3, *range(104, 120)]
@@ -79,7 +79,7 @@ def test_sinks_stay() -> None:
     st.lists(st.tuples(st.integers(0, 150), st.integers(1, 80), st.floats(0.01, 1), st.integers(0, 9)), max_size=4),
 )
 def test_rows_are_dropped_as_from_a_list(sizes: list[int], rounds: list[tuple[int, int, float, int]]) -> None:
-    given, wanted = stretches(*sizes), list(range(sum(sizes)))
+    given, wanted = kv_spans(*sizes), list(range(sum(sizes)))
     for room, window, ratio, sinks in rounds:
         given, before = truncated(given, room, window, ratio, sinks), len(wanted)
         step = max(1, int(ratio * window))
@@ -87,18 +87,18 @@ def test_rows_are_dropped_as_from_a_list(sizes: list[int], rounds: list[tuple[in
             wanted = wanted[:sinks] + wanted[sinks + step :]
         assert kept(given) == wanted
         assert len(wanted) <= max(room, min(before, sinks))
-    assert [(each.key, each.tokens) for each in given] == [(each.key, each.tokens) for each in stretches(*sizes)]
+    assert [(each.key, each.tokens) for each in given] == [(each.key, each.tokens) for each in kv_spans(*sizes)]
 
 
 def test_a_history_is_as_long_as_its_tokens_agree() -> None:
-    given = stretches(3, 2, 4)
+    given = kv_spans(3, 2, 4)
     assert matched(given, range(20)) == given
     assert matched(given, [0, 1, 2, 3, 9, 5, 6, 7, 8, 9]) == given[:1]
     assert matched(given, [7]) == ()
 
 
 def test_something_is_always_left_to_compute() -> None:
-    given = stretches(3, 2, 4)
+    given = kv_spans(3, 2, 4)
     assert matched(given, range(9)) == given[:2]
     assert matched(given, range(10)) == given
 
@@ -131,7 +131,7 @@ def test_a_beginning_tells_of_all_messages_before_it() -> None:
 
 def test_a_session_comes_back_as_it_was_written() -> None:
     given = session(3, 4)
-    given = given.with_stretches(truncated(given.stretches, 2, 4, 0.5, sinks=1))
+    given = given.with_kv_spans(truncated(given.kv_spans, 2, 4, 0.5, sinks=1))
     assert Session.from_dict(json.loads(json.dumps(given.as_dict()))) == given
     assert given.dropped == 6
 
@@ -149,10 +149,10 @@ def test_what_is_no_session_is_none() -> None:
 
 def test_stretches_are_given_back_to_their_turns() -> None:
     given = session(3, 4, 5)
-    halves = [KVSpan.whole(each.tokens[:1], key(9)) for each in given.stretches[:1]]
-    halves += [KVSpan.whole(given.stretches[0].tokens[1:], key(8)), given.stretches[1]]
-    mended = given.with_stretches(halves)
-    assert [len(turn.stretches) for turn in mended.turns] == [2, 1, 0]
+    halves = [KVSpan.whole(each.tokens[:1], key(9)) for each in given.kv_spans[:1]]
+    halves += [KVSpan.whole(given.kv_spans[0].tokens[1:], key(8)), given.kv_spans[1]]
+    mended = given.with_kv_spans(halves)
+    assert [len(turn.kv_spans) for turn in mended.turns] == [2, 1, 0]
     assert mended.messages == given.messages
 
 

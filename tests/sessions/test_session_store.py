@@ -48,7 +48,7 @@ def test_an_export_is_plain_json_and_says_all(engine):
     said = resent(QUESTIONS[:2], answers)
     assert told["messages"] == [{"role": role, "content": text} for role, text in said]
     assert len(said) == 4
-    tokens = [token for turn in told["turns"] for stretch in turn["stretches"] for token in stretch["tokens"]]
+    tokens = [token for turn in told["turns"] for kv_span in turn["stretches"] for token in kv_span["tokens"]]
     assert len(tokens) == answers[1].trace.tokens + len(answers[1].token_ids) - 1
 
 
@@ -208,14 +208,14 @@ def test_what_is_overdue_goes_for_every_tenant_that_was_written_for(engine):
     now[0] += 61
     assert engine.sessions.put("mine", Session("new"), 0, persistent=True)
     engine.flush()
-    assert [(line.model, line.id) for line in engine.catalog.file.sessions.lines()] == [("mine", "new")]
+    assert [(row.model, row.id) for row in engine.catalog.file.sessions.rows()] == [("mine", "new")]
 
 
 def test_a_session_that_was_gone_on_with_meanwhile_is_not_overdue(engine):
     engine.sessions.put("mine", Session("one"), 0, persistent=True)
-    (line,) = engine.catalog.file.sessions.lines()
-    assert engine.catalog.file.sessions.delete("mine", "one", line.used) is None
-    assert engine.catalog.file.sessions.delete("mine", "one", line.used + 1) == []
+    (row,) = engine.catalog.file.sessions.rows()
+    assert engine.catalog.file.sessions.delete("mine", "one", row.used) is None
+    assert engine.catalog.file.sessions.delete("mine", "one", row.used + 1) == []
 
 
 def test_a_turn_reads_no_other_session_s_keys(engine):
@@ -230,11 +230,11 @@ def test_a_store_is_looked_after_without_a_model(engine, tiny_settings):
     talk(engine, QUESTIONS[:2])
     engine.flush()
     engine.close()
-    with StoreAdmin(tiny_settings) as keeping:
-        assert [info.id for info in keeping.sessions.ls()] == ["one"]
-        assert keeping.sessions.truncate("one", 30).dropped
-        keeping.sessions.delete("one")
-        assert keeping.store.entries() == []
+    with StoreAdmin(tiny_settings) as admin:
+        assert [info.id for info in admin.sessions.ls()] == ["one"]
+        assert admin.sessions.truncate("one", 30).dropped
+        admin.sessions.delete("one")
+        assert admin.store.entries() == []
 
 
 def test_looking_after_sessions_means_the_tenant_whose_salt_is_set(tiny_settings):
@@ -267,7 +267,7 @@ def test_of_two_questions_that_go_on_at_once_one_is_the_next_turn(engine, caplog
     del engine._stages.history.after
     session = engine.sessions.show("one")
     assert len(session.turns) == 2
-    assert "went on with session one first" in caplog.text
+    assert "continued session one first" in caplog.text
     assert keys_kept(engine) == keys_of(engine, "one")
     assert is_full_prefill(engine, prepared(engine, [("user", QUESTIONS[3])], session="one"))
 

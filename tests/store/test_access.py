@@ -117,7 +117,7 @@ def test_an_engine_makes_all_its_folders_for_this_user_or_for_the_group(tiny_set
         with ByteStore(tmp_path / f"{shared_with}-bytes", settings=engine.settings) as values:
             values.put([("name", b"value")])
             assert modes(tmp_path / f"{shared_with}-bytes") == wanted
-    assert "may use" not in caplog.text
+    assert "have access to" not in caplog.text
 
 
 def test_an_index_of_documents_is_for_this_user_alone(tmp_path, umask):

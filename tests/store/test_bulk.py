@@ -57,7 +57,7 @@ def test_what_the_target_has_no_room_for_stays_where_it_is(tmp_path):
         done = bulk.move(store, KEYS, "memory")
         assert (done.chunks, done.failed) == (3, 3)
         assert sorted(where(store, *KEYS)) == ["disk", "disk", "disk", "memory", "memory", "memory"]
-        assert "no room" in done.troubles[0].why
+        assert "space" in done.troubles[0].why
 
 
 def test_an_evictor_that_pushes_out_what_was_just_moved_loses_nothing(tmp_path):
@@ -155,7 +155,7 @@ def test_what_is_used_does_not_grow_old_and_what_is_pinned_neither(store, clock)
 
 
 def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(store, clock, tmp_path):
-    store.tell_every_s = 10.0
+    store.report_every_s = 10.0
     for one in KEYS[:2]:
         store.put(one, kv(), wait=True)
     for _ in range(5):
@@ -194,7 +194,7 @@ def test_tiers_hear_of_a_use_seldom_and_never_while_an_answer_waits(tmp_path, cl
             told.append(list(keys))
 
     hearing = Hearing(MB, lru, name="hearing")
-    with KVStore([MemoryTier(MB, lru), hearing], tell_every_s=10.0, clock=clock) as store:
+    with KVStore([MemoryTier(MB, lru), hearing], report_every_s=10.0, clock=clock) as store:
         for one in KEYS:
             store.put(one, kv(), wait=True)
         for one in [*KEYS, *KEYS]:

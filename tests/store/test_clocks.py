@@ -160,4 +160,4 @@ def test_a_session_that_was_used_beyond_now_was_used_now_once_another_is_written
         state = Session("one").as_dict()
         for name, used in (("one", now + YEAR_S), ("two", now)):
             assert book.sessions.put(SessionRow("model", name, 0, used, 0, 0), state, (), ())
-        assert {line.id: line.used for line in book.sessions.lines()} == {"one": now, "two": now}
+        assert {line.id: line.used for line in book.sessions.rows()} == {"one": now, "two": now}

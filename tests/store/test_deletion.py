@@ -165,7 +165,7 @@ def learn(engine, text, persistent=True):
     """Learn a passage as the background does, from its ids."""
     ids = tuple(engine.tokens(text))
     engine._stages.remember._text = (lambda tokens: text) if persistent else (lambda tokens: "")
-    engine._stages.remember._do(EncodeJob(ids, source=LEARNT))
+    engine._stages.remember._do(EncodeJob("chunk", ids, source=LEARNT))
     del engine._stages.remember._text
     return ids
 

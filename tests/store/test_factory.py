@@ -101,7 +101,7 @@ class Refusing(DiskTier):
 def test_a_chunk_whose_home_does_not_take_it_goes_to_the_other_slow_tiers(tmp_path):
     disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
     with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
-        assert store.put(key("a"), kv(), wait=True, home="home")
+        assert store.put(key("a"), kv(), wait=True, slow_tier="home")
         assert list(disk.entries()) == [key("a")]
 
 
@@ -120,7 +120,7 @@ def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, fast, home):
     disk, full = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
     tiers, levels = [MemoryTier(1 << 20, lru), disk, full], dict.fromkeys(("memory", "disk", "home"), ("int8",))
     with KVStore(tiers, lambda level, model: packed if level == "int8" else RAW, levels) as store:
-        assert store.put(key("a"), kv(), wait=True, fast=fast, home=home)
+        assert store.put(key("a"), kv(), wait=True, fast=fast, slow_tier=home)
     assert encoded == [0, 1, 2]
 
 
@@ -135,7 +135,7 @@ def test_a_chunk_without_a_home_goes_to_all_slow_tiers_also_where_it_need_not_be
 def test_a_chunk_has_one_home_among_the_slow_tiers(tmp_path, fast):
     disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), DiskTier(tmp_path / "b", 1 << 20, lru, name="home")
     with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
-        assert store.put(key("a"), kv(), wait=True, fast=fast, home="home")
+        assert store.put(key("a"), kv(), wait=True, fast=fast, slow_tier="home")
         assert [tier.name for tier in store.tiers if tier.entries()] == (["memory", "home"] if fast else ["home"])
         assert store.promote(key("a"))
         assert [tier.name for tier in store.tiers if tier.entries()] == ["memory", "home"]

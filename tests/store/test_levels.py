@@ -139,7 +139,7 @@ def test_kv_that_a_level_cannot_hold_is_kept_raw(tmp_path, caplog):
     with KVStore([DiskTier(tmp_path, MB, lru)], levels={"disk": ["int8"]}) as store:
         assert store.put(A, odd, wait=True)
         assert levels_of(store) == {"disk": ["raw"]}
-    assert "not written as int8" in caplog.text
+    assert "stored without level int8" in caplog.text
 
 
 # what cannot be decoded
@@ -158,7 +158,7 @@ def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
         assert store.why_not(A) == ""
         assert store.lookup([A, B]) == {}
         assert store.read_layers(A, 0) is None
-        assert store.why_not(A) == "it cannot be decoded: there are no tables for int8"
+        assert store.why_not(A) == "it cannot be decoded: this store has no codec tables for level int8"
         assert (store.why_not(B), levels_of(store)) == ("", {"disk": ["int8"]})
         store.delete(A)
         store.lookup([A])
@@ -174,7 +174,7 @@ def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is
         assert store.lookup([A]) == {}
         assert store.why_not(A) == "it cannot be decoded: tables aa wanted, bb found"
         assert (levels_of(store), store.stats().corrupt) == ({"disk": ["int8"]}, 0)
-    assert caplog.text.count("left alone at level int8") == 1
+    assert caplog.text.count("cannot be decoded here at level int8") == 1
 
 
 # moving and recoding
@@ -213,7 +213,7 @@ def test_recoding_never_makes_less_lossy_what_was_lost_and_says_so(tmp_path):
         for wanted in (["raw"], ["raw", "int8"], ["cg2"]):
             done = recode(store, [("disk", A)], wanted)
             assert (done.chunks, done.failed, levels_of(store)) == (0, 1, {"disk": ["int8"]})
-            assert "only what is kept raw is encoded" in done.troubles[0].why
+            assert "only what is stored raw can be encoded" in done.troubles[0].why
         assert whole(store, rounded(kv()))
 
 
@@ -230,7 +230,7 @@ def test_recoding_to_a_level_without_a_codec_changes_nothing_and_says_so(tmp_pat
         store.put(A, kv(), wait=True)
         done = recode(store, [("disk", A), ("disk", B)], ["cg1"])
         assert (done.chunks, done.failed, levels_of(store)) == (0, 1, {"disk": ["raw"]})
-        assert "no codec for cg1" in done.troubles[0].why
+        assert "no codec tables of its model for level cg1" in done.troubles[0].why
 
 
 def test_recoding_a_full_tier_pushes_out_at_most_what_one_entry_needs(tmp_path):

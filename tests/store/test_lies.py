@@ -13,7 +13,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from ragfuse.store.chunkfile import Header, pack_header
 from ragfuse.store.plainfile import MAX_SPARSE_FACTOR, check_there, open_plain
-from ragfuse.store.tier import told_entry
+from ragfuse.store.tier import entry_from_row
 from ragfuse.store.upkeep import chunk_path
 from tests.store.kit import encoded, files, key, kv
 from tests.store.lies import Told, lies, little_memory, packed
@@ -232,9 +232,9 @@ def test_sums_that_are_none_are_made_anew(tier, sums):
 
 def test_an_entry_is_told_of_only_where_its_numbers_can_be_an_entry_s():
     good = {"n_tokens": 5, "n_layers": 3, "sizes": {"raw": 3}, "last_used": 1.0}
-    assert told_entry(A, "disk", **good).nbytes == 3
+    assert entry_from_row(A, "disk", **good).nbytes == 3
     bad = [{"n_tokens": 0}, {"n_layers": 9000}, {"sizes": {"raw": 2}}, {"sizes": {"raw": 4, "int8": -1}}]
     bad += [{"last_used": each} for each in (float("nan"), float("-inf"), 1e13)]
     for each in bad:
-        with pytest.raises(ValueError, match=r"are none|do not hold"):
-            told_entry(A, "disk", **{**good, **each})
+        with pytest.raises(ValueError, match=r"invalid (counts|size|use)"):
+            entry_from_row(A, "disk", **{**good, **each})

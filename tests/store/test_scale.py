@@ -60,7 +60,7 @@ def test_weighing_and_choosing_are_answered_from_what_is_kept_sorted(tmp_path):
     tier = filled(tmp_path, 10)
     tier.close()
     connection = sqlite3.connect(tmp_path / "index.sqlite")
-    for sql in (index._NBYTES, index._ENTRIES + index._OLDEST, index._ENTRIES + index._AMONG):
+    for sql in (index._NBYTES, index._ENTRIES + index._OLDEST, index._ENTRIES + index._WITH_KEYS):
         arguments = ("[]",) * sql.count("?")
         plan = [row[-1] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", arguments)]
         assert plan
@@ -126,7 +126,7 @@ def test_opening_a_large_store_looks_at_no_file_and_tidying_looks_at_all(tmp_pat
 def test_after_the_machine_went_down_a_large_store_is_looked_through(tmp_path):
     tier = filled(tmp_path, MANY)
     with tier._index.write() as transaction:
-        tier._index.take_note(transaction, "boot", "an earlier one")
+        tier._index.write_note(transaction, "boot", "an earlier one")
     tier.close()
     tier = DiskTier(tmp_path, 1 << 50, lru)
     assert tier.entries() == {}

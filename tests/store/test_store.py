@@ -142,7 +142,7 @@ def test_a_missing_chunk_or_layer_is_none(store):
 
 def test_layers_of_two_dtypes_are_a_mistake_of_the_caller(store):
     odd = ChunkKV((LayerKV(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4, dtype=torch.float16)),))
-    with pytest.raises(ValueError, match="one dtype"):
+    with pytest.raises(ValueError, match="same dtype"):
         store.put(A, odd)
 
 

@@ -24,10 +24,10 @@ def test_what_tools_returned_stays_apart_and_calls_are_kept():
 
 @pytest.mark.parametrize("content", ["", " \n", (), [Piece(" ", "chunk"), "\t"]])
 def test_white_space_says_nothing_unless_a_tool_is_called(content):
-    assert not ChatMessage("user", content).says_something
-    assert ChatMessage("assistant", content, (CALL,)).says_something
+    assert not ChatMessage("user", content).has_content
+    assert ChatMessage("assistant", content, (CALL,)).has_content
 
 
 @pytest.mark.parametrize("content", ["a", [" ", Piece("b", "chunk")]])
 def test_text_says_something(content):
-    assert ChatMessage("user", content).says_something
+    assert ChatMessage("user", content).has_content

@@ -3,7 +3,7 @@
 import pytest
 
 from ragfuse.text import Piece
-from ragfuse.text.fit import lean
+from ragfuse.text.fit import drop_last_chunks
 
 C = tuple(Piece(f"chunk {name}", "chunk", f"{name}.md") for name in "abcde")
 
@@ -13,13 +13,13 @@ def text(pieces):
 
 
 def left(n, *pieces):
-    found = lean([[Piece(piece) if isinstance(piece, str) else piece for piece in pieces]], n)
+    found = drop_last_chunks([[Piece(piece) if isinstance(piece, str) else piece for piece in pieces]], n)
     return text(found.contents[0]), found.sources
 
 
 def test_nothing_left_out_is_nothing_changed():
     pieces = (Piece("Say. \n"), C[0], Piece("  "), C[1], Piece(""), Piece(" \nWho?"))
-    found = lean([pieces], 0)
+    found = drop_last_chunks([pieces], 0)
     assert (found.contents, found.sources) == ((pieces,), ())
 
 
@@ -60,25 +60,25 @@ def test_words_are_never_joined():
 
 def test_chunks_of_several_messages_go_from_the_end():
     contents = [[C[0], Piece("\n\nWho?")], [Piece("The keeper.")], [C[1], Piece("\n\nWhy?")]]
-    assert [text(each) for each in lean(contents, 1, asked=2).contents] == [
+    assert [text(each) for each in drop_last_chunks(contents, 1, question=2).contents] == [
         "chunk a\n\nWho?",
         "The keeper.",
         "\n\nWhy?",
     ]
-    assert lean(contents, 2, asked=2).sources == ("a.md", "b.md")
+    assert drop_last_chunks(contents, 2, question=2).sources == ("a.md", "b.md")
 
 
 def test_a_question_that_is_itself_a_chunk_stays():
     contents = [[Piece("Say.\n"), C[0]], [C[1], Piece("\n")]]
-    assert [text(each) for each in lean(contents, 9, asked=1).contents] == ["Say.", "chunk b\n"]
-    assert lean([[C[0]]], 9).sources == ()
+    assert [text(each) for each in drop_last_chunks(contents, 9, question=1).contents] == ["Say.", "chunk b\n"]
+    assert drop_last_chunks([[C[0]]], 9).sources == ()
 
 
 def test_documents_in_a_message_of_their_own_go():
     contents = [[Piece("Who?")], [C[0], Piece("\n\n"), C[1]]]
-    assert [text(each) for each in lean(contents, 1, asked=0).contents] == ["Who?", "chunk a"]
-    assert [text(each) for each in lean(contents, 2, asked=0).contents] == ["Who?", ""]
+    assert [text(each) for each in drop_last_chunks(contents, 1, question=0).contents] == ["Who?", "chunk a"]
+    assert [text(each) for each in drop_last_chunks(contents, 2, question=0).contents] == ["Who?", ""]
 
 
 def test_no_messages_are_no_trouble():
-    assert lean([], 3).contents == ()
+    assert drop_last_chunks([], 3).contents == ()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.text.known_spans import KnownSpan, KnownSpans, Match
-from ragfuse.text.span_runs import PER_TOKEN
+from ragfuse.text.span_runs import COMPARED_PER_TOKEN
 
 Ids = list[int]
 LARGEST = 2**31 - 1
@@ -96,7 +96,7 @@ def test_spans_shorter_than_the_shortest_are_kept_and_never_found():
     known = known_with(drawn(7, "short"), drawn(1, "one"), [])
     assert len(known) == 2
     assert known.find([*drawn(7, "short"), *drawn(1, "one")]) == []
-    assert places(known_with(drawn(7, "short"), shortest=6).find(drawn(7, "short"))) == [(0, 7, 0)]
+    assert places(known_with(drawn(7, "short"), min_tokens=6).find(drawn(7, "short"))) == [(0, 7, 0)]
 
 
 def test_a_span_twice_in_one_prompt_is_found_twice():
@@ -243,7 +243,7 @@ def test_nbytes_holds_ids_and_texts():
 
 def test_of_more_spans_than_the_most_those_matched_longest_ago_go_first():
     spans = [drawn(30, index) for index in range(6)]
-    known = known_with(*spans[:4], most=4)
+    known = known_with(*spans[:4], max_spans=4)
     known.find(spans[0])
     known.add(spans[4])
     assert [span in known for span in spans[:5]] == [True, False, True, True, True]
@@ -254,7 +254,7 @@ def test_of_more_spans_than_the_most_those_matched_longest_ago_go_first():
 
 
 def test_spans_that_come_and_go_stay_within_the_bound():
-    known = KnownSpans(most=50)
+    known = KnownSpans(max_spans=50)
     for index in range(2000):
         known.add(drawn(100, index))
         if index % 97 == 0:
@@ -265,9 +265,9 @@ def test_spans_that_come_and_go_stay_within_the_bound():
         assert places(checked(known, drawn(100, index))) == [(0, 100, 0)]
 
 
-@pytest.mark.parametrize("options", [{"shortest": 5}, {"altered": 7}, {"most": 0}])
+@pytest.mark.parametrize("options", [{"min_tokens": 5}, {"min_altered_tokens": 7}, {"max_spans": 0}])
 def test_bounds_that_make_no_sense_are_refused(options: dict[str, int]):
-    with pytest.raises(SettingsError, match="wanted shortest from 6 on"):
+    with pytest.raises(SettingsError, match="wanted min_tokens from 6 on"):
         KnownSpans(**options)
 
 
@@ -300,7 +300,7 @@ def test_each_of_thousands_that_differ_in_two_tokens_is_found():
 
 
 def most_compared(ids: Ids) -> int:
-    return (PER_TOKEN + 400) * (len(ids) + 128)
+    return (COMPARED_PER_TOKEN + 400) * (len(ids) + 128)
 
 
 HEAD = drawn(100, "head")
@@ -387,7 +387,7 @@ def scenes(draw: st.DrawFn) -> tuple[list[Ids], Ids]:
 @given(scenes())
 def test_nothing_that_stands_is_left_out_beside_what_is_found(scene: tuple[list[Ids], Ids]):
     spans, prompt = scene
-    known = known_with(*spans, altered=20)
+    known = known_with(*spans, min_altered_tokens=20)
     found = checked(known, prompt)
     held = covered(found)
     standing = [run for span in spans for run in agreements(prompt, span) if stands(run, span, 20)]
@@ -406,7 +406,7 @@ def test_adding_discarding_and_seeking_in_any_order_is_like_only_what_is_left(
     scene: tuple[list[Ids], Ids], steps: list[tuple[bool, int]]
 ):
     spans, prompt = scene
-    known, left = KnownSpans(altered=20), dict[tuple[int, ...], None]()
+    known, left = KnownSpans(min_altered_tokens=20), dict[tuple[int, ...], None]()
     for add, which in steps:
         span = spans[which % len(spans)]
         if add:
@@ -417,7 +417,7 @@ def test_adding_discarding_and_seeking_in_any_order_is_like_only_what_is_left(
             left.pop(tuple(span), None)
         checked(known, prompt)
         assert len(known) == len(left)
-    alike = known_with(*map(list, left), altered=20)
+    alike = known_with(*map(list, left), min_altered_tokens=20)
     assert len(covered(checked(known, prompt))) == len(covered(checked(alike, prompt)))
 
 
@@ -425,7 +425,7 @@ def test_adding_discarding_and_seeking_in_any_order_is_like_only_what_is_left(
 
 
 def test_spans_may_be_added_and_discarded_while_others_seek():
-    known, spans = KnownSpans(most=300), [drawn(60, index) for index in range(400)]
+    known, spans = KnownSpans(max_spans=300), [drawn(60, index) for index in range(400)]
 
     def work(thread: int) -> int:
         found = 0

@@ -14,7 +14,7 @@ from ragfuse.text import KnownChunks, Marker, Piece
 from ragfuse.text.altered import MAX_COMPARED_TEXTS, altered
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages
 from ragfuse.text.fingerprints import MODULUS, EvaluationPoint, Fingerprints, Residues, residue, secret_prime
-from ragfuse.text.fit import lean
+from ragfuse.text.fit import drop_last_chunks
 from tests.text.operations import MOST_GROWTH, Hashed, lines
 from tests.text.test_chunks import found, known_with
 
@@ -119,16 +119,16 @@ def test_a_fingerprint_of_a_part_is_that_of_the_part_alone(text: str, data: st.D
             assert residues.of(lo, hi) == residue(text[lo:hi], prime)
             [found] = prints.of(np.array([lo]), np.array([hi - lo])).tolist()
             powers = (pow(123_456_789_123, i, MODULUS) * (ord(letter) + 1) for i, letter in enumerate(text[lo:hi]))
-            assert found == point.print_of(text[lo:hi]) == sum(powers) % MODULUS
+            assert found == point.fingerprint(text[lo:hi]) == sum(powers) % MODULUS
 
 
 def test_fingerprints_everywhere_are_those_of_every_part():
     text = "the cat sat on the mat \U0010ffff" * 40
     prints, point = Fingerprints(text, EvaluationPoint(MODULUS - 2)), EvaluationPoint(MODULUS - 2)
     for size in (1, 24, len(text)):
-        wanted = [point.print_of(text[lo : lo + size]) for lo in range(len(text) - size + 1)]
-        assert prints.everywhere(size).tolist() == wanted
-    assert prints.everywhere(len(text) + 1).tolist() == []
+        wanted = [point.fingerprint(text[lo : lo + size]) for lo in range(len(text) - size + 1)]
+        assert prints.of_size(size).tolist() == wanted
+    assert prints.of_size(len(text) + 1).tolist() == []
 
 
 def test_long_texts_are_summed_without_overflow():
@@ -297,15 +297,15 @@ def messages(n: int) -> list[ChatMessage]:
 WORK: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
     "chunks without text between": (
         lambda n: [[Piece("c", "chunk")] * n + [Piece("q")]],
-        lambda contents: lean(contents, len(contents[0]) // 2),
+        lambda contents: drop_last_chunks(contents, len(contents[0]) // 2),
     ),
     "chunks with space between": (
         lambda n: [[Piece("c", "chunk"), Piece(" ")] * n + [Piece("q")]],
-        lambda contents: lean(contents, len(contents[0]) // 4),
+        lambda contents: drop_last_chunks(contents, len(contents[0]) // 4),
     ),
     "chunks in many messages": (
         lambda n: [[Piece("q"), Piece("c", "chunk")] for _ in range(n)],
-        lambda contents: lean(contents, len(contents)),
+        lambda contents: drop_last_chunks(contents, len(contents)),
     ),
     "many messages of one role": (lambda n: [ChatMessage("user", "hello")] * n, ChatMessage.joined),
     "many turns to leave out": (messages, LaterMessages),

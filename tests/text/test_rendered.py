@@ -190,7 +190,7 @@ def test_a_message_that_is_left_out_is_an_error_also_where_its_text_stands_elsew
 
 def test_where_a_content_stands_is_said_also_where_it_is_trimmed():
     found = rendered(Template(lambda role, content: f"{role}:{content.strip()}"), ("user", [Piece(" Who? \n")]))
-    assert found.text[slice(*found.said)] == "Who?"
+    assert found.text[slice(*found.last_message)] == "Who?"
 
 
 # control tokens that come of what stands side by side, or of what is taken off

@@ -65,7 +65,7 @@ def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_
 def test_a_text_met_again_after_a_model_was_asked_is_not_new(runs: RetrievalRuns) -> None:
     runs.begin("chain", None, [letter("mill")])
     assert told(runs, "chain") == ["mill.txt"]
-    runs.hear("chain", [letter("mill")])
+    runs.record("chain", [letter("mill")])
     runs.end("chain")
     assert told(runs) == []
 
@@ -85,7 +85,7 @@ def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends() -> No
 
 def test_a_text_is_told_in_the_form_in_which_the_prompt_has_it(runs: RetrievalRuns) -> None:
     whole, bare = "file: a.txt\n\nIt's dug\nin 1847.", "It's dug\nin 1847."
-    runs.hear(None, [(whole, "a.txt", bare)])
+    runs.record(None, [(whole, "a.txt", bare)])
     for prompt, form in (
         (f"Read: {whole}", whole),
         (f"Read: {bare}", bare),
@@ -110,12 +110,12 @@ STORY = " ".join(f"In {year} ship {year * 7919 % 1000} came in and left with {ye
     ids=["escaped", "wrapped", "quoted", "cut", "spaced"],
 )
 def test_a_text_that_stands_in_a_prompt_altered_is_told_as_it_was_retrieved(runs: RetrievalRuns, prompt: str) -> None:
-    runs.hear(None, [(STORY, "ships.txt", "")])
+    runs.record(None, [(STORY, "ships.txt", "")])
     assert runs.retrieved([], lambda: f"Answer by this:\n{prompt}\nWhen?") == ((STORY, "ships.txt"),)
 
 
 def test_a_thread_that_serves_several_tenants_tells_none_what_was_retrieved_for_another(runs: RetrievalRuns) -> None:
-    runs.hear(None, [letter("harbour")])
+    runs.record(None, [letter("harbour")])
     assert told(runs, prompt="Somebody else asks: what does the mill letter say?") == []
     assert told(runs, prompt="What does it say? The harbour letter.") == ["harbour.txt"]
 
@@ -124,10 +124,10 @@ def test_the_newest_texts_are_kept_in_number_and_in_characters(
     runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(retrieval_runs.MAX_TEXTS + 3):
-        runs.hear(None, [letter(f"{number:02}")])
+        runs.record(None, [letter(f"{number:02}")])
     assert told(runs) == [f"{number:02}.txt" for number in reversed(range(3, retrieval_runs.MAX_TEXTS + 3))]
     monkeypatch.setattr(retrieval_runs, "MAX_RETRIEVED_CHARS", 3 * len(letter("00")[0]))
-    runs.hear(None, [letter("xx")])
+    runs.record(None, [letter("xx")])
     assert len(told(runs)) == 3
     assert told(runs)[0] == "xx.txt"
 
@@ -158,14 +158,14 @@ def test_an_id_that_is_used_by_two_open_runs_breaks_nothing(runs: RetrievalRuns)
 
 def test_threads_and_tasks_begin_with_what_their_context_knew_and_keep_their_own(runs: RetrievalRuns) -> None:
     async def task(name: str) -> list[str]:
-        runs.hear(None, [letter(name)])
+        runs.record(None, [letter(name)])
         await asyncio.sleep(0)
         return told(runs)
 
     async def both() -> list[list[str]]:
         return list(await asyncio.gather(task("one"), task("two")))
 
-    runs.hear(None, [letter("mine")])
+    runs.record(None, [letter("mine")])
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(told, runs).result() == []
     assert asyncio.run(both()) == [["one.txt", "mine.txt"], ["two.txt", "mine.txt"]]

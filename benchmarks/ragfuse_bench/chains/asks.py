@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.calibration.prompts import ASKED, NEW_TOKENS
+from ragfuse.calibration.prompts import NEW_TOKENS, PROMPT_TEXTS
 from ragfuse.calibration.runner import Sample
 from ragfuse.engine.engine import Engine
 from ragfuse.models import resolve_embedder, resolve_llm
@@ -84,7 +84,7 @@ def _langchain(
 
     path = _embedder(engine)
     documents = [Document(page_content=text) for text in splits]
-    template = "{context}".join(ASKED["answer"])
+    template = "{context}".join(PROMPT_TEXTS["answer"])
     chain = build(model, documents, HuggingFaceEmbeddings(model_name=path), template, joined, own)
 
     def ask(question: str) -> Said:
@@ -143,7 +143,8 @@ def _llama_index(
 
     path = _embedder(engine)
     nodes = [TextNode(text=text) for text in splits]
-    template = ASKED["answer"][0] + "{context_str}" + ASKED["answer"][1].replace("{question}", "{query_str}")
+    before, after = PROMPT_TEXTS["answer"]
+    template = before + "{context_str}" + after.replace("{question}", "{query_str}")
     queries = build(model, nodes, HuggingFaceEmbedding(model_name=path, device="cpu"), template, own)
 
     def ask(question: str) -> Said:

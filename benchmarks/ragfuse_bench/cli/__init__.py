@@ -13,7 +13,10 @@ from ragfuse_bench.cli.throughput import throughput
 
 __all__ = ["bench"]
 
-bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Benchmarks. Methods are measured in turn, round by round, so that changes of the machine affect all alike.",
+)
 SPEED = (ttft, load, controller, store, dropin)
 QUALITY = (quality, paper, codec, stream)
 REUSE = (conversation, throughput, sessions, modules, matching, prefix)

@@ -16,10 +16,12 @@ def codec(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
-    quick: Annotated[bool, typer.Option(help="One short context a set and 12 questions: to see it work.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Short trial run: one short context of each set and 12 questions.")
+    ] = False,
     json: Json = None,
 ) -> None:
-    """Size, fidelity, answers and speed of every level on real text, and the share of each of CacheGen's ideas."""
+    """Measure size, fidelity, answers and speed of every level on real text, and what each idea of CacheGen saves."""
     from ragfuse_bench.codec.report import run_codec
     from ragfuse_bench.figure import Wanted
 
@@ -32,7 +34,7 @@ def codec(
 
 
 def stream(options: StreamOptions, json: Json = None) -> None:
-    """Questions with a deadline over a changing line: text, 8 bits, one level, levels as the deadline allows."""
+    """Send contexts over a changing link before a deadline: as text, 8-bit KV, one level, adaptive levels."""
     from ragfuse_bench.stream.run import run_stream
 
     from ragfuse.calibration.runner import tune_malloc

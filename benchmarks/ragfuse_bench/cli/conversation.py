@@ -12,10 +12,10 @@ from ragfuse.cli.options import Json, console_for, write_json
 
 def conversation(
     options: ConversationOptions,
-    quick: Annotated[bool, typer.Option(help="Three short turns, one short text: to see it work.")] = False,
+    quick: Annotated[bool, typer.Option(help="Short trial run: three short turns, one short text.")] = False,
     json: Json = None,
 ) -> None:
-    """Measure a growing conversation: turns with their history from the store, and recomputed; then truncation."""
+    """Compare turns of a growing conversation with stored and with recomputed history; then truncate it."""
     from ragfuse_bench.conversation import run_conversation
 
     from ragfuse.calibration.plots import require_plotting
@@ -29,7 +29,7 @@ def conversation(
 
 
 def sessions(options: SessionOptions, json: Json = None) -> None:
-    """Hit rates of look-ahead, LRU and FIFO eviction over thousands of conversations, by a simulation of one server."""
+    """Simulate one server over thousands of conversations: hit rates of look-ahead, LRU and FIFO eviction."""
     from ragfuse_bench.sessions.run import run_sessions
 
     write_json(run_sessions(options, console_for(json)), json)

@@ -8,7 +8,7 @@ from ragfuse.cli.options import Json, console_for, write_json
 
 
 def matching(options: MatchingOptions, json: Json = None) -> None:
-    """What is recovered of passages that are numbered, escaped, cut, edited or split again, and the time it takes."""
+    """Measure how much of known passages is found after they were numbered, escaped, cut or edited, and how fast."""
     from ragfuse_bench.matching import run_matching
 
     from ragfuse.calibration.runner import tune_malloc

@@ -16,10 +16,10 @@ def modules(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
-    quick: Annotated[bool, typer.Option(help="Two questions, two lengths, one round: to see it work.")] = False,
+    quick: Annotated[bool, typer.Option(help="Short trial run: two questions, two lengths, one round.")] = False,
     json: Json = None,
 ) -> None:
-    """Prompts over modules, computed and cached: time to the first token, answers, growth, memory of a batch."""
+    """Compare prompts with cached and with computed modules: time to the first token by length, answers, memory."""
     from ragfuse_bench.modules.run import run_modules
 
     console, settings = start(json, options.plot, model=model, dtype=dtype, device=device)

@@ -6,9 +6,10 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
+from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from ragfuse_bench.options import FromText
+from ragfuse_bench.option_types import FromText
 from typer.models import OptionInfo
 
 
@@ -63,7 +64,7 @@ def _parameter(of: Field[Any], hint: Any) -> inspect.Parameter:
         kind = str
         default = text.default or ",".join(f"{part:g}" if isinstance(part, float) else str(part) for part in default)
     elif get_origin(kind) is tuple:
-        kind, default = list[get_args(kind)[0]], list(default)
+        kind, default = GenericAlias(list, get_args(kind)[:1]), list(default)
     annotation = Annotated[kind, _option(hint)]
     return inspect.Parameter(of.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

@@ -11,7 +11,7 @@ from ragfuse.cli.options import Dtype, Json, Model, prepare_model, write_json
 
 
 def prefix(options: PrefixOptions, model: Model = None, dtype: Dtype = None, json: Json = None) -> None:
-    """Prefix caching: an identical prompt, and a shared system prompt, against full prefill and transformers' own."""
+    """Compare prefix caching with full prefill and transformers' own cache: an equal prompt, a shared system prompt."""
     from ragfuse_bench.prefix import run_prefix
 
     console, settings = start(json, None, model=model, dtype=dtype)

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 from ragfuse_bench.cli.start import start
-from ragfuse_bench.options import CONTEXT_TOKENS, QUICK_TOKENS, PackedTokens, QualityOptions
+from ragfuse_bench.option_types import PackedTokens
+from ragfuse_bench.options import CONTEXT_TOKENS, QUICK_TOKENS, QualityOptions
 
 from ragfuse.cli.options import Device, Dtype, Json, Model, write_json
 from ragfuse.errors import InputError
@@ -20,11 +21,13 @@ def quality(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
-    quick: Annotated[bool, typer.Option(help="64 held-out questions by full, none and auto.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Short run: 64 held-out questions with the methods full, none and auto.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw KL against speed to this file (PNG).")] = None,
     json: Json = None,
 ) -> None:
-    """Answers and next-token distributions of every method on the same prompts, beside full prefill's."""
+    """Compare answers and next-token distributions of methods with those of full prefill, on the same prompts."""
     from ragfuse_bench.quality.report import run_quality
 
     from ragfuse.calibration.plots import NO_FRONTIER, plot_frontier
@@ -48,9 +51,9 @@ def paper(
     figure: Annotated[
         str,
         typer.Argument(
-            help="fig6, 7, 8, 10 or 12 to 17 of CacheBlend, as in fig12; cg-fig3, 4, 5, 9, 11, 12, 13, 14 or 15 of "
-            "CacheGen; as-fig13, 14, 17 to 25 or as-table1 of AttentionStore, which is simulated up to 24; pc-fig3, 4, "
-            "5, pc-table1 or 2 of Prompt Cache."
+            help="CacheBlend: fig6, fig7, fig8, fig10, fig12 to fig17. CacheGen: cg-fig3, -fig4, -fig5, -fig9, -fig11 "
+            "to -fig15. AttentionStore: as-fig13, -fig14, -fig17 to -fig25 (up to 24 by simulation), as-table1. Prompt "
+            "Cache: pc-fig3, -fig4, -fig5, pc-table1, pc-table2."
         ),
     ],
     model: Model = None,
@@ -59,26 +62,27 @@ def paper(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Data set as for `bench quality`; held-out unless given. Repeat for more. CacheGen, AttentionStore, "
-            "Prompt Cache: a folder of them. Or the result of `bench codec` (for cg-fig9 and 15), of `bench "
-            "throughput` (for fig14) or of `bench stream` (for cg-fig13)."
+            help="Data set as for `bench quality` (default: held-out), or, for the other three papers, a folder of "
+            "data sets. Repeat for more. Instead of measuring anew, the JSON of `bench codec` does for cg-fig9 and "
+            "cg-fig15, of `bench throughput` for fig14, of `bench stream` for cg-fig13."
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Questions of each set, 60 unless given; CacheGen: contexts, 4. 0: all.")
+        int | None,
+        typer.Option(help="Questions of each data set, default 60; for CacheGen contexts, default 4. 0: all."),
     ] = None,
-    context_tokens: Annotated[int, typer.Option(help="CacheGen: tokens of a context.")] = CONTEXT_TOKENS,
+    context_tokens: Annotated[int, typer.Option(help="CacheGen: tokens of each context.")] = CONTEXT_TOKENS,
     keep_kv: Annotated[
-        Path | None, typer.Option(help="CacheGen: a folder for the contexts' KV, which the next figure takes from it.")
+        Path | None, typer.Option(help="CacheGen: keep the contexts' KV in this folder, for the next figure.")
     ] = None,
     chunk_tokens: PackedTokens = 0,
     quick: Annotated[
-        bool, typer.Option(help="Eight questions, or one round of the shorter prompts: to see it work.")
+        bool, typer.Option(help="Short trial run: eight questions, or one round of the shorter prompts.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the figure to this file (PNG).")] = None,
     json: Json = None,
 ) -> None:
-    """A figure of the CacheBlend, CacheGen, AttentionStore or Prompt Cache paper, measured beside the paper's own."""
+    """Measure a figure of the CacheBlend, CacheGen, AttentionStore or Prompt Cache paper, beside its values."""
     from ragfuse_bench.figure import Wanted
     from ragfuse_bench.paper import run_paper
 

@@ -11,7 +11,7 @@ from ragfuse.errors import InputError
 
 
 def ttft(options: TtftOptions, json: Json = None) -> None:
-    """Time to the first token: full prefill, ragfuse, plain reuse and prefix caching, in interleaved rounds."""
+    """Measure the time to the first token of full prefill, ragfuse, plain reuse and prefix caching, in turns."""
     from ragfuse_bench.ttft import run_ttft
 
     from ragfuse.calibration.runner import tune_malloc
@@ -22,7 +22,7 @@ def ttft(options: TtftOptions, json: Json = None) -> None:
 
 
 def load(options: LoadOptions, json: Json = None) -> None:
-    """Time to the first token from a slow tier: read ahead by a thread, read when used, and from memory."""
+    """Measure the time to the first token with KV in memory and on a slow tier, prefetched or read when used."""
     from ragfuse_bench.load import run_load
 
     from ragfuse.calibration.runner import tune_malloc
@@ -33,7 +33,7 @@ def load(options: LoadOptions, json: Json = None) -> None:
 
 
 def controller(options: ControllerOptions, json: Json = None) -> None:
-    """How well the loading controller predicts the time to the first token, and how well it chooses the ratio."""
+    """Measure how well the loading controller predicts the time to the first token and chooses the ratio."""
     from ragfuse_bench.controller import run_controller
 
     from ragfuse.calibration.runner import tune_malloc
@@ -44,7 +44,7 @@ def controller(options: ControllerOptions, json: Json = None) -> None:
 
 
 def store(options: StoreOptions, json: Json = None) -> None:
-    """Bytes a second of each tier beside its device, look-ups among a million entries, what saving costs a request."""
+    """Measure each tier's throughput beside its raw device's, look-ups, and how saving delays requests."""
     from ragfuse_bench.store import run_store
 
     from ragfuse.calibration.runner import tune_malloc
@@ -55,7 +55,7 @@ def store(options: StoreOptions, json: Json = None) -> None:
 
 
 def dropin(options: DropinOptions, json: Json = None) -> None:
-    """The model swapped in chains and query engines, beside Hugging Face's, and what is reused with nothing indexed."""
+    """Compare with Hugging Face's model classes in chains and query engines; measure reuse without ingest."""
     console = console_for(json)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by the threads in which both classes answer
     try:

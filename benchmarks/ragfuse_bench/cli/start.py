@@ -24,9 +24,9 @@ def start(json: Path | None, plot: Path | None, **named: Any) -> tuple[Console, 
     """
     from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
-    from ragfuse.models.dtypes import settled
+    from ragfuse.models.dtypes import resolve_auto
 
-    console, settings = console_for(json), settled(settings_of(**named))
+    console, settings = console_for(json), resolve_auto(settings_of(**named))
     if plot is not None:
         require_plotting()
     tune_malloc(console)

@@ -20,22 +20,23 @@ def throughput(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
-    storage: Annotated[int | None, typer.Option(min=1, help="Megabytes of memory that keep KV.")] = None,
+    storage: Annotated[int | None, typer.Option(min=1, help="Megabytes of the memory tier.")] = None,
     quick: Annotated[
-        bool, typer.Option(help="Two rates of each method and no steady load afterwards: 5 minutes of load.")
+        bool, typer.Option(help="Short run: two rates for each method, no steady load; 5 minutes of load.")
     ] = False,
     json: Json = None,
 ) -> None:
-    """A server under requests that come at random: full recompute, prefix caching and ragfuse; answers together."""
+    """Load a server with random requests: full recompute, prefix caching and ragfuse; then batched decoding."""
     from ragfuse_bench.throughput.run import run_throughput
     from ragfuse_bench.throughput.served import require_server
 
     from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
-    from ragfuse.models.dtypes import settled
+    from ragfuse.models.dtypes import resolve_auto
 
     console = console_for(json)
-    settings = settled(settings_of(model=model, dtype=dtype, device=device, memory_bytes=storage and storage << 20))
+    memory_bytes = storage and storage << 20
+    settings = resolve_auto(settings_of(model=model, dtype=dtype, device=device, memory_bytes=memory_bytes))
     require_server(settings)
     if options.plot is not None:
         require_plotting()

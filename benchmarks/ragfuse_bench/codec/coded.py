@@ -87,7 +87,7 @@ def ideas_of(model: HFModel, given: Codecs) -> dict[str, Codec]:
     """The paper's bins with each of its ideas added (figure 15), then what is done beside them, one by one."""
     paper = replace(PAPER, coder="ans")
     start = replace(paper, deltas=False, layerwise=False, grouping="global")
-    own = replace(paper, deltas=False, odd=PACKED[0].odd)
+    own = replace(paper, deltas=False, outlier_factor=PACKED[0].outlier_factor)
     one = replace(own, layerwise=False)
     ours = replace(one, coder="zstd")
     plain = made_tables(model, queries=False, costs=False)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ragfuse_bench.quality.cases import Packing, read_cases
 
-from ragfuse.calibration.prompts import ASKED
+from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 
@@ -88,7 +88,7 @@ def absent(folder: Path | None) -> list[str]:
 
 def read_questions(model: HFModel, limit: int = 0) -> list[Reading]:
     """The questions that come along, by reading, worded as for every benchmark; 0: all of them."""
-    before, after = ASKED["answer"]
+    before, after = PROMPT_TEXTS["answer"]
     readings, asked = list[Reading](), 0
     for article in _json(held_out())["data"]:
         paragraphs = article["paragraphs"]
@@ -106,7 +106,7 @@ def read_questions(model: HFModel, limit: int = 0) -> list[Reading]:
 
 def reading_of(model: HFModel, paragraphs: Sequence[Mapping[str, Any]]) -> Reading:
     """These paragraphs of a SQuAD article with all questions on them, worded as for every benchmark."""
-    before, after = ASKED["answer"]
+    before, after = PROMPT_TEXTS["answer"]
     passages = "\n\n".join(paragraph["context"].strip() for paragraph in paragraphs)
     head, tail = _in_template(model, f"{before}{passages}", after)
     return Reading((*model.tokens(head, special=True),), tuple(_asked(model, tail, paragraphs)))

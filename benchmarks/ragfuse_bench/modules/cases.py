@@ -16,7 +16,7 @@ from ragfuse_bench.quality.cases import Packing, read_cases
 from ragfuse_bench.quality.run import drawn
 
 from ragfuse.calibration.case import Case, Task
-from ragfuse.calibration.prompts import ASKED, NEW_TOKENS
+from ragfuse.calibration.prompts import NEW_TOKENS, PROMPT_TEXTS
 from ragfuse.errors import SettingsError
 from ragfuse.schemas.nodes import Import, Item, MessageNode, Module, PMLPrompt, Role, Schema, TextNode
 from ragfuse.schemas.pml import parse_prompt, parse_schema
@@ -72,7 +72,7 @@ def sets_of(names: Sequence[str]) -> list[str]:
 
 def of_documents(case: Case) -> ModuleCase:
     """A case whose chunks are modules of one message; what is asked stands behind the last one, in that message."""
-    before, after = (_plain(text) for text in ASKED[case.task])
+    before, after = (_plain(text) for text in PROMPT_TEXTS[case.task])
     asked = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
     modules = [Module(f"document-{number}", (TextNode(_plain(text)),)) for number, text in enumerate(case.chunks, 1)]
     items: list[Item] = [TextNode(before)]

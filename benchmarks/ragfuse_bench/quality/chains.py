@@ -12,22 +12,22 @@ import warnings
 from typing import Any
 
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.comparison import Written
-from ragfuse.calibration.prompts import ASKED
+from ragfuse.calibration.comparison import ChainAnswer
+from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.engine.engine import Engine
 
 SUMMARY_TOKENS = 48
 SCORE_TOKENS = 8
 """For "Score: 90" behind an answer."""
 MAP = "Here is a passage.\n\n{text}\n\nSummarise what it says about this question in one or two sentences: {question}"
-REDUCE = "{text}".join(ASKED["answer"])
+REDUCE = "{text}".join(PROMPT_TEXTS["answer"])
 RERANK = (
     "Use the following passage to answer the question at the end in a few words. Then write 'Score:' and a number from "
     "0 to 100 that says how sure you are.\n\n{text}\n\nQuestion: {question}\nAnswer:"
 )
 
 
-def run_chain(name: str, engine: Engine, case: Case, max_tokens: int) -> Written:
+def run_chain(name: str, engine: Engine, case: Case, max_tokens: int) -> ChainAnswer:
     """The case's answer by one of `CHAINS`."""
     import langchain_classic  # noqa: F401  (shows its warnings from here on, so it comes before we stop them)
     from langchain_core.callbacks import BaseCallbackHandler
@@ -58,7 +58,7 @@ def run_chain(name: str, engine: Engine, case: Case, max_tokens: int) -> Written
         cpu, wall = time.process_time(), time.perf_counter()
         said = chain.invoke({"input_documents": documents, "question": case.question})["output_text"]
     first_cpu, first_wall = clock.first if clock.heard else (time.process_time(), time.perf_counter())
-    return Written(str(said).strip(), first_cpu - cpu, first_wall - wall)
+    return ChainAnswer(str(said).strip(), first_cpu - cpu, first_wall - wall)
 
 
 def _chain(llm: Any, template: str, parser: Any = None) -> Any:

@@ -18,7 +18,7 @@ from ragfuse.calibration.methods import default_method, methods_of
 from ragfuse.calibration.runner import circumstances
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
-from ragfuse.models.dtypes import settled
+from ragfuse.models.dtypes import resolve_auto
 from ragfuse.settings import Settings
 
 
@@ -26,7 +26,7 @@ def run_quality(
     settings: Settings, options: QualityOptions, console: Console, rows: Path | None = None
 ) -> dict[str, Any]:
     """The result as plain JSON types; ModelError for a model that cannot be fused or reads no text."""
-    settings = settled(settings)
+    settings = resolve_auto(settings)
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     if model.profile.refusal:
         raise ModelError(f"{settings.model} cannot be fused: {model.profile.refusal} Measure another model.")

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.comparison import Row, mean_of, seconds_saved
+from ragfuse.calibration.comparison import Row, mean_of, prefill_speedup
 from ragfuse.calibration.stats import difference_interval, mean_interval, ratio_interval
 
 FULL_PREFILL = ("full", 1.0)
@@ -52,7 +52,7 @@ def _result(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], k
         "kl_ci": list(mean_interval(kls)) if kls else None,
         "top1": mean_of(rows, "top1"),
         "identical": mean_of(rows, "identical"),
-        "ttft_x": seconds_saved(rows),
+        "ttft_x": prefill_speedup(rows),
         "mean_ratio": mean_of(rows, "mean_ratio"),
         "tokens": mean_of(rows, "tokens"),
     }

@@ -37,8 +37,8 @@ SYSTEM = "Answer in a few words, from the passages alone."
 PATIENCE_S = 3600.0
 KEEPS_UP = 0.6
 """Share of what it can do at which a server is kept busy to see whether it grows."""
-SOONER = 2.0
-"""Methods are compared where their mean first token takes so many times as long as full recompute's without load."""
+COMPARED_TTFT = 2.0
+"""Methods are compared where their mean time to first token is this many times that of full recompute without load."""
 ALONE = 3
 """Requests without any other, whose first token is the one without load."""
 METHODS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProxyType(
@@ -211,7 +211,7 @@ def rate_at(curve: Sequence[tuple[float, float]], ttft_s: float) -> tuple[float,
 
 def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
     """The curves side by side, and how many times the rate ragfuse takes at the same time to the first token."""
-    ttft_s = SOONER * found["full"].alone_s
+    ttft_s = COMPARED_TTFT * found["full"].alone_s
     rates = {name: rate_at(each.curve, ttft_s) for name, each in found.items()}
     loads = {name: {load["rate"]: load for load in each.loads} for name, each in found.items()}
     curve = [

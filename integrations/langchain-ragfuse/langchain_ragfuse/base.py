@@ -111,7 +111,7 @@ class RagFuseModel(BaseModel):
     quantization_config, ...); all others are passed to transformers' `generate`."""
 
     _settings: Settings = PrivateAttr()
-    _loaded: Any = PrivateAttr(default=None)
+    _loaded_model: Any = PrivateAttr(default=None)
 
     @field_serializer("settings")
     def _public(self, settings: Settings | None) -> dict[str, Any] | None:
@@ -125,24 +125,28 @@ class RagFuseModel(BaseModel):
         self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name not in Settings.LOADING}
         base = self.settings or (Settings() if self.engine is None else self.engine.settings)
         if self.model is not None and not isinstance(self.model, str):
-            self._loaded = self.model if not isinstance(self.model, Path) else None
-            self.model = str(self.model) if self._loaded is None else None
+            self._loaded_model = self.model if not isinstance(self.model, Path) else None
+            self.model = str(self.model) if self._loaded_model is None else None
         named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
         given = {name: value for name, value in named.items() if value is not None}
         if loading:
             given["model_kwargs"] = {**base.model_kwargs, **loading}
         self._settings = base if self.engine is not None else _with(base, given)
-        if self._loaded is not None or self.tokenizer is not None or (self.engine is not None and loading):
-            self._taken(loading)
+        if self._loaded_model is not None or self.tokenizer is not None or (self.engine is not None and loading):
+            self._adopt_loaded_model(loading)
 
-    def _taken(self, loading: Mapping[str, Any]) -> None:
+    def _adopt_loaded_model(self, loading: Mapping[str, Any]) -> None:
         """Check a loaded model and take over its settings; raises InputError if other fields contradict it."""
         if self.engine is not None:
-            raise InputError("A ready engine has its model: leave out model=, tokenizer= and options of loading it.")
+            raise InputError(
+                "An engine already has its model: with engine=, leave out model=, tokenizer= and loading options."
+            )
         for name in ("dtype", "device"):
-            if self._loaded is not None and getattr(self, name) is not None:
-                raise InputError(f"A loaded model has its {name}: leave {name}= out, or name the model.")
-        engine = Engine.shared(self._settings, self._loaded, tokenizer=self.tokenizer)
+            if self._loaded_model is not None and getattr(self, name) is not None:
+                raise InputError(
+                    f"A loaded model already has its {name}: leave out {name}=, or pass the model's name instead."
+                )
+        engine = Engine.shared(self._settings, self._loaded_model, tokenizer=self.tokenizer)
         self._settings = engine.settings
 
     @property
@@ -156,10 +160,10 @@ class RagFuseModel(BaseModel):
         Raises:
             InputError: The model was passed as a loaded object, which another process cannot load.
         """
-        if self._loaded is not None:
+        if self._loaded_model is not None:
             raise InputError(
-                f"{self.model_name} was handed over loaded, and no copy of it can be made for another process. Save it "
-                "to a folder and name that: model='folder'."
+                f"{self.model_name} was given as a loaded model, which cannot be copied to another process. Save it "
+                "to a folder, and pass that: model='folder'."
             )
         bare = self.model_copy(update={"engine": None}) if self.engine is not None else self
         return super(RagFuseModel, bare).__getstate__()
@@ -171,7 +175,7 @@ class RagFuseModel(BaseModel):
             model: Name of another model, for a call with `model=`; None: this one.
         """
         if model in (None, self.model_name):
-            return self.engine or Engine.shared(self._settings, self._loaded, tokenizer=self.tokenizer)
+            return self.engine or Engine.shared(self._settings, self._loaded_model, tokenizer=self.tokenizer)
         return Engine.shared(_with(self._settings, {"model": model}))
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -203,9 +207,9 @@ class RagFuseModel(BaseModel):
         """Return LangSmith's parameters with the actual provider and model."""
         return {**params, "ls_provider": "ragfuse", "ls_model_name": call.get("model") or self.model_name}
 
-    def _retrieved(self, run_manager: Any, asked: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    def _retrieved(self, run_manager: Any, prompts: Sequence[Any]) -> tuple[tuple[str, str], ...]:
         """Return (text, source) of what was retrieved for messages or prompts; () if the setting `learn` is "off"."""
-        return () if self._settings.learn == "off" else retrieved_for(run_manager, asked)
+        return () if self._settings.learn == "off" else retrieved_for(run_manager, prompts)
 
     def _ask(
         self,
@@ -225,28 +229,28 @@ class RagFuseModel(BaseModel):
         Raises:
             InputError: The call has an unknown argument.
         """
-        taken = (*PER_CALL, *further)
-        unknown = sorted(set(call) - set(taken))
+        allowed = (*PER_CALL, *further)
+        unknown = sorted(set(call) - set(allowed))
         if unknown:
             raise InputError(
-                f"{type(self).__name__} takes no argument '{unknown[0]}' in a call; wanted {', '.join(taken)} or stop. "
-                "Options of transformers' `generate` go into model_kwargs={...}."
+                f"{type(self).__name__} takes no argument '{unknown[0]}' in a call; wanted {', '.join(allowed)} or "
+                "stop. Options of transformers' `generate` go into model_kwargs={...}."
             )
-        said: Callable[[str], Any] = lambda name: call[name] if name in call else getattr(self, name)  # noqa: E731
+        option: Callable[[str], Any] = lambda name: call[name] if name in call else getattr(self, name)  # noqa: E731
         return Ask(
-            max_tokens=said("max_tokens"),
-            policy=said("policy"),
-            ratio=said("ratio"),
-            reuse=said("reuse"),
+            max_tokens=option("max_tokens"),
+            policy=option("policy"),
+            ratio=option("ratio"),
+            reuse=option("reuse"),
             stop=(self.stop or ()) if stop is None else stop,
-            seed=said("seed"),
-            overflow=said("overflow"),
-            deadline_s=said("deadline_s"),
-            grammar=_grammar(call.get("response_format")) or said("grammar"),
-            options=_options(said),
+            seed=option("seed"),
+            overflow=option("overflow"),
+            deadline_s=option("deadline_s"),
+            grammar=_grammar(call.get("response_format")) or option("grammar"),
+            options=_options(option),
             documents=documents,
             chat_template_kwargs=Ask.template_kwargs(vars(self), call),
-            continue_final_message=bool(said("continue_final_message")),
+            continue_final_message=bool(option("continue_final_message")),
         )
 
 
@@ -304,11 +308,11 @@ def _with(settings: Settings, given: Mapping[str, Any]) -> Settings:
     return Settings(**{**settings.model_dump(), **given}) if given else settings
 
 
-def _options(said: Callable[[str], Any]) -> dict[str, Any]:
+def _options(option: Callable[[str], Any]) -> dict[str, Any]:
     """Return the options of transformers' `generate` that are not fields of `Ask`."""
-    options: dict[str, Any] = {name: said(name) for name in PENALTIES if said(name) is not None}
-    if said("temperature"):
-        options |= {name: said(name) for name in SAMPLING if said(name) is not None} | {"do_sample": True}
-    if said("timeout") is not None:
-        options["max_time"] = said("timeout")
-    return {**options, **said("model_kwargs")}
+    options: dict[str, Any] = {name: option(name) for name in PENALTIES if option(name) is not None}
+    if option("temperature"):
+        options |= {name: option(name) for name in SAMPLING if option(name) is not None} | {"do_sample": True}
+    if option("timeout") is not None:
+        options["max_time"] = option("timeout")
+    return {**options, **option("model_kwargs")}

@@ -30,7 +30,7 @@ MAX_DEPTH = 4
 HOLDERS = (Document, ToolMessage, Mapping, list, tuple)
 """Types that are documents or may contain some."""
 
-_ASKING: ContextVar[tuple[UUID | None, ...]] = ContextVar("ragfuse_langchain_asking", default=())
+_BATCH_PARENTS: ContextVar[tuple[UUID | None, ...]] = ContextVar("ragfuse_langchain_asking", default=())
 
 
 class Listener(BaseCallbackHandler):
@@ -68,13 +68,13 @@ class Listener(BaseCallbackHandler):
         self._end(run_id, (outputs, kwargs.get("inputs")))
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Note the end."""
+        """Record the end of a chain that failed."""
         self._end(run_id)
 
     def on_tool_start(
         self, serialized: Any, input_str: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
-        """Note the run."""
+        """Record the start of a tool."""
         self._begin(run_id, parent_run_id)
 
     def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
@@ -82,13 +82,13 @@ class Listener(BaseCallbackHandler):
         self._end(run_id, output)
 
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Note the end."""
+        """Record the end of a tool that failed."""
         self._end(run_id)
 
     def on_retriever_start(
         self, serialized: Any, query: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
-        """Note the run."""
+        """Record the start of a retriever."""
         self._begin(run_id, parent_run_id)
 
     def on_retriever_end(self, documents: Sequence[Document], *, run_id: UUID, **kwargs: Any) -> None:
@@ -96,7 +96,7 @@ class Listener(BaseCallbackHandler):
         self._end(run_id, list(documents))
 
     def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Note the end."""
+        """Record the end of a retriever that failed."""
         self._end(run_id)
 
     def _begin(self, id: UUID, parent: UUID | None, given: Any = None) -> None:
@@ -110,26 +110,30 @@ LISTENER = Listener()
 register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheritable=True)
 
 
-def retrieved_for(run_manager: Any, asked: Sequence[str | BaseMessage]) -> tuple[tuple[str, str], ...]:
+def retrieved_for(run_manager: Any, prompts: Sequence[str | BaseMessage]) -> tuple[tuple[str, str], ...]:
     """Return (text, source) of what was retrieved in a model's run or, before it, in the same task or thread."""
     # A stream gets no run manager; the enclosing run is in the context, as for any runnable.
-    around = ensure_config().get("callbacks")
-    parents = (getattr(run_manager, "parent_run_id", None), getattr(around, "parent_run_id", None), *_ASKING.get())
+    config_callbacks = ensure_config().get("callbacks")
+    parents = (
+        getattr(run_manager, "parent_run_id", None),
+        getattr(config_callbacks, "parent_run_id", None),
+        *_BATCH_PARENTS.get(),
+    )
     return LISTENER.runs.retrieved(
-        parents, lambda: "\n".join(each if isinstance(each, str) else each.text for each in asked)
+        parents, lambda: "\n".join(each if isinstance(each, str) else each.text for each in prompts)
     )
 
 
 @contextmanager
-def asked_by(callbacks: Any) -> Iterator[None]:
-    """Record the runs whose prompts are answered in one batch: LangChain passes only the first one's to the model."""
-    each = callbacks if isinstance(callbacks, list) else []
-    parents = tuple(one.parent_run_id for one in each if isinstance(one, BaseCallbackManager))
-    token = _ASKING.set(parents)
+def batch_parents(callbacks: Any) -> Iterator[None]:
+    """Record the runs whose prompts are answered in one batch, as LangChain passes only the first run to the model."""
+    managers = callbacks if isinstance(callbacks, list) else []
+    parents = tuple(manager.parent_run_id for manager in managers if isinstance(manager, BaseCallbackManager))
+    token = _BATCH_PARENTS.set(parents)
     try:
         yield
     finally:
-        _ASKING.reset(token)
+        _BATCH_PARENTS.reset(token)
 
 
 def _texts(value: Any) -> list[tuple[str, str, str]]:

@@ -40,7 +40,10 @@ def create_fused_documents_chain(
         InputError: The prompt lacks the variable, or `llm` is another model.
     """
     if document_variable_name not in prompt.input_variables:
-        raise InputError(f"The prompt takes {sorted(prompt.input_variables)}; wanted '{document_variable_name}' in it.")
+        raise InputError(
+            f"The prompt has no variable '{document_variable_name}', only {sorted(prompt.input_variables)}. Add it, or "
+            "name the variable for the documents: document_variable_name='NAME'."
+        )
     marker = engine_of(llm).marker
 
     def format_docs(inputs: dict[str, Any]) -> str:

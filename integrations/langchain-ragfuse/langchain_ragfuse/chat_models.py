@@ -17,7 +17,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 
 from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
-from langchain_ragfuse.messages import calls_of, turns_of
+from langchain_ragfuse.messages import calls_of, to_ragfuse_messages
 from langchain_ragfuse.prompts import pml_of, ready
 from langchain_ragfuse.tools import choice_of, parsed_into, structured, tools_of
 from ragfuse import Answer, Ask, Engine
@@ -37,7 +37,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the number of tokens of the prompt for these messages, with chat template and tools."""
         engine = self.get_engine()
-        return len(engine.prompt(ready(_asked_of(messages), engine), tools=tools_of(tools or ())))
+        return len(engine.prompt(ready(_prompt_of(messages), engine), tools=tools_of(tools or ())))
 
     def bind_tools(
         self,
@@ -57,10 +57,10 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
             strict: Passed on to the tools' description; calls always fit their tool's schema.
             **kwargs: Further options of each call.
         """
-        shown = tools_of(tools, strict)
+        schemas = tools_of(tools, strict)
         if parallel_tool_calls is not None:
             kwargs["parallel_tool_calls"] = parallel_tool_calls
-        return self.bind(tools=shown, tool_choice=choice_of(tool_choice, shown), **kwargs)
+        return self.bind(tools=schemas, tool_choice=choice_of(tool_choice, schemas), **kwargs)
 
     def with_structured_output(
         self,
@@ -94,9 +94,9 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        ask, asked = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages)
+        ask, prompt = self._ask_with_tools(messages, stop, kwargs, run_manager), _prompt_of(messages)
         engine = self.get_engine(kwargs.get("model"))
-        return _result(engine.answer(ready(asked, engine), ask), engine, ask)
+        return _result(engine.answer(ready(prompt, engine), ask), engine, ask)
 
     def _stream(
         self,
@@ -105,16 +105,16 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        ask, asked, said = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages), ""
+        ask, prompt, streamed = self._ask_with_tools(messages, stop, kwargs, run_manager), _prompt_of(messages), ""
         engine = self.get_engine(kwargs.get("model"))
-        with engine.stream(ready(asked, engine), ask) as stream:
+        with engine.stream(ready(prompt, engine), ask) as stream:
             for piece in stream.pieces():
-                said += piece if isinstance(piece, str) else ""
+                streamed += piece if isinstance(piece, str) else ""
                 chunk = _chunk(piece)
                 if run_manager:
                     run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
                 yield chunk
-            last = _last(stream.answer, said, engine, ask)
+            last = _last(stream.answer, streamed, engine, ask)
             if run_manager:
                 run_manager.on_llm_new_token(str(last.text), chunk=last)
             yield last
@@ -126,10 +126,10 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        ask, asked = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages)
+        ask, prompt = self._ask_with_tools(messages, stop, kwargs, run_manager), _prompt_of(messages)
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
-        asked = await asyncio.to_thread(ready, asked, engine)
-        async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
+        prompt = await asyncio.to_thread(ready, prompt, engine)
+        async with cancelled_at_exit(engine.stream(prompt, ask)) as stream:
             async for _ in stream:
                 pass
             return _result(stream.answer, engine, ask)
@@ -141,22 +141,22 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        ask, asked, said = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages), ""
+        ask, prompt, streamed = self._ask_with_tools(messages, stop, kwargs, run_manager), _prompt_of(messages), ""
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
-        asked = await asyncio.to_thread(ready, asked, engine)
-        async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
+        prompt = await asyncio.to_thread(ready, prompt, engine)
+        async with cancelled_at_exit(engine.stream(prompt, ask)) as stream:
             async for piece in stream.apieces():
-                said += piece if isinstance(piece, str) else ""
+                streamed += piece if isinstance(piece, str) else ""
                 chunk = _chunk(piece)
                 if run_manager:
                     await run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
                 yield chunk
-            last = _last(stream.answer, said, engine, ask)
+            last = _last(stream.answer, streamed, engine, ask)
             if run_manager:
                 await run_manager.on_llm_new_token(str(last.text), chunk=last)
             yield last
 
-    def _asked(
+    def _ask_with_tools(
         self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
     ) -> Ask:
         """Return the options of a call, with its tools and the documents retrieved for it."""
@@ -167,17 +167,17 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         return replace(ask, tools=tools, tool_choice=choice, parallel_tool_calls=parallel)
 
 
-def _asked_of(messages: Sequence[BaseMessage]) -> Any:
+def _prompt_of(messages: Sequence[BaseMessage]) -> Any:
     """Return the messages as ragfuse's messages or, if they are a filled PML template, as that."""
-    return pml_of(messages) or turns_of(messages)
+    return pml_of(messages) or to_ragfuse_messages(messages)
 
 
 def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:
     message = AIMessage(
         answer.text,
-        additional_kwargs=_thought(answer.reasoning),
+        additional_kwargs=_reasoning_kwargs(answer.reasoning),
         tool_calls=calls_of(answer),
-        invalid_tool_calls=_cut_off(answer, ask),
+        invalid_tool_calls=_invalid_calls(answer, ask),
         response_metadata=metadata_of(answer, engine),
         usage_metadata=usage_of(answer, engine, ask),
     )
@@ -185,11 +185,11 @@ def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:
     return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
 
-def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> ChatGenerationChunk:
+def _last(answer: Answer, streamed: str, engine: Engine, ask: Ask) -> ChatGenerationChunk:
     """Return the last chunk: text not streamed yet (with beam search all of it), calls, usage and trace."""
     message = AIMessageChunk(
-        content=answer.text[len(said) :],
-        tool_call_chunks=[_whole(call, index) for index, call in enumerate(calls_of(answer))],
+        content=answer.text[len(streamed) :],
+        tool_call_chunks=[_call_chunk(call, index) for index, call in enumerate(calls_of(answer))],
         response_metadata=metadata_of(answer, engine),
         usage_metadata=usage_of(answer, engine, ask),
         chunk_position="last",
@@ -197,7 +197,7 @@ def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> ChatGeneration
     return ChatGenerationChunk(message=message, generation_info={"finish_reason": answer.finish_reason})
 
 
-def _cut_off(answer: Answer, ask: Ask) -> list[InvalidToolCall]:
+def _invalid_calls(answer: Answer, ask: Ask) -> list[InvalidToolCall]:
     """Return an invalid call if a required call was cut off by max_tokens, else [].
 
     Streams do not use it: LangChain would count it as a call when it joins the chunks.
@@ -208,7 +208,7 @@ def _cut_off(answer: Answer, ask: Ask) -> list[InvalidToolCall]:
     return [invalid_tool_call(name=None, args=None, id=None, error=error)]
 
 
-def _whole(call: ToolCall, index: int) -> ToolCallChunk:
+def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:
     """Return a complete call as one chunk."""
     arguments = json.dumps(call["args"], ensure_ascii=False)
     return tool_call_chunk(name=call["name"], args=arguments, id=call["id"], index=index)
@@ -218,9 +218,9 @@ def _chunk(piece: Any) -> ChatGenerationChunk:
     """Return a chunk with a piece of text or of the reasoning before it."""
     if isinstance(piece, str):
         return ChatGenerationChunk(message=AIMessageChunk(content=piece))
-    return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=_thought(piece.text)))
+    return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=_reasoning_kwargs(piece.text)))
 
 
-def _thought(text: str) -> dict[str, str]:
+def _reasoning_kwargs(text: str) -> dict[str, str]:
     """Return reasoning in the form that LangChain turns into content blocks of type "reasoning"."""
     return {"reasoning_content": text} if text else {}

@@ -13,12 +13,15 @@ from langchain_core.runnables import RunnableBinding
 
 from langchain_ragfuse.base import RagFuseModel
 from langchain_ragfuse.llms import RagFuseLLM
-from langchain_ragfuse.messages import source_of, turns_of
+from langchain_ragfuse.messages import source_of, to_ragfuse_messages
 from langchain_ragfuse.progress import Progress, shown
 from ragfuse import ChatMessage, Engine, Ingested, InputError
 
 PAGE = PromptTemplate.from_template("{page_content}")
-TRIAL = "A document stands here, long enough to count as a chunk of its own among the others, whatever it says."
+SAMPLE_DOCUMENT = (
+    "A document stands here, long enough to count as a chunk of its own among the others, whatever it says."
+)
+"""A document that stands in for the others to find out what a prompt has before them."""
 
 
 class RagFuseIndexer(BaseDocumentTransformer):
@@ -78,21 +81,21 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
     def _prefix(self, prompt: BasePromptTemplate[Any]) -> tuple[int, ...]:
         """Return the token ids before the documents; () if they depend on the question."""
-        first, second = (self._engine.prefix(turns) for turns in self._trials(prompt))
+        first, second = (self._engine.prefix(messages) for messages in self._sample_prompts(prompt))
         return first if first == second else ()
 
-    def _trials(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
+    def _sample_prompts(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
         """Yield the prompt with one document twice: with all other variables empty, and with some text in them."""
         if self._variable not in prompt.input_variables:
             raise InputError(
-                f"The prompt takes {sorted(prompt.input_variables)}, not '{self._variable}'; "
-                "name the variable that takes the documents: document_variable_name=... ."
+                f"The prompt has no variable '{self._variable}', only {sorted(prompt.input_variables)}. "
+                "Name the one that takes the documents: document_variable_name='NAME'."
             )
-        document = self._engine.marker.mark(TRIAL, "trial")
+        document = self._engine.marker.mark(SAMPLE_DOCUMENT, "trial")
         for word, history in (("", []), ("Another", [HumanMessage("Another")])):
             values = {name: _value(prompt, name, word, history) for name in prompt.input_variables}
             value = prompt.invoke({**values, self._variable: document})
-            yield turns_of(value.to_messages()) if self._is_chat else value.to_string()
+            yield to_ragfuse_messages(value.to_messages()) if self._is_chat else value.to_string()
 
 
 def text_of(document: Document, page: BasePromptTemplate[str] = PAGE, source_key: str = "source") -> tuple[str, str]:

@@ -13,7 +13,7 @@ from langchain_core.language_models import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
-from langchain_ragfuse.callbacks import asked_by
+from langchain_ragfuse.callbacks import batch_parents
 from langchain_ragfuse.prompts import ready
 from ragfuse import Answer, Ask, Engine, InputError
 
@@ -32,14 +32,14 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
     ) -> LLMResult:
         """Answer several prompts; documents retrieved for one of them are recognised in all."""
-        with asked_by(callbacks):
+        with batch_parents(callbacks):
             return super().generate(prompts, stop, callbacks, **kwargs)
 
     async def agenerate(
         self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
     ) -> LLMResult:
         """Answer several prompts without blocking the event loop."""
-        with asked_by(callbacks):
+        with batch_parents(callbacks):
             return await super().agenerate(prompts, stop, callbacks, **kwargs)
 
     @property
@@ -56,9 +56,9 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        if self._is_told(kwargs) and len(prompts) == 1:
-            return _joined(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
-        ask, engine = self._asked(prompts, stop, kwargs, run_manager), self.get_engine(kwargs.get("model"))
+        if self._streams_tokens(kwargs) and len(prompts) == 1:
+            return _join_chunks(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
+        ask, engine = self._ask_with_documents(prompts, stop, kwargs, run_manager), self.get_engine(kwargs.get("model"))
         _check(prompts)
         return _result(engine.batch(_all_ready(prompts, engine), ask), engine, ask)
 
@@ -69,17 +69,17 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        ask, gone = self._asked(prompts, stop, kwargs, run_manager), threading.Event()
+        ask, cancelled = self._ask_with_documents(prompts, stop, kwargs, run_manager), threading.Event()
         if len(prompts) == 1:
-            told = run_manager if self._is_told(kwargs) else None
-            return _joined([chunk async for chunk in self._written(prompts[0], ask, told, kwargs)])
+            token_callbacks = run_manager if self._streams_tokens(kwargs) else None
+            return _join_chunks([chunk async for chunk in self._chunks(prompts[0], ask, token_callbacks, kwargs)])
         _check(prompts)
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
         try:
-            asked = await asyncio.to_thread(_all_ready, prompts, engine)
-            return _result(await asyncio.to_thread(engine.batch, asked, ask, gone), engine, ask)
+            ready_prompts = await asyncio.to_thread(_all_ready, prompts, engine)
+            return _result(await asyncio.to_thread(engine.batch, ready_prompts, ask, cancelled), engine, ask)
         finally:
-            gone.set()
+            cancelled.set()
 
     def _stream(
         self,
@@ -88,16 +88,20 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        ask, engine, said = self._asked([prompt], stop, kwargs, run_manager), self.get_engine(kwargs.get("model")), ""
+        ask, engine, streamed = (
+            self._ask_with_documents([prompt], stop, kwargs, run_manager),
+            self.get_engine(kwargs.get("model")),
+            "",
+        )
         _check([prompt])
         with engine.stream(ready(prompt, engine), ask) as stream:
             for text in stream:
-                said += text
+                streamed += text
                 chunk = GenerationChunk(text=text)
                 if run_manager:
                     run_manager.on_llm_new_token(text, chunk=chunk)
                 yield chunk
-            last = _last(stream.answer, said, engine, ask)
+            last = _last(stream.answer, streamed, engine, ask)
             if run_manager:
                 run_manager.on_llm_new_token(last.text, chunk=last)
             yield last
@@ -109,36 +113,36 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        ask = self._asked([prompt], stop, kwargs, run_manager)
-        async with aclosing(self._written(prompt, ask, run_manager, kwargs)) as written:
-            async for chunk in written:
+        ask = self._ask_with_documents([prompt], stop, kwargs, run_manager)
+        async with aclosing(self._chunks(prompt, ask, run_manager, kwargs)) as chunks:
+            async for chunk in chunks:
                 yield chunk
 
-    async def _written(
+    async def _chunks(
         self, prompt: str, ask: Ask, run_manager: AsyncCallbackManagerForLLMRun | None, call: Mapping[str, Any]
     ) -> AsyncGenerator[GenerationChunk]:
         _check([prompt])
-        said, engine = "", await asyncio.to_thread(self.get_engine, call.get("model"))
-        asked = await asyncio.to_thread(ready, prompt, engine)
-        async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
+        streamed, engine = "", await asyncio.to_thread(self.get_engine, call.get("model"))
+        ready_prompt = await asyncio.to_thread(ready, prompt, engine)
+        async with cancelled_at_exit(engine.stream(ready_prompt, ask)) as stream:
             async for text in stream:
-                said += text
+                streamed += text
                 chunk = GenerationChunk(text=text)
                 if run_manager:
                     await run_manager.on_llm_new_token(text, chunk=chunk)
                 yield chunk
-            last = _last(stream.answer, said, engine, ask)
+            last = _last(stream.answer, streamed, engine, ask)
             if run_manager:
                 await run_manager.on_llm_new_token(last.text, chunk=last)
             yield last
 
-    def _asked(
+    def _ask_with_documents(
         self, prompts: Sequence[str], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
     ) -> Ask:
         """Return the options of a call, with the documents retrieved for it."""
         return self._ask(stop, call, documents=self._retrieved(run_manager, prompts))
 
-    def _is_told(self, call: dict[str, Any]) -> bool:
+    def _streams_tokens(self, call: dict[str, Any]) -> bool:
         """Whether callbacks receive every token."""
         return bool(call.get("stream", self.streaming))
 
@@ -150,30 +154,30 @@ def _all_ready(prompts: Sequence[str], engine: Engine) -> list[Any]:
 def _check(prompts: Sequence[str]) -> None:
     empty = next((number for number, prompt in enumerate(prompts, 1) if not prompt.strip()), None)
     if empty is not None:
-        raise InputError(f"Prompt {empty} of {len(prompts)} holds no text; wanted at least one word to go on from.")
+        raise InputError(f"Prompt {empty} of {len(prompts)} is empty; wanted at least one word to continue.")
 
 
 def _info(answer: Answer, engine: Engine, ask: Ask) -> dict[str, Any]:
     return {**metadata_of(answer, engine), "usage_metadata": dict(usage_of(answer, engine, ask))}
 
 
-def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> GenerationChunk:
+def _last(answer: Answer, streamed: str, engine: Engine, ask: Ask) -> GenerationChunk:
     """Return the last chunk: text not streamed yet (with beam search all of it), usage and trace."""
-    return GenerationChunk(text=answer.text[len(said) :], generation_info=_info(answer, engine, ask))
+    return GenerationChunk(text=answer.text[len(streamed) :], generation_info=_info(answer, engine, ask))
 
 
 def _result(answers: Sequence[Answer], engine: Engine, ask: Ask) -> LLMResult:
-    return _summed([Generation(text=each.text, generation_info=_info(each, engine, ask)) for each in answers])
+    return _llm_result([Generation(text=each.text, generation_info=_info(each, engine, ask)) for each in answers])
 
 
-def _joined(chunks: Sequence[GenerationChunk]) -> LLMResult:
+def _join_chunks(chunks: Sequence[GenerationChunk]) -> LLMResult:
     """Join the chunks of one answer."""
-    return _summed(
+    return _llm_result(
         [Generation(text="".join(chunk.text for chunk in chunks), generation_info=chunks[-1].generation_info)]
     )
 
 
-def _summed(generations: Sequence[Generation]) -> LLMResult:
+def _llm_result(generations: Sequence[Generation]) -> LLMResult:
     usages = [(each.generation_info or {})["usage_metadata"] for each in generations]
     total = {name: sum(usage[name] for usage in usages) for name in COUNTED}
     model = (generations[0].generation_info or {})["model_name"]

@@ -40,12 +40,12 @@ MIN_CHARS = 24
 """The least characters of a document in a tool's artifact that is a chunk; a shorter one may match by chance."""
 
 
-def turns_of(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
+def to_ragfuse_messages(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
     """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`).
 
     In a content, a str is text in which marked and known chunks are found; a Piece is one chunk.
     """
-    return ragfuse.ChatMessage.conversation(map(_turn, messages))
+    return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
 
 def chunk_block(text: str, source: str = "") -> dict[str, Any]:
@@ -67,24 +67,24 @@ def source_of(document: Document, source_key: str = "source") -> str:
     return str(document.metadata.get(source_key) or document.id or unnamed)
 
 
-def _turn(message: BaseMessage) -> ragfuse.ChatMessage:
+def _to_ragfuse_message(message: BaseMessage) -> ragfuse.ChatMessage:
     parts = _parts(message)
     if isinstance(message, AIMessage):
         calls = tuple(ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls)
-        return ragfuse.ChatMessage("assistant", parts, calls, reasoning=_thought(message))
+        return ragfuse.ChatMessage("assistant", parts, calls, reasoning=_reasoning(message))
     if isinstance(message, ToolMessage):
-        cut = _cut(parts, _documents(message.artifact))
-        return ragfuse.ChatMessage("tool", cut, (), message.tool_call_id, message.name or "")
+        split = _split_at_documents(parts, _documents(message.artifact))
+        return ragfuse.ChatMessage("tool", split, (), message.tool_call_id, message.name or "")
     return ragfuse.ChatMessage(
         _role(message), parts, name=message.name or "" if isinstance(message, FunctionMessage) else ""
     )
 
 
-def _thought(message: AIMessage) -> str:
+def _reasoning(message: AIMessage) -> str:
     """Return the reasoning before an answer: as `ChatRagFuse` returns it, or from content blocks."""
-    told = message.additional_kwargs.get("reasoning_content")
-    if isinstance(told, str) and told:
-        return told
+    reasoning = message.additional_kwargs.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning:
+        return reasoning
     blocks = [block for block in message.content if isinstance(block, dict)]
     texts = (block.get("reasoning") or block.get("thinking") for block in blocks if block.get("type") in THOUGHTS)
     return "\n".join(text for text in texts if isinstance(text, str))
@@ -96,7 +96,7 @@ def _role(message: BaseMessage) -> str:
     for kind, role in ROLES:
         if isinstance(message, kind):
             return role
-    raise InputError(f"A {type(message).__name__} cannot be answered; wanted system, human, AI or tool messages.")
+    raise InputError(f"A {type(message).__name__} is not supported; use system, human, AI or tool messages.")
 
 
 def _parts(message: BaseMessage) -> list[Part]:
@@ -117,9 +117,9 @@ def _part(block: Any, skipped: frozenset[str]) -> list[Part]:
             f"A content block of type '{kind}' cannot be read: this model takes text alone. Wanted strings and blocks "
             "of type 'text' or 'text-plain' that hold their text; leave other blocks out."
         )
-    said = (block.get("extras") or {}).get("ragfuse") or {}
-    source = str(said.get("source") or block.get("title") or "")
-    is_chunk = bool(said.get("chunk", kind == "text-plain"))
+    options = (block.get("extras") or {}).get("ragfuse") or {}
+    source = str(options.get("source") or block.get("title") or "")
+    is_chunk = bool(options.get("chunk", kind == "text-plain"))
     return [Piece(block["text"], "chunk", source or "message") if is_chunk else block["text"]]
 
 
@@ -133,17 +133,21 @@ def _documents(artifact: Any) -> Iterator[Document]:
         yield from (document for value in artifact for document in _documents(value))
 
 
-def _cut(parts: Sequence[Part], documents: Iterator[Document]) -> list[Part]:
+def _split_at_documents(parts: Sequence[Part], documents: Iterator[Document]) -> list[Part]:
     """Return the content with each of the documents that it contains as a chunk; the longest are searched first."""
-    cut = list(parts)
+    split = list(parts)
     for document in sorted(documents, key=lambda each: -len(each.page_content)):
         text = document.page_content.strip()
         if len(text) >= MIN_CHARS:
             chunk = Piece(text, "chunk", source_of(document))
-            cut = [piece for part in cut for piece in ([part] if isinstance(part, Piece) else _around(part, chunk))]
-    return cut
+            split = [
+                piece
+                for part in split
+                for piece in ([part] if isinstance(part, Piece) else _split_at_chunk(part, chunk))
+            ]
+    return split
 
 
-def _around(text: str, chunk: Piece) -> list[Part]:
+def _split_at_chunk(text: str, chunk: Piece) -> list[Part]:
     first, *others = text.split(chunk.text)
     return [part for part in (first, *(each for other in others for each in (chunk, other))) if part != ""]

@@ -31,9 +31,9 @@ class PMLMessage(HumanMessage):
     @classmethod
     def of(cls, filled: Filled) -> PMLMessage:
         """Return a message with a filled template."""
-        made = cls(content=str(filled))
-        made._filled = filled
-        return made
+        message = cls(content=str(filled))
+        message._filled = filled
+        return message
 
     @property
     def filled(self) -> Filled:
@@ -49,16 +49,16 @@ class PMLPromptValue(PromptValue):
     @classmethod
     def of(cls, filled: Filled) -> PMLPromptValue:
         """Return a prompt value with a filled template."""
-        made = cls()
-        made._filled = filled
-        return made
+        value = cls()
+        value._filled = filled
+        return value
 
     def to_string(self) -> str:
         """Return the text that `RagFuseLLM` recognises as a filled template."""
         return cast(Filled, self._filled)
 
     def to_messages(self) -> list[BaseMessage]:
-        """One message."""
+        """Return one message with the filled template."""
         return [PMLMessage.of(self._filled)]
 
 
@@ -125,8 +125,8 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
             PMLError: The template uses something that a schema cannot express, such as logic or loops.
         """
         partial = {**(getattr(template, "partial_variables", None) or {}), **fields.pop("partial_variables", {})}
-        made = PMLTemplate.of(name, template, max_tokens, question, syntax)
-        return cls(template=made, partial_variables=partial, **fields)
+        pml_template = PMLTemplate.of(name, template, max_tokens, question, syntax)
+        return cls(template=pml_template, partial_variables=partial, **fields)
 
     def register(self, llm: Any, progress: Progress = True) -> Ingested:
         """Encode the modules of the schema that are not stored yet, before the first question.
@@ -138,7 +138,7 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         while isinstance(llm, RunnableBinding):
             llm = llm.bound
         if not isinstance(llm, RagFuseModel):
-            raise InputError(f"Wanted a ChatRagFuse or RagFuseLLM for a schema, found a {type(llm).__name__}.")
+            raise InputError(f"Wanted a ChatRagFuse or RagFuseLLM to register with, found a {type(llm).__name__}.")
         with shown(progress, None, "Encoding modules") as report:
             return llm.get_engine().register(self.template.schema, report).done
 

@@ -46,23 +46,23 @@ def choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Map
 
 def structured(llm: Any, schema: dict[str, Any] | type, method: str, strict: bool | None) -> Runnable[Any, Any]:
     """Return the model bound to answers of this schema; raises InputError for an unknown method."""
-    told = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+    format_info = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
     if method not in METHODS:
         raise InputError(f"with_structured_output knows no method '{method}'; wanted {', '.join(METHODS)}.")
     if method == "function_calling":
         name = _tool(schema, strict)["function"]["name"]
         bound: Runnable[Any, Any] = llm.bind_tools(
-            [schema], tool_choice=name, strict=strict, ls_structured_output_format=told
+            [schema], tool_choice=name, strict=strict, ls_structured_output_format=format_info
         )
         return bound
-    form = {"type": "json_schema", "json_schema": {"schema": _json_schema(schema)}}
-    bound = llm.bind(response_format=form, ls_structured_output_format=told)
+    response_format = {"type": "json_schema", "json_schema": {"schema": _json_schema(schema)}}
+    bound = llm.bind(response_format=response_format, ls_structured_output_format=format_info)
     return bound
 
 
 def parsed_into(llm: Runnable[Any, Any], schema: Any, method: str, include_raw: bool) -> Runnable[Any, Any]:
     """Return a runnable of the parsed answers; include_raw: of {"raw", "parsed", "parsing_error"} instead."""
-    parser = RunnableGenerator(_whole, _awhole, name="whole_answer") | _parser(schema, method)
+    parser = RunnableGenerator(_checked, _achecked, name="whole_answer") | _parser(schema, method)
     if not include_raw:
         return llm | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -70,24 +70,24 @@ def parsed_into(llm: Runnable[Any, Any], schema: Any, method: str, include_raw: 
     return RunnableMap(raw=llm) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")
 
 
-def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+def _checked(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
     """Yield the messages, then raise an error if they are not a whole answer."""
     answer: Any = None
     for message in messages:
         answer = message if answer is None else answer + message
         yield message
-    _check_whole(answer)
+    _check_complete(answer)
 
 
-async def _awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+async def _achecked(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
     answer: Any = None
     async for message in messages:
         answer = message if answer is None else answer + message
         yield message
-    _check_whole(answer)
+    _check_complete(answer)
 
 
-def _check_whole(answer: AIMessage) -> None:
+def _check_complete(answer: AIMessage) -> None:
     """Raise OutputParserException if an answer was cut off.
 
     LangChain's parsers would not report it: they complete partial JSON and find no call in half of one.
@@ -100,8 +100,8 @@ def _check_whole(answer: AIMessage) -> None:
     except ValueError as error:
         n_tokens = answer.usage_metadata["output_tokens"] if answer.usage_metadata else 0
         raise OutputParserException(
-            f"A whole answer by the schema was wanted, but it was cut off after {n_tokens} tokens: '...{text[-40:]}'. "
-            "Raise max_tokens or timeout, or bound the lengths in the schema.",
+            f"The structured answer was cut off after {n_tokens} tokens: '...{text[-40:]}'. "
+            "Raise max_tokens or timeout, or limit the lengths in the schema.",
             llm_output=text,
         ) from error
 
@@ -119,11 +119,14 @@ def _tool(tool: Any, strict: bool | None) -> dict[str, Any]:
     try:
         found = convert_to_openai_tool(tool, strict=strict)
     except Exception as error:  # whatever a tool's own schema raises
-        raise InputError(f"The tool '{_name(tool)}' has no schema that can be shown to a model: {error}") from error
+        raise InputError(
+            f"The tool '{_name(tool)}' cannot be described by a JSON schema ({error}). Give functions type hints, or "
+            "pass {'type': 'function', 'function': {...}}."
+        ) from error
     if "function" not in found:
         raise InputError(
-            f"A tool of type '{found.get('type')}' runs at its provider; this model runs here. Wanted functions, "
-            "classes, LangChain tools, or {'type': 'function', 'function': {...}}."
+            f"A tool of type '{found.get('type')}' runs on a provider's servers, so a local model cannot use it. Pass "
+            "functions, classes, LangChain tools, or {'type': 'function', 'function': {...}}."
         )
     return found
 
@@ -140,4 +143,7 @@ def _json_schema(schema: Any) -> dict[str, Any]:
     try:
         return convert_to_json_schema(schema)
     except Exception as error:
-        raise InputError(f"'{_name(schema)}' has no JSON schema: {error}") from error
+        raise InputError(
+            f"'{_name(schema)}' cannot be converted to a JSON schema ({error}). Pass a JSON schema, a class, or a "
+            "function with type hints."
+        ) from error

@@ -242,6 +242,6 @@ def test_an_artifact_leaves_the_text_as_it_is(engine: Engine) -> None:
 
 
 def _turns(messages: Sequence[Any]) -> Any:
-    from langchain_ragfuse.messages import turns_of
+    from langchain_ragfuse.messages import to_ragfuse_messages
 
-    return turns_of(messages)
+    return to_ragfuse_messages(messages)

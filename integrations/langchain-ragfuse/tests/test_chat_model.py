@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage
 from langchain_ragfuse import ChatRagFuse
-from langchain_ragfuse.messages import turns_of
+from langchain_ragfuse.messages import to_ragfuse_messages
 
 from ragfuse import Engine, InputError, Settings
 
@@ -162,7 +162,7 @@ def test_neighbours_of_one_role_are_merged(llm: ChatRagFuse) -> None:
 
 def test_roles_reach_the_template(llm: ChatRagFuse) -> None:
     messages = [SystemMessage("Be brief."), HumanMessage("Ask."), AIMessage("Wait."), HumanMessage("And?")]
-    prompt = llm.get_engine().model.tokenizer.decode(llm.get_engine().prompt(turns_of(messages)).token_ids)
+    prompt = llm.get_engine().model.tokenizer.decode(llm.get_engine().prompt(to_ragfuse_messages(messages)).token_ids)
     assert prompt == "<s><|system|>Be brief.\n<|user|>Ask.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
     assert llm.get_num_tokens_from_messages([HumanMessage("Ask.")]) == llm.invoke("Ask.").usage_metadata["input_tokens"]
     with pytest.raises(InputError, match="RemoveMessage"):

@@ -11,7 +11,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
-from langchain_ragfuse.messages import turns_of
+from langchain_ragfuse.messages import to_ragfuse_messages
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, Settings
@@ -78,8 +78,8 @@ def test_an_answer_with_its_thought_is_a_message_of_the_next_question(thinking: 
         blocks,
         AIMessage([{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Forty."}]),
     ):
-        assert [turn.reasoning for turn in turns_of([HumanMessage(ASKED), each])] == ["", "Hm"]
-    assert turns_of([HumanMessage(ASKED), AIMessage("Forty.")])[1].reasoning == ""
+        assert [turn.reasoning for turn in to_ragfuse_messages([HumanMessage(ASKED), each])] == ["", "Hm"]
+    assert to_ragfuse_messages([HumanMessage(ASKED), AIMessage("Forty.")])[1].reasoning == ""
 
 
 @pytest.mark.parametrize(

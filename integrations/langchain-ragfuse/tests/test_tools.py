@@ -10,7 +10,7 @@ from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
-from langchain_ragfuse.messages import turns_of
+from langchain_ragfuse.messages import to_ragfuse_messages
 from langchain_ragfuse.tools import choice_of, tools_of
 from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
@@ -121,7 +121,7 @@ def test_a_conversation_with_tools_reaches_the_template(llm: ChatRagFuse, engine
         ),
         ToolMessage("The door is green now.", tool_call_id="abc123"),
     ]
-    turns = turns_of(messages)
+    turns = to_ragfuse_messages(messages)
     assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
     assert (turns[1].tool_calls[0].name, turns[1].tool_calls[0].arguments) == ("paint", {"colour": "green", "coats": 2})
     assert (turns[2].tool_call_id, turns[2].name) == ("abc123", "paint")
@@ -137,7 +137,7 @@ def test_a_conversation_with_tools_reaches_the_template(llm: ChatRagFuse, engine
 def test_results_of_several_tools_stay_apart(engine: Engine) -> None:
     calls = [{"name": "knock", "args": {"times": at}, "id": str(at), "type": "tool_call"} for at in (1, 2)]
     results = [ToolMessage(f"Result {at}.", tool_call_id=str(at)) for at in (1, 2)]
-    turns = turns_of([HumanMessage("Knock."), AIMessage("", tool_calls=calls), *results])
+    turns = to_ragfuse_messages([HumanMessage("Knock."), AIMessage("", tool_calls=calls), *results])
     assert [(turn.role, turn.tool_call_id) for turn in turns[2:]] == [("tool", "1"), ("tool", "2")]
     assert [call.id for call in turns[1].tool_calls] == ["1", "2"]
 

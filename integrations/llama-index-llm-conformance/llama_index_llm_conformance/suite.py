@@ -1,4 +1,4 @@
-"""What any LlamaIndex LLM must hold to, as tests to inherit: the framework has no such suite of its own.
+"""Tests that any LlamaIndex LLM must pass, as a class to inherit: the framework has no such suite of its own.
 
     from llama_index_llm_conformance import LLMConformance
 
@@ -7,11 +7,11 @@
         def llm(self):
             return MyLLM(temperature=0)
 
-        lacks = {"usage": "the server it talks to counts no tokens"}
+        unsupported = {"usage": "the server it talks to counts no tokens"}
 
-Wants pytest and pytest-asyncio (`asyncio_mode = "auto"`), and an LLM that answers the same to the same question. What
-an LLM is known not to do is named in `lacks`, with the reason: those tests are expected to fail, and failing to fail is
-reported. Nothing here knows ragfuse.
+It needs pytest, pytest-asyncio with `asyncio_mode = "auto"`, and an LLM that gives the same answer to the same
+question. `unsupported` names the features that the LLM does not have, with the reason: their tests are expected to
+fail, and one that passes is reported. Nothing here depends on ragfuse.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from llama_index.core.llms import LLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 
-from llama_index_llm_conformance.events import Called, Heard, fingerprint, joined, text_of
+from llama_index_llm_conformance.events import CallbackRecorder, EventRecorder, fingerprint, joined_text, text_of
 
 T = TypeVar("T")
 CALLS = tuple(f"{a}{stream}{what}" for what in ("complete", "chat") for a in ("", "a") for stream in ("", "stream_"))
 STREAMS = tuple(call for call in CALLS if "stream" in call)
 WAIT_S = 60.0
-SMALL = 1 << 20
-"""Bytes that settings take at most; weights take more."""
+MAX_SETTINGS_BYTES = 1 << 20
+"""Most bytes of a serialised LLM; it would take more with its weights."""
 
 
 class Town(BaseModel):
@@ -50,28 +50,28 @@ class Town(BaseModel):
 
 
 def needs(feature: str) -> Callable[[T], T]:
-    """A test of a feature that an LLM may say to lack."""
+    """Return a decorator for the test of a feature that an LLM may name in `unsupported`."""
 
-    def named(test: T) -> T:
+    def mark(test: T) -> T:
         test.feature = feature  # type: ignore[attr-defined]
         return test
 
-    return named
+    return mark
 
 
 class LLMConformance:
-    """Tests of one LLM; override the fixture `llm` and, where it must be, the attributes."""
+    """Tests of one LLM: override the fixture `llm` and, where necessary, the attributes."""
 
-    asked: ClassVar[str] = "Port Elling has a harbour. What does Port Elling have?"
-    """A question that is answered with some text."""
-    long: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of a call whose answer takes so long that it can be cancelled."""
-    enough: ClassVar[Mapping[str, Any]] = {}
-    """Arguments of a call whose answer has room for an object or a tool call."""
-    lacks: ClassVar[Mapping[str, str]] = {}
-    """Feature -> reason: what this LLM is known not to do."""
-    lasting: ClassVar[tuple[str, ...]] = ("asyncio_",)
-    """How the names of threads begin that an answer may leave, because they serve all answers."""
+    question: ClassVar[str] = "Port Elling has a harbour. What does Port Elling have?"
+    """A question that the LLM answers with some text."""
+    long_kwargs: ClassVar[Mapping[str, Any]] = {}
+    """Keyword arguments of calls, so that the answer takes long enough to be cancelled."""
+    object_kwargs: ClassVar[Mapping[str, Any]] = {}
+    """Keyword arguments of calls, so that the answer has room for an object or a tool call."""
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    """Features that this LLM does not have, each with the reason."""
+    shared_threads: ClassVar[tuple[str, ...]] = ("asyncio_",)
+    """Prefixes of the names of threads that may outlive an answer, as they serve all answers."""
 
     @pytest.fixture
     def llm(self) -> LLM:
@@ -80,45 +80,48 @@ class LLMConformance:
 
     @pytest.fixture(autouse=True)
     def _expected(self, request: pytest.FixtureRequest) -> None:
-        reason = self.lacks.get(getattr(request.function, "feature", ""))
+        reason = self.unsupported.get(getattr(request.function, "feature", ""))
         if reason:
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     @pytest.fixture
-    def heard(self) -> Iterator[Heard]:
-        """The events that are told while a test runs."""
-        handler, dispatcher = Heard(events=[]), get_dispatcher()
+    def recorder(self) -> Iterator[EventRecorder]:
+        """A recorder of the events that are dispatched while a test runs."""
+        handler, dispatcher = EventRecorder(events=[]), get_dispatcher()
         dispatcher.add_event_handler(handler)
         yield handler
         dispatcher.event_handlers.remove(handler)
 
     async def answers(self, llm: LLM, call: str, text: str | None = None, **kwargs: Any) -> list[Any]:
-        """All responses of one of the eight calls to a question."""
-        asked = self.asked if text is None else text
-        given: Any = [ChatMessage(role="user", content=asked)] if "chat" in call else asked
-        got = getattr(llm, call)(given, **kwargs)
+        """Return all responses of one of the eight calls (`CALLS`) to a question."""
+        question = self.question if text is None else text
+        prompt: Any = [ChatMessage(role="user", content=question)] if "chat" in call else question
+        responses = getattr(llm, call)(prompt, **kwargs)
         if call.startswith("a"):
-            got = await got
+            responses = await responses
         if "stream" not in call:
-            return [got]
-        return [each async for each in got] if isinstance(got, AsyncIterator) else list(got)
+            return [responses]
+        return [each async for each in responses] if isinstance(responses, AsyncIterator) else list(responses)
 
-    # what is said
+    # the text of answers
 
     @pytest.mark.parametrize("what", ["complete", "chat"])
     async def test_all_calls_of_a_kind_say_the_same(self, llm: LLM, what: str) -> None:
-        """Sync, async, whole or streamed."""
-        said = {call: await self.answers(llm, call) for call in CALLS if call.endswith(what)}
-        whole = {call: text_of(got[0]) if "stream" not in call else joined(got) for call, got in said.items()}
-        assert len(set(whole.values())) == 1, whole
-        assert next(iter(whole.values()))
+        """Sync or async, whole or streamed."""
+        texts = {}
+        for call in CALLS:
+            if call.endswith(what):
+                responses = await self.answers(llm, call)
+                texts[call] = joined_text(responses) if "stream" in call else text_of(responses[0])
+        assert len(set(texts.values())) == 1, texts
+        assert next(iter(texts.values()))
 
     @needs("growing text")
     @pytest.mark.parametrize("call", STREAMS)
     async def test_a_streams_text_is_what_was_said_so_far(self, llm: LLM, call: str) -> None:
-        """Each response holds all deltas up to its own; so the last one is the whole."""
-        got = await self.answers(llm, call)
-        assert [text_of(each) for each in got] == [joined(got[: at + 1]) for at in range(len(got))]
+        """Each response has all deltas so far, and the last response has the whole text."""
+        responses = await self.answers(llm, call)
+        assert [text_of(each) for each in responses] == [joined_text(responses[: i + 1]) for i in range(len(responses))]
 
     @pytest.mark.parametrize("call", [call for call in CALLS if "chat" in call])
     async def test_chats_are_answered_by_the_assistant(self, llm: LLM, call: str) -> None:
@@ -132,47 +135,47 @@ class LLMConformance:
         assert text_of(llm.chat(messages))
 
     def test_what_was_said_before_counts(self, llm: LLM) -> None:
-        """A conversation is not its last message."""
-        last = ChatMessage(role="user", content=self.asked)
+        """The answer depends on all messages, not only on the last one."""
+        last = ChatMessage(role="user", content=self.question)
         before = [ChatMessage(role="user", content="Hello there."), ChatMessage(role="assistant", content="Good day!")]
         assert fingerprint(llm.chat([*before, last])) != fingerprint(llm.chat([last]))
 
     async def test_an_empty_text_is_answered_or_refused_alike(self, llm: LLM) -> None:
-        """By all calls of a kind, never with a crash of its insides."""
+        """All calls of a kind behave the same, and none fails with an internal error."""
         for what in ("complete", "chat"):
-            ends = {call: await self.ending(llm, call, "") for call in CALLS if call.endswith(what)}
+            ends = {call: await self.outcome_of(llm, call, "") for call in CALLS if call.endswith(what)}
             assert len(set(ends.values())) == 1, ends
 
     @needs("empty messages")
     async def test_no_messages_at_all_are_refused_with_words(self, llm: LLM) -> None:
-        """There is nothing to answer."""
+        """The error says that messages are missing."""
         with pytest.raises(Exception, match=r"(?i)message") as refused:
             llm.chat([])
         assert not isinstance(refused.value, (AssertionError, AttributeError, IndexError, KeyError, TypeError))
 
-    async def ending(self, llm: LLM, call: str, text: str) -> str:
-        """How a call ends: what it said, or the error that it raised."""
+    async def outcome_of(self, llm: LLM, call: str, text: str) -> str:
+        """Return the text of a call's answer, or the error that it raised."""
         try:
-            got = await self.answers(llm, call, text)
+            responses = await self.answers(llm, call, text)
         except (AssertionError, AttributeError, IndexError, KeyError, TypeError):
             raise
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        return joined(got) if "stream" in call else text_of(got[0])
+        return joined_text(responses) if "stream" in call else text_of(responses[0])
 
     async def test_a_prompt_template_is_answered_as_its_text(self, llm: LLM) -> None:
-        """Through predict, stream and their async twins."""
-        template = PromptTemplate("{asked}")
-        said = {llm.predict(template, asked=self.asked), await llm.apredict(template, asked=self.asked)}
-        said.add("".join(llm.stream(template, asked=self.asked)))
-        said.add("".join([each async for each in await llm.astream(template, asked=self.asked)]))
-        assert len(said) == 1
-        assert said != {""}
+        """By predict, stream and their async versions."""
+        template = PromptTemplate("{question}")
+        texts = {llm.predict(template, question=self.question), await llm.apredict(template, question=self.question)}
+        texts.add("".join(llm.stream(template, question=self.question)))
+        texts.add("".join([each async for each in await llm.astream(template, question=self.question)]))
+        assert len(texts) == 1
+        assert texts != {""}
 
-    # what it says of itself
+    # metadata
 
     def test_metadata_says_what_prompt_helpers_need(self, llm: LLM) -> None:
-        """A window that holds more than its answers."""
+        """The context window is larger than an answer, and the class has a name of its own."""
         metadata = llm.metadata
         assert metadata.context_window > metadata.num_output
         assert isinstance(metadata.is_chat_model, bool)
@@ -180,62 +183,62 @@ class LLMConformance:
 
     @needs("model name")
     def test_metadata_names_the_model(self, llm: LLM) -> None:
-        """For whoever reads logs."""
+        """Logs need the name."""
         assert llm.metadata.model_name not in ("", "unknown")
 
     @needs("usage")
     @pytest.mark.parametrize("call", CALLS)
     async def test_tokens_are_counted(self, llm: LLM, call: str) -> None:
-        """In the last response, under the names that token counters and tracers read."""
+        """The last response has the counts, under the names that token counters and tracers read."""
         usage = (await self.answers(llm, call))[-1].raw["usage"]
         counts = [usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
         assert counts[0] > 0
         assert counts[1] > 0
         assert counts[0] + counts[1] == counts[2]
 
-    # who hears of it
+    # callbacks, events and spans
 
     @pytest.mark.parametrize("call", CALLS)
     async def test_callbacks_hear_of_every_call(self, llm: LLM, call: str) -> None:
-        """Once that it began and once that it ended, with what was asked and said."""
-        called = Called()
+        """One start and one end, with the question and the answer."""
+        called = CallbackRecorder()
         llm.callback_manager = CallbackManager([called])
-        got = await self.answers(llm, call)
-        outer = called.began[0]
+        responses = await self.answers(llm, call)
+        outer = called.started[0]
         assert outer.get(EventPayload.MESSAGES) or outer.get(EventPayload.PROMPT)
         ends = [each for each in called.ended if each["id"] == outer["id"]]
-        said = [each.get(EventPayload.RESPONSE) or each.get(EventPayload.COMPLETION) for each in ends]
-        assert [text_of(each) for each in said] == [text_of(got[-1])]
+        answers = [each.get(EventPayload.RESPONSE) or each.get(EventPayload.COMPLETION) for each in ends]
+        assert [text_of(each) for each in answers] == [text_of(responses[-1])]
 
     @pytest.mark.parametrize("call", CALLS)
-    async def test_events_tell_every_call(self, llm: LLM, heard: Heard, call: str) -> None:
-        """Start, what is in progress, end; the end has the last response."""
-        got = await self.answers(llm, call)
+    async def test_events_tell_every_call(self, llm: LLM, recorder: EventRecorder, call: str) -> None:
+        """There is a start, progress for a stream, and an end with the last response."""
+        responses = await self.answers(llm, call)
         progress = ["InProgress"] if "stream" in call else []
-        assert heard.kinds(call) == ["Start", *progress, "End"]
-        assert text_of(heard.events[-1].response) == text_of(got[-1])
-        assert heard.events[0].span_id == heard.events[-1].span_id != ""
+        assert recorder.kinds(call) == ["Start", *progress, "End"]
+        assert text_of(recorder.events[-1].response) == text_of(responses[-1])
+        assert recorder.events[0].span_id == recorder.events[-1].span_id != ""
 
     @needs("events once")
     @pytest.mark.parametrize("call", [call for call in CALLS if call.startswith("a")])
-    async def test_an_async_call_is_told_once(self, llm: LLM, heard: Heard, call: str) -> None:
-        """Not again by a sync one inside."""
+    async def test_an_async_call_is_told_once(self, llm: LLM, recorder: EventRecorder, call: str) -> None:
+        """A sync call inside it dispatches no events of its own."""
         await self.answers(llm, call)
-        assert len([each for each in heard.events if each.class_name().endswith("StartEvent")]) == 1
+        assert len([each for each in recorder.events if each.class_name().endswith("StartEvent")]) == 1
 
     @needs("usage")
-    async def test_events_carry_the_usage(self, llm: LLM, heard: Heard) -> None:
-        """Whole and streamed: tracers look nowhere else."""
+    async def test_events_carry_the_usage(self, llm: LLM, recorder: EventRecorder) -> None:
+        """Whole and streamed, as tracers read it only there."""
         for call in CALLS:
-            got = await self.answers(llm, call)
-            assert heard.events[-1].response.raw["usage"] == got[-1].raw["usage"]
+            responses = await self.answers(llm, call)
+            assert recorder.events[-1].response.raw["usage"] == responses[-1].raw["usage"]
 
     def test_spans_nest(self, llm: LLM) -> None:
-        """The call stands in the prediction that made it."""
+        """The span of the call is a child of the prediction that made it."""
         spans, dispatcher = SimpleSpanHandler(), get_dispatcher()
         dispatcher.add_span_handler(spans)
         try:
-            llm.predict(PromptTemplate("{asked}"), asked=self.asked)
+            llm.predict(PromptTemplate("{question}"), question=self.question)
         finally:
             dispatcher.span_handlers.remove(spans)
         parents = {span.id_.split("-")[0].split(".")[-1]: span.parent_id for span in spans.completed_spans}
@@ -243,12 +246,12 @@ class LLMConformance:
         assert parents[inner].split("-")[0].split(".")[-1] == "predict"
         assert not spans.open_spans
 
-    # many at once, and no longer than wanted
+    # concurrency and cancellation
 
     @needs("free loop")
     @pytest.mark.parametrize("call", [call for call in CALLS if call.startswith("a")])
     async def test_the_event_loop_goes_on_while_it_answers(self, llm: LLM, call: str) -> None:
-        """Another task runs before the answer is there."""
+        """Another task runs before the answer is finished."""
         seen: list[bool] = []
         answer = asyncio.ensure_future(self.answers(llm, call))
         while not answer.done():
@@ -258,45 +261,46 @@ class LLMConformance:
         assert not seen[0]
 
     async def test_many_tasks_at_once_get_their_own_answers(self, llm: LLM) -> None:
-        """As if each had been alone."""
-        texts = [f"{self.asked} Say it {number} times." for number in range(6)]
+        """The answers are those that each question gets alone."""
+        texts = [f"{self.question} Say it {number} times." for number in range(6)]
         alone = [text_of(llm.complete(text)) for text in texts]
         together = await asyncio.gather(*(llm.acomplete(text) for text in texts))
         assert [text_of(each) for each in together] == alone
 
     def test_many_threads_at_once_get_their_own_answers(self, llm: LLM) -> None:
-        """The same for threads."""
-        texts = [f"{self.asked} Say it {number} times." for number in range(4)]
-        alone, got = [text_of(llm.complete(text)) for text in texts], dict[str, str]()
+        """The answers are those that each question gets alone."""
+        texts = [f"{self.question} Say it {number} times." for number in range(4)]
+        alone, responses = [text_of(llm.complete(text)) for text in texts], dict[str, str]()
         threads = [
-            threading.Thread(target=lambda text=text: got.update({text: text_of(llm.complete(text))})) for text in texts
+            threading.Thread(target=lambda text=text: responses.update({text: text_of(llm.complete(text))}))
+            for text in texts
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(WAIT_S)
-        assert [got[text] for text in texts] == alone
+        assert [responses[text] for text in texts] == alone
 
     @needs("cancelling")
     @pytest.mark.parametrize("call", [call for call in CALLS if call.startswith("a")])
     async def test_cancelling_ends_the_work(self, llm: LLM, call: str) -> None:
-        """No thread writes on for nobody, and the next answer is as ever."""
-        whole, before = text_of(llm.complete(self.asked)), self.threads()
-        answer = asyncio.ensure_future(self.answers(llm, call, **self.long))
+        """No thread keeps generating, and the next answer is correct."""
+        whole, before = text_of(llm.complete(self.question)), self.threads()
+        answer = asyncio.ensure_future(self.answers(llm, call, **self.long_kwargs))
         while not (self.threads() - before or answer.done()):
             await asyncio.sleep(0.001)
         assert answer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answer
-        await asyncio.to_thread(self.settle, before)
-        assert text_of(llm.complete(self.asked)) == whole
+        await asyncio.to_thread(self.join_new_threads, before)
+        assert text_of(llm.complete(self.question)) == whole
 
     @pytest.mark.parametrize("call", STREAMS)
     async def test_leaving_a_stream_ends_the_work(self, llm: LLM, call: str) -> None:
-        """The same, for one who has read enough."""
-        whole, before = text_of(llm.complete(self.asked)), self.threads()
-        given: Any = [ChatMessage(role="user", content=self.asked)] if "chat" in call else self.asked
-        stream = getattr(llm, call)(given, **self.long)
+        """The same holds when the reader closes a stream early."""
+        whole, before = text_of(llm.complete(self.question)), self.threads()
+        prompt: Any = [ChatMessage(role="user", content=self.question)] if "chat" in call else self.question
+        stream = getattr(llm, call)(prompt, **self.long_kwargs)
         if call.startswith("a"):
             stream = await stream
             await anext(stream)
@@ -304,62 +308,62 @@ class LLMConformance:
         else:
             next(stream)
             stream.close()
-        await asyncio.to_thread(self.settle, before)
-        assert text_of(llm.complete(self.asked)) == whole
+        await asyncio.to_thread(self.join_new_threads, before)
+        assert text_of(llm.complete(self.question)) == whole
 
     def threads(self) -> set[threading.Thread]:
-        """Those at work, without those that serve all answers."""
-        return {each for each in threading.enumerate() if not each.name.startswith(self.lasting)}
+        """Return the running threads, without those that serve all answers."""
+        return {each for each in threading.enumerate() if not each.name.startswith(self.shared_threads)}
 
-    def settle(self, before: set[threading.Thread]) -> None:
-        """Wait until all threads that are new have ended."""
+    def join_new_threads(self, before: set[threading.Thread]) -> None:
+        """Wait until all threads that were not running before have ended."""
         for thread in self.threads() - before - {threading.current_thread()}:
             thread.join(WAIT_S)
             assert not thread.is_alive(), thread.name
 
-    # away and back
+    # serialisation
 
     @needs("serialising")
     def test_its_settings_survive_json(self, llm: LLM) -> None:
-        """Without its weights; what comes back answers the same."""
+        """The JSON has no weights, and the LLM made from it gives the same answer."""
         written = json.dumps(llm.to_dict())
-        assert len(written) < SMALL
+        assert len(written) < MAX_SETTINGS_BYTES
         again = type(llm).from_dict(json.loads(written), **self.beside_json(llm))
-        assert text_of(again.complete(self.asked)) == text_of(llm.complete(self.asked))
+        assert text_of(again.complete(self.question)) == text_of(llm.complete(self.question))
 
     def beside_json(self, llm: LLM) -> dict[str, Any]:
-        """What `from_dict` is given besides: nothing, or what has no place in a file, like keys."""
+        """Return further arguments for `from_dict` that do not belong into a file, such as API keys."""
         return {}
 
-    # more than text
+    # objects and tools
 
     @needs("structured")
     async def test_structured_answers_are_objects(self, llm: LLM) -> None:
-        """Predicted, awaited, streamed to the end and through `as_structured_llm`."""
-        given: Any = (Town, PromptTemplate("{asked}"), dict(self.enough))
-        found = [llm.structured_predict(*given, asked=self.asked)]
-        found.append(await llm.astructured_predict(*given, asked=self.asked))
-        found.append(list(llm.stream_structured_predict(*given, asked=self.asked))[-1])
-        stream = await llm.astream_structured_predict(*given, asked=self.asked)
+        """By sync, async and streamed structured prediction, and by `as_structured_llm`."""
+        arguments: Any = (Town, PromptTemplate("{question}"), dict(self.object_kwargs))
+        found = [llm.structured_predict(*arguments, question=self.question)]
+        found.append(await llm.astructured_predict(*arguments, question=self.question))
+        found.append(list(llm.stream_structured_predict(*arguments, question=self.question))[-1])
+        stream = await llm.astream_structured_predict(*arguments, question=self.question)
         found.append([each async for each in stream][-1])
-        messages = [ChatMessage(role="user", content=self.asked)]
-        found.append(llm.as_structured_llm(Town).chat(messages, **self.enough).raw)
+        messages = [ChatMessage(role="user", content=self.question)]
+        found.append(llm.as_structured_llm(Town).chat(messages, **self.object_kwargs).raw)
         assert [type(each) for each in found] == [Town] * 5
         assert len(set(map(str, found))) == 1
 
     @needs("tools")
     async def test_a_required_tool_is_called(self, llm: LLM) -> None:
-        """With its name and arguments of its schema; and its result is taken."""
+        """The call has the tool's name and fits its schema, and its result is accepted as a message."""
         tool = FunctionTool.from_defaults(count_ships, description="Counts the ships in a harbour.")
         assert llm.metadata.is_function_calling_model
-        given: Any = {"user_msg": self.asked, "tool_required": True, **self.enough}
-        assert llm.predict_and_call([tool], **given).response == "forty ships"
-        assert (await llm.apredict_and_call([tool], **given)).response == "forty ships"
-        calls = llm.get_tool_calls_from_response(list(llm.stream_chat_with_tools([tool], **given))[-1])
+        kwargs: Any = {"user_msg": self.question, "tool_required": True, **self.object_kwargs}
+        assert llm.predict_and_call([tool], **kwargs).response == "forty ships"
+        assert (await llm.apredict_and_call([tool], **kwargs)).response == "forty ships"
+        calls = llm.get_tool_calls_from_response(list(llm.stream_chat_with_tools([tool], **kwargs))[-1])
         assert [call.tool_name for call in calls] == ["count_ships"]
-        asking = llm.chat_with_tools([tool], **given).message
-        said = ChatMessage(role="tool", content="forty ships", additional_kwargs={"tool_call_id": calls[0].tool_id})
-        assert isinstance(llm.chat([ChatMessage(role="user", content=self.asked), asking, said]), ChatResponse)
+        asking = llm.chat_with_tools([tool], **kwargs).message
+        result = ChatMessage(role="tool", content="forty ships", additional_kwargs={"tool_call_id": calls[0].tool_id})
+        assert isinstance(llm.chat([ChatMessage(role="user", content=self.question), asking, result]), ChatResponse)
 
 
 def count_ships(is_harbour: bool) -> str:

@@ -13,7 +13,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.callbacks.schema import EventPayload
 from llama_index.llms.ragfuse import RagFuseLLM
-from llama_index_llm_conformance import CALLS, Called
+from llama_index_llm_conformance import CALLS, CallbackRecorder
 
 from ragfuse import Engine, InputError, ModelError, Settings, SettingsError
 
@@ -39,7 +39,7 @@ def writers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_prompt_longer_than_the_window_is_refused_by_every_call(llm: RagFuseLLM, call: str) -> None:
-    called = Called()
+    called = CallbackRecorder()
     llm.callback_manager = CallbackManager([called])
     with pytest.raises(InputError, match=r"wanted at most 4,096 tokens.*found 6,0\d\d"):
         await answered(llm, call, LONG)
@@ -76,7 +76,7 @@ async def _none(llm: RagFuseLLM, call: str) -> None:
 async def test_wishes_that_nobody_knows_are_refused(llm: RagFuseLLM, call: str) -> None:
     with pytest.raises(InputError, match=r"takes no argument 'temprature' in a call; wanted one of .*temperature"):
         await answered(llm, call, "Hello?", temprature=1.0)
-    with pytest.raises(SettingsError, match=r"ratio is 3.0; wanted a share"):
+    with pytest.raises(SettingsError, match=r"ratio is 3.0; wanted a number"):
         await answered(llm, call, "Hello?", ratio=3.0)
 
 

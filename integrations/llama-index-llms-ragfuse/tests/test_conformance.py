@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from llama_index.core.llms import LLM, MockLLM
 from llama_index.llms.ragfuse import RagFuseLLM
-from llama_index_llm_conformance import SMALL, LLMConformance
+from llama_index_llm_conformance import MAX_SETTINGS_BYTES, LLMConformance
 from llama_index_llm_conformance.events import text_of
 
 from ragfuse import Engine
@@ -22,20 +22,20 @@ class Conforming(LLMConformance):
 
     def test_pickling_takes_its_settings_alone_or_is_refused(self, llm: LLM) -> None:
         """Never its weights."""
-        llm.complete(self.asked)
+        llm.complete(self.question)
         written = b""
         with suppress(TypeError, ValueError, pickle.PicklingError):
             written = pickle.dumps(llm)
         if not written:
             return
-        assert len(written) < SMALL
-        assert text_of(pickle.loads(written).complete(self.asked)) == text_of(llm.complete(self.asked))
+        assert len(written) < MAX_SETTINGS_BYTES
+        assert text_of(pickle.loads(written).complete(self.question)) == text_of(llm.complete(self.question))
 
 
 class TestTheTinyModel(Conforming):
-    long: ClassVar = {"max_tokens": 100_000, "reuse": False}
-    enough: ClassVar = {"max_tokens": 200}
-    lasting = THREADS
+    long_kwargs: ClassVar = {"max_tokens": 100_000, "reuse": False}
+    object_kwargs: ClassVar = {"max_tokens": 200}
+    shared_threads = THREADS
 
     @pytest.fixture
     def llm(self, engine: Engine) -> LLM:
@@ -44,9 +44,9 @@ class TestTheTinyModel(Conforming):
 
 @pytest.mark.slow
 class TestTheEmbeddedModel(Conforming):
-    long: ClassVar = {"max_tokens": 4_000, "reuse": False}
-    enough: ClassVar = {"max_tokens": 60}
-    lasting = THREADS
+    long_kwargs: ClassVar = {"max_tokens": 4_000, "reuse": False}
+    object_kwargs: ClassVar = {"max_tokens": 60}
+    shared_threads = THREADS
 
     @pytest.fixture
     def llm(self, real_engine: Engine) -> LLM:
@@ -54,7 +54,7 @@ class TestTheEmbeddedModel(Conforming):
 
 
 class TestTheFrameworksMock(Conforming):
-    lacks: ClassVar = {
+    unsupported: ClassVar = {
         "growing text": "MockLLM gives the whole text with every delta",
         "empty messages": "MockLLM answers what nobody asked",
         "model name": "MockLLM has no model",

@@ -11,7 +11,7 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ThinkingBlock, ToolCallBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.ragfuse import RagFuseLLM
-from llama_index.llms.ragfuse.convert import turns_of
+from llama_index.llms.ragfuse.convert import to_ragfuse_messages
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, Settings
@@ -46,8 +46,8 @@ def test_a_thought_is_a_block_of_its_own(thinking: Engine) -> None:
     assert isinstance(text, TextBlock)
     assert answer.message.content == "Forty."
     assert answer.raw["reasoning_content"] == "I count."
-    assert [turn.reasoning for turn in turns_of([*ASKED, answer.message])] == ["", "I count."]
-    assert turns_of([answer.message, answer.message])[0].reasoning == "I count.\nI count."
+    assert [turn.reasoning for turn in to_ragfuse_messages([*ASKED, answer.message])] == ["", "I count."]
+    assert to_ragfuse_messages([answer.message, answer.message])[0].reasoning == "I count.\nI count."
     plain = llm.chat(ASKED, **saying(thinking, "</think>Forty."))
     assert [block.block_type for block in plain.message.blocks] == ["text"]
     assert "reasoning_content" not in plain.raw

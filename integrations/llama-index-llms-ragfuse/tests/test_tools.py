@@ -21,7 +21,7 @@ from llama_index.core.selectors import PydanticSingleSelector
 from llama_index.core.tools import FunctionTool, QueryEngineTool
 from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, traces
-from llama_index.llms.ragfuse.convert import turns_of
+from llama_index.llms.ragfuse.convert import to_ragfuse_messages
 
 import ragfuse
 from ragfuse import Engine, Grammar, InputError, ToolCall
@@ -147,7 +147,7 @@ def test_of_several_calls_the_first_is_kept_unless_more_are_wanted(llm: RagFuseL
 def test_calls_and_results_are_turns_of_the_conversation() -> None:
     openai = {"id": "1", "type": "function", "function": {"name": "count", "arguments": '{"rig": "brig"}'}}
     said = {"tool_call_id": "1", "name": "count"}
-    turns = turns_of(
+    turns = to_ragfuse_messages(
         [
             ChatMessage(role="user", content="Count."),
             ChatMessage(role="user", content="Now."),

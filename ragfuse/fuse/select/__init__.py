@@ -53,4 +53,4 @@ def policy_named(name: str) -> Policy:
     if head == "lego" and count.isascii() and count.isdigit() and int(count) > 0:
         return Lego(name=name, first=int(count))
     known = ", ".join(policy.name for policy in POLICIES)
-    raise SettingsError(f"No selection policy '{name}'. It is one of: auto, {known}, lego-N.")
+    raise SettingsError(f"No selection policy '{name}'. It is one of: auto, {known}, lego-N (N tokens: lego-16).")

@@ -21,9 +21,9 @@ class Full(Static):
         """All rows, whatever the ratio."""
         return PolicyCost(fixed_share=1.0)
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return all candidates."""
-        return alive
+        return active
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,6 @@ class Nothing(Static):
         """No rows, whatever the ratio."""
         return PolicyCost(fixed_share=0.0)
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return no candidate."""
-        return alive[:0]
+        return active[:0]

@@ -33,15 +33,15 @@ class Hkvd:
         """K and V of all rows of the check layer first, then rows by the ratio."""
         return PolicyCost("all rows of a layer", self.gradual)
 
-    def thins(self, view: Candidates, layer: int, alive: int) -> bool:
+    def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
         """Whether the gradual schedule allows fewer rows in `layer` than were computed before."""
-        return self.gradual and self._budget(view, layer) < alive
+        return self.gradual and self._budget(candidates, layer) < active
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return the rows with the highest deviations, as many as the layer's share allows."""
         if deviation is None or (layer > self.check_layer and not self.gradual):
-            return alive
-        return best(alive, deviation, self._budget(view, layer))
+            return active
+        return best(active, deviation, self._budget(candidates, layer))
 
-    def _budget(self, view: Candidates, layer: int) -> int:
-        return view.budget(schedule(view.ratio, layer, self.check_layer, view.n_layers, self.gradual))
+    def _budget(self, candidates: Candidates, layer: int) -> int:
+        return candidates.budget(schedule(candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual))

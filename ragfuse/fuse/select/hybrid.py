@@ -33,20 +33,20 @@ class Hybrid:
         """K and V of all rows of the check layer first, then rows by the ratio."""
         return PolicyCost("all rows of a layer", gradual=True)
 
-    def thins(self, view: Candidates, layer: int, alive: int) -> bool:
+    def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
         """Whether the gradual schedule allows fewer rows in `layer` than were computed before."""
-        return view.budget(self._share(view, layer)) < alive
+        return candidates.budget(self._share(candidates, layer)) < active
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return the first tokens of the chunks, then the highest deviations, fewer in each layer."""
-        if deviation is None or len(alive) == 0:
-            return alive
-        share = self._share(view, layer)
-        edges = view.offset.argsort(stable=True)[: view.budget(self.edge_share * share)]
+        if deviation is None or len(active) == 0:
+            return active
+        share = self._share(candidates, layer)
+        edges = candidates.offset.argsort(stable=True)[: candidates.budget(self.edge_share * share)]
         score = deviation.clone()
-        kept = view.offset.new_zeros(len(view), dtype=deviation.dtype)
-        kept[edges] = deviation.max() + 1 if len(deviation) else 0
-        return best(alive, score + kept[alive], view.budget(share))
+        bonus = candidates.offset.new_zeros(len(candidates), dtype=deviation.dtype)
+        bonus[edges] = deviation.max() + 1 if len(deviation) else 0
+        return best(active, score + bonus[active], candidates.budget(share))
 
-    def _share(self, view: Candidates, layer: int) -> float:
-        return schedule(view.ratio, layer, self.check_layer, view.n_layers, gradual=True)
+    def _share(self, candidates: Candidates, layer: int) -> float:
+        return schedule(candidates.ratio, layer, self.check_layer, candidates.n_layers, gradual=True)

@@ -22,10 +22,10 @@ class Lego(Static):
         """A fixed number of tokens per chunk, or rows by the ratio if `first` is 0."""
         return PolicyCost(tokens_per_chunk=self.first)
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return the rows with the lowest offsets in their chunks; ratio 1 selects all."""
-        if layer > 0 or view.ratio >= 1:
-            return alive
+        if layer > 0 or candidates.ratio >= 1:
+            return active
         if self.first:
-            return alive[view.offset < self.first]
-        return alive[view.offset.argsort(stable=True)[: view.budget(view.ratio)].sort().values]
+            return active[candidates.offset < self.first]
+        return active[candidates.offset.argsort(stable=True)[: candidates.budget(candidates.ratio)].sort().values]

@@ -16,9 +16,9 @@ class Lexical(Static):
     name: str = "lexical"
     wants: Wanted = "words"
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return the rows with the highest scores, as many as the ratio allows."""
-        if layer > 0 or view.score is None:
-            return alive
-        score = view.score.where(view.score > 0, -view.offset.to(view.score))
-        return alive[score.argsort(descending=True, stable=True)[: view.budget(view.ratio)].sort().values]
+        if layer > 0 or candidates.score is None:
+            return active
+        score = candidates.score.where(candidates.score > 0, -candidates.offset.to(candidates.score))
+        return active[score.argsort(descending=True, stable=True)[: candidates.budget(candidates.ratio)].sort().values]

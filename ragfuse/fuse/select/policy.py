@@ -90,26 +90,26 @@ class Policy(Protocol):
         """
         ...
 
-    def thins(self, view: Candidates, layer: int, alive: int) -> bool:
-        """Whether `choose` will drop some of the `alive` rows in `layer`, which lies after the check layer.
+    def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
+        """Whether `choose` will drop some of the `active` rows in `layer`, which lies after the check layer.
 
         Only then is the deviation measured in the layer before, because measuring costs time.
         """
         ...
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return the candidates to recompute in `layer`.
 
         Args:
-            view: The candidates of the prompt.
+            candidates: The candidates of the prompt.
             layer: Index of the layer.
-            alive: int64 [m], sorted: the candidates computed in the layer before, as indices into `view`.
+            active: int64 [m], sorted: the candidates computed in the layer before, as indices into `candidates`.
             deviation: float32 [m], how far their newest computed KV is from the cached KV; None if not measured. At
                 the check layer it is measured in `layer` itself, after that in the layer before.
 
         Returns:
-            int64, a sorted subset of `alive`; all of it where `view.ratio` is 1, so that a prompt equals its full
-            prefill. A ratio of 0 never gets here: `HFModel.fuse` takes the policy `none` for it.
+            int64, a sorted subset of `active`; all of it where `candidates.ratio` is 1, so that a prompt equals its
+            full prefill. `choose` is never called with a ratio of 0, for which `HFModel.fuse` uses the policy `none`.
         """
         ...
 
@@ -127,7 +127,7 @@ class Static:
         """Rows by the ratio; nothing is computed first."""
         return PolicyCost()
 
-    def thins(self, view: Candidates, layer: int, alive: int) -> bool:
+    def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
         """Return False: static policies never drop rows by deviation."""
         return False
 
@@ -150,8 +150,8 @@ def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool)
     return start + (end - start) * (layer - first) / steps
 
 
-def best(alive: Tensor, score: Tensor, count: int) -> Tensor:
-    """Return the `count` members of `alive` [m] with the highest `score` [m], sorted by index."""
-    if count >= len(alive):
-        return alive
-    return alive[score.topk(count, sorted=False).indices.sort().values]
+def best(active: Tensor, score: Tensor, count: int) -> Tensor:
+    """Return the `count` members of `active` [m] with the highest `score` [m], sorted by index."""
+    if count >= len(active):
+        return active
+    return active[score.topk(count, sorted=False).indices.sort().values]

@@ -23,9 +23,9 @@ class Query(Static):
         """A pass that finds the question's attention first, then rows by the ratio."""
         return PolicyCost("attention", self.gradual)
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return the rows with the highest scores, as many as the layer's share allows."""
-        if view.score is None:
-            return alive
-        share = schedule(view.ratio, layer, self.check_layer, view.n_layers, self.gradual)
-        return best(alive, view.score[alive], view.budget(share))
+        if candidates.score is None:
+            return active
+        share = schedule(candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual)
+        return best(active, candidates.score[active], candidates.budget(share))

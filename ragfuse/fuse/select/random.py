@@ -17,9 +17,9 @@ class Random(Static):
     name: str = "random"
     seed: int = 0
 
-    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return rows drawn at layer 0 and kept in all later layers."""
         if layer > 0:
-            return alive
-        draw = torch.rand(len(alive), generator=torch.Generator().manual_seed(self.seed))
-        return best(alive, draw.to(alive.device), view.budget(view.ratio))
+            return active
+        draw = torch.rand(len(active), generator=torch.Generator().manual_seed(self.seed))
+        return best(active, draw.to(active.device), candidates.budget(candidates.ratio))

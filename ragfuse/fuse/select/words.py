@@ -12,7 +12,7 @@ WORD_REACH_TOKENS = 24
 """Distance in tokens beyond which a word adds nothing to a row's score."""
 
 
-def nearness(words: Tensor, asked: Tensor, candidates: Tensor) -> Tensor:
+def nearness(words: Tensor, question_rows: Tensor, candidates: Tensor) -> Tensor:
     """Return for every row the summed weight of the question's words in the chunks around it.
 
     A word weighs log(C / number of candidate rows with it), an inverse document frequency whose documents are the rows
@@ -20,19 +20,19 @@ def nearness(words: Tensor, asked: Tensor, candidates: Tensor) -> Tensor:
 
     Args:
         words: int64 [T], the number of the word that each row is part of; -1 for none.
-        asked: int64 [Q], the rows of the question.
+        question_rows: int64 [Q], the rows of the question.
         candidates: int64 [C], the rows of chunks that may be recomputed.
 
     Returns:
         float32 [T], on the CPU.
     """
-    of_chunks, asking = words[candidates], words[asked]
-    met, count = torch.unique(of_chunks[of_chunks >= 0], return_counts=True)
+    chunk_words, question_words = words[candidates], words[question_rows]
+    found_words, count = torch.unique(chunk_words[chunk_words >= 0], return_counts=True)
     weight = torch.zeros(int(words.max()) + 2)
-    weight[met] = torch.log(len(candidates) / count)
+    weight[found_words] = torch.log(len(candidates) / count)
     known = torch.zeros_like(weight)
-    known[asking[asking >= 0]] = 1.0
-    at = torch.zeros(len(words))
-    at[candidates] = (weight * known)[of_chunks]
-    away = torch.arange(-WORD_REACH_TOKENS, WORD_REACH_TOKENS + 1).abs()
-    return conv1d(at[None, None], torch.exp(-away / WIDTH)[None, None], padding=WORD_REACH_TOKENS)[0, 0]
+    known[question_words[question_words >= 0]] = 1.0
+    row_weight = torch.zeros(len(words))
+    row_weight[candidates] = (weight * known)[chunk_words]
+    distance = torch.arange(-WORD_REACH_TOKENS, WORD_REACH_TOKENS + 1).abs()
+    return conv1d(row_weight[None, None], torch.exp(-distance / WIDTH)[None, None], padding=WORD_REACH_TOKENS)[0, 0]

@@ -31,5 +31,5 @@ def card(name: str) -> dict[str, Any] | None:
     file = path(name) / "card.json"
     if not name or not file.is_file():
         return None
-    said: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    return said
+    fields: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return fields

@@ -37,7 +37,7 @@ from ragfuse.schemas.pml import PML_TAGS, is_name
 P = ParamSpec("P")
 _PML = "__pml__"
 _DEF = "a function written with def"
-_SAYS = "texts, f-strings of parameters, if, match, with system, user or assistant, calls of prompt functions"
+_SAYS = "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of prompt functions"
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def program(
         PMLError: The function cannot be compiled; with file and line.
     """
     if function is None:
-        return lambda function: _Compiler(function, max_tokens or {}).made()
-    return _Compiler(function, max_tokens or {}).made()
+        return lambda function: _Compiler(function, max_tokens or {}).compiled()
+    return _Compiler(function, max_tokens or {}).compiled()
 
 
 def schema_of(function: Callable[..., Any]) -> Schema:
@@ -96,18 +96,18 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     return found
 
 
-class _Said:
-    """The arguments and imports of one module, recorded during a call of a prompt function."""
+class _CallRecord:
+    """A record of the arguments and imports of one module, made during a call of a prompt function."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.args: dict[str, str] = {}
-        self.items: list[Import | _Said] = []
+        self.items: list[Import | _CallRecord] = []
 
-    def module(self, name: str) -> _Said:
+    def module(self, name: str) -> _CallRecord:
         """Record that a branch was taken, and return the record of its module."""
-        self.items.append(made := _Said(name))
-        return made
+        self.items.append(record := _CallRecord(name))
+        return record
 
     def argument(self, name: str, value: object) -> None:
         """Record the value of a parameter."""
@@ -119,8 +119,7 @@ class _Said:
 
     def imports(self) -> tuple[Import, ...]:
         """Return all recorded imports, in order."""
-        said = (item if isinstance(item, Import) else item.as_import() for item in self.items)
-        return tuple(said)
+        return tuple(item if isinstance(item, Import) else item.as_import() for item in self.items)
 
     def as_import(self) -> Import:
         """Return this record as an import of a nested module."""
@@ -138,9 +137,9 @@ class _Scope:
     variable: str
     names: set[str] = field(default_factory=set)
 
-    def unique(self, wish: str) -> str:
-        """Return an unused name for a nested module, as close to `wish` as PML allows."""
-        name = re.sub(r"[^\w.-]+", "-", wish).strip("-.")[:40]
+    def unique(self, wanted: str) -> str:
+        """Return an unused name for a nested module, as close to `wanted` as PML allows."""
+        name = re.sub(r"[^\w.-]+", "-", wanted).strip("-.")[:40]
         if not is_name(name) or name in PML_TAGS:
             name = f"case-{name}" if is_name(f"case-{name}") else "case"
         found, n = name, 1
@@ -157,62 +156,65 @@ class _Compiler:
     def __init__(self, function: Callable[..., Any], max_tokens: Mapping[str, int]) -> None:
         if not isinstance(function, FunctionType):
             raise PMLError(f"{function!r}", _DEF)
-        self.function, self.count = function, 0
-        self.file, self.first = function.__code__.co_filename, function.__code__.co_firstlineno
+        self.function, self.n_scopes = function, 0
+        self.file, self.first_line = function.__code__.co_filename, function.__code__.co_firstlineno
         self.definition = self._definition()
-        self.outside = {**function.__globals__, **_closure(function)}
-        given = self.definition.args
-        self.parameters = {arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
-        self.rooms = {**self._annotated(), **max_tokens}
+        self.outer_values = {**function.__globals__, **_closure(function)}
+        arguments = self.definition.args
+        self.parameters = {arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        self.max_tokens = {**self._annotated(), **max_tokens}
         for name in max_tokens:
             if name not in self.parameters:
                 raise self._error(self.definition, f"max_tokens of '{name}'", "a parameter of the function")
 
-    def made(self) -> Callable[..., PMLPrompt]:
+    def compiled(self) -> Callable[..., PMLPrompt]:
         """Return the compiled function, with its schema as an attribute."""
         scope = self._scope()
         body = self.definition.body
-        items, said = self._body(body[1:] if ast.get_docstring(self.definition, clean=False) else body, scope)
+        items, statements = self._body(body[1:] if ast.get_docstring(self.definition, clean=False) else body, scope)
         if not items:
-            raise self._error(self.definition, "a function without text but its docstring", "text as a statement")
+            raise self._error(
+                self.definition, "a function without text besides its docstring", "a string as a statement"
+            )
         schema = Schema(self.function.__name__, joined(items), at=self._spot(self.definition))
-        function = self._function(scope, said)
+        function = self._function(scope, statements)
         update_wrapper(function, self.function)
         setattr(function, _PML, schema)
         return cast(Callable[..., PMLPrompt], function)
 
-    # what is there
+    # reading the function
 
     def _definition(self) -> ast.FunctionDef:
         try:
             source = inspect.getsource(self.function)
         except OSError as error:
-            raise PMLError("a function without source", "one that stands in a file", self.file, self.first) from error
-        is_inside = source[:1].isspace()  # of another block: it stays as it is, and so do its texts
+            wanted = "one that is defined in a file"
+            raise PMLError("a function without source", wanted, self.file, self.first_line) from error
+        is_inside = source[:1].isspace()  # defined in another block: the source and its texts keep their indentation
         try:
             body: Sequence[ast.stmt] = ast.parse(f"if True:\n{source}" if is_inside else source).body
         except SyntaxError as error:
-            raise PMLError(f"source that cannot be read ({error.msg})", _DEF, self.file, self.first) from error
+            raise PMLError(f"source that cannot be read ({error.msg})", _DEF, self.file, self.first_line) from error
         body = cast(ast.If, body[0]).body if is_inside else body
         found = body[0] if body else None
         if not isinstance(found, ast.FunctionDef):
-            raise PMLError(f"'{source.strip()[:40]}'", _DEF, self.file, self.first, 1)
-        return ast.increment_lineno(found, self.first - 1 - is_inside)
+            raise PMLError(f"'{source.strip()[:40]}'", _DEF, self.file, self.first_line, 1)
+        return ast.increment_lineno(found, self.first_line - 1 - is_inside)
 
     def _annotated(self) -> dict[str, int]:
         try:
             hints = inspect.get_annotations(self.function, locals=_closure(self.function), eval_str=True)
         except Exception as error:  # an annotation may be anything
             raise self._error(self.definition, f"an annotation that cannot be read ({error})", "types") from error
-        rooms = {}
+        max_tokens = {}
         for name, hint in hints.items():
             for each in getattr(hint, "__metadata__", ()):  # of Annotated
                 if isinstance(each, MaxTokens):
-                    rooms[name] = each.n
-        return rooms
+                    max_tokens[name] = each.n
+        return max_tokens
 
     def _spot(self, node: ast.AST) -> SourcePosition:
-        return SourcePosition(self.file, getattr(node, "lineno", self.first), getattr(node, "col_offset", 0) + 1)
+        return SourcePosition(self.file, getattr(node, "lineno", self.first_line), getattr(node, "col_offset", 0) + 1)
 
     def _error(self, node: ast.AST, found: str, wanted: str) -> PMLError:
         return self._spot(node).error(found, wanted)
@@ -220,7 +222,7 @@ class _Compiler:
     def _value(self, node: ast.expr) -> Any:
         """Return the value of a name, or of an attribute, where the function was defined; None if it is unknown."""
         if isinstance(node, ast.Name):
-            return None if node.id in self.parameters else self.outside.get(node.id)
+            return None if node.id in self.parameters else self.outer_values.get(node.id)
         if isinstance(node, ast.Attribute):
             return getattr(self._value(node.value), node.attr, None)
         return None
@@ -228,16 +230,16 @@ class _Compiler:
     # statements
 
     def _scope(self) -> _Scope:
-        self.count += 1
-        return _Scope(f"__said_{self.count}")
+        self.n_scopes += 1
+        return _Scope(f"__record_{self.n_scopes}")
 
     def _body(self, body: Sequence[ast.stmt], scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
-        items, said = list[Item](), list[ast.stmt]()
+        items, recording = list[Item](), list[ast.stmt]()
         for node in body:
-            more, statements = self._statement(node, scope)
-            items += more
-            said += [ast.copy_location(statement, node) for statement in statements]
-        return items, said
+            node_items, recording_of_node = self._statement(node, scope)
+            items += node_items
+            recording += [ast.copy_location(statement, node) for statement in recording_of_node]
+        return items, recording
 
     def _statement(self, node: ast.stmt, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
         match node:
@@ -252,8 +254,8 @@ class _Compiler:
             case ast.Match():
                 return self._match(node, scope)
             case ast.With(items=[ast.withitem(opened, None)]) if isinstance(self._value(opened), MessageBlock):
-                items, said = self._body(node.body, scope)
-                return [Role(self._value(opened).role, joined(items), self._spot(node))], said
+                items, recording = self._body(node.body, scope)
+                return [Role(self._value(opened).role, joined(items), self._spot(node))], recording
             case _:
                 raise self._error(node, f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function", _SAYS)
 
@@ -264,32 +266,41 @@ class _Compiler:
             return [TextNode(value, self._spot(node))] if value else [], []
         if not isinstance(node, ast.JoinedStr):
             raise self._error(node, f"'{ast.unparse(node)[:60]}' in a prompt function", _SAYS)
-        items, said = list[Item](), list[ast.stmt]()
+        items, recording = list[Item](), list[ast.stmt]()
         for part in node.values:
-            plain = part.value if isinstance(part, ast.FormattedValue) else part
+            value_expr = part.value if isinstance(part, ast.FormattedValue) else part
             if isinstance(part, ast.FormattedValue) and (part.conversion != -1 or part.format_spec is not None):
-                raise self._error(plain, f"'{ast.unparse(plain)[:60]}' with a format", "a parameter as it is")
-            if isinstance(plain, ast.Name) and plain.id in self.parameters:
-                items.append(self._param(plain))
-                said.append(_do(scope, "argument", ast.Constant(plain.id), ast.Name(plain.id, ast.Load())))
+                raise self._error(
+                    value_expr, f"'{ast.unparse(value_expr)[:60]}' with a format", "it without ':' or '!'"
+                )
+            if isinstance(value_expr, ast.Name) and value_expr.id in self.parameters:
+                items.append(self._param(value_expr))
+                name = value_expr.id
+                recording.append(_do(scope, "argument", ast.Constant(name), ast.Name(name, ast.Load())))
                 continue
-            if not isinstance(plain, ast.Constant) and not isinstance(self._value(plain), str):
-                raise self._error(plain, f"'{ast.unparse(plain)[:60]}' in a text", "a parameter of the function")
-            items += self._text(plain, scope)[0]
-        return items, said
+            if not isinstance(value_expr, ast.Constant) and not isinstance(self._value(value_expr), str):
+                found = f"'{ast.unparse(value_expr)[:60]}' in a text"
+                raise self._error(value_expr, found, "a parameter of the function")
+            items += self._text(value_expr, scope)[0]
+        return items, recording
 
     def _param(self, node: ast.Name) -> Param:
-        if node.id not in self.rooms:
+        if node.id not in self.max_tokens:
             wanted = f"max_tokens={{'{node.id}': ...}}, or Annotated[str, MaxTokens(...)]"
-            raise self._error(node, f"parameter '{node.id}' without a length", wanted)
-        if not is_name(node.id) or node.id == "schema" or self.rooms[node.id] < 1:
-            raise self._error(node, f"parameter '{node.id}' of {self.rooms[node.id]}", "another name, 1 token or more")
-        return Param(node.id, self.rooms[node.id], at=self._spot(node))
+            raise self._error(node, f"parameter '{node.id}' without a maximum length", wanted)
+        length = self.max_tokens[node.id]
+        if not is_name(node.id) or node.id == "schema" or length < 1:
+            raise self._error(
+                node, f"parameter '{node.id}' of {length} tokens", "at least 1 token, and a name that PML allows"
+            )
+        return Param(node.id, length, at=self._spot(node))
 
     def _call(self, node: ast.Call, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
         schema = getattr(self._value(node.func), _PML, None)
         if not isinstance(schema, Schema):
-            raise self._error(node, f"a call of '{ast.unparse(node.func)[:60]}'", "prompt functions defined before")
+            raise self._error(
+                node, f"a call of '{ast.unparse(node.func)[:60]}'", "a call of a prompt function defined before"
+            )
         name = scope.unique(schema.name)
         return [Module(name, schema.items, at=self._spot(node))], [_do(scope, "called", ast.Constant(name), node)]
 
@@ -301,12 +312,12 @@ class _Compiler:
 
     def _branches(self, node: ast.If, scope: _Scope, modules: list[Module]) -> ast.stmt:
         """Return the `if` with statements that record the branch taken, and add each branch to `modules`."""
-        said = self._branch(_called(node.test), node.body, node, scope, modules)
+        if_body = self._branch(_called(node.test), node.body, node, scope, modules)
         if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
-            other = [self._branches(node.orelse[0], scope, modules)]
+            else_body = [self._branches(node.orelse[0], scope, modules)]
         else:
-            other = self._branch("else", node.orelse, node.orelse[0], scope, modules) if node.orelse else []
-        return ast.copy_location(ast.If(node.test, said, other), node)
+            else_body = self._branch("else", node.orelse, node.orelse[0], scope, modules) if node.orelse else []
+        return ast.copy_location(ast.If(node.test, if_body, else_body), node)
 
     def _match(self, node: ast.Match, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
         modules: list[Module] = []
@@ -319,21 +330,22 @@ class _Compiler:
         return [Union(tuple(modules), at=self._spot(node))], [ast.Match(node.subject, cases)]
 
     def _branch(
-        self, wish: str, body: Sequence[ast.stmt], at: ast.AST, scope: _Scope, modules: list[Module]
+        self, wanted: str, body: Sequence[ast.stmt], at: ast.AST, scope: _Scope, modules: list[Module]
     ) -> list[ast.stmt]:
-        name, inside = scope.unique(wish), self._scope()
-        items, said = self._body(body, inside)
+        name, inner_scope = scope.unique(wanted), self._scope()
+        items, recording = self._body(body, inner_scope)
         modules.append(Module(name, joined(items), at=self._spot(at)))
-        opened = ast.Assign([ast.Name(inside.variable, ast.Store())], _do(scope, "module", ast.Constant(name)).value)
-        return [opened, *said]
+        new_record = _do(scope, "module", ast.Constant(name)).value
+        open_record = ast.Assign([ast.Name(inner_scope.variable, ast.Store())], new_record)
+        return [open_record, *recording]
 
-    # and back to a function
+    # writing the compiled function
 
-    def _function(self, scope: _Scope, said: list[ast.stmt]) -> FunctionType:
+    def _function(self, scope: _Scope, recording: list[ast.stmt]) -> FunctionType:
         """Return a function with the same parameters, globals and closure that records and returns its prompt."""
-        free = ("__say__", *self.function.__code__.co_freevars)
+        free = ("__record__", *self.function.__code__.co_freevars)
         maker = ast.parse(f"def make({', '.join(free)}): pass")
-        opened = ast.parse(f"{scope.variable} = __say__({self.function.__name__!r})").body
+        open_record = ast.parse(f"{scope.variable} = __record__({self.function.__name__!r})").body
         definition = self.definition
         definition.decorator_list, definition.returns = [], None
         for each in ast.walk(definition.args):
@@ -342,16 +354,16 @@ class _Compiler:
         definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
         definition.args.kw_defaults = [each and ast.Constant(None) for each in definition.args.kw_defaults]
         answer = ast.Return(_do(scope, "request").value)
-        definition.body = [*opened, *said, answer]
+        definition.body = [*open_record, *recording, answer]
         outer = cast(ast.FunctionDef, maker.body[0])
         outer.body = [definition, ast.Return(ast.Name(definition.name, ast.Load()))]
-        made: dict[str, Any] = {}
-        exec(compile(ast.fix_missing_locations(maker), self.file, "exec"), self.function.__globals__, made)
-        code = made["make"](*free).__code__
-        cells = dict(zip(free, (CellType(_Said), *(self.function.__closure__ or ())), strict=True))
-        closure, given = tuple(cells[name] for name in code.co_freevars), self.function
-        function = FunctionType(code, given.__globals__, given.__name__, given.__defaults__, closure)
-        function.__kwdefaults__ = given.__kwdefaults__
+        namespace: dict[str, Any] = {}
+        exec(compile(ast.fix_missing_locations(maker), self.file, "exec"), self.function.__globals__, namespace)
+        code = namespace["make"](*free).__code__
+        cells = dict(zip(free, (CellType(_CallRecord), *(self.function.__closure__ or ())), strict=True))
+        closure, original = tuple(cells[name] for name in code.co_freevars), self.function
+        function = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
+        function.__kwdefaults__ = original.__kwdefaults__
         return function
 
 
@@ -367,8 +379,8 @@ def _closure(function: FunctionType) -> dict[str, Any]:
 
 
 def _do(scope: _Scope, method: str, *args: ast.expr) -> ast.Expr:
-    said = ast.Attribute(ast.Name(scope.variable, ast.Load()), method, ast.Load())
-    return ast.Expr(ast.Call(said, list(args), []))
+    attribute = ast.Attribute(ast.Name(scope.variable, ast.Load()), method, ast.Load())
+    return ast.Expr(ast.Call(attribute, list(args), []))
 
 
 def _called(test: ast.expr) -> str:

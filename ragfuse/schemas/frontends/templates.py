@@ -40,9 +40,9 @@ def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int],
         PMLError: The template has logic, loops, formats or placeholders for conversations.
     """
     items: list[Item] = []
-    for role, text, own in _pairs(name, template, syntax):
-        said = joined(_items(name, text, own, max_tokens))
-        items += [Role(_role(name, role), said)] if role else said
+    for role, text, text_syntax in _pairs(name, template, syntax):
+        text_items = joined(_items(name, text, text_syntax, max_tokens))
+        items += [Role(_role(name, role), text_items)] if role else text_items
     return Schema(name, joined(items))
 
 
@@ -62,29 +62,31 @@ def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str,
     else:
         messages = getattr(template, "messages", None) or getattr(template, "message_templates", None) or template
         if not isinstance(messages, Sequence):
-            raise PMLError(f"a template of type {type(template).__name__}", "messages, a text, or pairs", name)
+            raise PMLError(
+                f"a template of type {type(template).__name__}", "messages, a text, or (role, text) pairs", name
+            )
         for message in messages:
             yield _message(name, message, syntax)
 
 
 def _chats(text: str, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
     """Split a jinja2 text into its `{% chat %}` blocks and the text between them, without mere white space."""
-    done, dash, opened, has_blocks = 0, "", None, False
+    done, dash, opening, has_blocks = 0, "", None, False
     for tag in _CHAT.finditer(text) if syntax == "jinja2" else ():
         before, role, behind = tag.groups()
-        if opened is None and role is not None:
-            opened = tag
-        elif opened is not None and role is None:
-            if (between := _bare(text[done : opened.start()], dash, opened[1])).strip():
+        if opening is None and role is not None:
+            opening = tag
+        elif opening is not None and role is None:
+            if (between := _strip_at_dashes(text[done : opening.start()], dash, opening[1])).strip():
                 yield "", between, syntax
-            yield opened["role"], _bare(text[opened.end() : tag.start()], opened[3], before), syntax
-            done, dash, opened, has_blocks = tag.end(), behind, None, True
-    rest = _bare(text[done:], dash, "")
+            yield opening["role"], _strip_at_dashes(text[opening.end() : tag.start()], opening[3], before), syntax
+            done, dash, opening, has_blocks = tag.end(), behind, None, True
+    rest = _strip_at_dashes(text[done:], dash, "")
     if not has_blocks or rest.strip():
         yield "", rest, syntax
 
 
-def _bare(text: str, before: str, behind: str) -> str:
+def _strip_at_dashes(text: str, before: str, behind: str) -> str:
     """Strip a text between two jinja2 tags on the sides where a tag has a dash, as in `{%-`."""
     text = text.lstrip() if before == "-" else text
     return text.rstrip() if behind == "-" else text
@@ -102,7 +104,7 @@ def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax]
     if isinstance(text := getattr(message, "content", None), str):  # LangChain's messages are no templates
         return role, text if hasattr(message, "blocks") else re.sub(r"[{}]", r"\g<0>\g<0>", text), "f-string"
     raise PMLError(
-        f"{type(message).__name__} in a template", "messages with a text; whole conversations have no len", name
+        f"{type(message).__name__} in a template", "messages with text: a conversation has no maximum length", name
     )
 
 
@@ -129,30 +131,30 @@ def _items(name: str, text: str, syntax: Syntax, max_tokens: int | Mapping[str, 
 
 def _param(variable: str, max_tokens: int | Mapping[str, int], at: SourcePosition) -> Param:
     if not is_name(variable) or variable == "schema":
-        raise at.error(f"'{variable}' in a template", "the name of a variable, without logic or format")
+        raise at.error(f"'{variable}' in a template", "the plain name of a variable, without logic or format")
     length = max_tokens if isinstance(max_tokens, int) else max_tokens.get(variable, 0)
     if length < 1:
-        raise at.error(f"variable '{variable}' without a length", f"max_tokens={{'{variable}': ...}}")
+        raise at.error(f"variable '{variable}' without a maximum length", f"max_tokens={{'{variable}': ...}}")
     return Param(variable, length, at=at)
 
 
 def parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | None, int]]:
     """Yield (literal text, variable after it or None, its approximate place in the text).
 
-    name: name of the template, for error messages.
+    `name` is the template's name for error messages.
     """
     if syntax == "f-string":
         yield from _formatted(name, text)
         return
     is_jinja, done, dash = syntax == "jinja2", 0, ""
-    for lo, hi, variable in _held(text) if is_jinja else _held_by_mustache(text):
+    for lo, hi, variable in _jinja_variables(text) if is_jinja else _mustache_variables(text):
         literal, tag = _plain(name, text, done, lo), text[lo:hi] if is_jinja else ""
-        yield _bare(literal, dash, tag[2:3]), variable, lo
+        yield _strip_at_dashes(literal, dash, tag[2:3]), variable, lo
         done, dash = hi, tag[-3:-2]
-    yield _bare(_plain(name, text, done, len(text)), dash, ""), None, len(text)
+    yield _strip_at_dashes(_plain(name, text, done, len(text)), dash, ""), None, len(text)
 
 
-def _held(text: str) -> Iterator[tuple[int, int, str | None]]:
+def _jinja_variables(text: str) -> Iterator[tuple[int, int, str | None]]:
     """Yield (lo, hi, name) of the variables of a jinja2 template, and of its comments (name None)."""
     at = 0
     while found := _JINJA.search(text, at):
@@ -170,7 +172,7 @@ def _held(text: str) -> Iterator[tuple[int, int, str | None]]:
         yield found.start(), at, None
 
 
-def _held_by_mustache(text: str) -> Iterator[tuple[int, int, str | None]]:
+def _mustache_variables(text: str) -> Iterator[tuple[int, int, str | None]]:
     """Yield (lo, hi, name) of the variables of a mustache template."""
     for found in _MUSTACHE.finditer(text):
         yield found.start(), found.end(), found[found.lastindex or 0].strip()
@@ -181,11 +183,15 @@ def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
     try:
         for literal, variable, spec, conversion in Formatter().parse(text):
             at += len(literal)
-            shown = variable if variable is None else f"{variable}{'!' if conversion else ''}{':' if spec else ''}"
-            yield literal, shown, at
+            name_with_format = (
+                variable if variable is None else f"{variable}{'!' if conversion else ''}{':' if spec else ''}"
+            )
+            yield literal, name_with_format, at
             at += len(variable or "")
     except ValueError as error:
-        raise PMLError(f"a template that str.format does not take ({error})", "{{ and }} for braces", name) from error
+        raise PMLError(
+            f"a template that str.format cannot read ({error})", "{{ and }} for literal braces", name
+        ) from error
 
 
 def _plain(name: str, text: str, lo: int, hi: int) -> str:
@@ -194,6 +200,6 @@ def _plain(name: str, text: str, lo: int, hi: int) -> str:
     if logic := re.search(r"{%|{{", plain):
         line = text.count("\n", 0, lo) + plain.count("\n", 0, logic.start()) + 1
         end = plain.find("%}" if logic[0] == "{%" else "}}", logic.end())
-        told = plain[logic.start() : max(end, logic.start()) + 2]
-        raise PMLError(f"'{told[:60]}' in a template", "texts and variables", name, line, 1)
+        tag = plain[logic.start() : max(end, logic.start()) + 2]
+        raise PMLError(f"'{tag[:60]}' in a template", "texts and variables only", name, line, 1)
     return plain

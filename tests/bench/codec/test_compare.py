@@ -77,11 +77,9 @@ def test_the_paper_s_ideas_are_added_one_at_a_time(model: HFModel) -> None:
     codecs = codecs_of(model)
     ideas = ideas_of(model, codecs)
     levels = [codec.level for codec in ideas.values()]  # type: ignore[attr-defined]
-    changed = [
-        {name for name in ("deltas", "layerwise", "grouping", "coder", "odd") if getattr(a, name) != getattr(b, name)}
-        for a, b in pairwise(levels)
-    ]
-    paper = [{"grouping"}, {"deltas"}, {"layerwise"}, {"deltas"}, {"odd"}, {"layerwise"}]
+    ideas_by_name = ("deltas", "layerwise", "grouping", "coder", "outlier_factor")
+    changed = [{name for name in ideas_by_name if getattr(a, name) != getattr(b, name)} for a, b in pairwise(levels)]
+    paper = [{"grouping"}, {"deltas"}, {"layerwise"}, {"deltas"}, {"outlier_factor"}, {"layerwise"}]
     assert changed == [*paper, set(), set(), {"coder"}, set()]
     tables = [codec.tables.digest for codec in ideas.values()]  # type: ignore[attr-defined]
     plain, asked, ours, left = dict.fromkeys(tables)

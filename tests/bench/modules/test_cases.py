@@ -10,7 +10,7 @@ from ragfuse_bench.options import USES
 from ragfuse_bench.quality.cases import Packing
 
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.prompts import ASKED
+from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.errors import SettingsError
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import lay_out
@@ -67,7 +67,7 @@ def test_a_document_s_prompt_reads_as_the_benchmarks_word_it() -> None:
     chunks = ("The first\x00 passage is <here>.", "The second & last one.")
     case = of_documents(Case("made", "1", "Who? {question}", ("nobody",), chunks))
     _, taken = bound(case, lambda text, special: [ord(letter) for letter in text])
-    before, after = ASKED["answer"]
+    before, after = PROMPT_TEXTS["answer"]
     said = before + "\n\n".join(chunks).replace("\x00", "") + after.replace("{question}", "Who? {question}")
     assert "".join(map(chr, taken.prompt.token_ids)) == said + "\n"
     assert taken.imported == ("document-1", "document-2")

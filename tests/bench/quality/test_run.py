@@ -164,9 +164,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     done: list[tuple[str, str]] = []
     real = run.ask
 
-    def counted(lab: Any, runner: Any, case: Case, methods: Any, answers: bool) -> Any:
+    def counted(lab: Any, runner: Any, case: Case, methods: Any, answers: bool, run_chain: Any) -> Any:
         done.extend((case.id, method.name) for method in methods if answers)
-        return real(lab, runner, case, methods, answers)
+        return real(lab, runner, case, methods, answers, run_chain)
 
     monkeypatch.setattr(run, "ask", counted)
     again = measure(plan, model, Console(quiet=True))

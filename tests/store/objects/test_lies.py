@@ -129,7 +129,7 @@ def test_what_is_called_as_ours_and_is_none_is_left_alone_and_counts_for_nothing
     for _ in range(3):
         assert tier.entries() == {}
         assert tier.nbytes == 0
-    assert any("no entry" in each for each in warnings(caplog))
+    assert any("not written by ragfuse" in each for each in warnings(caplog))
     assert is_sound(tier)
     assert path.read_bytes() == HTML * 1000
     assert tier.write(A, *encoded(kv()))  # in its place: this name is ours
@@ -266,8 +266,8 @@ ENDLESS = ["one token again and again", "the same objects again and again", "emp
 
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_listing_that_never_ends_is_given_up(server, bucket, kind, monkeypatch):
-    monkeypatch.setattr("ragfuse.store.bucket._EMPTY", 20)
-    monkeypatch.setattr("ragfuse.store.bucket._PAGES", 40)
+    monkeypatch.setattr("ragfuse.store.bucket._MAX_EMPTY_PAGES", 20)
+    monkeypatch.setattr("ragfuse.store.bucket._MAX_PAGES", 40)
     n = 0
 
     def lie(asked):
@@ -324,7 +324,7 @@ def test_a_pin_with_something_in_it_is_no_pin_of_ours_and_stays(server, bucket):
 
 @pytest.mark.parametrize("kind", ["one mark again and again", "empty pages"])
 def test_a_listing_of_uploads_that_never_ends_is_given_up(server, bucket, kind, monkeypatch):
-    monkeypatch.setattr("ragfuse.store.bucket._EMPTY", 20)
+    monkeypatch.setattr("ragfuse.store.bucket._MAX_EMPTY_PAGES", 20)
     n = 0
 
     def lie(asked):

@@ -127,7 +127,7 @@ def test_keys_of_all_forms_find_their_way_back_and_none_but_digests_are_keys(fol
     assert set(tier.entries()) == set(forms)
     assert all(tier.read(each, 0) is not None for each in forms)
     for odd in (type(A)("mo/del", "/etc/x y", "~cont?ext#", "lay%2Fout*"), type(A)("photos", "a", "b", "c")):
-        with pytest.raises(ValueError, match="cannot be written down"):
+        with pytest.raises(ValueError, match="cannot be stored"):
             tier.write(odd, *encoded(kv()))
     assert len(objects(folder)) == len(forms)
 

@@ -42,7 +42,7 @@ def test_what_is_known_is_what_is_there_after_threads_wrote_deleted_evicted_and_
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
-    known, there = tier._catalogue, opened(folder)
+    known, there = tier._index, opened(folder)
     assert over == []
     assert set(known.oldest()) == set(there.entries())
     assert known.nbytes == there.nbytes == weight(folder) <= 4 * unit

@@ -59,7 +59,7 @@ def test_what_is_left_lying_about_and_cannot_be_deleted_spoils_no_listing(server
         tier = server.tier(url, user=user)
         assert set(tier.entries()) == {A}
         assert tier.tidy() == Freed()
-    assert "Could not delete what is left" in caplog.text
+    assert "Could not delete leftover objects" in caplog.text
 
 
 def test_a_bucket_deleted_behind_our_back_is_misses_until_it_is_there_again(server, caplog):

@@ -173,7 +173,7 @@ def test_uses_that_may_not_be_noted_are_told_once_and_not_tried_for_every_read(s
             tier._notes.wait(30)
     assert tier.counts["failed"] == 3
     (told,) = warnings(caplog)
-    assert "could not note uses" in told
+    assert "could not record uses" in told
 
 
 def test_a_use_that_nobody_takes_holds_up_neither_reading_nor_closing_for_long(server):

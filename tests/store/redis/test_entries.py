@@ -252,7 +252,7 @@ def test_who_is_used_while_victims_are_chosen_is_none(open_tier, unit):
 
 
 def test_layers_that_are_brought_in_several_batches_are_one_entry(open_tier, monkeypatch):
-    monkeypatch.setattr(redis_pieces, "LEAST_NBYTES", 100)
+    monkeypatch.setattr(redis_pieces, "MIN_PIECE_NBYTES", 100)
     tier = open_tier()
     meta, blobs = encoded(kv(3))
     assert tier.write(A, meta, blobs)

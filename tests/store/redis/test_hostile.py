@@ -100,7 +100,7 @@ def test_a_strangers_key_under_a_name_of_ours_is_named_and_left_alone(url, raw, 
     raw.set(PREFIX + name, b"mine")
     tier = open_tier(ttl_s=60)
     assert not use(tier)[0]
-    assert f"something else lies under the names {PREFIX}*" in caplog.text
+    assert f"something else is stored under names {PREFIX}*" in caplog.text
     assert len(caplog.records) == 2
     assert raw.get(PREFIX + name) == b"mine"
     raw.delete(PREFIX + name)

@@ -85,7 +85,7 @@ def test_pieces_shrink_where_they_take_long_and_begin_anew_after_trouble():
 
 
 def test_an_upload_in_pieces_that_loses_one_becomes_no_entry(url, raw, monkeypatch):
-    monkeypatch.setattr(redis_pieces, "LEAST_NBYTES", 10)
+    monkeypatch.setattr(redis_pieces, "MIN_PIECE_NBYTES", 10)
     index = redis_index.RedisIndex(url, 2.0, None)
     real = index.run
 
@@ -103,7 +103,7 @@ def test_an_upload_in_pieces_that_loses_one_becomes_no_entry(url, raw, monkeypat
 
 
 def test_pieces_weigh_what_they_will_weigh_together_and_room_is_kept_while_they_come(url, raw, monkeypatch):
-    monkeypatch.setattr(redis_pieces, "LEAST_NBYTES", 10)
+    monkeypatch.setattr(redis_pieces, "MIN_PIECE_NBYTES", 10)
     index = redis_index.RedisIndex(url, 2.0, None)
     real, seen = index.run, []
 

@@ -6,10 +6,10 @@ import lazy_loader
 
 if TYPE_CHECKING:
     from llama_index.llms.ragfuse.base import RagFuseLLM
-    from llama_index.llms.ragfuse.listening import traces
     from llama_index.llms.ragfuse.precompute import KVPrecompute
     from llama_index.llms.ragfuse.prompts import PMLPromptTemplate
     from llama_index.llms.ragfuse.synthesizer import RagFuseSynthesizer
+    from llama_index.llms.ragfuse.trace_collector import traces
 
 __all__ = ["KVPrecompute", "PMLPromptTemplate", "RagFuseLLM", "RagFuseSynthesizer", "traces"]
 
@@ -17,7 +17,7 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "base": ["RagFuseLLM"],
-        "listening": ["traces"],
+        "trace_collector": ["traces"],
         "precompute": ["KVPrecompute"],
         "prompts": ["PMLPromptTemplate"],
         "synthesizer": ["RagFuseSynthesizer"],

@@ -24,7 +24,7 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
-from llama_index.llms.ragfuse.convert import chat, completion, partly, turns_of
+from llama_index.llms.ragfuse.convert import chat, completion, partial_chat, to_ragfuse_messages
 from llama_index.llms.ragfuse.events import retrieved_for
 from llama_index.llms.ragfuse.prompts import pml_of, ready
 from llama_index.llms.ragfuse.structured import Structured
@@ -37,10 +37,10 @@ Prompt = Any
 """A prompt as an engine takes it: a text, messages, or a prompt in PML."""
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-ENDS = ("max_tokens", "stop", "timeout", "deadline_s")
+LENGTHS = ("max_tokens", "stop", "timeout", "deadline_s")
 TEMPLATE = ("chat_template_kwargs", "enable_thinking", "continue_final_message")
-SAID = ("policy", "ratio", "reuse", "overflow", *ENDS, "seed", "generate_kwargs")
-FIELDS = (*SAID, *SAMPLING, *PENALTIES, *TEMPLATE)
+REUSE_AND_LENGTH = ("policy", "ratio", "reuse", "overflow", *LENGTHS, "seed", "generate_kwargs")
+FIELDS = (*REUSE_AND_LENGTH, *SAMPLING, *PENALTIES, *TEMPLATE)
 """Fields that a call may override: `llm.chat(messages, ratio=1.0)`."""
 PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "parallel_tool_calls": True, "grammar": None})
 """Options that only a call has, with their defaults."""
@@ -60,78 +60,83 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     model: Any = Field(
         default=None,
         alias="model_name",
-        description="Embedded name, hub id, folder (of an adapter, too) or GGUF file; or what is loaded already: a "
-        "PreTrainedModel beside tokenizer, a pipeline, a PEFT model. None: what the settings say.",
+        description="Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a loaded "
+        "model: a PreTrainedModel together with `tokenizer`, a pipeline, a PEFT model. None: as in the settings.",
     )
-    tokenizer: Any = Field(default=None, exclude=True, repr=False, description="Of a loaded model.")
+    tokenizer: Any = Field(default=None, exclude=True, repr=False, description="The tokenizer of a loaded model.")
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         repr=False,
-        description="What the model is loaded with: revision, trust_remote_code, attn_implementation, device_map, "
+        description="Options for loading the model: revision, trust_remote_code, attn_implementation, device_map, "
         "token, torch_dtype, quantization_config ...",
     )
-    dtype: str | None = Field(default=None, description="Of weights and KV; None: what the settings say.")
-    device: str | None = Field(default=None, description="cpu, cuda or cuda:N; None: what the settings say.")
-    store: str | None = Field(default=None, description="Folder of the chunk store; None: what the settings say.")
-    settings: Settings | None = Field(default=None, exclude=True, repr=False, description="Everything else to be set.")
-    engine: Engine | None = Field(default=None, exclude=True, repr=False, description="A ready engine, used instead.")
+    dtype: str | None = Field(default=None, description="The dtype of weights and KV; None: as in the settings.")
+    device: str | None = Field(default=None, description="cpu, cuda or cuda:N; None: as in the settings.")
+    store: str | None = Field(default=None, description="Folder of the chunk store; None: as in the settings.")
+    settings: Settings | None = Field(default=None, exclude=True, repr=False, description="All other settings.")
+    engine: Engine | None = Field(default=None, exclude=True, repr=False, description="An existing engine to use.")
 
-    policy: str | None = Field(default=None, description="Selects the tokens of cached nodes to recompute.")
-    ratio: float | None = Field(default=None, ge=0, le=1, description="Share of them: 0 plain reuse, 1 full prefill.")
-    reuse: bool = Field(default=True, description="False: the model's own full prefill, for comparison.")
+    policy: str | None = Field(default=None, description="How tokens of cached nodes are chosen to recompute.")
+    ratio: float | None = Field(default=None, ge=0, le=1, description="Share of tokens to recompute, 0 to 1.")
+    reuse: bool = Field(default=True, description="False: full prefill by the model itself, for comparison.")
     overflow: Literal["error", "drop"] | None = Field(
-        default=None, description="A prompt longer than the window: an error, or its last documents are left out."
+        default=None,
+        description="For a prompt longer than the context window: raise an error, or drop its last documents.",
     )
 
-    temperature: float | None = Field(default=None, ge=0, description="None or 0: greedy.")
+    temperature: float | None = Field(default=None, ge=0, description="None or 0: greedy decoding.")
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = Field(default=None, description="Least share of the likeliest token's probability.")
-    presence_penalty: float | None = Field(default=None, description="What a token loses that the answer has.")
-    frequency_penalty: float | None = Field(default=None, description="What it loses for each time.")
-    repetition_penalty: float | None = Field(default=None, description="Divides tokens of prompt and answer.")
-    logit_bias: dict[int, float] | None = Field(default=None, description="By token id: what is added to its logit.")
-    max_tokens: int | None = Field(default=None, description="New tokens of an answer.")
-    stop: list[str] | None = Field(default=None, description="An answer ends before any of these.")
+    min_p: float | None = Field(default=None, description="Least probability, as a share of the most likely token's.")
+    presence_penalty: float | None = Field(default=None, description="Subtracted from logits of tokens in the answer.")
+    frequency_penalty: float | None = Field(default=None, description="Subtracted once for each time in the answer.")
+    repetition_penalty: float | None = Field(default=None, description="Divides logits of tokens in prompt or answer.")
+    logit_bias: dict[int, float] | None = Field(default=None, description="Added to the logits of these token ids.")
+    max_tokens: int | None = Field(default=None, description="Most tokens of an answer.")
+    stop: list[str] | None = Field(default=None, description="Strings before which an answer ends.")
     seed: int | None = None
-    timeout: float | None = Field(default=None, description="Seconds of writing after which an answer ends as it is.")
+    timeout: float | None = Field(
+        default=None, description="Seconds of generation, after which an answer ends unfinished."
+    )
     deadline_s: float | None = Field(
         default=None,
         ge=0,
-        description="Seconds until the first token is wanted: what a store brings over a slow line comes smaller, or "
-        "is computed.",
+        description="Seconds until the first token is wanted: KV from a slow store is then loaded at a smaller level "
+        "or recomputed.",
     )
-    context_window: int | None = Field(default=None, description="Tokens of prompt and answer; None: the model's own.")
-    generate_kwargs: dict[str, Any] = Field(default_factory=dict, description="More options of transformers' generate.")
+    context_window: int | None = Field(default=None, description="Most tokens of prompt and answer; None: the model's.")
+    generate_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further options of transformers' generate."
+    )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables for the chat template.")
     enable_thinking: bool | None = Field(
-        default=None, description="Whether the model thinks before it answers; None: as its chat template has it."
+        default=None, description="Whether a reasoning model thinks before it answers; None: as its chat template does."
     )
     continue_final_message: bool = Field(
-        default=False, description="The last message is the beginning of the answer, which goes on with it."
+        default=False, description="Treat the last message as the beginning of the answer, which continues it."
     )
 
     _settings: Settings = PrivateAttr()
-    _given: Any = PrivateAttr(default=None)
+    _loaded_model: Any = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
         """Resolve the settings; model and store are opened at first use."""
         super().model_post_init(context)
         if self.engine is not None and (self.model_kwargs or self.tokenizer is not None):
-            raise InputError("A ready engine has its model: leave out tokenizer= and model_kwargs=.")
+            raise InputError("An engine already has its model: with engine=, leave out tokenizer= and model_kwargs=.")
         if self.model is not None and not isinstance(self.model, str):
-            self._given = self.model if not isinstance(self.model, Path) else None
-            self.model = str(self.model) if self._given is None else None
-        self._settings = self.engine.settings if self.engine is not None else self._told()
-        if self._given is not None or self.tokenizer is not None:
-            self._settings = self._handed_over()
+            self._loaded_model = self.model if not isinstance(self.model, Path) else None
+            self.model = str(self.model) if self._loaded_model is None else None
+        self._settings = self.engine.settings if self.engine is not None else self._resolve_settings()
+        if self._loaded_model is not None or self.tokenizer is not None:
+            self._settings = self._settings_of_loaded_model()
         if self.engine is not None:
             self.settings = self._settings
         self.model_kwargs = {name: value for name, value in self._settings.model_kwargs.items() if name != "token"}
         self.model, self.dtype, self.device = self._settings.model, self._settings.dtype, self._settings.device
         self.store = None if self._settings.store is None else str(self._settings.store)
 
-    def _told(self) -> Settings:
+    def _resolve_settings(self) -> Settings:
         """Return the settings, with model, dtype, device, store and model_kwargs replaced by those of this LLM."""
         named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
         given = {name: value for name, value in named.items() if value is not None}
@@ -140,14 +145,16 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             given["model_kwargs"] = {**base.model_kwargs, **self.model_kwargs}
         return Settings(**{**base.model_dump(), **given}) if given else base
 
-    def _handed_over(self) -> Settings:
+    def _settings_of_loaded_model(self) -> Settings:
         """Return the settings for a loaded model; raises InputError if other fields contradict it."""
         if self.engine is not None:
-            raise InputError("A ready engine has its model: leave out model= and tokenizer=.")
+            raise InputError("An engine already has its model: with engine=, leave out model= and tokenizer=.")
         for name in ("dtype", "device"):
-            if self._given is not None and getattr(self, name) is not None:
-                raise InputError(f"A loaded model has its {name}: leave {name}= out, or name the model.")
-        return Engine.shared(self._settings, self._given, tokenizer=self.tokenizer).settings
+            if self._loaded_model is not None and getattr(self, name) is not None:
+                raise InputError(
+                    f"A loaded model already has its {name}: leave out {name}=, or pass the model's name instead."
+                )
+        return Engine.shared(self._settings, self._loaded_model, tokenizer=self.tokenizer).settings
 
     @classmethod
     def class_name(cls) -> str:
@@ -166,10 +173,10 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             SettingsError: The settings contain a secret, which is not serialised.
             InputError: The model was passed as a loaded object, which another process cannot load.
         """
-        if self._given is not None:
+        if self._loaded_model is not None:
             raise InputError(
-                f"{self.model_name} was handed over loaded, and cannot be written down. Save it to a folder and name "
-                "that: model='folder'."
+                f"{self.model_name} was given as a loaded model, which cannot be serialised. Save it to a folder, and "
+                "pass that: model='folder'."
             )
         return {**super().to_dict(**kwargs), "settings": self._settings.as_public()}
 
@@ -179,10 +186,10 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         Raises:
             InputError: The model was passed as a loaded object, which another process cannot load.
         """
-        if self._given is not None:
+        if self._loaded_model is not None:
             raise InputError(
-                f"{self.model_name} was handed over loaded, and no copy of it can be made for another process. Save it "
-                "to a folder and name that: model='folder'."
+                f"{self.model_name} was given as a loaded model, which cannot be copied to another process. Save it "
+                "to a folder, and pass that: model='folder'."
             )
         bare: Any = self.model_copy(update={"engine": None}) if self.engine is not None else self
         return super(RagFuseLLM, bare).__getstate__()
@@ -191,7 +198,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """Return the engine: the field `engine` if given, else the one that the process shares for these settings."""
         if self.engine is not None:
             return self.engine
-        return Engine.shared(self._settings, self._given, tokenizer=self.tokenizer)
+        return Engine.shared(self._settings, self._loaded_model, tokenizer=self.tokenizer)
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -223,15 +230,15 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """Stream the answer of `complete`; the last response has usage and trace."""
         ask, engine = self._ask(kwargs, prompt), self.get_engine()
 
-        def written() -> CompletionResponseGen:
-            said = ""
+        def responses() -> CompletionResponseGen:
+            streamed = ""
             with engine.stream(self._prompt(prompt, formatted), ask) as stream:
                 for text in stream:
-                    said += text
-                    yield CompletionResponse(text=said, delta=text)
-                yield completion(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
+                    streamed += text
+                    yield CompletionResponse(text=streamed, delta=text)
+                yield completion(stream.answer, engine, ask.reuse, stream.answer.text[len(streamed) :])
 
-        return written()
+        return responses()
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -247,65 +254,65 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """Stream the answer of `chat`; the last response has usage and trace."""
         ask, engine = self._ask(kwargs, messages), self.get_engine()
 
-        def written() -> ChatResponseGen:
-            said = thought = ""
+        def responses() -> ChatResponseGen:
+            streamed = reasoning = ""
             with engine.stream(self._messages(messages), ask) as stream:
                 for piece in stream.pieces():
-                    said, thought = _with(said, thought, piece)
-                    yield partly(said, thought, piece)
-                yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
+                    streamed, reasoning = _append_piece(streamed, reasoning, piece)
+                    yield partial_chat(streamed, reasoning, piece)
+                yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(streamed) :])
 
-        return written()
+        return responses()
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Run `complete` without blocking the event loop; cancelling it stops the generation."""
         ask, engine = self._ask(kwargs, prompt), await asyncio.to_thread(self._loaded)
-        asked = await asyncio.to_thread(self._prompt, prompt, formatted)
-        return completion(await _awaited(engine.stream(asked, ask)), engine, ask.reuse)
+        ready_prompt = await asyncio.to_thread(self._prompt, prompt, formatted)
+        return completion(await _whole_answer(engine.stream(ready_prompt, ask)), engine, ask.reuse)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Run `stream_complete` without blocking the event loop."""
         ask, engine = self._ask(kwargs, prompt), await asyncio.to_thread(self._loaded)
-        asked = await asyncio.to_thread(self._prompt, prompt, formatted)
+        ready_prompt = await asyncio.to_thread(self._prompt, prompt, formatted)
 
-        async def written() -> CompletionResponseAsyncGen:
-            said, stream = "", engine.stream(asked, ask)
+        async def responses() -> CompletionResponseAsyncGen:
+            streamed, stream = "", engine.stream(ready_prompt, ask)
             try:
                 async for text in stream:
-                    said += text
-                    yield CompletionResponse(text=said, delta=text)
-                yield completion(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
+                    streamed += text
+                    yield CompletionResponse(text=streamed, delta=text)
+                yield completion(stream.answer, engine, ask.reuse, stream.answer.text[len(streamed) :])
             finally:
                 stream.cancel()
 
-        return written()
+        return responses()
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Run `chat` without blocking the event loop; cancelling it stops the generation."""
         ask, engine = self._ask(kwargs, messages), await asyncio.to_thread(self._loaded)
-        asked = await asyncio.to_thread(self._messages, messages)
-        return chat(await _awaited(engine.stream(asked, ask)), engine, ask.reuse)
+        ready_prompt = await asyncio.to_thread(self._messages, messages)
+        return chat(await _whole_answer(engine.stream(ready_prompt, ask)), engine, ask.reuse)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Run `stream_chat` without blocking the event loop."""
         ask, engine = self._ask(kwargs, messages), await asyncio.to_thread(self._loaded)
-        asked = await asyncio.to_thread(self._messages, messages)
+        ready_prompt = await asyncio.to_thread(self._messages, messages)
 
-        async def written() -> ChatResponseAsyncGen:
-            said, thought, stream = "", "", engine.stream(asked, ask)
+        async def responses() -> ChatResponseAsyncGen:
+            streamed, reasoning, stream = "", "", engine.stream(ready_prompt, ask)
             try:
                 async for piece in stream.apieces():
-                    said, thought = _with(said, thought, piece)
-                    yield partly(said, thought, piece)
-                yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
+                    streamed, reasoning = _append_piece(streamed, reasoning, piece)
+                    yield partial_chat(streamed, reasoning, piece)
+                yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(streamed) :])
             finally:
                 stream.cancel()
 
-        return written()
+        return responses()
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """Answer a prompt template filled with `prompt_args`, without blocking the event loop."""
@@ -348,9 +355,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """Return messages for the engine: as messages, as one text if there is no chat template, or as a PML prompt."""
         if (filled := pml_of(messages)) is not None:
             return ready(filled, self.get_engine())
-        turns = turns_of(messages)
+        converted = to_ragfuse_messages(messages)
         if self._has_template or self.messages_to_prompt is None:
-            return turns
+            return converted
         return str(self.messages_to_prompt(messages))
 
     def _ask(self, call: Mapping[str, Any], prompt: str | Sequence[ChatMessage] = "") -> Ask:
@@ -365,28 +372,28 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
                 f"RagFuseLLM takes no argument '{unknown[0]}' in a call; wanted one of "
                 f"{', '.join((*FIELDS, *PER_CALL))}. Options of transformers' generate go into generate_kwargs={{...}}."
             )
-        said = {**{name: getattr(self, name) for name in FIELDS}, **PER_CALL, **call}
+        values = {**{name: getattr(self, name) for name in FIELDS}, **PER_CALL, **call}
         return Ask(
-            max_tokens=said["max_tokens"],
-            policy=said["policy"],
-            ratio=said["ratio"],
-            reuse=said["reuse"],
-            stop=said["stop"] or (),
-            seed=said["seed"],
-            deadline_s=said["deadline_s"],
-            options=_options(said),
-            tools=tuple(said["tools"] or ()),
-            tool_choice=said["tool_choice"] or "auto",
-            parallel_tool_calls=said["parallel_tool_calls"] is not False,
-            grammar=said["grammar"],
+            max_tokens=values["max_tokens"],
+            policy=values["policy"],
+            ratio=values["ratio"],
+            reuse=values["reuse"],
+            stop=values["stop"] or (),
+            seed=values["seed"],
+            deadline_s=values["deadline_s"],
+            options=_options(values),
+            tools=tuple(values["tools"] or ()),
+            tool_choice=values["tool_choice"] or "auto",
+            parallel_tool_calls=values["parallel_tool_calls"] is not False,
+            grammar=values["grammar"],
             documents=() if self._settings.learn == "off" else retrieved_for(prompt),
             chat_template_kwargs=Ask.template_kwargs(vars(self), call),
-            continue_final_message=bool(said["continue_final_message"]),
-            **({"overflow": said["overflow"]} if said["overflow"] else {}),
+            continue_final_message=bool(values["continue_final_message"]),
+            **({"overflow": values["overflow"]} if values["overflow"] else {}),
         )
 
 
-async def _awaited(stream: AnswerStream) -> Answer:
+async def _whole_answer(stream: AnswerStream) -> Answer:
     """Wait for the whole answer; cancelling the wait stops the generation."""
     try:
         async for _ in stream:
@@ -396,16 +403,16 @@ async def _awaited(stream: AnswerStream) -> Answer:
     return stream.answer
 
 
-def _with(said: str, thought: str, piece: Any) -> tuple[str, str]:
+def _append_piece(text: str, reasoning: str, piece: Any) -> tuple[str, str]:
     """Return text and reasoning so far, with the next piece added to either."""
-    return (said + piece, thought) if isinstance(piece, str) else (said, thought + piece.text)
+    return (text + piece, reasoning) if isinstance(piece, str) else (text, reasoning + piece.text)
 
 
-def _options(said: Mapping[str, Any]) -> dict[str, Any]:
+def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of transformers' `generate` that are not fields of `Ask`."""
-    options: dict[str, Any] = {name: said[name] for name in PENALTIES if said[name] is not None}
-    if said["temperature"]:
-        options |= {name: said[name] for name in SAMPLING if said[name] is not None} | {"do_sample": True}
-    if said["timeout"] is not None:
-        options["max_time"] = said["timeout"]
-    return {**options, **said["generate_kwargs"]}
+    options: dict[str, Any] = {name: values[name] for name in PENALTIES if values[name] is not None}
+    if values["temperature"]:
+        options |= {name: values[name] for name in SAMPLING if values[name] is not None} | {"do_sample": True}
+    if values["timeout"] is not None:
+        options["max_time"] = values["timeout"]
+    return {**options, **values["generate_kwargs"]}

@@ -16,40 +16,40 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 from llama_index.core.schema import BaseNode, MetadataMode
-from llama_index.llms.ragfuse.listening import note
+from llama_index.llms.ragfuse.trace_collector import note
 
 import ragfuse
 from ragfuse import Answer, Engine, InputError, ToolCall
 
-ANSWERS = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
-SILENT = (CachePoint, ThinkingBlock, ToolCallBlock)
+ASSISTANT_ROLES = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
+NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
 """Blocks of a message that are not part of its text."""
 
 
-def turns_of(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
+def to_ragfuse_messages(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
     """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`).
 
     Raises:
         InputError: There are no messages, or one has content other than text.
     """
     if not messages:
-        raise InputError("There is nothing to answer: wanted at least one message, found none.")
-    return ragfuse.ChatMessage.conversation(map(_turn, messages))
+        raise InputError("There are no messages; wanted at least one.")
+    return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
 
-def _turn(message: ChatMessage) -> ragfuse.ChatMessage:
+def _to_ragfuse_message(message: ChatMessage) -> ragfuse.ChatMessage:
     role, texts = str(message.role.value), _texts(message)
     if message.role in (MessageRole.TOOL, MessageRole.FUNCTION):
         call, name = (str(message.additional_kwargs.get(each) or "") for each in ("tool_call_id", "name"))
         return ragfuse.ChatMessage(role, texts, tool_call_id=call, name=name)
-    thoughts = [block.content for block in message.blocks if isinstance(block, ThinkingBlock) and block.content]
-    thought = "\n".join(thoughts) if message.role in ANSWERS else ""
-    return ragfuse.ChatMessage(role, texts, tool_calls=tuple(calls_of(message)), reasoning=thought)
+    reasonings = [block.content for block in message.blocks if isinstance(block, ThinkingBlock) and block.content]
+    reasoning = "\n".join(reasonings) if message.role in ASSISTANT_ROLES else ""
+    return ragfuse.ChatMessage(role, texts, tool_calls=tuple(calls_of(message)), reasoning=reasoning)
 
 
 def _texts(message: ChatMessage) -> list[str]:
     for block in message.blocks:
-        if not isinstance(block, (TextBlock, *SILENT)):
+        if not isinstance(block, (TextBlock, *NOT_TEXT)):
             raise InputError(
                 f"A content block of type '{block.block_type}' cannot be read: this model takes text alone. "
                 "Wanted TextBlock; leave other blocks out."
@@ -91,36 +91,40 @@ def chat(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) 
     delta: its text that was not streamed yet.
     """
     raw, calls = raw_of(answer, engine, reuse), answer.tool_calls
-    text = _said(answer.text, answer.reasoning, not calls)
+    text = _text_blocks(answer.text, answer.reasoning, not calls)
     blocks = [
         ToolCallBlock(tool_call_id=each.id, tool_name=each.name, tool_kwargs={**each.arguments}) for each in calls
     ]
-    said = {"tool_calls": [each.as_openai() for each in calls]} if calls else {}
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *blocks], additional_kwargs=said)
+    kwargs = {"tool_calls": [each.as_openai() for each in calls]} if calls else {}
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *blocks], additional_kwargs=kwargs)
     return ChatResponse(message=message, delta=delta, raw=raw, additional_kwargs=_flat(raw))
 
 
-def partly(said: str, thought: str, piece: Any) -> ChatResponse:
+def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
     """Return the message streamed up to `piece`; a piece of reasoning becomes the `thinking_delta` that agents read."""
-    delta, more = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_said(said, thought))
-    return ChatResponse(message=message, delta=delta, additional_kwargs=more)
+    delta, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_text_blocks(text, reasoning))
+    return ChatResponse(message=message, delta=delta, additional_kwargs=kwargs)
 
 
-def _said(text: str, thought: str, must: bool = True) -> list[ThinkingBlock | TextBlock]:
-    """Return reasoning and text as blocks; must: include the text block even if it is empty."""
-    thoughts = [ThinkingBlock(content=thought)] if thought else []
-    return [*thoughts, *([TextBlock(text=text)] if text or must else [])]
+def _text_blocks(text: str, reasoning: str, always: bool = True) -> list[ThinkingBlock | TextBlock]:
+    """Return reasoning and text as blocks; always: include the text block even if it is empty."""
+    reasonings = [ThinkingBlock(content=reasoning)] if reasoning else []
+    return [*reasonings, *([TextBlock(text=text)] if text or always else [])]
 
 
 def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:
     """Return usage and trace; cached_tokens: reused, cache_creation_tokens: misses that are encoded for later."""
-    trace, written = answer.trace, len(answer.token_ids)
+    trace, n_generated = answer.trace, len(answer.token_ids)
     note(trace)
     saves = reuse and not engine.model.profile.refusal
     missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
     details = {"cached_tokens": trace.tokens_reused, "cache_creation_tokens": missed if saves else 0}
-    usage = {"prompt_tokens": trace.tokens, "completion_tokens": written, "total_tokens": trace.tokens + written}
+    usage = {
+        "prompt_tokens": trace.tokens,
+        "completion_tokens": n_generated,
+        "total_tokens": trace.tokens + n_generated,
+    }
     return {
         "model": engine.settings.model,
         "finish_reason": answer.finish_reason,

@@ -35,7 +35,7 @@ class RetrievalSpans(BaseSpanHandler[BaseSpan]):
 
     @classmethod
     def class_name(cls) -> str:
-        """Its name."""
+        """Return the name of the handler."""
         return "RagFuseRetrievalSpans"
 
     def new_span(
@@ -59,13 +59,13 @@ class RetrievalEvents(BaseEventHandler):
 
     @classmethod
     def class_name(cls) -> str:
-        """Its name."""
+        """Return the name of the handler."""
         return "RagFuseRetrievalEvents"
 
     def handle(self, event: Any, **kwargs: Any) -> None:
         """Record the nodes of an event."""
         if isinstance(event, RetrievalEndEvent | ReRankEndEvent):
-            QUERIES.hear(event.span_id, _texts(event.nodes))
+            QUERIES.record(event.span_id, _texts(event.nodes))
 
 
 get_dispatcher().add_span_handler(RetrievalSpans())
@@ -74,10 +74,10 @@ get_dispatcher().add_event_handler(RetrievalEvents())
 
 def retrieved_for(prompt: str | Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
     """Return (text, source) of what was retrieved in the running query or, before it, in the same task or thread."""
-    return QUERIES.retrieved((active_span_id.get(),), lambda: _said(prompt))
+    return QUERIES.retrieved((active_span_id.get(),), lambda: _prompt_text(prompt))
 
 
-def _said(prompt: str | Sequence[ChatMessage]) -> str:
+def _prompt_text(prompt: str | Sequence[ChatMessage]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(each.content or "" for each in prompt)
 
 

@@ -25,11 +25,12 @@ _TABLES = (
     "PRIMARY KEY (model, collection)) WITHOUT ROWID",
 )
 _WAIT_S = 60.0
+"""The most seconds that a change waits for another process to finish its own."""
 _PAUSE_S = 5.0
 """The most seconds that a fork waits for another thread to finish a change."""
 
 Keep = Callable[[str, str, bool, str], bool]
-"""Tells whether a text is still in use, given (document, version, whether that is the newest version, text)."""
+"""A function that returns whether a text is in use, of (document, version, is that the newest version, text)."""
 
 
 class Ledger:
@@ -79,26 +80,28 @@ class Ledger:
             The result of `forget`; 0 if there is nothing to forget.
         """
         with self._changing() as tables:
-            gone = [use for use, newest in _uses(tables, model, collection) if not keep(*use[:2], newest, use[2])]
-            for use in gone:
+            unused = [use for use, newest in _uses(tables, model, collection) if not keep(*use[:2], newest, use[2])]
+            for use in unused:
                 tables.execute(
                     "DELETE FROM texts "
                     "WHERE model = ? AND collection = ? AND document = ? AND version = ? AND text = ?",
                     (model, collection, *use),
                 )
-            free = [text for text in dict.fromkeys(text for _, _, text in gone) if not _used(tables, model, text)]
+            free_texts = [
+                text for text in dict.fromkeys(text for _, _, text in unused) if not _used(tables, model, text)
+            ]
             tables.execute(
                 "DELETE FROM versions WHERE (model, collection, document, version) NOT IN "
                 "(SELECT model, collection, document, version FROM texts)"
             )
-            if not free:
+            if not free_texts:
                 return 0
             tables.execute(
                 "INSERT INTO collected VALUES (?, ?, 1) "
                 "ON CONFLICT (model, collection) DO UPDATE SET times = times + 1",
                 (model, collection),
             )
-            return forget(free)
+            return forget(free_texts)
 
     def collected(self, model: str, collection: str) -> int:
         """Return how often texts were forgotten; part of a pipeline's cache key, so that forgotten texts are redone."""
@@ -119,8 +122,8 @@ class Ledger:
                 yield tables
         except sqlite3.Error as error:
             raise StoreError(
-                f"The list of documents at {self._path} cannot be used: wanted a SQLite file of this package, found "
-                f"'{error}'. Remove it to begin a new one; KV of documents deleted before stays until it is evicted."
+                f"The list of documents at {self._path} cannot be used ({error}). If it is damaged, delete it, and a "
+                "new one is started; KV of documents that were deleted before then stays until it is evicted."
             ) from error
 
     @contextmanager
@@ -142,18 +145,18 @@ class Ledger:
 
 def _follow_forks(ledger: Ledger) -> None:
     """Pause a ledger at forks, before the engine's locks are taken, as a change may need these."""
-    mine = ref(ledger)
+    weak = ref(ledger)
 
-    def tell(what: Callable[[Ledger], None]) -> None:
-        held = mine()
-        if held is not None:
-            what(held)
+    def call(method: Callable[[Ledger], None]) -> None:
+        live = weak()
+        if live is not None:
+            method(live)
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(
-            before=lambda: tell(Ledger.pause),
-            after_in_parent=lambda: tell(Ledger.resume),
-            after_in_child=lambda: tell(Ledger.renew),
+            before=lambda: call(Ledger.pause),
+            after_in_parent=lambda: call(Ledger.resume),
+            after_in_child=lambda: call(Ledger.renew),
         )
 
 

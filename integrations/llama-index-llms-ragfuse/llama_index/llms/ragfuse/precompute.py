@@ -30,8 +30,8 @@ class KVPrecompute(TransformComponent):
     """
 
     llm: RagFuseLLM = Field(exclude=True)
-    collection: str = Field(default="default", description="Documents that one docstore keeps.")
-    show_progress: bool = Field(default=False, exclude=True, description="Show a bar, where output is a terminal.")
+    collection: str = Field(default="default", description="Name of the documents of one docstore.")
+    show_progress: bool = Field(default=False, exclude=True, description="Show a bar if stderr is a terminal.")
 
     _ledger: Ledger | None = PrivateAttr(default=None)
 
@@ -70,11 +70,11 @@ class KVPrecompute(TransformComponent):
             progress: Called after every node with the totals so far.
             show_progress: Show a bar if stderr is a terminal; None: the field of that name.
         """
-        engine, meant = self.llm.get_engine(), [node for node in nodes if text_of(node)]
+        engine, encodable = self.llm.get_engine(), [node for node in nodes if text_of(node)]
         shown = self.show_progress if show_progress is None else show_progress
-        bar = tqdm(meant, desc="Encoding nodes", unit="node", disable=None if shown else True)  # None: on terminals
+        bar = tqdm(encodable, desc="Encoding nodes", unit="node", disable=None if shown else True)  # None: on terminals
         done = engine.ingest(((text_of(node), source_of(node)) for node in bar), progress=progress)
-        self.ledger.note(engine.digest, self.collection, ((*_version(node), text_of(node)) for node in meant))
+        self.ledger.note(engine.digest, self.collection, ((*_version(node), text_of(node)) for node in encodable))
         return done
 
     def collect(self, alive: BaseDocumentStore | Iterable[BaseNode], none_left: bool = False) -> int:
@@ -92,8 +92,8 @@ class KVPrecompute(TransformComponent):
         alive = alive if isinstance(alive, BaseDocumentStore) else list(alive)
         if not (none_left or (alive.docs if isinstance(alive, BaseDocumentStore) else alive)):
             raise InputError(
-                f"No document is left, so all KV of the collection '{self.collection}' would go; wanted nodes, or a "
-                "docstore that has some. Where that is meant: collect(..., none_left=True)."
+                f"No document is left, so all KV of the collection '{self.collection}' would be deleted. If you want "
+                "that, call collect(..., none_left=True); otherwise pass nodes, or a docstore that has some."
             )
         engine = self.llm.get_engine()
         keep = _in_docstore(alive) if isinstance(alive, BaseDocumentStore) else _among(alive)
@@ -111,8 +111,8 @@ class KVPrecompute(TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         """Raise InputError: the step cannot be sent to another process."""
         raise InputError(
-            "KVPrecompute stays in its process: wanted a pipeline with num_workers=None, found one whose workers would "
-            "each load the model. Run the pipeline without this step, then KVPrecompute(llm).ensure(nodes)."
+            "KVPrecompute cannot run in other processes (num_workers), as each would load the model. Leave out "
+            "num_workers, or run the pipeline without this step, then KVPrecompute(llm).ensure(nodes)."
         )
 
 

@@ -30,9 +30,9 @@ class PMLMessage(ChatMessage):
     @classmethod
     def of(cls, filled: Filled) -> PMLMessage:
         """Return a message with a filled template."""
-        made = cls(role=MessageRole.USER, content=str(filled))
-        made._filled = filled
-        return made
+        message = cls(role=MessageRole.USER, content=str(filled))
+        message._filled = filled
+        return message
 
     @property
     def filled(self) -> Filled | None:
@@ -107,16 +107,15 @@ class PMLPromptTemplate(BasePromptTemplate):
         Raises:
             PMLError: The template uses something that a schema cannot express, such as logic or loops.
         """
-        held = {"template_var_mappings", "function_mappings"}
-        kept = {each: getattr(template, each, None) for each in held}
+        mappings = {name: getattr(template, name, None) for name in ("template_var_mappings", "function_mappings")}
         values = getattr(template, "kwargs", None) or {}
-        made = PMLTemplate.of(name, template, max_tokens, question, syntax)
-        return cls(template=made, **{**kept, **values, **fields})
+        pml_template = PMLTemplate.of(name, template, max_tokens, question, syntax)
+        return cls(template=pml_template, **{**mappings, **values, **fields})
 
     def register(self, llm: Any, progress: Progress | None = None) -> Ingested:
         """Encode the modules of the schema that are not stored yet; `progress` is called after each."""
         if not hasattr(llm, "get_engine"):
-            raise InputError(f"Wanted a RagFuseLLM for a schema, found a {type(llm).__name__}.")
+            raise InputError(f"Wanted a RagFuseLLM to register with, found a {type(llm).__name__}.")
         return _registered(llm.get_engine(), self.template.schema, self.show_progress, progress)
 
     def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:

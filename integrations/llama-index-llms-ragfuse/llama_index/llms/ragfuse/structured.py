@@ -36,11 +36,13 @@ class Structured(LLM):
         **prompt_args: Any,
     ) -> Any:
         """Answer a prompt with an object of `output_cls`; raises InputError if the answer is cut off."""
-        if not self._is_held:
+        if not self._is_constrained:
             return super().structured_predict(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
-        _began(output_cls, prompt, prompt_args)
-        response = self.chat(self.messages_for(output_cls, prompt, prompt_args), **_held(output_cls, llm_kwargs))
-        return _ended(object_of(output_cls, response))
+        _emit_start(output_cls, prompt, prompt_args)
+        response = self.chat(
+            self.messages_for(output_cls, prompt, prompt_args), **_constrained_kwargs(output_cls, llm_kwargs)
+        )
+        return _emit_end(object_of(output_cls, response))
 
     @dispatcher.span
     async def astructured_predict(
@@ -51,11 +53,13 @@ class Structured(LLM):
         **prompt_args: Any,
     ) -> Any:
         """Run `structured_predict` without blocking the event loop."""
-        if not self._is_held:
+        if not self._is_constrained:
             return await super().astructured_predict(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
-        _began(output_cls, prompt, prompt_args)
-        response = await self.achat(self.messages_for(output_cls, prompt, prompt_args), **_held(output_cls, llm_kwargs))
-        return _ended(object_of(output_cls, response))
+        _emit_start(output_cls, prompt, prompt_args)
+        response = await self.achat(
+            self.messages_for(output_cls, prompt, prompt_args), **_constrained_kwargs(output_cls, llm_kwargs)
+        )
+        return _emit_end(object_of(output_cls, response))
 
     def _structured_stream_call(
         self,
@@ -65,12 +69,12 @@ class Structured(LLM):
         **prompt_args: Any,
     ) -> Generator[Any, None, None]:
         """Yield the object as far as it is written, and at last the whole object."""
-        if not self._is_held:
+        if not self._is_constrained:
             yield from super()._structured_stream_call(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
             return
         found, response = None, None
         for response in self.stream_chat(
-            self.messages_for(output_cls, prompt, prompt_args), **_held(output_cls, llm_kwargs)
+            self.messages_for(output_cls, prompt, prompt_args), **_constrained_kwargs(output_cls, llm_kwargs)
         ):
             if response.raw is None:
                 found = process_streaming_objects(response, output_cls, found and [found], llm=self)
@@ -85,13 +89,13 @@ class Structured(LLM):
         **prompt_args: Any,
     ) -> AsyncGenerator[Any, None]:
         """Stream the object without blocking the event loop."""
-        if not self._is_held:
+        if not self._is_constrained:
             return await super()._structured_astream_call(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
         stream = await self.astream_chat(
-            self.messages_for(output_cls, prompt, prompt_args), **_held(output_cls, llm_kwargs)
+            self.messages_for(output_cls, prompt, prompt_args), **_constrained_kwargs(output_cls, llm_kwargs)
         )
 
-        async def written() -> AsyncGenerator[Any, None]:
+        async def objects() -> AsyncGenerator[Any, None]:
             found, response = None, None
             async for response in stream:
                 if response.raw is None:
@@ -99,10 +103,10 @@ class Structured(LLM):
                     yield found
             yield object_of(output_cls, response)
 
-        return written()
+        return objects()
 
     @property
-    def _is_held(self) -> bool:
+    def _is_constrained(self) -> bool:
         return self.pydantic_program_mode is PydanticProgramMode.DEFAULT
 
     def messages_for(
@@ -110,16 +114,16 @@ class Structured(LLM):
     ) -> list[ChatMessage]:
         """Return the messages of a prompt, with the schema added to the last one."""
         messages = self._extend_messages(prompt.format_messages(llm=self, **values))
-        return messages[:-1] + [shown(output_cls, message) for message in messages[-1:]]
+        return messages[:-1] + [with_schema(output_cls, message) for message in messages[-1:]]
 
 
-def shown(output_cls: type[BaseModel], message: ChatMessage) -> ChatMessage:
-    """A message that ends with the schema which its answer must follow."""
+def with_schema(output_cls: type[BaseModel], message: ChatMessage) -> ChatMessage:
+    """Return the message with the schema of its answer at the end."""
     schema = json.dumps(output_cls.model_json_schema(), ensure_ascii=False)
-    wish = TextBlock(text=f"\n\nAnswer with JSON that follows this schema:\n{schema}")
+    instruction = TextBlock(text=f"\n\nAnswer with JSON that follows this schema:\n{schema}")
     if isinstance(message, PMLMessage) and message.filled is not None:
-        return PMLMessage.of(message.filled.asking(wish.text.strip()))
-    return message.model_copy(update={"blocks": [*message.blocks, wish]})
+        return PMLMessage.of(message.filled.asking(instruction.text.strip()))
+    return message.model_copy(update={"blocks": [*message.blocks, instruction]})
 
 
 def grammar_of(output_cls: type[BaseModel]) -> Grammar:
@@ -132,15 +136,15 @@ def object_of(output_cls: type[BaseModel], response: ChatResponse | None) -> Bas
     text = (response.message.content or "") if response is not None else ""
     raw = response.raw if response is not None and isinstance(response.raw, dict) else {}
     if raw.get("finish_reason") == "length":
-        written = raw["usage"]["completion_tokens"]
+        n_tokens = raw["usage"]["completion_tokens"]
         raise InputError(
-            f"A whole {output_cls.__name__} was wanted, but the answer was cut off after {written} tokens: "
-            f"'...{text[-40:]}'. Raise max_tokens, or bound the lengths in the schema."
+            f"The answer, a {output_cls.__name__}, was cut off after {n_tokens} tokens: '...{text[-40:]}'. "
+            "Raise max_tokens, or limit the lengths in the schema."
         )
     return output_cls.model_validate_json(text)
 
 
-def _held(output_cls: type[BaseModel], given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _constrained_kwargs(output_cls: type[BaseModel], given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arguments of a call with the grammar of a class."""
     return {**_plain(given), "grammar": grammar_of(output_cls)}
 
@@ -150,10 +154,10 @@ def _plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: value for name, value in (given or {}).items() if name != "tool_choice"}
 
 
-def _began(output_cls: type[BaseModel], prompt: BasePromptTemplate, values: Mapping[str, Any]) -> None:
+def _emit_start(output_cls: type[BaseModel], prompt: BasePromptTemplate, values: Mapping[str, Any]) -> None:
     dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=dict(values)))
 
 
-def _ended(found: BaseModel) -> BaseModel:
+def _emit_end(found: BaseModel) -> BaseModel:
     dispatcher.event(LLMStructuredPredictEndEvent(output=found))
     return found

@@ -26,8 +26,8 @@ from ragfuse import InputError
 
 TEMPLATE_TOKENS = 64
 """Tokens reserved for the text that a chat template adds around messages."""
-SMALLEST = 64
-"""The least tokens of a context; with less room there is an error."""
+MIN_CONTEXT_TOKENS = 64
+"""The least tokens of a context; below it there is an error."""
 
 
 class RagFuseSynthesizer(BaseSynthesizer):
@@ -60,7 +60,7 @@ class RagFuseSynthesizer(BaseSynthesizer):
             output_cls=output_cls,
             empty_response=empty_response,
         )
-        self._fused, self._separator = llm, separator
+        self._ragfuse_llm, self._separator = llm, separator
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
 
@@ -95,9 +95,9 @@ class RagFuseSynthesizer(BaseSynthesizer):
         answer = prev_response
         for context in first:
             template, values = self._step(query_str, context, answer)
-            answer = self._fused.predict(template, **values, **response_kwargs)
+            answer = self._ragfuse_llm.predict(template, **values, **response_kwargs)
         template, values = self._step(query_str, last, answer)
-        return self._said(template, {**values, **response_kwargs})
+        return self._final_answer(template, {**values, **response_kwargs})
 
     async def aget_response(
         self,
@@ -114,29 +114,29 @@ class RagFuseSynthesizer(BaseSynthesizer):
         answer = prev_response
         for context in first:
             template, values = self._step(query_str, context, answer)
-            answer = await self._fused.apredict(template, **values, **response_kwargs)
+            answer = await self._ragfuse_llm.apredict(template, **values, **response_kwargs)
         template, values = self._step(query_str, last, answer)
-        return await self._asaid(template, {**values, **response_kwargs})
+        return await self._afinal_answer(template, {**values, **response_kwargs})
 
-    def _said(self, template: BasePromptTemplate, values: dict[str, Any]) -> Any:
+    def _final_answer(self, template: BasePromptTemplate, values: dict[str, Any]) -> Any:
         """Return the last answer: whole or as a stream, as text or as an object of `output_cls`."""
-        llm, wanted = self._fused, self._output_cls
-        if wanted is None:
+        llm, output_cls = self._ragfuse_llm, self._output_cls
+        if output_cls is None:
             return llm.stream(template, **values) if self._streaming else llm.predict(template, **values)
         if not self._streaming:
-            return llm.structured_predict(wanted, template, **values)
-        messages = llm.messages_for(wanted, template, values)
-        return stream_chat_response_to_tokens(llm.stream_chat(messages, grammar=grammar_of(wanted)))
+            return llm.structured_predict(output_cls, template, **values)
+        messages = llm.messages_for(output_cls, template, values)
+        return stream_chat_response_to_tokens(llm.stream_chat(messages, grammar=grammar_of(output_cls)))
 
-    async def _asaid(self, template: BasePromptTemplate, values: dict[str, Any]) -> Any:
+    async def _afinal_answer(self, template: BasePromptTemplate, values: dict[str, Any]) -> Any:
         """Return the last answer without blocking the event loop."""
-        llm, wanted = self._fused, self._output_cls
-        if wanted is None:
+        llm, output_cls = self._ragfuse_llm, self._output_cls
+        if output_cls is None:
             return await (llm.astream(template, **values) if self._streaming else llm.apredict(template, **values))
         if not self._streaming:
-            return await llm.astructured_predict(wanted, template, **values)
-        messages = llm.messages_for(wanted, template, values)
-        return await astream_chat_response_to_tokens(await llm.astream_chat(messages, grammar=grammar_of(wanted)))
+            return await llm.astructured_predict(output_cls, template, **values)
+        messages = llm.messages_for(output_cls, template, values)
+        return await astream_chat_response_to_tokens(await llm.astream_chat(messages, grammar=grammar_of(output_cls)))
 
     def _step(self, query: str, context: str, answer: str | None) -> tuple[BasePromptTemplate, dict[str, str]]:
         """Return the template and its values, for a first answer or to refine `answer`."""
@@ -146,22 +146,22 @@ class RagFuseSynthesizer(BaseSynthesizer):
 
     def _contexts(self, query: str, texts: Sequence[str], sources: Sequence[str]) -> list[str]:
         """Join marked texts to contexts, as many in each as fit into a prompt; at least one context."""
-        engine, room = self._fused.get_engine(), self._room(query)
-        between = len(engine.tokens(self._separator))
+        engine, room = self._ragfuse_llm.get_engine(), self._room(query)
+        separator_tokens = len(engine.tokens(self._separator))
         contexts: list[list[str]] = [[]]
-        left = room
+        free_tokens = room
         for text, source in self._fitting(texts, sources, room):
-            size = len(engine.tokens(text)) + between
-            if size > left and contexts[-1]:
+            size = len(engine.tokens(text)) + separator_tokens
+            if size > free_tokens and contexts[-1]:
                 contexts.append([])
-                left = room
+                free_tokens = room
             contexts[-1].append(engine.marker.mark(text, source))
-            left -= size
+            free_tokens -= size
         return [self._separator.join(marked) for marked in contexts]
 
     def _fitting(self, texts: Sequence[str], sources: Sequence[str], room: int) -> Iterator[tuple[str, str]]:
         """Yield (text, source), with texts that do not fit into a prompt split."""
-        count = self._fused.get_engine().tokens
+        count = self._ragfuse_llm.get_engine().tokens
         splitter = TokenTextSplitter(chunk_size=room - 16, chunk_overlap=0, tokenizer=count)
         for text, source in zip_longest((text.strip() for text in texts), sources, fillvalue=""):
             parts = [text] if len(count(text)) < room - 16 else splitter.split_text(text)
@@ -169,16 +169,17 @@ class RagFuseSynthesizer(BaseSynthesizer):
 
     def _room(self, query: str) -> int:
         """Return the tokens that a prompt has left for its context; raises InputError if they are too few."""
-        metadata, engine = self._fused.metadata, self._fused.get_engine()
+        metadata, engine = self._ragfuse_llm.metadata, self._ragfuse_llm.get_engine()
         steps = [self._step(query, "", answer) for answer in (None, "")]
-        messages = [template.format_messages(llm=self._fused, **values) for template, values in steps]
-        written = max(sum(len(engine.tokens(each.content or "")) for each in one) for one in messages)
-        written += len(engine.tokens(self._fused.system_prompt or "")) + TEMPLATE_TOKENS
-        room = metadata.context_window - 2 * metadata.num_output - written
-        if room < SMALLEST:
+        messages = [template.format_messages(llm=self._ragfuse_llm, **values) for template, values in steps]
+        fixed_tokens = max(sum(len(engine.tokens(each.content or "")) for each in formatted) for formatted in messages)
+        fixed_tokens += len(engine.tokens(self._ragfuse_llm.system_prompt or "")) + TEMPLATE_TOKENS
+        room = metadata.context_window - 2 * metadata.num_output - fixed_tokens
+        if room < MIN_CONTEXT_TOKENS:
             raise InputError(
-                f"A window of {metadata.context_window} tokens leaves {room} for the context, beside {written} of the "
-                f"templates and twice {metadata.num_output} of answers; wanted {SMALLEST}. Lower max_tokens."
+                f"Too few tokens are left for the context: {room}, at least {MIN_CONTEXT_TOKENS} are needed. "
+                f"Of the window of {metadata.context_window}, the templates take {fixed_tokens} and two answers "
+                f"{metadata.num_output} each. Lower max_tokens."
             )
         return room
 

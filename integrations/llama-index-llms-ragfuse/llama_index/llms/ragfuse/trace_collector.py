@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 from ragfuse import Trace
 
-_LISTENING: ContextVar[tuple[list[Trace], ...]] = ContextVar("ragfuse_traces", default=())
+_OPEN_LISTS: ContextVar[tuple[list[Trace], ...]] = ContextVar("ragfuse_traces", default=())
 
 
 @contextmanager
@@ -17,15 +17,15 @@ def traces() -> Iterator[list[Trace]]:
 
     Answers in other tasks and threads are not included. A stream counts where it is read to its end.
     """
-    seen: list[Trace] = []
-    token = _LISTENING.set((*_LISTENING.get(), seen))
+    collected: list[Trace] = []
+    token = _OPEN_LISTS.set((*_OPEN_LISTS.get(), collected))
     try:
-        yield seen
+        yield collected
     finally:
-        _LISTENING.reset(token)
+        _OPEN_LISTS.reset(token)
 
 
 def note(trace: Trace) -> None:
     """Add the trace of a finished answer to all lists of `traces` that are open in this context."""
-    for seen in _LISTENING.get():
-        seen.append(trace)
+    for collected in _OPEN_LISTS.get():
+        collected.append(trace)
