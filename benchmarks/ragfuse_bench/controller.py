@@ -49,7 +49,9 @@ def run_controller(options: ControllerOptions, console: Console) -> dict[str, An
         console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
         model = bench_model(options.model, options.dtype, options.device, options.home)
         if model.profile.refusal:
-            raise ModelError(f"{options.model} cannot be fused: {model.profile.refusal} Measure another model.")
+            raise ModelError(
+                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+            )
         found = _Bench(options, model, console, held)
         plans, sweeps = found.plans(), found.sweeps()
     errors = sorted(abs(plan["predicted_s"] / plan["measured_s"] - 1) for plan in plans)

@@ -40,7 +40,9 @@ def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:
         console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
         model = bench_model(options.model, options.dtype, options.device, options.home)
         if model.profile.refusal:
-            raise ModelError(f"{options.model} cannot be fused: {model.profile.refusal} Measure another model.")
+            raise ModelError(
+                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+            )
         rows, nbytes = _measured(options, model, console)
     result = _result(options, rows, nbytes, circumstances(model.device, options.threads))
     _show(result, console)

@@ -67,7 +67,9 @@ def _model(wanted: Wanted) -> HFModel:
     settings = wanted.settings
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     if model.profile.refusal:
-        raise ModelError(f"{settings.model} cannot be fused: {model.profile.refusal} Measure another model.")
+        raise ModelError(
+            f"{settings.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+        )
     return model
 
 

@@ -66,7 +66,9 @@ def run_ttft(options: TtftOptions, console: Console | None = None) -> dict[str, 
 def _check(model: HFModel, options: TtftOptions) -> None:
     """Say before the long work what would end it."""
     if model.profile.refusal:
-        raise ModelError(f"{options.model} cannot be fused: {model.profile.refusal} Measure another model.")
+        raise ModelError(
+            f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+        )
     tokens = max(options.chunks) * options.chunk_tokens + options.question_tokens
     room = model.max_context
     if room is not None and tokens > room:

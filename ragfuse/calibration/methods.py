@@ -216,7 +216,7 @@ class Lab:
         return prompt.spans[chunks[0]][1]
 
     def write(self, prefill: Prefill, max_tokens: int) -> list[int]:
-        """Return the ids of the greedy answer, at most `most`, without end tokens. The prefill cannot be used again."""
+        """Return the ids of the greedy answer without end tokens, at most `max_tokens`. The prefill is used up."""
         ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})[0]
         return [token for token in ids if token not in ends_of(self.model)]
 

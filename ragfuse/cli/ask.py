@@ -74,12 +74,12 @@ def ask(
         raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
     if pml is not None and (docs is not None or index != "default" or session is not None):
         raise InputError(
-            "--pml cannot be combined with --docs, --index or --session: its prompt takes all text from a schema."
+            "--pml cannot be combined with --docs, --index or --session, as its text is in a schema: leave these out."
         )
     if blend and pml is None:
         raise InputError("--blend works only with --pml: add --pml, or leave out --blend.")
     if pml is not None and not blend and (policy is not None or ratio is not None):
-        raise InputError("With --pml, --policy and --ratio have no effect without --blend: add it, or leave them out.")
+        raise InputError("With --pml, --policy and --ratio have no effect alone: add --blend, or leave them out.")
     if docs is not None and index != "default":
         raise InputError(
             "--docs builds its own index, so --index cannot be given too: leave out --index, or run `ragfuse ingest` "

@@ -104,7 +104,7 @@ def _finish(results: Sequence[CheckResult], report: dict[str, Any], console: Con
     bad = [result for result in results if result.state == "bad"]
     _show(results, console)
     verdict = (
-        f"[bold red]{counted(len(bad), 'thing')} to mend[/]: {', '.join(result.what for result in bad)}."
+        f"[bold red]{counted(len(bad), 'thing')} to fix[/]: {', '.join(result.what for result in bad)}."
         if bad
         else "[bold green]Everything works.[/]"
     )

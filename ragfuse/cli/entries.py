@@ -132,8 +132,8 @@ def print_cleared(console: Console, cleared: Cleared) -> None:
         console.print(f"Dropped {message}{texts}.", highlight=False, markup=False)
     for name in cleared.silent:
         n = sum(row.entry.tier == name for row in cleared.stayed)
-        here = f"{n:,} of these entries and whatever else" if n else "what"
-        message = f"Tier {name} could not be cleared: {here} it holds stays, and so do all texts."
+        here = f"{n:,} of these entries and any others" if n else "its entries"
+        message = f"Tier {name} could not be cleared: {here} stay there, and all texts stay, too."
         console.print(f"{message} Clear again once it answers.", highlight=False, markup=False, soft_wrap=True)
     for name in cleared.unknown:
         message = f"Tier {name} does not answer: its entries are not known, so all texts stay."

@@ -63,10 +63,10 @@ def find_files(paths: Sequence[Path]) -> FilesToIngest:
             else:
                 files.append(file)
     if not files:
-        why = f"{len(skipped)} passed over ({skipped[0][0].name}: {skipped[0][1]})" if skipped else "no file"
+        why = f"{len(skipped)} skipped ({skipped[0][0].name}: {skipped[0][1]})" if skipped else "no file"
         raise InputError(
             f"Wanted documents ({READABLE_TYPES}) in '{', '.join(map(str, paths))}', found none: {why}. "
-            "Name a file or folder that holds some."
+            "Name a file or folder that has some."
         )
     return FilesToIngest(tuple(dict.fromkeys(files)), tuple(skipped))
 
@@ -135,7 +135,7 @@ def texts_of(file: Path) -> Iterable[str]:
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({reason}). Mend it or leave it out.") from error
+        raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({reason}). Repair it or leave it out.") from error
     texts = [whole_text(text) for text in raw_texts]
     if not any(text.strip() for text in texts):
         hint = "if its pages are scanned, run OCR on it first" if suffix in PDF_TYPES else "leave it out"

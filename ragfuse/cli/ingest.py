@@ -122,7 +122,7 @@ def add_files(
             bar.update(task, completed=before + size)
     if not chunks:
         raise InputError(
-            f"Found no text in {_counted(len(files), 'file')}. If they are scanned pages, run OCR on them first."
+            f"Wanted text, found none in {_counted(len(files), 'file')}. For scanned pages, run OCR first."
         )
     return chunks, failed
 
@@ -167,10 +167,10 @@ def progress(console: Console, *columns: ProgressColumn) -> Progress:
 def print_skipped(console: Console, found: FilesToIngest) -> None:
     """Print which files are skipped, and why."""
     for path, why in found.skipped[:5]:
-        line = f"[yellow]passed over[/] {escape(str(path))}: {escape(why)}"
+        line = f"[yellow]skipped[/] {escape(str(path))}: {escape(why)}"
         console.print(line, highlight=False, soft_wrap=True)
     if len(found.skipped) > 5:
-        console.print(f"[yellow]passed over[/] {_counted(len(found.skipped) - 5, 'more file')}")
+        console.print(f"[yellow]skipped[/] {_counted(len(found.skipped) - 5, 'more file')}")
 
 
 def _refused_writes(engine: Engine) -> dict[str, int]:
@@ -229,11 +229,13 @@ def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     if not roomiest or needed_nbytes <= room_nbytes[roomiest]:
         return chunks
     fitting = int(room_nbytes[roomiest] / needed_nbytes * len(chunks) * 0.95)
+    is_disk_full = room_nbytes[roomiest] < engine.store.tier(roomiest).capacity
     setting = TIER_SIZE_VARIABLES.get(roomiest, "RAGFUSE_TIER_BYTES")
+    advice = "Free space on its disk" if is_disk_full else f"Raise {setting}"
     console.print(
         f"[yellow]The KV of all {len(chunks):,} chunks takes about {_size(needed_nbytes)}, but {roomiest} can "
         f"hold {_size(room_nbytes[roomiest])}[/]: the first {fitting:,} {'is' if fitting == 1 else 'are'} encoded now, "
-        f"the others when a question needs them. Raise {setting} to store more; --no-kv encodes none."
+        f"the others when a question needs them. {advice} to store more; --no-kv encodes none."
     )
     return chunks[:fitting]
 

@@ -249,7 +249,7 @@ def _bytes_of(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise InputError(f"'{file}' cannot be read ({error.strerror}). Mend it or leave it out.") from error
+        raise InputError(f"'{file}' cannot be read ({error.strerror}). Repair it or leave it out.") from error
 
 
 def _atomically(target: Path, write: Callable[[Path], object]) -> None:

@@ -1,4 +1,4 @@
-"""`ragfuse measure` and `ragfuse explain`: how fast this machine is, and what is planned by it."""
+"""`ragfuse measure` and `ragfuse explain`: how fast this machine is, and how prompts are planned with that."""
 
 from __future__ import annotations
 

@@ -67,10 +67,10 @@ def settings_of(**given: Any) -> Settings:
     except PydanticSettingsError as error:
         name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")
         raise SettingsError(
-            f"Wanted JSON in RAGFUSE_{name.upper()}, found something else. Mend the variable or remove it."
+            f"Wanted JSON in RAGFUSE_{name.upper()}, found something else. Correct the variable or remove it."
         ) from None
     except (ValueError, OSError) as error:  # ragfuse.toml itself
-        raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Mend it or remove it.") from error
+        raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Correct it or remove it.") from error
 
 
 def prepare_model(settings: Settings) -> None:

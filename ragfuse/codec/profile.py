@@ -53,9 +53,9 @@ def profile_tables(
         rope: How each layer's keys carry position, as in the model's profile; without it keys are not rotated back.
         queries: For each layer, root mean square of the queries that meet each key channel, float32 `[H, D]`. Errors
             are weighted by it; without it, all channels of a head count alike.
-        costs: For each layer, what quantisation errors cost in its keys and in its values, measured with tables made
-            without `costs`. An error costs its square and a bin's bits go by the log of its width, so bins are set such
-            that errors cost the same in every layer: least cost at the same size.
+        costs: For each layer, the cost of quantisation errors in its keys and in its values, measured with tables made
+            without `costs`. Bin widths are set so that errors cost the same in every layer, which costs least at a
+            given size.
 
     Raises:
         ValueError: No chunk is long enough, or the arguments do not have one item per layer.

@@ -112,7 +112,7 @@ class RememberStage:
             for run in runs:
                 if is_prose(model.text(run)):
                     self.jobs.submit(EncodeJob("chunk", run, source=LEARNT))
-        elif runs and job.nothing_reused:
+        elif runs and job.nothing_reused and not self._runtime.profile.refusal:
             hint = shared(("recurs", self._settings.model), RecurrenceHint)
             hint.log_once(len(runs), self._settings, why)
 

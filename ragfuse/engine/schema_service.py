@@ -143,7 +143,7 @@ class SchemaService:
         if stored is None and Path(name).is_file():
             stored = _stored_schema(Path(name))
         if stored is None:
-            raise InputError(f"There is no schema and no file '{name}'; wanted {self.describe_names()}.")
+            raise InputError(f"There is no schema '{name}', nor a file of this name; wanted {self.describe_names()}.")
         return self.laid_out(stored)
 
     def get(self, name: str) -> StoredSchema | None:

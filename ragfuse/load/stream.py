@@ -394,9 +394,9 @@ class Stream:
     ) -> None:
         """Record a read: its throughput for the decisions that follow, and its pieces for the trace.
 
-        The throughput counts from the read's turn on the link, the trace's seconds include the wait for that turn. A
-        read without a byte says nothing about the link. why: the reason for what did not come; if the read was given
-        up, for all of it.
+        The throughput is counted from when the link was free for the read; the trace's seconds include the wait for
+        it. A read without a byte is not counted for the throughput. `why` is the reason for segments that were not
+        received, or for all of them if the read was given up.
         """
         began, ended = span_s
         nbytes, sharing, throughput = sum(encoded.nbytes for encoded in received.values()), self._link.sharing, None

@@ -9,12 +9,12 @@ from ragfuse.plan.adapt import PIECE_TOKENS, Adapt
 DEADLINE_MARGIN = 0.05
 """Share of the deadline kept in reserve, as computing may take a little longer than predicted."""
 
-COMPUTED_IN_TIME = "computed, as that is in time"
-COMPUTED_FASTER = "computed, as its bytes would come later"
-SET_ASIDE = "set aside, as its bytes come too slowly: others first"
+COMPUTED_IN_TIME = "computed, which meets the deadline"
+COMPUTED_FASTER = "computed, as reading it would take longer"
+SET_ASIDE = "set aside, as its bytes come too slowly: others are read first"
 GIVEN_UP = "given up, as its bytes came too slowly"
 BYTES_UNREADABLE = "its bytes could not be read"
-NOT_WAITED_FOR = "not waited for, as the deadline comes: what came before is used"
+NOT_WAITED_FOR = "not waited for, as the deadline is near: what was read before is used"
 LEVEL_NOT_KEPT = "computed, as it is not stored at the level that was asked for"
 
 

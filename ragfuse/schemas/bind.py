@@ -338,7 +338,7 @@ class _Placing:
             n = len(self._last.tokens)
             raise self._last.at.error(
                 f"text of {n} tokens",
-                f"at most {max(0, n - overlap)} here, as this model's KV cannot move to other positions",
+                f"at most {max(0, n - overlap)} here, as this model's KV cannot be moved to other positions",
             )
         self.moved += overlap
 

@@ -374,7 +374,7 @@ class _Builder:
         if union.scaffold and not default:
             names = one_of(union.scaffold, (place.name for place in places))
             self.notes.append(
-                f"line {union.at.line}: scaffold '{union.scaffold}' is no module of its union, wanted {names}"
+                f"line {union.at.line}: scaffold '{union.scaffold}' is not a module of its union; wanted {names}"
             )
         fork = UnionPosition(at, max((place.stop for place in places), default=at), places, default)
         self.forks.update((place.path, fork) for place in places)

@@ -42,9 +42,9 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter: room for an argument of at most `length` tokens.
+    """A parameter: space for an argument of at most `length` tokens.
 
-    `scaffold` is the text that fills the room while the module is encoded.
+    `scaffold` is the text that fills the space while the module is encoded.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""The registered schemas of a tenant, kept in the store's catalog or, without one, in this process only.
+"""The registered schemas of a tenant, stored in the catalog or, without one, in this process only.
 
-No model is needed. The keys of the KV that was encoded for a schema are kept beside it, by model, so that the KV can be
+No model is needed. The keys of the KV that was encoded for a schema are stored with it, by model, so that the KV can be
 deleted with the schema.
 """
 

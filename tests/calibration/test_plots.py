@@ -29,6 +29,6 @@ def test_the_frontier_is_drawn_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_without_plain_reuse_there_is_nothing_to_draw(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="let `none` be one"):
+    with pytest.raises(SettingsError, match="must include `none`"):
         plot_frontier(result(("full", 1.0, 0.0)), tmp_path / "a.png")
     assert not list(tmp_path.iterdir())

@@ -89,8 +89,8 @@ def test_a_folder_of_many_kinds_is_ingested_and_what_was_left_out_is_listed(run,
     told = json.loads(Path("out.json").read_text())
     skipped = {Path(name).name: why for name, why in told["skipped"]}
     assert set(skipped) == {"scan.pdf", "blank.html", "broken.json", "picture.png"}
-    assert "holds no text; scanned pages" in skipped["scan.pdf"]
-    assert "holds no text" in skipped["blank.html"]
+    assert "contains no text; if its pages are scanned" in skipped["scan.pdf"]
+    assert "contains no text" in skipped["blank.html"]
     (line,) = [line for line in result.stdout.splitlines() if "4 files left out" in line]
     assert all(name in line for name in skipped)
     assert told["chunks"] >= 23
@@ -158,9 +158,18 @@ def test_what_does_not_fit_the_store_is_told_and_left_for_later(run, book):
     result = run("ingest", book, RAGFUSE_DISK_BYTES="1000000")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
-    assert "disk has room for 1.0 MB: the first" in said
+    assert "disk can hold 1.0 MB: the first" in said
+    assert "Raise RAGFUSE_DISK_BYTES to store more" in said
     encoded = int(re.search(r"(\d+) encoded now", said)[1])
     assert 0 < encoded < 20
+
+
+def test_a_disk_with_too_little_free_space_is_what_the_advice_names(run, book, monkeypatch):
+    usage = shutil.disk_usage(book)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    result = run("ingest", book)
+    assert result.exit_code == 0, result.output
+    assert "Free space on its disk to store more" in " ".join(result.stdout.split())
 
 
 def test_of_what_is_kept_packed_as_many_more_chunks_fit(run, book, tmp_path):
@@ -176,19 +185,19 @@ def test_of_what_is_kept_packed_as_many_more_chunks_fit(run, book, tmp_path):
 def test_what_does_not_fit_the_disk_and_fits_a_tier_behind_it_is_encoded(run, book, tmp_path):
     tiers = json.dumps([f"file://{tmp_path}/bucket"])
     done = run("ingest", book, "--json", "-", RAGFUSE_DISK_BYTES="1000000", RAGFUSE_TIERS=tiers)
-    assert "has room" not in done.stderr
+    assert "the first" not in done.stderr
     assert asked(done)["encoded"] >= 20
 
 
 @pytest.mark.parametrize(
-    ("disk_bytes", "said"), [("100000000", "all chunks are kept all the same."), ("0", r"\d+ chunks are not kept.")]
+    ("disk_bytes", "said"), [("100000000", "all chunks are stored anyway."), ("0", r"\d+ chunks are not stored")]
 )
 def test_a_tier_that_refuses_is_named_and_only_what_no_tier_has_is_not_kept(run, book, disk_bytes, said):
     pytest.importorskip("redis", reason="the package redis is not installed: pip install redis")
     tiers = json.dumps(["redis://127.0.0.1:1/0"])
     result = run("ingest", book, RAGFUSE_TIERS=tiers, RAGFUSE_DISK_BYTES=disk_bytes)
     assert result.exit_code == 0, result.output
-    assert re.search(rf"Refused by redis \(does not answer\) \d+ writes: {said}", " ".join(result.stdout.split()))
+    assert re.search(rf"Failed: \d+ writes to redis \(does not answer\); {said}", " ".join(result.stdout.split()))
 
 
 def test_an_index_of_another_name_is_another_index(run, book):

@@ -50,7 +50,7 @@ def test_what_cannot_be_read_is_passed_over_with_the_reason(tmp_path):
     assert {(path.name, why) for path, why in found.skipped} == {
         ("empty.txt", "empty"),
         ("binary.txt", "binary, not text"),
-        ("picture.png", "not a kind of document that is read here ('.png')"),
+        ("picture.png", "not a supported type of document ('.png')"),
         ("pipe.txt", "not a plain file"),
     }
 
@@ -64,7 +64,7 @@ def test_a_folder_without_documents_says_what_is_in_it(tmp_path):
     with pytest.raises(InputError, match="found none: no file"):
         find_files([tmp_path])
     (tmp_path / "x.bin").write_bytes(b"\0")
-    with pytest.raises(InputError, match=r"1 passed over \(x\.bin: not a kind"):
+    with pytest.raises(InputError, match=r"1 skipped \(x\.bin: not a supported type"):
         find_files([tmp_path])
 
 
@@ -94,7 +94,7 @@ def test_html_is_read_without_its_scripts_and_pdf_by_its_pages(tmp_path):
 def test_a_broken_document_is_named_with_the_reason_and_nothing_else_is_said(tmp_path, caplog):
     file = tmp_path / "broken.pdf"
     file.write_bytes(b"%PDF-1.4 but no more")
-    with pytest.raises(InputError, match=r"broken\.pdf' cannot be read as pdf .*Mend it or leave it out"):
+    with pytest.raises(InputError, match=r"broken\.pdf' cannot be read as pdf .*Repair it or leave it out"):
         texts_of(file)
     assert caplog.text == ""
 
@@ -141,7 +141,7 @@ def test_lines_of_json_are_a_text_each_and_a_bad_one_is_named(tmp_path):
     file.write_text('{"a": "one\u2028more\x85"}\r\n{"a": "two"}', encoding="utf-8")
     assert [json.loads(text)["a"] for text in texts_of(file)] == ["one\u2028more\x85", "two"]
     file.write_text('{"a": 1}\n{"a": \n')
-    with pytest.raises(InputError, match=r"a\.jsonl' cannot be read as jsonl \(line 2 is no JSON"):
+    with pytest.raises(InputError, match=r"a\.jsonl' cannot be read as jsonl \(line 2 is not valid JSON"):
         texts_of(file)
 
 
@@ -189,8 +189,8 @@ def test_a_docx_that_lies_is_refused_by_name(tmp_path, monkeypatch):
         with zipfile.ZipFile(file, "w") as packed:
             packed.writestr("word/document.xml", data)
     monkeypatch.setattr("ragfuse.cli.files.WORD_NBYTES", 1000)
-    declares = "declares a document type"
-    for file, why in ((tmp_path / "none.docx", "BadZip"), (bomb, "more than"), (entity, declares), (wide, declares)):
+    doctype = "has a DOCTYPE declaration"
+    for file, why in ((tmp_path / "none.docx", "BadZip"), (bomb, "over the limit"), (entity, doctype), (wide, doctype)):
         with pytest.raises(InputError, match=f"{file.name}' cannot be read as docx .*{why}"):
             texts_of(file)
 
@@ -205,7 +205,7 @@ def test_a_docx_that_lies_is_refused_by_name(tmp_path, monkeypatch):
 )
 def test_a_file_without_text_is_named(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(InputError, match=f"{name}' holds no text"):
+    with pytest.raises(InputError, match=f"{name}' contains no text; leave it out"):
         texts_of(tmp_path / name)
 
 
@@ -217,13 +217,13 @@ def test_scanned_pages_are_named_with_what_they_may_be(tmp_path, pages):
     for _ in range(pages):
         writer.add_blank_page(100, 100)
     writer.write(tmp_path / "scan.pdf")
-    with pytest.raises(InputError, match=r"scan\.pdf' holds no text; scanned pages"):
+    with pytest.raises(InputError, match=r"scan\.pdf' contains no text; if its pages are scanned"):
         texts_of(tmp_path / "scan.pdf")
 
 
 def test_a_text_that_is_not_what_it_is_marked_as_is_refused_by_name(tmp_path):
     (tmp_path / "a.txt").write_bytes("Le café".encode("utf-16") + b"\0\xd8")
-    with pytest.raises(InputError, match=r"a\.txt' cannot be read as txt \(it is marked as UTF-16"):
+    with pytest.raises(InputError, match=r"a\.txt' cannot be read as txt \(its byte order mark says UTF-16"):
         texts_of(tmp_path / "a.txt")
     (tmp_path / "b.txt").write_bytes("Le café".encode("utf-32"))
     assert texts_of(tmp_path / "b.txt") == ["Le café"]

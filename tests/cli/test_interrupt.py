@@ -120,7 +120,7 @@ def test_ctrl_c_in_a_benchmark_promises_what_is_kept_alone(environment, monkeypa
     where = ["--json", str(tmp_path / "found.json")] if named else []
     result = CliRunner().invoke(app, ["bench", "quality", "--quick", *where], env=environment)
     assert result.exit_code == 130
-    promise = f" What was measured is in {rows}, and the same command goes on from there."
+    promise = f" What was measured is in {rows}, and the same command continues from there."
     assert result.stderr.strip() == "Stopped." + promise * named
 
 
@@ -130,7 +130,7 @@ def test_ctrl_c_while_indexing_and_while_encoding_leaves_no_debris_and_the_comma
 ):
     process = start("ingest", long_book)
     wait_for(lambda: parts(tmp_path), process)
-    assert "The same command goes on from there" in interrupted(process)
+    assert "Run the same command again to continue" in interrupted(process)
     indexed = parts(tmp_path)
     assert debris(tmp_path) == []
     assert chunks(tmp_path) == []
@@ -194,7 +194,7 @@ def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, s
     process = start("store", "export", tmp_path / "old.tar", "--yes", command=slowed("read"))
     assert process.stdout.readline() == "at work\n"
     said = interrupted(process)
-    assert "Nothing was written; a file that was there is as it was." in said
+    assert "Nothing was written; an existing file is unchanged." in said
     assert "ingest" not in said
     assert [path.name for path in tmp_path.glob("*old.tar*")] == ["old.tar"]
     assert (tmp_path / "old.tar").read_bytes() == b"old"
@@ -207,7 +207,7 @@ def test_ctrl_c_in_a_move_says_that_what_was_copied_stays_and_the_next_one_goes_
     environment["RAGFUSE_TIERS"] = json.dumps([str(tmp_path / "cold")])
     process = start("store", "move", "--all", "--to", "disk-2", command=slowed("write"))
     assert [process.stdout.readline() for _ in range(3)] == ["at work\n"] * 3
-    assert "what was copied stays in both tiers, and the same command goes on" in interrupted(process)
+    assert "what was copied is in both tiers. Run the same command again" in interrupted(process)
     rows = {row["tier"]: row["entries"] for row in told("store", "stats")["tiers"]}
     assert (rows["disk"], rows["disk-2"] > 1) == (10, True)
     assert told("store", "move", "--all", "--to", "disk-2")["entries"] == 10

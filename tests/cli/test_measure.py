@@ -39,9 +39,9 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert "Full prefill of" in result.output
     assert "reading MB/s" in words_of(result)
-    assert re.search(r"Read (cold|warm|unknown) \(disk\): .*plans follow what answers take", words_of(result))
-    assert re.search(r"A read by a thread holds up the model beside it by [\d,]+ us", words_of(result))
-    assert f"Kept in {tmp_path / 'store'}" in result.output.replace("\n", "")
+    assert re.search(r"Read (cold|warm|unknown) \(disk\): .*Plans are adjusted", words_of(result))
+    assert re.search(r"Each read by a thread delays the model, .* by [\d,]+ us", words_of(result))
+    assert f"Saved in {tmp_path / 'store'}" in result.output.replace("\n", "")
     assert re.search(r"int8 +│ +[\d,.]+ │ +0\.\d\d", result.output)
     profile = MachineProfile.from_dict(json.loads((tmp_path / "machine.json").read_text()))
     assert set(profile.tiers) == {"memory", "disk"}

@@ -103,7 +103,7 @@ def test_levels_are_lists_by_tier_what_loses_least_first(given, found, monkeypat
         ('{"redis": ["int7"]}', "raw, int8, cg1, cg2, cg3, cg4, or auto alone, found 'int7'"),
         ('{"redis": ["auto", "raw"]}', "found 'auto'"),
         ('{"redis": []}', "found none"),
-        ('{"tape": ["raw"]}', "wanted a tier (gpu, memory, disk, redis, objects, redis-2 ...), found 'tape'"),
+        ('{"tape": ["raw"]}', "the name of a tier (gpu, memory, disk, redis, objects, redis-2 ...), found 'tape'"),
         ('["raw"]', "lists of levels by tier"),
         ('{"redis": 7}', "lists of levels by tier"),
         ('{"redis"', "lists of levels by tier"),

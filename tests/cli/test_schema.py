@@ -93,7 +93,7 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
     [
         (("ask", "--pml", "ask.xml"), "not registered"),
         (("ask", "--pml", "trip.xml"), "found <schema>"),
-        (("ask", "--pml", "ask.xml", "--session", "mine"), "leave out --docs"),
+        (("ask", "--pml", "ask.xml", "--session", "mine"), "cannot be combined with --docs"),
         (("ask", "--pml", "ask.xml", "--ratio", "0.3"), "add --blend"),
         (("ask", "--pml", "ask.xml", "--policy", "hkvd"), "add --blend"),
         (("ask", "What?", "--blend"), "add --pml"),

@@ -231,7 +231,7 @@ def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_na
     assert told("export", "a.tar", SALT="other")["texts"] == 1
     assert told("move", "--all", "--to", "cold", SALT="acme")["entries"] == 4
     assert told("move", "--all", "--to", "cold", SALT="nobody")["entries"] == 0
-    assert "of the salt that is set" in " ".join(run("clear", "--all", "--yes", SALT="nobody").output.split())
+    assert "for the salt that is set" in " ".join(run("clear", "--all", "--yes", SALT="nobody").output.split())
     assert told("clear", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
     assert told("stats", SALT="nobody")["tiers"][1]["entries"] == 4
 
@@ -303,12 +303,12 @@ def test_an_export_of_what_a_silent_tier_holds_writes_nothing_and_keeps_the_file
 
 def test_an_export_that_would_lack_what_a_silent_tier_holds_goes_to_a_new_file_alone(run, half_far):
     Path("old.tar").write_bytes(b"old")
-    refused(run("export", "old.tar", "--yes", **half_far), "StoreError", "does not answer", "'old.tar' is as it was")
+    refused(run("export", "old.tar", "--yes", **half_far), "StoreError", "does not answer", "'old.tar' is unchanged")
     assert Path("old.tar").read_bytes() == b"old"
     result = run("export", "new.tar", "--json", "-", **half_far)
     assert result.exit_code == 1
     assert (json.loads(result.stdout)["entries"], json.loads(result.stdout)["silent"]) == (5, ["redis"])
-    assert "Tier redis does not answer: what it holds is not in new.tar" in " ".join(result.stderr.split())
+    assert "Tier redis does not answer: its entries are not in new.tar" in " ".join(result.stderr.split())
     assert run("export", "old.tar", "--tier", "disk", "--yes", **half_far).exit_code == 0  # nothing that is meant lacks
 
 
@@ -407,7 +407,7 @@ def test_clear_of_one_tier_is_done_whatever_another_does_and_keeps_the_texts_of_
     assert result.exit_code == 0, said
     assert "Dropped 6 entries" in said
     assert "could not be cleared" not in said
-    assert "Tier redis does not answer: what it holds is not known, so all texts stay" in said
+    assert "Tier redis does not answer: its entries are not known, so all texts stay" in said
     assert left(filled) == set()
     assert len(texts(filled, OURS[0].model)) == 2
     again = told("clear", "--tier", "disk", "--yes", **far)
@@ -445,7 +445,7 @@ def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
 def test_clear_of_a_tenant_whose_entries_are_gone_drops_the_texts_that_are_left(run, told, filled):
     with KVStore([DiskTier(filled, 10 * MB, lru)]) as store:
         store.clear(OURS[0].model)
-    refused(run("clear", "--tenant", "acme"), "InputError", "Drop all texts of chunks that are kept nowhere", "--yes")
+    refused(run("clear", "--tenant", "acme"), "InputError", "Drop all texts of chunks that no tier stores", "--yes")
     done = told("clear", "--tenant", "acme", "--yes")
     assert (done["dropped"], done["texts"]) == (0, 2)
     assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
@@ -485,8 +485,8 @@ def on_a_terminal(environment, answer, *arguments) -> tuple[int, str]:
 @pytest.mark.parametrize("command", ["clear", "pin", "unpin", "move"])
 def test_what_is_meant_must_be_said(run, filled, command):
     to = ("--to", "disk") if command == "move" else ()
-    refused(run(command, *to), "InputError", f"Wanted what to {command}", "--all")
-    refused(run(command, "--all", "--source", "ships", *to), "InputError", "--all by itself")
+    refused(run(command, *to), "InputError", f"Say what to {command}", "--all")
+    refused(run(command, "--all", "--source", "ships", *to), "InputError", "--all alone")
     assert len(left(filled)) == 6
 
 
@@ -569,7 +569,7 @@ def test_recoding_stopped_by_ctrl_c_says_that_every_entry_is_whole(run, told, fi
     monkeypatch.setattr(DiskTier, "write", stopped)
     result = run("recode", "--all", "--to", "int8")
     assert result.exit_code == 130
-    assert "Every entry is whole" in " ".join(result.stderr.split())
+    assert "Every entry is complete" in " ".join(result.stderr.split())
     monkeypatch.undo()
     levels = [tuple(entry["levels"]) for entry in told("ls")["entries"]]
     assert sorted(levels) == [("int8",)] * 2 + [("raw",)] * 4
@@ -586,13 +586,13 @@ def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
     assert told("import", "a.tar", **away)["known"] == 4
     said = " ".join(run("import", "a.tar", STORE=tmp_path / "third").output.split())
     assert "4 entries and 2 texts" in said
-    assert f"has not met, {OURS[0].model[:8]}" in said
+    assert f"did not have, {OURS[0].model[:8]}" in said
 
 
 def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(told, run, filled):
     assert told("export", "a.tar", "--no-texts")["texts"] == 0
     assert b"Theirs." not in Path("a.tar").read_bytes()
-    refused(run("export", "a.tar"), "InputError", "is there already", "--yes")
+    refused(run("export", "a.tar"), "InputError", "exists already", "--yes")
     assert told("export", "a.tar", "--yes")["texts"] == 3
 
 
@@ -624,7 +624,7 @@ def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
 
 def test_with_a_gpu_in_the_settings_nothing_is_moved_into_a_tier_that_ends_with_the_command(run, told, filled):
     assert [tier["tier"] for tier in told("stats", DEVICE="cuda")["tiers"]] == ["disk"]
-    refused(run("move", "--all", "--to", "gpu", DEVICE="cuda"), "InputError", "'gpu'", "ends with it", "disk")
+    refused(run("move", "--all", "--to", "gpu", DEVICE="cuda"), "InputError", "'gpu'", "memory of the process", "disk")
     assert left(filled) == {*OURS, FILLER, *THEIRS}
 
 

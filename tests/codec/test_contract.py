@@ -219,7 +219,7 @@ def test_a_layer_of_another_version_is_left_alone(codec):
 def test_a_few_bytes_do_not_stand_for_many_numbers(codec):
     blob, meta = packed(codec)
     shapes = {name: (2, 1 << 20, getattr(meta, name)[2]) for name in ("key_shape", "value_shape")}
-    with pytest.raises(ValueError, match="hold at most .* keys or values"):
+    with pytest.raises(ValueError, match=r"hold at most .* keys or values"):
         codec.decode(blob, replace(meta, **shapes))
 
 

@@ -87,7 +87,7 @@ def test_raw_refuses_two_dtypes_in_a_layer():
 def test_raw_refuses_bytes_that_are_not_what_is_described(change):
     before = layer(2, 5, 4, 4, torch.bfloat16)
     blob = RAW.encode(before)
-    with pytest.raises(ValueError, match="should have .* bytes"):
+    with pytest.raises(ValueError, match=r"should have .* bytes"):
         RAW.decode(blob, replace(LayerMeta.of(before, blob), **change))
 
 

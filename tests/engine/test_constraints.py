@@ -214,7 +214,7 @@ BAD = {
     ),
     "no object": ({"tools": [tool("odd", {"type": "string"})]}, "odd"),
     "no schema": ({"tools": [tool("odd", "text")]}, "odd"),
-    "no tool": ({"tools": ["weather"]}, "wanted|is {"),
+    "no tool": ({"tools": ["weather"]}, "wanted|must be {"),
     "a name": ({"tools": [tool("two words")]}, "two words"),
     "two of a name": ({"tools": [tool(), tool()]}, "weather"),
     "an unknown choice": ({"tools": [tool()], "tool_choice": "sunshine"}, "sunshine"),

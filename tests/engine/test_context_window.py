@@ -76,7 +76,9 @@ def searched(monkeypatch):
 
 def test_a_text_of_more_characters_than_the_window_can_hold_is_refused_and_nothing_of_it_is_read():
     model = Words(1000, 16)
-    with pytest.raises(OverlongError, match=r"at most 1,000 tokens.*words.*at least 1,001 in 16,001 characters\. Take"):
+    with pytest.raises(
+        OverlongError, match=r"words takes at most 1,000 tokens.*at least 1,001 in 16,001 characters\. Take"
+    ):
         check_texts(["a" * 8000, "b" * 8001], model)
     check_texts(["a" * 16_000], Words(1000, 16))
     assert model.read == 0
@@ -222,7 +224,7 @@ def test_a_question_of_four_megabytes_is_refused_before_it_is_searched_or_tokeni
         lambda each: "".join(engine.stream(each)),
         lambda each: engine.batch([each]),
     ):
-        with pytest.raises(OverlongError, match=f"wanted at most {longest:,} tokens.*found at least"):
+        with pytest.raises(OverlongError, match=f"takes at most {longest:,} tokens.*found at least"):
             ask(question)
     assert sum(read) <= 4 * PIECE_CHARS
     assert sum(searched) == 0

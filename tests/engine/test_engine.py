@@ -519,7 +519,7 @@ def test_a_store_folder_that_is_a_file_is_refused(tiny_settings, tmp_path):
 
 def test_a_model_without_a_tokenizer_takes_no_text(tiny_settings, engine):
     bare = HFModel(engine.model.model)
-    with Engine(tiny_settings, model=bare) as other, pytest.raises(ModelError, match="no tokenizer"):
+    with Engine(tiny_settings, model=bare) as other, pytest.raises(ModelError, match="without a tokenizer"):
         other.answer("text")
 
 
@@ -631,7 +631,7 @@ def test_one_chunk_twice_counts_twice(engine):
         ([""], "A message is a pair such as"),
         ([3.5], "A message is a pair such as"),
         ([("user", [1])], "A message is a pair such as"),
-        (None, "Wanted a"),
+        (None, "found neither|found None"),
         (7, "A question is a text, a list of messages or token ids; found 7"),
         ([], "There are no messages"),
     ],

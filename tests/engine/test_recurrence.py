@@ -167,6 +167,6 @@ def test_it_is_said_once_where_long_passages_recur_and_are_not_reused(tiny_setti
     with Engine(tiny_settings.model_copy(update={"learn": "retrieved", "salt": "said"})) as engine:
         for question in ("Who?", "When?", "Where?", "Why?"):
             ask(engine, CHUNKS[:3], question)
-    told = [record.getMessage() for record in caplog.records if "asked about before" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "in earlier prompts" in record.getMessage()]
     assert len(told) == 1
     assert "RAGFUSE_LEARN=text" in told[0]

@@ -252,7 +252,7 @@ def test_a_last_message_is_gone_on_with(thinking: Engine) -> None:
     "told", ["Why?", [("user", "Why?")], [ChatMessage("user", "Why?"), ChatMessage("assistant", " ")]]
 )
 def test_only_an_answer_that_is_begun_is_gone_on_with(engine: Engine, told: Any) -> None:
-    with pytest.raises(InputError, match="an answer that is begun"):
+    with pytest.raises(InputError, match="needs a last message of role"):
         engine.answer(told, Ask(continue_final_message=True))
 
 

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from ragfuse.fuse.fusor import CachedRun
+from ragfuse.hf.decode import Member
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.types.kv import ChunkKV
@@ -135,16 +138,21 @@ def fuse(model: HFModel, scene: Scene, policy: str, ratio: float, kv: KVSource |
 
 
 def together(model: HFModel, calls: Sequence[tuple[Prefill, dict[str, Any]]]) -> list[list[list[int]]]:
-    """What each of several `generate` writes, (prefill, its arguments), all begun at the same time in threads."""
-    begin = threading.Barrier(len(calls))
+    """What each of several `generate` writes, in threads; none decodes before all have begun.
 
-    def write(call: tuple[Prefill, dict[str, Any]]) -> list[list[int]]:
-        prefill, arguments = call
-        begin.wait(60)
-        return generate(model, prefill, **arguments)
+    calls: (prefill, arguments of `generate`) of each.
+    """
+    begun, register = threading.Barrier(len(calls)), model.batcher.member
 
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(write, calls))
+    @contextmanager
+    def member(*arguments: Any) -> Iterator[Member | None]:
+        with register(*arguments) as each:
+            begun.wait(60)
+            yield each
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(calls)) as pool:
+        patch.setattr(model.batcher, "member", member)
+        return list(pool.map(lambda call: generate(model, call[0], **call[1]), calls))
 
 
 def states(prefill: Prefill) -> list[tuple[Tensor, Tensor]]:

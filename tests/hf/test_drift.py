@@ -78,7 +78,7 @@ def test_a_drift_that_does_not_fit_is_an_error_that_names_the_file(folder: Path,
     with pytest.raises(ModelError, match=said) as caught:
         load_model(folder, "float32")
     assert DRIFT_FILE in str(caught.value)
-    assert "measure it again" in str(caught.value)
+    assert "measure the drift again" in str(caught.value)
 
 
 def test_an_adapter_brings_its_drift_under_the_name_that_is_looked_for() -> None:

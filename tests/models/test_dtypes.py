@@ -47,7 +47,7 @@ def test_settings_that_load_with_a_secret_or_an_object_are_not_written_down():
     assert Settings(model_kwargs={"revision": "main"}).as_public()["model_kwargs"] == {"revision": "main"}
     for options, found in (
         ({"token": "hf_x"}, "a secret in model_kwargs"),
-        ({"torch_dtype": torch.float16}, "no form"),
+        ({"torch_dtype": torch.float16}, "cannot be saved as JSON"),
     ):
         with pytest.raises(SettingsError, match=found):
             Settings(model_kwargs=options).as_public()

@@ -163,7 +163,7 @@ def test_both_integrations_take_a_loaded_model(door: Any, loaded: Any, words: An
         assert llm.model_name == engine.settings.model == loaded.config._name_or_path
         said = llm.invoke("Ships?").content if door is ChatRagFuse else str(llm.complete("Ships?"))
         assert said == engine.answer([("user", "Ships?")]).text != ""
-        with pytest.raises(InputError, match="handed over loaded"):
+        with pytest.raises(InputError, match="given as a loaded model"):
             pickle.dumps(llm)
     finally:
         engine.close()
@@ -174,10 +174,10 @@ def test_integrations_refuse_what_contradicts_a_loaded_model(
     door: Any, loaded: Any, words: Any, tiny_settings: Settings, engine: Engine
 ) -> None:
     for options, said in (
-        ({"model": loaded, "tokenizer": words, "dtype": "bfloat16"}, "A loaded model has its dtype"),
-        ({"model": loaded, "tokenizer": words, "device": "cpu"}, "A loaded model has its device"),
-        ({"model": loaded, "tokenizer": words, "engine": engine}, "A ready engine has its model"),
-        ({"engine": engine, "model_kwargs": {"revision": "main"}}, "A ready engine has its model"),
+        ({"model": loaded, "tokenizer": words, "dtype": "bfloat16"}, "A loaded model already has its dtype"),
+        ({"model": loaded, "tokenizer": words, "device": "cpu"}, "A loaded model already has its device"),
+        ({"model": loaded, "tokenizer": words, "engine": engine}, "An engine already has its model"),
+        ({"engine": engine, "model_kwargs": {"revision": "main"}}, "An engine already has its model"),
     ):
         with pytest.raises(InputError, match=said):
             door(settings=tiny_settings, **options)
@@ -204,7 +204,7 @@ def test_other_options_of_langchains_models_are_those_of_generate(tiny_settings:
 
 
 def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant() -> None:
-    with pytest.raises(ValueError, match="'revison' is no option that a model is loaded with; did you mean revision"):
+    with pytest.raises(ValueError, match="'revison' is not an option for loading a model; did you mean revision"):
         Settings(model_kwargs={"revison": "main"})
     with pytest.raises(ValueError, match="wanted options by name"):
         Settings(model_kwargs="[1]")
@@ -424,5 +424,5 @@ def test_products_quantised_over_all_rows_are_answered_by_full_prefill(loaded: A
     given = torch.ao.quantization.quantize_dynamic(loaded, {torch.nn.Linear}, dtype=torch.qint8)
     engine = engine_of(given, tokenizer=words)
     answer = answers(engine)
-    assert "range of all rows at once" in answer.trace.fallback_reason
+    assert "one scale for all tokens together" in answer.trace.fallback_reason
     assert list(answer.token_ids) == own(given, engine)

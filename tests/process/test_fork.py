@@ -457,7 +457,7 @@ def test_a_stream_of_the_parents_ends_with_a_clear_error_in_the_child(whole):
 
     with held(whole.counters._lock):  # an answer is counted at its end
         stream = whole.stream(messages())
-        assert "forked" in in_child(work)
+        assert "is a fork" in in_child(work)
     assert stream.answer.text
 
 

@@ -290,7 +290,7 @@ def test_a_whole_talk_may_follow_and_an_answer_at_its_end_goes_on() -> None:
 def test_a_message_may_stand_between_imports_but_not_in_a_message() -> None:
     inside = '<module name="m"><user>a</user></module><module name="n"><assistant>b</assistant></module>'
     assert read(bound(laid(inside, TURNS), "<m/><user>c</user><n/>").prompt) == "{Ua}{Uc}{Ab}{A"
-    with pytest.raises(PMLError, match="found '<user>' beside 'm', which is in a message"):
+    with pytest.raises(PMLError, match="found '<user>' next to module 'm', which is inside a message"):
         bound(laid(CHAT + '<module name="n">x</module>', TURNS), "<m/><user>c</user><n/>")
 
 
@@ -338,13 +338,13 @@ def test_the_key_of_a_run_is_made_once_however_many_pieces_it_is_in() -> None:
 # what is refused
 
 IMPORTS = [
-    ("<rom/>", "", "module 'rom' in schema 's', which it does not have", "'plan'"),
-    ("<plan><rom/></plan>", "", "module 'rom' in 'plan', which it does not have", "'rome'"),
-    ("<rome/>", "", "module 'rome' in schema 's'", "it in 'plan', where it stands"),
+    ("<rom/>", "", "unknown module 'rom' in schema 's'", "'plan'"),
+    ("<plan><rom/></plan>", "", "unknown module 'rom' in 'plan'", "'rome'"),
+    ("<rome/>", "", "module 'rome' in schema 's'", "it in 'plan', as in the schema"),
     ("<plan><plan/></plan>", "", "module 'plan' in 'plan'", "the schema itself"),
-    ("<plan><rome/><oslo/></plan>", "", "'plan/rome' and 'plan/oslo' of one union", "one of them"),
-    ("<plan/><plan/>", "", "'plan' once more", "each module once"),
-    ("<plan day='3'/>", "", "argument 'day' of 'plan', which has no such parameter", "'days'"),
+    ("<plan><rome/><oslo/></plan>", "", "'plan/rome' and 'plan/oslo' of the same union", "only one of them"),
+    ("<plan/><plan/>", "", "module 'plan' imported twice", "each module once"),
+    ("<plan day='3'/>", "", "unknown argument 'day' of 'plan'", "'days'"),
     ("<plan days='1234567'/>", "", "argument 'days' of 7 tokens", "at most 6"),
     ("", "who='me'", "argument 'who' of the schema itself", "none"),
 ]
@@ -363,12 +363,12 @@ def test_what_the_schema_does_not_have_is_refused_with_what_it_has(
 
 
 def test_a_prompt_of_another_schema_is_refused() -> None:
-    with pytest.raises(PMLError, match="found a prompt for schema 't'; wanted 's'"):
+    with pytest.raises(PMLError, match="found a prompt for schema 't'; wanted one for 's'"):
         bind(PMLPrompt("t"), laid("a"), encode, key_of)
 
 
 def test_a_prompt_without_a_token_is_refused() -> None:
-    with pytest.raises(PMLError, match="a prompt without a token"):
+    with pytest.raises(PMLError, match="an empty prompt"):
         bound(laid(""), "")
 
 

@@ -135,7 +135,7 @@ def test_what_stands_in_stands_in_with_what_stands_in_for_its_own_unions() -> No
 def test_a_scaffold_that_no_module_is_called_counts_for_none_and_is_noted() -> None:
     layout = laid('a\n<union scaffold="DOC"><module name="Doc1">b</module></union>')
     assert told(layout, "")[0] == "a\n"
-    assert layout.notes == ("line 2: scaffold 'DOC' is no module of its union, wanted 'Doc1'",)
+    assert layout.notes == ("line 2: scaffold 'DOC' is not a module of its union; wanted 'Doc1'",)
 
 
 def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
@@ -165,9 +165,9 @@ def test_scaffolds_stand_from_the_largest_to_the_smallest() -> None:
     [
         ("nn", "module 'nn' in a scaffold of 's'", "'n'"),
         ("m/o", "'m/o' without 'm'", "both"),
-        ("x y", "'x' and 'y' of one union", "one of them"),
+        ("x y", "'x' and 'y' of the same union", "only one of them"),
         ("fresh", "module 'fresh' in a scaffold", "cached"),
-        ("void", "without text", "text of their own"),
+        ("void", "whose modules have no text", "at least one that has text"),
     ],
 )
 def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: str, wanted: str) -> None:
@@ -201,7 +201,7 @@ def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> Non
 
 def test_paths_are_limited_together() -> None:
     modules = "".join(f'<module name="m{i}"/>' for i in range(20))
-    with pytest.raises(PMLError, match=r"found paths of 160000.. characters; wanted shorter names"):
+    with pytest.raises(PMLError, match=r"found module paths of 160000.. characters in all; wanted shorter names"):
         laid(f'<module name="{"m" * 800_000}">{modules}</module>')
 
 

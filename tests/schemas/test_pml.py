@@ -124,7 +124,7 @@ def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
     path.write_text('<schema name="s">é</schema>', encoding="utf-8")
     assert read(path) == schema("é")
     path.write_bytes(b"<schema name='s'>\n ab\xff</schema>")
-    with pytest.raises(PMLError, match=r"a\.xml:2:4: found byte 0xff; wanted text in UTF-8"):
+    with pytest.raises(PMLError, match=r"a\.xml:2:4: found invalid byte 0xff; wanted text in UTF-8"):
         read(path)
     with pytest.raises(PMLError, match="found no readable file"):
         read(tmp_path / "none.xml")
@@ -160,7 +160,7 @@ REFUSED = [
         "<schema name='s'><param name='p' len='600000'/>\n<module name='m'><param name='q' len='600000'/></module>",
         2,
         18,
-        "room for 1200000 tokens",
+        "parameters of 1200000 tokens in all",
         "at most 1000000 in a schema",
     ),
     ("<schema name='s'><param name='p' len='1'>x</param></schema>", 1, 42, "text in '<param>'", "module"),
@@ -173,18 +173,18 @@ REFUSED = [
         1,
         41,
         "'<system>' in another message",
-        "beside",
+        "next to each other",
     ),
     ("<schema name='s'><module name='m'><scaffold modules='m'/></module></schema>", 1, 35, "'<scaffold>'", "there"),
     ("<schema name='s'><scaffold/></schema>", 1, 18, "without 'modules'", "modules"),
     ("<schema name='s'><system x='1'/></schema>", 1, 18, "attribute 'x'", "none"),
     ("<prompt/>", 1, 1, "'<prompt>' without 'schema'", "schema"),
     ("<prompt schema='s'><module/></prompt>", 1, 20, "'<module>' in '<prompt>'", "import"),
-    ("<prompt schema='s'><user><m/></user></prompt>", 1, 26, "'<m>' in '<user>'", "text alone"),
-    ("<prompt schema='s'><m><user/></m></prompt>", 1, 23, "'<user>' in '<m>'", "outermost"),
+    ("<prompt schema='s'><user><m/></user></prompt>", 1, 26, "'<m>' in '<user>'", "only text"),
+    ("<prompt schema='s'><m><user/></m></prompt>", 1, 23, "'<user>' in '<m>'", "only directly in '<prompt>'"),
     ("<prompt schema='s'><user x='1'/></prompt>", 1, 20, "attribute 'x'", "none"),
     ("", 1, 1, "no element found", "well-formed"),
-    ("<schema name='s'>\n<module name='m'>\n</schema>", 3, 3, "end of another element", "'</module>' of line 2"),
+    ("<schema name='s'>\n<module name='m'>\n</schema>", 3, 3, "wrong closing tag", "'</module>' first, for line 2"),
     ("<schema name='s'>\n a < b </schema>", 2, 5, "not well-formed", "&lt;"),
     ("<schema name='s'>\n a & b </schema>", 2, 5, "not well-formed", "&amp;"),
     ("<schema name='s'>&hello;</schema>", 1, 18, "undefined entity", "well-formed"),
@@ -258,7 +258,7 @@ def test_entities_and_whatever_would_be_fetched_are_refused(text: str) -> None:
 def test_depth_is_limited() -> None:
     nested = "".join(f"<module name='m{i}'>" for i in range(MAX_DEPTH - 1))
     assert schema(nested + "</module>" * (MAX_DEPTH - 1)).items
-    with pytest.raises(PMLError, match=f"in {MAX_DEPTH} elements; wanted less depth"):
+    with pytest.raises(PMLError, match=f"nested in {MAX_DEPTH} elements; wanted less nesting"):
         parse("<schema name='s'>" + "<module name='m'>" * 100_000)
 
 

@@ -88,11 +88,11 @@ def test_templates_of_others_are_taken() -> None:
 @pytest.mark.parametrize(
     ("schema", "prompt", "told"),
     [
-        (SCHEMA, '<prompt schema="other"/>', "found a prompt for schema 'other'; wanted 's'"),
+        (SCHEMA, '<prompt schema="other"/>', "found a prompt for schema 'other'; wanted one for 's'"),
         (SCHEMA, SCHEMA, "wanted <prompt>"),
         (PROMPT, None, "wanted <schema>"),
         (SCHEMA, '<prompt schema="s">\n<m n="{n!r}"/></prompt>', "PML:2:1: found 'n!' in a template"),
-        (SCHEMA, '<prompt schema="s">{n</prompt>', "str.format does not take"),
+        (SCHEMA, '<prompt schema="s">{n</prompt>', "str.format cannot read"),
         (print, None, "decorated with `program`"),
         ("no such file.xml", None, "no readable file"),
     ],
@@ -103,7 +103,7 @@ def test_what_cannot_be_read_is_refused_when_it_is_made(schema, prompt, told: st
 
 
 def test_a_variable_that_is_missing_is_named() -> None:
-    with pytest.raises(InputError, match="Wanted the variables who, question, found who; give 'question'"):
+    with pytest.raises(InputError, match=r"'question' is missing\. Wanted: who, question; found: who"):
         PMLTemplate(asked, question="{question}").fill({"who": "Jo"})
 
 

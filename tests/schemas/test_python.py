@@ -252,16 +252,16 @@ def number() -> None:
 
 
 REFUSED: list[tuple[Callable[..., Any], int, str, str]] = [
-    (no_length, 1, "parameter 'days' without a length", "max_tokens={'days': ...}"),
-    (loops, 2, "'for _ in days:'", "texts, f-strings"),
-    (assigns, 1, "'days = days.strip()'", "texts, f-strings"),
-    (formats, 1, "'days' with a format", "as it is"),
+    (no_length, 1, "parameter 'days' without a maximum length", "max_tokens={'days': ...}"),
+    (loops, 2, "'for _ in days:'", "strings, f-strings"),
+    (assigns, 1, "'days = days.strip()'", "strings, f-strings"),
+    (formats, 1, "'days' with a format", "it without ':' or '!'"),
     (computes, 1, "'days.strip()' in a text", "a parameter of the function"),
-    (calls, 1, "a call of 'print'", "prompt functions defined before"),
-    (only_words, 0, "without text but its docstring", "text as a statement"),
-    (opens, 1, "'with open(path):'", "texts, f-strings"),
-    (returns, 1, "\"return 'a'\"", "texts, f-strings"),
-    (number, 1, "'1' in a prompt function", "texts, f-strings"),
+    (calls, 1, "a call of 'print'", "a prompt function defined before"),
+    (only_words, 0, "without text besides its docstring", "a string as a statement"),
+    (opens, 1, "'with open(path):'", "strings, f-strings"),
+    (returns, 1, "\"return 'a'\"", "strings, f-strings"),
+    (number, 1, "'1' in a prompt function", "strings, f-strings"),
 ]
 
 

@@ -77,12 +77,12 @@ def test_llama_index_s_prompts_are_taken() -> None:
 @pytest.mark.parametrize(
     ("template", "syntax", "found"),
     [
-        ("a {x} {y}", "f-string", "t:1:1: found variable 'y' without a length"),
+        ("a {x} {y}", "f-string", "t:1:1: found variable 'y' without a maximum length"),
         ("a\n{x.y}", "f-string", "'x.y' in a template|variable 'x.y'"),
         ("{x:>3}", "f-string", "'x:' in a template"),
         ("{x!r}", "f-string", "'x!' in a template"),
         ("{}", "f-string", "'' in a template"),
-        ("{x", "f-string", "str.format does not take"),
+        ("{x", "f-string", "str.format cannot read"),
         ("a\n{% if x %}b{% endif %}", "jinja2", "t:2:1: found '{% if x %}'"),
         ("{{ x | upper }}", "jinja2", r"'x \| upper' in a template"),
         ("{{#x}}a{{/x}}", "mustache", "'#x' in a template"),

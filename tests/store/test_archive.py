@@ -363,7 +363,7 @@ def test_an_export_ended_by_ctrl_c_leaves_nothing(tmp_path):
                 print("half", flush=True)
                 time.sleep(60)
 
-            bulk.export(store, sys.argv[1] + "/a.tar", progress=told)
+            bulk.export(store, Path(sys.argv[1]) / "a.tar", progress=told)
     """
     process = child(code, tmp_path)
     assert process.stdout.readline() == "half\n"

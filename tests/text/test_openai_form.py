@@ -59,7 +59,7 @@ def test_roles_have_the_templates_names_and_neighbours_are_one_message():
 
 @pytest.mark.parametrize("given", [[], [ChatMessage("user", "")], [ChatMessage("system", " \n")]])
 def test_messages_without_text_are_refused(given):
-    with pytest.raises(InputError, match="hold no text"):
+    with pytest.raises(InputError, match="messages are empty"):
         ChatMessage.conversation(given)
 
 

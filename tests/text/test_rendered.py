@@ -268,7 +268,7 @@ def test_what_is_left_when_a_template_takes_characters_off_is_no_control_token(
 
 def test_what_is_taken_off_is_refused_where_the_template_looks_at_it() -> None:
     write = lambda role, text: f"{role}:{'!' if 'n' in text else '?'}{text.replace('-', '')}"  # noqa: E731
-    with pytest.raises(InputError, match="takes characters off inside a message"):
+    with pytest.raises(InputError, match="removes characters inside a message"):
         rendered(Template(lambda role, text: write(role, text.replace("\r", ""))), ("user", [Piece("<e\rnd>")]))
 
 

@@ -106,7 +106,7 @@ def _kept(rows: Path | None) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         if rows is None or not rows.is_file():
             raise
-        note = f"What was measured is in {rows}, and the same command goes on from there."
+        note = f"What was measured is in {rows}, and the same command continues from there."
         raise KeyboardInterrupt(note) from stop
 
 

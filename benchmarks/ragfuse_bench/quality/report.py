@@ -29,7 +29,9 @@ def run_quality(
     settings = resolve_auto(settings)
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     if model.profile.refusal:
-        raise ModelError(f"{settings.model} cannot be fused: {model.profile.refusal} Measure another model.")
+        raise ModelError(
+            f"{settings.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+        )
     if not model.has_tokenizer:
         raise ModelError(f"{settings.model} has no tokenizer: it cannot be asked questions. Measure a trained model.")
     methods = tuple(methods_of(options.methods, options.ratios, model))

@@ -171,7 +171,9 @@ def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
         console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
         model = bench_model(options.model, options.dtype, options.device, options.home)
         if model.profile.refusal:
-            raise ModelError(f"{options.model} cannot be fused: {model.profile.refusal} Measure another model.")
+            raise ModelError(
+                f"{options.model} cannot reuse the KV of chunks: {model.profile.refusal} Measure another model."
+            )
         rig = Rig(options, model, console, held)
         result = _result(rig, console)
     show(result, console)

@@ -114,7 +114,7 @@ def _part(block: Any, skipped: frozenset[str]) -> list[Part]:
         return []
     if kind not in ("text", "text-plain") or not isinstance(block.get("text"), str):
         raise InputError(
-            f"A content block of type '{kind}' cannot be read: this model takes text alone. Wanted strings and blocks "
+            f"A content block of type '{kind}' cannot be read: this model takes text only. Wanted strings and blocks "
             "of type 'text' or 'text-plain' that hold their text; leave other blocks out."
         )
     options = (block.get("extras") or {}).get("ragfuse") or {}

@@ -72,11 +72,11 @@ def test_the_trace_says_which_documents_were_left_out(engine: Engine) -> None:
 )
 async def test_empty_messages_are_refused(messages: list[Any], engine: Engine) -> None:
     llm = ChatRagFuse(engine=engine)
-    with pytest.raises(InputError, match="hold no text"):
+    with pytest.raises(InputError, match="messages are empty"):
         llm.invoke(messages)
-    with pytest.raises(InputError, match="hold no text"):
+    with pytest.raises(InputError, match="messages are empty"):
         await llm.ainvoke(messages)
-    with pytest.raises(InputError, match="hold no text"):
+    with pytest.raises(InputError, match="messages are empty"):
         list(llm.stream(messages))
 
 

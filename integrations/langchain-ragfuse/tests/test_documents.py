@@ -159,7 +159,7 @@ def test_the_indexer_is_a_document_transformer(llm: ChatRagFuse) -> None:
 def test_what_cannot_work_is_refused(llm: ChatRagFuse) -> None:
     with pytest.raises(InputError, match="no chunk store; wanted a ChatRagFuse"):
         create_fused_documents_chain(PASS, PROMPT)
-    with pytest.raises(InputError, match="wanted 'documents'"):
+    with pytest.raises(InputError, match="no variable 'documents'"):
         create_fused_documents_chain(llm, PROMPT, document_variable_name="documents")
     with pytest.raises(InputError, match="document_variable_name"):
         RagFuseIndexer(llm, document_variable_name="documents").index(DOCUMENTS, PROMPT)

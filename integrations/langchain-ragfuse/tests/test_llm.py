@@ -153,7 +153,7 @@ def test_what_a_call_cannot_say_is_refused_by_name(llm: RagFuseLLM) -> None:
     with pytest.raises(InputError, match=r"RagFuseLLM takes no argument 'tools'.*ratio"):
         llm.invoke(ASKED, tools=[])
     for empty in ([""], ["  \n"], [ASKED, ""]):
-        with pytest.raises(InputError, match="holds no text"):
+        with pytest.raises(InputError, match="is empty"):
             llm.generate(empty)
 
 

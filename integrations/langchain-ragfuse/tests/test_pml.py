@@ -148,7 +148,7 @@ def test_two_schemas_of_one_name_in_one_batch_keep_their_texts(engine: Engine) -
 
 def test_it_stands_alone_and_wants_a_model_of_ragfuse(template: PMLPromptTemplate, engine: Engine) -> None:
     llm, messages = ChatRagFuse(engine=engine), template.invoke(VALUES).to_messages()
-    with pytest.raises(InputError, match="with 1 other messages; wanted it alone"):
+    with pytest.raises(InputError, match="must be the only message; found 1 more"):
         llm.invoke([*messages, HumanMessage("And now?")])
     with pytest.raises(InputError, match="found a str"):
         template.register("llm")

@@ -94,7 +94,7 @@ def test_a_prompt_function_and_some_values_ahead_are_taken(llm: RagFuseLLM, engi
     week = template.partial_format(days="a week")
     assert llm.predict(week, question="Where?") == engine.answer(journey("a week").asking("Where?")).text
     assert template.kwargs == {}
-    with pytest.raises(InputError, match="give 'days'"):
+    with pytest.raises(InputError, match="variable 'days' is missing"):
         llm.predict(template, question="Where?")
 
 
@@ -141,9 +141,9 @@ def test_a_prompt_keeps_its_text_though_another_schema_of_its_name_is_registered
 
 def test_it_stands_alone(template: PMLPromptTemplate, engine: Engine) -> None:
     told = RagFuseLLM(engine=engine, system_prompt="Be brief.")
-    with pytest.raises(InputError, match="wanted it alone"):
+    with pytest.raises(InputError, match="must be the only message"):
         told.predict(template, **VALUES)
-    with pytest.raises(InputError, match="wanted it alone"):
+    with pytest.raises(InputError, match="must be the only message"):
         told._get_prompt(template, **VALUES)
     with pytest.raises(PMLError, match=r"argument 'days' of \d+ tokens; wanted at most 60"):
         RagFuseLLM(engine=engine).predict(template, **{**VALUES, "days": "d" * 99})

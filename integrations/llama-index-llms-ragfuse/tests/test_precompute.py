@@ -224,13 +224,13 @@ def test_a_store_without_a_disk_is_looked_after_in_memory(tiny_settings: Setting
 
 def test_a_damaged_list_of_documents_is_refused(llm: RagFuseLLM, tiny_settings: Settings) -> None:
     Path(tiny_settings.store_path / FILE).write_bytes(b"nothing that SQLite knows" * 50)
-    with pytest.raises(StoreError, match=rf"{FILE} cannot be used.*Remove it"):
+    with pytest.raises(StoreError, match=rf"{FILE} cannot be used.*delete it"):
         KVPrecompute(llm).collect([], none_left=True)
 
 
 def test_several_workers_are_refused(llm: RagFuseLLM) -> None:
     step = KVPrecompute(llm)
-    with pytest.raises(InputError, match=r"wanted a pipeline with num_workers=None.*ensure\(nodes\)"):
+    with pytest.raises(InputError, match=r"Run the pipeline with num_workers=None.*ensure\(nodes\)"):
         pickle.dumps(step)
     ingest = IngestionPipeline(transformations=[SPLITTER, step], disable_cache=True)
     documents = [document("a", GREEN), document("b", OIL)]

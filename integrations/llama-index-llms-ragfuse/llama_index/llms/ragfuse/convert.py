@@ -51,7 +51,7 @@ def _texts(message: ChatMessage) -> list[str]:
     for block in message.blocks:
         if not isinstance(block, (TextBlock, *NOT_TEXT)):
             raise InputError(
-                f"A content block of type '{block.block_type}' cannot be read: this model takes text alone. "
+                f"A content block of type '{block.block_type}' cannot be read: this model takes text only. "
                 "Wanted TextBlock; leave other blocks out."
             )
     return [block.text for block in message.blocks if isinstance(block, TextBlock)]

@@ -111,8 +111,8 @@ class KVPrecompute(TransformComponent):
     def __getstate__(self) -> dict[str, Any]:
         """Raise InputError: the step cannot be sent to another process."""
         raise InputError(
-            "KVPrecompute cannot run in other processes (num_workers), as each would load the model. Leave out "
-            "num_workers, or run the pipeline without this step, then KVPrecompute(llm).ensure(nodes)."
+            "KVPrecompute cannot run in other processes, as each would load the model. Run the pipeline with "
+            "num_workers=None, or without this step and then KVPrecompute(llm).ensure(nodes)."
         )
 
 
