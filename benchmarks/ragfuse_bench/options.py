@@ -235,8 +235,8 @@ class DropinOptions:
     ] = "smollm2-135m-reader"
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto: the faster one on this CPU.")] = "auto"
     article: str = "french-and-indian-war"
-    questions: Annotated[int, typer.Option(help="How many of the demo's questions on one article to ask.")] = 4
-    splits: Annotated[int, typer.Option(help="Retrieve from the first so many chunks of the article.")] = 24
+    questions: Annotated[int, typer.Option(help="For --swap: number of the demo's questions on one article.")] = 4
+    splits: Annotated[int, typer.Option(help="Number of chunks, from the article's beginning, to retrieve from.")] = 24
     chunk_tokens: ChunkTokens = 512
     rounds: Rounds = 3
     threads: Threads = 1
@@ -248,9 +248,9 @@ class DropinOptions:
         ),
         FromText(doors_named, "all"),
     ] = DOOR_NAMES
-    asked: Annotated[int, typer.Option(help="Number of questions, 1 to 12; each program is asked each one twice.")] = (
-        QUESTIONS_PREPARED
-    )
+    asked: Annotated[
+        int, typer.Option(help="For --doors: number of questions, 1 to 12; each program is asked each one twice.")
+    ] = QUESTIONS_PREPARED
     plot: Annotated[Path | None, _plot("times, and what is reused when,")] = None
     home: Path = field(default_factory=_home)
 
@@ -284,8 +284,9 @@ class QualityOptions:
         tuple[str, ...],
         typer.Option(
             help="full (prefill); prefix (caching); none (plain reuse, nothing recomputed); auto (ragfuse's default); "
-            "mapreduce, maprerank (LangChain's chains); wrongmask (an ablation); oracle (recomputes what differs most "
-            "from full prefill); or a policy. NAME@alone, NAME@filler: chunks are encoded alone or after filler."
+            "mapreduce, maprerank (LangChain's chains); wrongmask (ablation: a wrong attention mask); "
+            "oracle (recomputes what differs most from full prefill); or a policy. "
+            "NAME@alone, NAME@filler: chunks are encoded alone or after filler."
         ),
         FromText(names),
     ] = ("full", "prefix", "none", "auto")
@@ -295,7 +296,7 @@ class QualityOptions:
     limit: Annotated[int, typer.Option(help="Questions of each set, drawn at random by a fixed seed; 0: all.")] = 0
     chunk_tokens: PackedTokens = 0
     context_tokens: Annotated[
-        int, typer.Option(help="Most tokens of all passages together; beyond that each is cut by the same share.")
+        int, typer.Option(help="Maximum tokens of all passages together; beyond that each is cut by the same share.")
     ] = 2600
     passages: Annotated[int, typer.Option(min=1, help="Passages of a SQuAD or demo prompt.")] = 6
     answers: Annotated[
@@ -326,7 +327,7 @@ class CodecOptions:
     ] = None
     contexts: Annotated[int, typer.Option(min=1, help="Contexts of each set.")] = 4
     context_tokens: Annotated[int, typer.Option(min=100, help="Tokens of a context.")] = CONTEXT_TOKENS
-    questions: Annotated[int, typer.Option(min=1, help="Questions that F1 is taken on.")] = 300
+    questions: Annotated[int, typer.Option(min=1, help="Number of questions for the F1 score.")] = 300
     keep_kv: Annotated[
         Path | None, typer.Option(help="Keep the contexts' raw KV in this folder, for the next run.")
     ] = None
@@ -481,7 +482,7 @@ class ModuleOptions:
     limit: Annotated[
         int, typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all.")
     ] = 12
-    context_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a question's documents.")] = 2600
+    context_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a question's documents.")] = 2600
     lengths: tuple[int, ...] = LENGTHS
     batch: Batch | None = field(default_factory=Batch)
     rounds: Rounds = 3

@@ -56,7 +56,7 @@ def ask(
     policy: Policy = None,
     ratio: Ratio = None,
     top_k: Annotated[int | None, typer.Option(help="Number of chunks to retrieve.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum length of the answer, in tokens.")] = None,
     overflow: Overflow = None,
     deadline: Deadline = None,
     session: Annotated[

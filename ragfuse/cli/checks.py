@@ -35,7 +35,10 @@ def verify_model(
     ratio: Ratio = None,
     json: Json = None,
 ) -> None:
-    """Check with the model's real weights that fusing equals full prefill wherever it must. Exit status 1 if not."""
+    """Check with the model's real weights that fusing equals full prefill where it must, as at ratio 1.
+
+    The exit status is 1 if it does not.
+    """
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, policy=policy, ratio=ratio
     )

@@ -12,7 +12,8 @@ from ragfuse.cli.options import Json, console_for, settings_of, write_json
 from ragfuse.models import list_models, prepare
 
 models = typer.Typer(
-    no_args_is_help=True, help="The embedded models: they come with packages, and need no download from a hub."
+    no_args_is_help=True,
+    help="The embedded models: LLMs and embedders that come in Python packages, without a download from a hub.",
 )
 Name = Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")]
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 schema = typer.Typer(
     no_args_is_help=True,
-    help="Manage schemas. A prompt in PML uses the modules of one (`ragfuse ask --pml FILE`). If a salt is set "
-    "(RAGFUSE_SALT), these are the schemas of its tenant.",
+    help="Manage schemas in PML (Prompt Markup Language), whose modules prompts import (`ragfuse ask --pml FILE`). "
+    "If a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",
 )
 
 MODULE_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:olive")

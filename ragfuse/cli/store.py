@@ -44,7 +44,8 @@ Model = Annotated[str | None, typer.Option("--model", help="Only entries of this
 Tenant_ = Annotated[
     str | None,
     typer.Option(
-        "--tenant", help="Only entries of the tenant with this salt ('': of the one without). Default: RAGFUSE_SALT."
+        "--tenant",
+        help="Only entries of the tenant with this salt ('': no salt). Default: RAGFUSE_SALT; if that is not set, all.",
     ),
 ]
 All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
@@ -210,7 +211,9 @@ def move(
 
 @store.command("recode")
 def recode(
-    to: Annotated[str, typer.Option("--to", help=f"Codec level, or several with commas: {', '.join(LEVEL_NAMES)}.")],
+    to: Annotated[
+        str, typer.Option("--to", help=f"Codec level, or several with commas, each stored: {', '.join(LEVEL_NAMES)}.")
+    ],
     keys: Keys = None,
     tier: Tier = None,
     source: Source = None,
@@ -250,7 +253,10 @@ def export(
     model: Model = None,
     tenant: Tenant_ = None,
     texts: Annotated[
-        bool, typer.Option(help="Include the chunks' texts, by which they are found in prompts after the import.")
+        bool,
+        typer.Option(
+            help="Include the chunks' texts; without them, plain prompts do not match the chunks after the import."
+        ),
     ] = True,
     yes: Yes = False,
     store: Store = None,

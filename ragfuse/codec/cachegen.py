@@ -232,7 +232,7 @@ class CacheGenCodec:
         """Return the tables of layer `at`; raise ValueError if there are none or they have other shapes."""
         if not 0 <= at < len(self.tables.layers):
             raise ValueError(
-                f"Layer {at} has no codec tables: they are of {len(self.tables.layers)} layers, counted from 0."
+                f"There are no codec tables for layer {at}, only for layers 0 to {len(self.tables.layers) - 1}."
             )
         layer_tables = self.tables.layers[at]
         wanted = tuple((part.heads, part.dim) for part in (layer_tables.keys, layer_tables.values))

@@ -162,14 +162,18 @@ def _put_back(out: Floats, large_numbers: Ints, counts: Sequence[int], sections:
             flat = out[section.first : section.last].reshape(-1)
             where = np.flatnonzero(flat == section.max_number + 1)
             if len(where) != count:
-                raise ValueError(f"The stream should have {count} large numbers, found {len(where)}.")
+                raise ValueError(
+                    f"The entry is damaged: {count} values are stored apart, but the stream marks {len(where)}."
+                )
             flat[where] = large_numbers[used : used + count]
             used += count
 
 
 def _decode_large(large: memoryview, count: int, max_count: int) -> Ints:
     if count > max_count or (count == 0) != (len(large) == 0):
-        raise ValueError(f"There can be at most {max_count} large numbers, found {count} in {len(large)} bytes.")
+        raise ValueError(
+            f"The entry is damaged: {count} values stored apart, in {len(large)} bytes; at most {max_count} can be."
+        )
     if not count:
         return np.empty(0, dtype=np.int32)
     return np.frombuffer(_decompressed(zstandard.ZstdDecompressor(), large, 4 * count), dtype="<i4")

@@ -137,7 +137,7 @@ def tables_of(blob: Tensor) -> str:
 def _parts(blob: Tensor, front: bytes, n_parts: int) -> tuple[Tensor, ...]:
     begins = LAYER_HEADER.size + 4 * n_parts + SUM_NBYTES
     if not 0 < n_parts <= MAX_PARTS or blob.numel() < begins:
-        raise ValueError(f"{n_parts} parts do not fit into {blob.numel()} bytes.")
+        raise ValueError(f"The entry is damaged: {n_parts} parts cannot be in its {blob.numel()} bytes.")
     lengths = struct.unpack_from(f"<{n_parts}I", front, LAYER_HEADER.size)
     body = blob[begins:]
     if sum(lengths) != body.numel():

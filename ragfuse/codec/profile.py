@@ -72,7 +72,7 @@ def profile_tables(
     if any(
         each and 2 * len(each.inv_freq) + each.lo > _dim(long_chunks[0], at, each) for at, each in enumerate(layouts)
     ):
-        raise ValueError("A rotation in `rope` is wider than the layer's channels.")
+        raise ValueError("An item of `rope` rotates more channels than the layer has.")
     weights = [_weights(each, layout) for each, layout in zip(queries, layouts, strict=True)] if queries else None
     widths = _widths(costs) if costs else ((1.0, 1.0),) * n_layers
     if len(widths) != n_layers:

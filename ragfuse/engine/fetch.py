@@ -57,7 +57,7 @@ class ReadAhead:
         return _handed(reader, self._reading.pop_all())
 
     def close(self) -> None:
-        """Release the lock, and a reader that was not taken."""
+        """Release the lock, and close the reader if `reader` has not handed it out."""
         with self.place, self._reading:
             pass
 

@@ -141,15 +141,17 @@ class RowMask:
 
 @dataclass(eq=False)
 class Ragged:
-    """The KV of several prompts whose newest rows are decoded in one batch; takes the place of the attention mask.
+    """The KV of several prompts of which one token each is decoded in one batch.
 
-    A newest row sees all rows of its own prompt and none of the others.
+    It is passed to the attention function as `attention_mask`, since prompts of different lengths do not fit into one
+    tensor. Each new token attends to the tokens of its own prompt only.
 
     Args:
-        sizes: Batch rows of each prompt.
-        kv_parts: KV [B, H, n, D] of each prompt in the current layer, as a list of parts in any order. The same tensors
-            in several prompts are a part that these share.
-        newest: Keys [sum B, H, 1, D] of the newest rows, which the joint cache returns instead of the whole KV.
+        sizes: Number of sequences of each prompt in the batch.
+        kv_parts: KV [B, H, n, D] of each prompt in the current layer, as a list of parts in any order. Tensors that
+            several prompts contain are a part that these share.
+        newest: Keys [sum B, H, 1, D] of the new tokens. The batch's cache returns them in place of the whole KV, which
+            is in `kv_parts`.
     """
 
     sizes: list[int]

@@ -77,8 +77,8 @@ class Biases:
             handle.remove()
         if not found:
             raise ModelError(
-                f"{self._model.config.model_type} passes no position biases to its layers, so there can be no gaps "
-                "between positions (as schemas leave). Use another model."
+                f"{self._model.config.model_type} passes no position biases to its layers, so it cannot compute "
+                "prompts with gaps between positions, as prompts of a schema have. Use another model."
             )
         return found
 

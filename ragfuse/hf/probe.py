@@ -208,7 +208,7 @@ def _layer_rope(
     if not rotated:
         return None
     if len(rotated) > 1:
-        raise FixedError(f"Keys and values of layer {layer} both depend on the position, as the hidden states do.")
+        raise FixedError(f"Keys and values of layer {layer} both depend on the position, because the hidden states do.")
     before, after = getattr(near, rotated[0]), getattr(far, rotated[0])
     fitting = list(_candidates(tables, before.shape[-1], rotated[0]))
     errors = [typical(shifted(before, DELTA, layout), after) for layout in fitting]

@@ -127,7 +127,7 @@ class Stream:
         self.close()
 
     def run(self) -> None:
-        """Read every piece, or decide that it is computed instead. Sets the attributes."""
+        """Read every piece, or decide that it is computed instead. The class's attributes hold the outcome."""
         began = self._clock()
         with self._link.joined():
             for number, piece in enumerate(self._pieces):

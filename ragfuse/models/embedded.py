@@ -426,8 +426,9 @@ def require_hub(name: str) -> None:
     except OSError as error:
         names = ", ".join(model.name for model in EMBEDDED)
         raise ModelError(
-            f"No model '{name}': it is not included ({names}), not in the Hugging Face cache, and {hub.hostname} "
-            f"cannot be reached ({error.strerror or error}). Give a local folder or the name of an included model."
+            f"No model '{name}': it is none of the included ones ({names}), not in the Hugging Face cache, and "
+            f"{hub.hostname} cannot be reached ({error.strerror or error}). Give a local folder or the name of an "
+            "included model."
         ) from error
 
 

@@ -186,10 +186,24 @@ def decide_first(
 ) -> str:
     """Return how to send the first of these pieces in "refine", where better levels may follow once all are there.
 
-    Text as in `decide`, while nothing lossy was sent (`is_whole`). Else the least lossy level that meets the deadline
-    at `THROUGHPUT_MARGIN` times the throughput, else the most lossy one: then a falling throughput costs quality, not
-    the deadline. A piece that is late even so is recomputed where that is faster, but only after part of it was read
-    (`has_begun`), so that the throughput is known.
+    The first rule that applies decides:
+
+    1. While nothing lossy was sent (`is_whole`) and all pieces can be computed in time: what `decide` chooses.
+    2. The least lossy level at which all pieces meet the deadline with `THROUGHPUT_MARGIN` times the throughput, so
+       that a falling throughput costs quality rather than the deadline.
+    3. The most lossy level. If the pieces are late even so, the piece is recomputed where that is faster, but only
+       after part of it was read (`has_begun`), so that the throughput is known.
+
+    Args:
+        remaining: All remaining pieces.
+        throughput: Bytes per second of the link, as last measured; None: unknown.
+        left_s: Seconds to the deadline.
+        sharing: Streams on that link, this one included.
+        is_whole: Whether nothing lossy was sent yet.
+        has_begun: Whether part of the first piece was read.
+
+    Returns:
+        `AS_TEXT`, `AS_RAW` or a codec level.
     """
     levels, text_s = list(remaining[0].sizes), _total_text_s(remaining)
     if not levels or (is_whole and text_s is not None and COMPUTE_MARGIN * text_s <= left_s):

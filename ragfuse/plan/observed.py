@@ -37,9 +37,16 @@ Seen = Mapping[str, tuple[float, ...]]
 def seen_after(
     seen: Seen, machine: MachineProfile, fetches: Sequence[Fetch], layers_a_read: int, load_s: float
 ) -> Seen:
-    """Return the readings with those of one more prompt, whose loading took `load_s` seconds.
+    """Return the readings, updated with one more prompt, whose loading took `load_s` seconds.
 
-    Where it read from several tiers, all of them get the same correction of their predicted times.
+    If it loaded from several tiers, the predicted times of all of them are corrected by the same factor.
+
+    Args:
+        seen: The readings so far.
+        machine: The measured timings.
+        fetches: What the prompt loaded.
+        layers_a_read: Layers that each read loaded.
+        load_s: Seconds that all loading took.
     """
     current = {tier: factor(readings) for tier, readings in seen.items()}
     measured = _loads_s(machine, fetches, layers_a_read)

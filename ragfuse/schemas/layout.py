@@ -185,15 +185,15 @@ class SchemaLayout:
 
     Args:
         schema: The schema.
-        root: The schema's own text as a module, with everything in it.
+        root: The schema as one module that contains all others.
         wrapping: What the chat template writes around messages.
         places: Every module by its path.
-        forks: The union that a module belongs to, by the module's path.
+        forks: The union of each module that is in one, by the module's path.
         modules: The run of each module, by path; modules that are not cached or have few tokens have none.
         scaffolds: The runs of the schema's scaffolds, largest first.
         has_messages: Whether the schema has messages.
         notes: Warnings for people.
-        fixed: The model's KV cannot be moved to other positions.
+        fixed: Whether the model's KV cannot be moved to other positions.
     """
 
     schema: Schema
@@ -243,7 +243,7 @@ def lay_out(
         wrapping: What the chat template writes around messages.
         bos: Ids at the first positions.
         min_tokens: Modules with fewer tokens of their own text get no run and are computed each time.
-        fixed: The model's KV cannot be moved to other positions.
+        fixed: Whether the model's KV cannot be moved to other positions.
 
     Raises:
         PMLError: The schema contradicts itself or is too large.
@@ -434,7 +434,7 @@ def check_together(named: Iterable[tuple[str, SourcePosition]], forks: Mapping[s
 
     Args:
         named: (path, place in the source) of each module.
-        forks: The union that a module belongs to, by the module's path.
+        forks: The union of each module that is in one, by the module's path.
 
     Raises:
         PMLError: A module is named without its parent, or two modules belong to one union.

@@ -24,9 +24,9 @@ PROBE_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType(
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
-    """Return what a template writes before all messages (`bos` or ""), and what it writes around each.
+    """Return what a chat template writes before all messages (either `bos` or nothing), and around each message.
 
-    If the template cannot be probed, the result is that of a model without a template.
+    If the template cannot be probed, nothing and `NO_WRAPPING` are returned, as for a model without a template.
     """
     try:
         return _probed(render, bos)

@@ -263,7 +263,7 @@ def question_of(
         if message.role not in ("system", "user", "assistant") or message.tool_calls:
             raise APIError(
                 400,
-                "pml cannot be used with tools; leave out messages of tools and tool calls.",
+                "pml cannot be used with tools; remove messages of role 'tool' and those with tool_calls.",
                 "unusable",
                 "messages",
             )

@@ -181,7 +181,15 @@ class Index:
         return self._database.is_sound("entries")
 
     def mend(self, transaction: sqlite3.Connection, is_sound: bool) -> int:
-        """Remove damaged rows, recompute the totals, and return how many rows were removed."""
+        """Remove damaged rows and recompute the totals.
+
+        Args:
+            transaction: An open write transaction.
+            is_sound: The result of `is_sound`; if False, the table is rebuilt even without damaged rows.
+
+        Returns:
+            How many rows were removed.
+        """
         damaged = [rowid for (rowid,) in transaction.execute(_DAMAGED)]
         damaged += [rowid for rowid, *words in transaction.execute(_NOT_PLAIN) if not _are_words(words)]
         rows = transaction.execute(_ENTRIES_WITH_ROWID)

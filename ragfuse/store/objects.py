@@ -164,7 +164,7 @@ class ObjectTier:
         """Store an entry (`Tier.write`) as one object, which appears whole or not at all."""
         meta.check(blobs)
         if ChunkKey.parse(str(key)) != key or not has_name(key):
-            raise ValueError(f"{key!r} cannot be stored: written as text and read back, it is another key.")
+            raise ValueError(f"{key!r} cannot be stored: its text form is read back as another key.")
         return self._ask(f"write {key}", lambda: self._write(key, meta.sealed(blobs), blobs), False)
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
@@ -377,7 +377,7 @@ class ObjectTier:
         self._index.ignore(key)
         self._headers.discard([key])
         self.counts.add("corrupt")
-        log.warning("Ignored the object in place of %s in tier %s: it was not written by ragfuse", key, self.name)
+        log.warning("Ignored the object named like entry %s in tier %s: it was not written by ragfuse", key, self.name)
 
     def _drop(self, key: ChunkKey, why: str, changed: Set[ChunkKey]) -> None:
         """Delete an entry that cannot be read, unless it was deleted or rewritten meanwhile."""

@@ -13,7 +13,7 @@ def check_levels(levels: Sequence[str]) -> None:
     """Raise ValueError unless these can be an entry's levels: 1 to 16 different plain words."""
     plain = all(type(level) is str and _LEVEL.fullmatch(level) for level in levels)
     if not plain or not 0 < len(levels) == len(set(levels)) <= _MAX_LEVELS:
-        raise ValueError(f"Levels must be 1 to {_MAX_LEVELS} different plain words, found {tuple(levels)!r:.200}.")
+        raise ValueError(f"Wanted 1 to {_MAX_LEVELS} different names of levels, found {tuple(levels)!r:.200}.")
 
 
 def format_sizes(sizes: Mapping[str, int]) -> str:
@@ -22,7 +22,18 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def parse_sizes(text: str, nbytes: int) -> dict[str, int]:
-    """Parse the text of `format_sizes` for an entry of `nbytes` bytes in all (`within`); ValueError if invalid."""
+    """Parse the text of `format_sizes`.
+
+    Args:
+        text: The text.
+        nbytes: Bytes of the whole entry, to which the sizes are completed as by `within`.
+
+    Returns:
+        Bytes by level.
+
+    Raises:
+        ValueError: The text is invalid, or the sizes add up to more than `nbytes`.
+    """
     pairs = [pair.partition("=") for pair in text.split(" ")]
     check_levels([level for level, _, _ in pairs])
     if not all(size.isascii() and size.isdecimal() for _, _, size in pairs):

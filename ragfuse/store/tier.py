@@ -232,7 +232,9 @@ def parsed(text: str | bytes) -> Any:
     """Parse the JSON of an entry's description; raise ValueError if it is invalid, too large or nested too deep."""
     n_opened = text.count("{") + text.count("[") if isinstance(text, str) else text.count(b"{") + text.count(b"[")
     if n_opened > 4 * MAX_PIECES:  # a layer has three; checked before parsing, which would take memory for all
-        raise ValueError(f"its description has {n_opened} lists and objects, more than {MAX_PIECES} layers need")
+        raise ValueError(
+            f"its description (JSON) has {n_opened} lists and objects, more than an entry of {MAX_PIECES} layers has"
+        )
     try:
         return json.loads(text)
     except RecursionError as error:

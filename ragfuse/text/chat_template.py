@@ -34,8 +34,8 @@ class ChatTemplate:
         """Read a template.
 
         Args:
-            source: Its source, or a mapping with the sources of several templates by name.
-            own: The tokens that were added to the vocabulary.
+            source: The template's Jinja source, or a mapping with the sources of several templates by name.
+            added_tokens: The tokens that were added to the vocabulary.
         """
         sources: Sequence[Any] = list(source.values()) if isinstance(source, Mapping) else [source or ""]
         names = frozenset(name for each in sources for name in names_read(str(each)))

@@ -189,7 +189,8 @@ class Marker:
     def __init__(self, secret: bytes) -> None:
         if len(secret) < 16:
             raise SettingsError(
-                f"The secret for marks around chunks has {len(secret)} bytes; wanted at least 16 random ones."
+                f"`secret`, from which marks around chunks are made, has {len(secret)} bytes; wanted at least 16 "
+                "random bytes."
             )
         self._key = blake3(secret, derive_key_context="ragfuse chunk marks 2").digest()
         self._prime = secret_prime(blake3(secret, derive_key_context="ragfuse chunk marks 2, prime").digest())

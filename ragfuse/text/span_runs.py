@@ -95,12 +95,15 @@ class Search:
         self.budget = COMPARED_PER_TOKEN * (len(self.ids) + 64)
 
     def find(self, at: Array, place: Array, number: Array) -> list[PlacedRun]:
-        """Return the chosen matches as sorted (lo, hi, number of the span, place of `lo` in the arena).
+        """Return the best of all overlapping matches, sorted.
 
         Args:
-            at: Places in the prompt where an anchor of a span was found.
-            place: Places of these anchors in the arena.
-            number: Spans of these anchors.
+            at: Positions in the prompt where an anchor of a span was found.
+            place: Positions of these anchors in the arena, the array of all spans' ids.
+            number: Numbers of the spans of these anchors.
+
+        Returns:
+            For each match: tokens lo:hi of the prompt, the number of the span, and the position of `lo` in the arena.
         """
         runs = self._extend(*self._initial_runs(at, place - at, number), GROUP_TOKENS)
         runs = self._without_weak(_without_contained(runs), self.min_altered_tokens // 2)

@@ -44,7 +44,9 @@ class Segment:
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):
-            raise ValueError(f"Only a fresh segment has no keys, found {len(self.keys)} keys and kind {self.kind!r}.")
+            raise ValueError(
+                f"A fresh segment has no keys and any other has some, found {self.kind!r} with {len(self.keys)} keys."
+            )
         lo, hi = self.rows or (0, len(self.tokens))
         if not self.tokens or not 0 <= lo == hi - len(self.tokens):
             raise ValueError(

@@ -52,7 +52,7 @@ def paper(
         str,
         typer.Argument(
             help="CacheBlend: fig6, fig7, fig8, fig10, fig12 to fig17. CacheGen: cg-fig3, -fig4, -fig5, -fig9, -fig11 "
-            "to -fig15. AttentionStore: as-fig13, -fig14, -fig17 to -fig25 (up to 24 by simulation), as-table1. Prompt "
+            "to -fig15. AttentionStore: as-fig13, -fig14, -fig17 to -fig24 (simulated), -fig25, as-table1. Prompt "
             "Cache: pc-fig3, -fig4, -fig5, pc-table1, pc-table2."
         ),
     ],
@@ -62,14 +62,14 @@ def paper(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Data set as for `bench quality` (default: held-out), or, for the other three papers, a folder of "
-            "data sets. Repeat for more. Instead of measuring anew, the JSON of `bench codec` does for cg-fig9 and "
-            "cg-fig15, of `bench throughput` for fig14, of `bench stream` for cg-fig13."
+            help="Data set as for `bench quality` (default: held-out), or a folder of data sets. Repeat for more. To "
+            "draw without measuring, give the JSON of an earlier run: of `bench codec` (cg-fig9, cg-fig15), `bench "
+            "throughput` (fig14) or `bench stream` (cg-fig13)."
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(help="Questions of each data set, default 60; for CacheGen contexts, default 4. 0: all."),
+        typer.Option(help="Questions of each data set (default 60); CacheGen: contexts of each (default 4). 0: all."),
     ] = None,
     context_tokens: Annotated[int, typer.Option(help="CacheGen: tokens of each context.")] = CONTEXT_TOKENS,
     keep_kv: Annotated[

@@ -44,7 +44,7 @@ def controller(options: ControllerOptions, json: Json = None) -> None:
 
 
 def store(options: StoreOptions, json: Json = None) -> None:
-    """Measure each tier's throughput beside its raw device's, look-ups, and how saving delays requests."""
+    """Measure the throughput of tiers and their bare devices, the time of look-ups, and how saving delays requests."""
     from ragfuse_bench.store import run_store
 
     from ragfuse.calibration.runner import tune_malloc
@@ -55,7 +55,7 @@ def store(options: StoreOptions, json: Json = None) -> None:
 
 
 def dropin(options: DropinOptions, json: Json = None) -> None:
-    """Compare with Hugging Face's model classes in chains and query engines; measure reuse without ingest."""
+    """Compare ragfuse's classes with Hugging Face's in LangChain and LlamaIndex; measure reuse without ingest."""
     console = console_for(json)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by the threads in which both classes answer
     try:

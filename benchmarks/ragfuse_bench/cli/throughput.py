@@ -22,7 +22,7 @@ def throughput(
     device: Device = None,
     storage: Annotated[int | None, typer.Option(min=1, help="Megabytes of the memory tier.")] = None,
     quick: Annotated[
-        bool, typer.Option(help="Short run: two rates for each method, no steady load; 5 minutes of load.")
+        bool, typer.Option(help="Short run of about 5 minutes: two rates for each method, no --minutes.")
     ] = False,
     json: Json = None,
 ) -> None:

@@ -122,8 +122,8 @@ class Ledger:
                 yield tables
         except sqlite3.Error as error:
             raise StoreError(
-                f"The list of documents at {self._path} cannot be used ({error}). If it is damaged, delete it, and a "
-                "new one is started; KV of documents that were deleted before then stays until it is evicted."
+                f"The list of documents at {self._path} cannot be used ({error}). If it is damaged, delete the file: a "
+                "new one is started. KV of documents deleted until then stays in the store until it is evicted."
             ) from error
 
     @contextmanager
