@@ -32,6 +32,7 @@ from ragfuse_bench.option_types import (
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
+from ragfuse.types.eviction import EVICTION_POLICIES
 
 KVPlace = Literal["memory", "pinned", "gpu", "disk"]
 HEADLINE_CHUNKS = 6
@@ -440,11 +441,17 @@ class SessionOptions:
             help="Folder of data sets: conversation lengths are taken from them, and Mooncake's trace is replayed."
         ),
     ] = None
+    policies: Annotated[
+        tuple[str, ...], typer.Option(help="Eviction policies to simulate, with commas."), FromText(names)
+    ] = ("look-ahead", "lru", "fifo")
     quick: Annotated[bool, typer.Option(help="A sixth of the conversations, with a sixth of the storage.")] = False
     seed: Seed = 0
     plot: Annotated[Path | None, _plot("the hit rates")] = None
 
     def __post_init__(self) -> None:
+        known = [policy.name for policy in EVICTION_POLICIES]
+        if not self.policies or not set(self.policies) <= set(known):
+            raise SettingsError(f"--policies is '{','.join(self.policies)}'; wanted some of {', '.join(known)}.")
         _check_folder(self.data)
 
 

@@ -35,11 +35,11 @@ class ReadAhead:
     """The plan and the layers of a prompt that were made ready before it acquired the model.
 
     Args:
-        place: Holds the engine's read-ahead lock, which one prompt at a time has, until the model is acquired.
+        lock: Holds the engine's read-ahead lock, which one prompt at a time has, until the model is acquired.
         plan: The plan for which layers were read ahead.
     """
 
-    place: ExitStack = field(default_factory=ExitStack)
+    lock: ExitStack = field(default_factory=ExitStack)
     plan: LoadPlan | None = None
     _reading: ExitStack = field(default_factory=ExitStack)
     _reader: LayerReader | None = None
@@ -58,7 +58,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """Release the lock, and close the reader if `reader` has not handed it out."""
-        with self.place, self._reading:
+        with self.lock, self._reading:
             pass
 
 
@@ -153,7 +153,7 @@ class FetchStage:
     streamer: KVStreamer
     prefetcher: Prefetcher
     prefixes: PrefixCache
-    _place: FairLock = field(default_factory=FairLock)
+    _read_ahead_lock: FairLock = field(default_factory=FairLock)
 
     @contextmanager
     def fetch(self, plan: RevisablePlan) -> Iterator[FetchedKV]:
@@ -168,11 +168,11 @@ class FetchStage:
             if request.ask.reuse and not lock.is_mine:
                 self.prefixes.settle(prompt)
             if lock.is_anothers and request.ask.deadline_s is None and fetched.streamed is None:
-                fetched.ahead.place.enter_context(self._place)
+                fetched.ahead.lock.enter_context(self._read_ahead_lock)
                 if lock.is_anothers:
                     self._read_ahead(fetched.ahead, plan)
             held.enter_context(lock)
-            fetched.ahead.place.close()
+            fetched.ahead.lock.close()
             if any(end.is_set() for end in request.ends):
                 raise InputError("The stream was closed or finished before the answer began. Ask again.")
             fetched.began_s = time.perf_counter()

@@ -311,7 +311,7 @@ class PromptBuilder:
         self,
         messages: list[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        ask: bool = True,
+        add_generation_prompt: bool = True,
         more: Mapping[str, Any] = NO_MORE,
         goes_on: bool = False,
     ) -> str:
@@ -320,12 +320,12 @@ class PromptBuilder:
         Args:
             messages: Messages in OpenAI's form.
             tools: Tools that the template describes.
-            ask: Whether the generation prompt is added, which makes the model answer.
+            add_generation_prompt: Whether to add the template's generation prompt, which makes the model answer.
             more: Variables of the template.
             goes_on: Leave the last message open, so that the answer continues it; no generation prompt is added.
         """
         forms = [self._in_template_form(message) for message in messages]
-        ending = {"continue_final_message": True} if goes_on else {"add_generation_prompt": ask}
+        ending = {"continue_final_message": True} if goes_on else {"add_generation_prompt": add_generation_prompt}
         return self._rendered(forms, tools, {**more, **ending})
 
     def _rendered(

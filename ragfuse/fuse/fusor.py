@@ -30,15 +30,15 @@ class CachedRun:
         segment: Index of its segment in the prompt.
         lo: Its first row in the prompt.
         hi: The row after its last.
-        start: Positions by which the keys read for it are rotated: where position 0 of the stored run stands in this
-            prompt (`Segment.shift`).
+        shift: Positions by which the keys read for it are rotated, as they are stored at positions 0, 1, ... of the run
+            (`Segment.shift`).
         blend: Whether a policy may recompute rows of it (not for an exact prefix).
     """
 
     segment: int
     lo: int
     hi: int
-    start: int
+    shift: int
     blend: bool
 
 
@@ -163,14 +163,14 @@ class Buffers:
     def _rotate(self, layer: int) -> None:
         """Rotate the copied runs to their positions, all at once; rows that do not move rotate by 0, which is exact."""
         layout = self._rope[layer]
-        shifted = [run for run in self._runs if run.start]
+        shifted = [run for run in self._runs if run.shift]
         if layout is None or not shifted:
             return
         lo, hi = min(run.lo for run in shifted), max(run.hi for run in shifted)
         if layout not in self._angles:
             deltas = torch.zeros(hi - lo, dtype=torch.float64)
             for run in shifted:
-                deltas[run.lo - lo : run.hi - lo] = run.start
+                deltas[run.lo - lo : run.hi - lo] = run.shift
             self._angles[layout] = angles(layout, deltas[:, None], self._device)
         part = self.get(layer)[0 if layout.part == "keys" else 1][0, :, lo:hi]
         place(part, part, self._angles[layout], layout)

@@ -136,7 +136,7 @@ def evictor(
     """Return the eviction policy of a name, as an `Evict`.
 
     Args:
-        name: `lru`, `fifo` (needs `arrived`) or `look-ahead` (needs `places`).
+        name: One of `RANKS`; `fifo` needs `arrived`, `look-ahead` needs `places`.
         conversation_of: The conversation of a key; None: entries are dropped one by one.
         places: Gives the queue position of each conversation's first job.
         arrived: When a key was stored, in seconds.

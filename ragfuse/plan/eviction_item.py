@@ -30,5 +30,5 @@ class EvictionItem:
 
 
 Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
-"""An eviction policy: the item with the smallest rank is evicted first. Arguments: an item, and the queue position of
-its first waiting job, which grows from head to tail (None: no job waits for it)."""
+"""An eviction policy, a pure function: the item with the smallest rank is evicted first. Arguments: an item, and the
+queue position of its first waiting job, which grows from head to tail (None: no job waits for it)."""

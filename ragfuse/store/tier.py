@@ -338,7 +338,8 @@ class Tier(Protocol):
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Store all pieces of an entry or none, evicting other entries if needed.
 
-        An older entry of that key is evicted only if evicting all others is not enough, and stays readable until then.
+        An older entry of that key stays readable until the new one is complete, so its bytes count as taken meanwhile.
+        It is evicted only if evicting all others is not enough.
 
         Args:
             key: The entry.
@@ -374,7 +375,7 @@ class Freed:
 
 @runtime_checkable
 class Touches(Protocol):
-    """Optional part of a tier that evicts by last use: it can be informed of uses in other tiers."""
+    """What a tier that evicts by last use also has: it can be informed of uses in other tiers."""
 
     name: str
 

@@ -14,7 +14,7 @@ from ragfuse_bench import options
 from ragfuse_bench.cli import bench
 from ragfuse_bench.cli.parameters import with_options
 from ragfuse_bench.option_types import FromText, integers
-from ragfuse_bench.options import QualityOptions, TtftOptions
+from ragfuse_bench.options import QualityOptions, SessionOptions, TtftOptions
 from typer.testing import CliRunner
 
 from ragfuse.errors import InputError, SettingsError
@@ -100,6 +100,12 @@ def test_quick_quality_has_its_own_questions() -> None:
     assert (quick.sets, quick.limit, quick.passages) == (("held-out",), 64, 3)
     with pytest.raises(InputError, match="its own questions"):
         QualityOptions(limit=2).quick()
+
+
+def test_an_eviction_policy_that_there_is_not_cannot_be_simulated() -> None:
+    assert SessionOptions(policies=("lru",)).policies == ("lru",)
+    with pytest.raises(SettingsError, match="--policies is 'lru,mru'; wanted some of lru, fifo, look-ahead"):
+        SessionOptions(policies=("lru", "mru"))
 
 
 def test_defaults_in_python_and_on_the_command_line_are_the_same() -> None:

@@ -180,7 +180,7 @@ BREAKS: Mapping[str, Break] = MappingProxyType(
         "the rotation pairs other dims": with_profile(_other_pairing),
         "keys are not rotated": with_profile(lambda model: {"rope": (None,) * model.n_layers}),
         "chunks are placed one position too early": with_runs(
-            lambda runs: [replace(run, start=max(run.start - 1, 0)) for run in runs]
+            lambda runs: [replace(run, shift=max(run.shift - 1, 0)) for run in runs]
         ),
         "the last run is dropped from the runs": with_runs(lambda runs: runs[:-1]),
         "stored tensors are turned in place": mutating,

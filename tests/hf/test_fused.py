@@ -19,7 +19,7 @@ def agrees_with_its_twin(scene: Scene, policy: str, ratio: float) -> None:
     model = kit.family("llama")
     kv = kit.source(model, scene)
     fused = kit.fuse(model, scene, policy, ratio, kv)
-    runs = [reference.Cached(run.lo, run.hi, kv.chunks[run.segment], run.start, run.blend) for run in scene.runs]
+    runs = [reference.Cached(run.lo, run.hi, kv.chunks[run.segment], run.shift, run.blend) for run in scene.runs]
     twin = reference.LlamaTwin(model.model, model.tokenizer.convert_ids_to_tokens)
     wanted = twin.fuse(scene.token_ids, scene.positions.tolist(), runs, policy if ratio else "none", ratio)
     assert kit.off(fused.logits, wanted.logits) < EXACT

@@ -47,6 +47,7 @@ QUEUES = st.lists(st.integers(0, 8).map(lambda n: f"c{n}"), max_size=10)
 
 def slow_order(name: str, entries: list[Entry], queue: list[str]) -> list[str]:
     """Conversations as the policy names them, by looking for the next one again and again."""
+    assert name in ("lru", "fifo", "look-ahead"), f"add the order of {name} here"
     left = {}
     for each in entries:
         left.setdefault(conversation_of(each.key), []).append(each)

@@ -29,7 +29,7 @@ def conversation(
 
 
 def sessions(options: SessionOptions, json: Json = None) -> None:
-    """Simulate one server over thousands of conversations: hit rates of look-ahead, LRU and FIFO eviction."""
+    """Simulate one server over thousands of conversations, to compare the hit rates of eviction policies."""
     from ragfuse_bench.sessions.run import run_sessions
 
     write_json(run_sessions(options, console_for(json)), json)

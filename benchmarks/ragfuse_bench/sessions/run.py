@@ -1,4 +1,4 @@
-"""`ragfuse bench sessions`: hit rates of look-ahead, LRU and FIFO in the setting of the AttentionStore paper.
+"""`ragfuse bench sessions`: hit rates of eviction policies in the setting of the AttentionStore paper.
 
 Conversations are drawn from counts of real ones, at the paper's rates; with a folder of data, counted anew, and the
 Mooncake trace is replayed as it came, too. What is simulated are the policies that ragfuse runs.
@@ -28,7 +28,6 @@ SESSIONS, WARM_TURNS, PER_S = 9000, 10_000, 1.0
 """Of the paper (sections 4.1 and 4.2)."""
 QUICK_SHARE = 1 / 6
 SETTINGS = (("128G/2T", 128 * GB, 2000 * GB), ("128G/10T", 128 * GB, 10_000 * GB))
-POLICIES = ("look-ahead", "lru", "fifo")
 TRACE_SERVER = replace(SERVERS["LLaMA-70B"], window=None)
 """That serves Mooncake's requests, which are longer than any of the paper's windows: none is cut."""
 
@@ -99,16 +98,19 @@ def shown(tally: Tally) -> dict[str, float]:
     }
 
 
-def compare(bench: Bench, load: Load, server: Server, prefix: str = "") -> list[dict[str, Any]]:
+def compare(
+    bench: Bench, load: Load, server: Server, policies: Sequence[str], prefix: str = ""
+) -> list[dict[str, Any]]:
     """Every policy in every setting; of look-ahead also what it comes to where it knows the paper's window alone."""
     found = []
     for name, memory, disk in SETTINGS:
         row: dict[str, Any] = {"name": prefix + name}
-        for policy in POLICIES:
+        for policy in policies:
             tally = bench.run(load, Given(server, memory, disk, policy), f"{prefix}{name}: {policy}")
             row[policy.replace("-", "_")] = shown(tally)
-        windowed = Given(server, memory, disk, "look-ahead", whole_queue=False)
-        row["look_ahead_in_window"] = shown(bench.run(load, windowed, f"{prefix}{name}: look-ahead in its window"))
+        if "look-ahead" in policies:
+            windowed = Given(server, memory, disk, "look-ahead", whole_queue=False)
+            row["look_ahead_in_window"] = shown(bench.run(load, windowed, f"{prefix}{name}: look-ahead in its window"))
         found.append(row)
     return found
 
@@ -119,18 +121,18 @@ def run_sessions(options: SessionOptions, console: Console) -> dict[str, Any]:
         require_plotting()
     lengths, bench = lengths_of(options.data), Bench(console)
     load = paper_load(lengths, options.quick, options.seed)
-    settings = compare(bench, load, SERVERS["LLaMA-13B"])
+    settings = compare(bench, load, SERVERS["LLaMA-13B"], options.policies)
     loads = {"drawn": described(load.talks)}
     if options.data is not None:
         trace = Load(mooncake(options.data), 0, 1.0)
         loads["mooncake"] = described(trace.talks)
-        settings += compare(bench, trace, TRACE_SERVER, "Mooncake ")
+        settings += compare(bench, trace, TRACE_SERVER, options.policies, "Mooncake ")
     print_settings(settings, console)
     speed = f"{bench.events:,} events, {bench.events_per_s:,.0f} a second of one core."
     console.print(f"{speed} Lengths: {lengths.source}.", highlight=False, soft_wrap=True)
     if options.plot is not None:
         with saved(options.plot, (8, 4.5)) as figure:
-            draw_settings(figure.add_subplot(), settings)
+            draw_settings(figure.add_subplot(), settings, options.policies)
     return {
         "settings": settings,
         "events_per_s": bench.events_per_s,
@@ -163,9 +165,9 @@ def print_settings(settings: Sequence[Mapping[str, Any]], console: Console) -> N
     console.print(table)
 
 
-def draw_settings(axes: Any, settings: Sequence[Mapping[str, Any]]) -> None:
+def draw_settings(axes: Any, settings: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> None:
     """Bars as in the paper's figure 21a: hits in memory, hits on disk above them."""
-    names = [policy.replace("-", "_") for policy in POLICIES]
+    names = [policy.replace("-", "_") for policy in policies]
     labels = [f"{row['name']} {name}".replace(" ", "\n").replace("_", " ") for row in settings for name in names]
     ram, disk = ([row[name][key] for row in settings for name in names] for key in ("ram", "disk"))
     axes.bar(labels, ram, label="hit in memory", color="tab:blue")
