@@ -25,6 +25,7 @@ import matplotlib.pyplot as plt
 import torch
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.quality.cases import Packing, read_cases
+from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.quality.run import Plan, drawn, measure
 from ragfuse_bench.quality.table import results_of
 from rich.console import Console
@@ -138,7 +139,8 @@ plt.show()
 # %%
 N = 2
 names, shares = ["none", "hkvd@alone", "lexical"], [0.05, 0.15]
-plan = Plan(("held-out",), tuple(methods_of(names, shares, model)), limit=N, answers=False, passages=3)
+options = QualityOptions(("held-out",), limit=N, answers=False, passages=3)
+plan = Plan(options, tuple(methods_of(names, shares, model)))
 results = results_of(measure(plan, model, Console(quiet=True)))
 
 # %%
