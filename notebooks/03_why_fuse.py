@@ -23,9 +23,9 @@
 # %%
 import matplotlib.pyplot as plt
 import torch
+from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.presets import bench_model
 from ragfuse_bench.quality.cases import Packing, read_cases
-from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.quality.run import Plan, drawn, measure
 from ragfuse_bench.quality.table import results_of
 from rich.console import Console
