@@ -113,5 +113,5 @@ def test_profiling_wants_chunks_and_as_many_rotations_as_layers():
     chunk = ChunkKV((layer(n=60),))
     with pytest.raises(ValueError, match="`rope` one item per layer"):
         profile_tables([chunk], [ROPE, ROPE])
-    with pytest.raises(ValueError, match="wider than the layer's channels"):
+    with pytest.raises(ValueError, match="rotates more channels than the layer has"):
         profile_tables([chunk], [RopeLayout((1.0,) * 9)])
