@@ -224,7 +224,7 @@ def test_a_store_without_a_disk_is_looked_after_in_memory(tiny_settings: Setting
 
 def test_a_damaged_list_of_documents_is_refused(llm: RagFuseLLM, tiny_settings: Settings) -> None:
     Path(tiny_settings.store_path / FILE).write_bytes(b"nothing that SQLite knows" * 50)
-    with pytest.raises(StoreError, match=rf"{FILE} cannot be used.*delete it"):
+    with pytest.raises(StoreError, match=rf"{FILE} cannot be used.*delete the file"):
         KVPrecompute(llm).collect([], none_left=True)
 
 
