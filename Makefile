@@ -52,7 +52,7 @@ demo: $(READY) ## real questions over real documents, full prefill and ragfuse s
 
 test: lint ## lint, types and all tests but the benchmarks' that are neither slow nor long on the embedded model
 	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded' \
-	  --ignore tests/bench --ignore tests/benchmarks -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	  --ignore tests/bench --ignore tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-bench: $(READY) ## the tests of the benchmarks
 	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' tests/bench tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
