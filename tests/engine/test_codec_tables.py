@@ -13,6 +13,7 @@ from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
+from ragfuse.process.shared import forget
 from ragfuse.store import CatalogFile, DiskTier
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import TABLES_RECHECK_S, CodecRegistry, _key, wants_tables
@@ -51,6 +52,8 @@ def test_tables_are_made_only_where_a_tier_may_want_them(tiny_settings, levels, 
 
 def test_a_tier_is_written_and_read_at_a_level_whose_tables_are_made_when_the_model_is_loaded(tiny_settings, caplog):
     settings = at(tiny_settings, disk=["cg2"])
+    with Engine(tiny_settings) as engine:
+        forget(engine.model)  # another test may have had its tables made
     with caplog.at_level(logging.INFO, "ragfuse"), Engine(settings) as engine:
         ingest(engine)
         assert levels_in(engine, "disk") == {("cg2",)}

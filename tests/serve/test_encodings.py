@@ -73,7 +73,7 @@ def test_a_body_in_another_encoding_is_told(served: Served, encoding: str, text:
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-@pytest.mark.parametrize("depth", [100, 2000, 100_000])
+@pytest.mark.parametrize("depth", [100, 2000, 80_000])  # more would be too long in UTF-16 once a model is loaded
 def test_no_encoding_hides_the_depth_of_a_body(served: Served, depth: int) -> None:
     """A letter whose second byte in UTF-16 is a quote would open a text for whoever looks at bytes."""
     body = f'{{"model":"m","prompt":"\u0122","metadata":{{"a":{"[" * depth}1{"]" * depth}}}}}'
