@@ -116,6 +116,11 @@ class Settings(BaseSettings):
         description="Dtype of weights and KV; auto: bfloat16 where the device computes it natively, else float32.",
     )
     device: str = Field(default="cpu", description="cpu, cuda, cuda:N, mps, or auto (the first GPU, else cpu).")
+    threads: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="Threads that torch computes with on a CPU. auto: at most as many as there are free cores within "
+        "the process's CPU affinity and quota; where OMP_NUM_THREADS is set, that number.",
+    )
 
     home: Path = Field(
         default_factory=lambda: user_cache_path("ragfuse"),

@@ -80,7 +80,7 @@ def doctor(
     checks: tuple[Check, ...] = (
         ("versions", _versions),
         ("extras", _extras),
-        ("machine", lambda: _machine(settings.device)),
+        ("machine", lambda: _machine(settings.device, None if settings.threads == "auto" else settings.threads)),
         ("folders", lambda: _folders(settings)),
         ("tiers", lambda: _tiers(settings)),
         ("models", lambda: _models(settings)),
@@ -209,7 +209,7 @@ def _version(name: str) -> str:
 # the machine, the folders, the tiers
 
 
-def _machine(device: str = "cpu") -> Iterator[CheckResult]:
+def _machine(device: str = "cpu", threads: int | None = None) -> Iterator[CheckResult]:
     memory = psutil.virtual_memory()
     enough = memory.available > MIN_FREE_MEMORY
     found = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f}"
@@ -221,15 +221,26 @@ def _machine(device: str = "cpu") -> Iterator[CheckResult]:
     from ragfuse.models.dtypes import auto_device
 
     device = auto_device() if device == "auto" else device
-    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} used by torch"
     if not device.startswith("cuda"):
-        yield CheckResult("device", "ok", f"{threads}; {'a GPU, unused' if torch.cuda.is_available() else 'no GPU'}")
+        yield CheckResult("device", "ok", "a GPU, unused" if torch.cuda.is_available() else "no GPU")
+        yield _threads(threads)
     elif torch.cuda.is_available():
-        yield CheckResult("device", "ok", f"{torch.cuda.get_device_name(device)}; {threads}")
+        yield CheckResult("device", "ok", torch.cuda.get_device_name(device))
     else:
         yield CheckResult(
             "device", "bad", f"{device}: torch finds no GPU", "install torch with CUDA, or RAGFUSE_DEVICE=cpu"
         )
+
+
+def _threads(setting: int | None) -> CheckResult:
+    """Check that torch computes with no more threads than there are free cores."""
+    from ragfuse.models.threads import allowed_threads, available_threads, limit_threads
+
+    used, allowed, free = limit_threads(setting), allowed_threads(), available_threads()
+    found = f"torch computes with {used}; {free} of the {allowed} cores that this process may use are free now"
+    if used <= free:
+        return CheckResult("threads", "ok", found)
+    return CheckResult("threads", "note", found, f"RAGFUSE_THREADS={free}: threads without a core hold up the others")
 
 
 def _folders(settings: Settings) -> Iterator[CheckResult]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import TypeVar
 
 from ragfuse.models import embedded
@@ -85,6 +86,17 @@ class ProfileStore:
 def _name(fingerprint: str) -> str:
     """Return a profile's name in the catalog; it has the library versions, since a profile is valid for these only."""
     return f"model-{fingerprint}-{PROFILE_VERSION}-torch-{version('torch')}-transformers-{version('transformers')}"
+
+
+def name_for_calibrate(setting: str, name: str) -> str:
+    """Return the name by which `ragfuse calibrate` finds a model.
+
+    Args:
+        setting: The model in the settings.
+        name: The model's own name; a server shortens a path to its last part. If it is another model than that in the
+            settings, the engine was given one.
+    """
+    return setting if name in (setting, Path(setting).name) else name
 
 
 class CalibrationHint:

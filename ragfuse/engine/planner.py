@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import CalibrationHint, refusal_of
+from ragfuse.engine.model_profiles import CalibrationHint, name_for_calibrate, refusal_of
 from ragfuse.engine.options import Ask, with_remaining_deadline
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
@@ -145,7 +145,7 @@ class Planner:
             return found if found.fetches or found.fallback_reason else found.with_full_prefill(why_unused)
         if found.fetches or found.fallback_reason:
             if blends:
-                self._hint.log_once(profile, policy, settings.model)
+                self._hint.log_once(profile, policy, name_for_calibrate(settings.model, model.name))
             return found
         is_pending = any(why == ENCODING for _, why in found.misses)
         why = ENCODING if is_pending else self._why_nothing(prompt, bool(lost))

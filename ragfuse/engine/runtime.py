@@ -17,6 +17,7 @@ from ragfuse.hf.probe import device_of
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
+from ragfuse.models.threads import limit_threads
 from ragfuse.plan.controller import settle
 from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import shared, shared_while_used
@@ -130,6 +131,8 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
 
     It is shared in the process by all that name it with the same options, or give the same model with the same weights.
     """
+    if settings.device.startswith("cpu") and (given is None or settings.threads != "auto"):
+        limit_threads(None if settings.threads == "auto" else settings.threads)
     if given is not None:
         weights = weights_digest(given.model)
         name = "handed over", id(given.model), id(given.tokenizer), weights

@@ -1,11 +1,13 @@
 """The quality gate: who is refused, and what is said once."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from ragfuse import Engine, Settings
-from ragfuse.engine.model_profiles import CalibrationHint, refusal_of
+from ragfuse.engine.model_profiles import CalibrationHint, name_for_calibrate, refusal_of
+from ragfuse.models.loader import load_model
 from ragfuse.types.profiles import ModelProfile
 from tests.tiny import CHUNKS, messages
 
@@ -54,6 +56,17 @@ def test_an_uncalibrated_model_answers_at_the_conservative_default_and_says_so(
         traces = [engine.answer(messages()).trace for _ in range(2)]
     assert [(trace.policy, trace.ratio) for trace in traces] == [("hkvd", 0.15)] * 2
     assert sum("not calibrated" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_hint_names_the_model_that_answers(tiny_settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = load_model(Path(tiny_settings.model), "float32", "cpu")
+    with Engine(Settings(home=tiny_settings.home, dtype="float32"), tiny) as engine:
+        engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
+        engine.answer(messages())
+    (text,) = [each.getMessage() for each in caplog.records if "not calibrated" in each.getMessage()]
+    assert "smollm2" not in text
+    assert f"--model {tiny.name} --docs" in text
+    assert name_for_calibrate("/models/q", "q") == "/models/q"
 
 
 def test_verify_s_verdict_is_kept(tiny_settings: Settings) -> None:

@@ -1,0 +1,135 @@
+"""How many threads torch computes with: as many as this process may run at once beside what else the machine does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from math import floor
+from pathlib import Path
+
+import psutil
+import torch
+
+from ragfuse.process.shared import shared
+
+WATCH_S = 0.1
+"""Seconds for which the load of the machine is watched."""
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+CPUS = Path("/sys/devices/system/cpu")
+log = logging.getLogger("ragfuse.models")
+
+
+def limit_threads(threads: int | None) -> int:
+    """Set torch's number of compute threads, and return it.
+
+    The threads of one computation wait for each other after each operation. If they share a core with another program,
+    one of them often does not run while the others wait for it, and a prefill takes several times as long as with one
+    thread alone. So torch gets no more threads than there are free cores.
+
+    Args:
+        threads: The number of threads. None: at most `available_threads()` and never more than torch has already,
+            decided once in this process; where OMP_NUM_THREADS is set, torch stays as it is.
+    """
+    before = torch.get_num_threads()
+    if threads is None:
+        if before == 1 or "OMP_NUM_THREADS" in os.environ:
+            return before
+        threads = min(before, shared(("threads",), available_threads))
+    if threads != before:
+        torch.set_num_threads(threads)
+        log.info("torch computes with %d threads, not %d. The setting `threads` can name a number.", threads, before)
+    return threads
+
+
+def available_threads() -> int:
+    """Return how many threads can compute here at once: free cores, within what this process may use; at least 1.
+
+    A core counts as busy only if other programs used it both now and, by the load average, in the last minute. If all
+    are busy, more threads get a larger share of them, which pays if threads wait passively (OMP_WAIT_POLICY): then as
+    many as allowed are returned, else 1 (docs/facts.md, "Threads on a busy machine").
+    """
+    allowed = allowed_threads()
+    if allowed == 1:
+        return 1
+    free = max(_free_cpus(), (os.cpu_count() or 1) - psutil.getloadavg()[0])
+    n_free = floor(free + 0.5)
+    if n_free < 1:
+        return allowed if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else 1
+    return min(allowed, n_free)
+
+
+def allowed_threads() -> int:
+    """Return the physical cores that this process may use, by its CPU affinity and the CPU quota of its cgroup."""
+    cpus = _affinity()
+    cores = {_siblings(cpu) for cpu in cpus}
+    quota = cpu_quota()
+    return max(1, min(len(cores), floor(quota) if quota is not None else len(cores)))
+
+
+def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """Return the CPUs that the process's cgroup may use on average, of version 2 or 1; None where it is not limited."""
+    try:
+        groups = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return None
+    found: list[float] = []
+    for _, controllers, path in (group for group in groups if len(group) == 3):
+        if controllers == "":
+            folder = root / path.lstrip("/")
+            while True:
+                found += _quota_2(folder)
+                if folder == root or root not in folder.parents:
+                    break
+                folder = folder.parent
+        elif "cpu" in controllers.split(","):
+            for folder in (root / "cpu" / path.lstrip("/"), root / "cpu"):
+                found += _quota_1(folder)
+    return min(found, default=None)
+
+
+def _quota_2(folder: Path) -> list[float]:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return [] if quota == "max" else [int(quota) / int(period)]
+    except (OSError, ValueError, ZeroDivisionError):
+        return []
+
+
+def _quota_1(folder: Path) -> list[float]:
+    try:
+        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return [quota / period] if quota > 0 else []
+    except (OSError, ValueError, ZeroDivisionError):
+        return []
+
+
+def _affinity() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(psutil.cpu_count(logical=False) or os.cpu_count() or 1))
+
+
+def _siblings(cpu: int) -> str:
+    """The hardware threads that share a core with `cpu`; `cpu` alone where the system does not say."""
+    try:
+        return (CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _free_cpus() -> float:
+    """CPUs of this process's affinity that other processes leave free, on average over `WATCH_S` seconds."""
+    cpus, process = _affinity(), psutil.Process()
+    before, own = psutil.cpu_times(percpu=True), sum(process.cpu_times()[:2])
+    started = time.monotonic()
+    time.sleep(WATCH_S)
+    watched_s = time.monotonic() - started
+    after, own_s = psutil.cpu_times(percpu=True), sum(process.cpu_times()[:2]) - own
+    idle_s = sum(_idle_s(after[cpu]) - _idle_s(before[cpu]) for cpu in cpus if cpu < min(len(after), len(before)))
+    return (idle_s + own_s) / watched_s
+
+
+def _idle_s(times: object) -> float:
+    return float(getattr(times, "idle", 0.0)) + float(getattr(times, "iowait", 0.0))

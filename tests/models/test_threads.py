@@ -1,0 +1,115 @@
+"""torch computes with no more threads than there are cores for."""
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from ragfuse.models import threads
+
+BUSY = "print(1, flush=True)\nwhile True: pass"
+
+
+def v2(tmp_path, *quotas):
+    """A tree of cgroups of version 2, from the root's child down."""
+    folder, path = tmp_path / "cgroup", ""
+    folder.mkdir()
+    for number, quota in enumerate(quotas):
+        path += f"/g{number}"
+        (folder / path.lstrip("/")).mkdir()
+        (folder / path.lstrip("/") / "cpu.max").write_text(quota + "\n")
+    membership = tmp_path / "membership"
+    membership.write_text(f"0::{path}\n")
+    return folder, membership
+
+
+@pytest.mark.parametrize(
+    ("quotas", "cpus"),
+    [
+        (("max 100000",), None),
+        (("150000 100000",), 1.5),
+        (("400000 100000", "max 100000"), 4.0),
+        (("100000 100000", "400000 100000"), 1.0),
+        (("nonsense",), None),
+        (("1 0",), None),
+        ((), None),
+    ],
+)
+def test_the_least_quota_up_to_the_root_holds(tmp_path, quotas, cpus):
+    assert threads.cpu_quota(*v2(tmp_path, *quotas)) == cpus
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("250000", 2.5), ("-1", None), ("x", None)])
+def test_a_quota_of_version_1_holds_as_well(tmp_path, quota, cpus):
+    folder = tmp_path / "cgroup" / "cpu" / "docker"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_quota_us").write_text(quota)
+    (folder / "cpu.cfs_period_us").write_text("100000")
+    membership = tmp_path / "membership"
+    membership.write_text("7:memory:/docker\n4:cpu,cpuacct:/docker\n")
+    assert threads.cpu_quota(tmp_path / "cgroup", membership) == cpus
+
+
+def test_without_cgroups_there_is_no_quota(tmp_path):
+    assert threads.cpu_quota(tmp_path, tmp_path / "none") is None
+
+
+def test_hardware_threads_of_one_core_count_once(tmp_path, monkeypatch):
+    for cpu in range(4):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    monkeypatch.setattr(threads, "CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
+    assert threads.allowed_threads() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3})
+    assert threads.allowed_threads() == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(threads, "cpu_quota", lambda: 1.9)
+    assert threads.allowed_threads() == 1
+
+
+def test_busy_cores_are_left_to_the_programs_that_use_them(monkeypatch):
+    monkeypatch.setattr(threads, "allowed_threads", lambda: os.cpu_count() or 1)
+    monkeypatch.setattr(threads.psutil, "getloadavg", lambda: (float(os.cpu_count() or 1), 0.0, 0.0))
+    with ExitStack() as running:
+        for _ in range(os.cpu_count() or 1):
+            busy = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE)
+            running.callback(busy.wait)
+            running.callback(busy.kill)
+            assert busy.stdout.readline()
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        assert threads.available_threads() == 1
+        monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # a share of busy cores for each thread
+        assert threads.available_threads() == os.cpu_count()
+
+
+def test_cores_that_were_busy_only_for_a_moment_count_as_free(monkeypatch):
+    monkeypatch.setattr(threads, "allowed_threads", lambda: 8)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(threads, "_free_cpus", lambda: 0.0)
+    monkeypatch.setattr(threads.psutil, "getloadavg", lambda: (2.2, 0.0, 0.0))
+    assert threads.available_threads() == 6
+    monkeypatch.setattr(threads, "_free_cpus", lambda: 7.6)
+    assert threads.available_threads() == 8
+
+
+@pytest.mark.parametrize(
+    ("environment", "setting", "found"),
+    [({}, "None", "1"), ({"OMP_NUM_THREADS": "2"}, "None", "2"), ({"OMP_NUM_THREADS": "2"}, "3", "3")],
+)
+def test_torch_gets_the_number_that_is_named_or_what_is_free(environment, setting, found):
+    code = f"""if True:
+        import torch
+        from ragfuse.models import threads
+        torch.set_num_threads(2) if {not environment} else None
+        threads.available_threads = lambda: 1
+        threads.limit_threads({setting})
+        print(torch.get_num_threads())
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True)
+    assert done.stdout.strip() == found, done.stderr
