@@ -137,9 +137,9 @@ def test_added_tokens_count_by_their_length():
 
 def test_what_the_embedded_model_drops_does_not_count(smollm_path):
     tokenizer = AutoTokenizer.from_pretrained(smollm_path)
-    length = token_length(tokenizer)
+    length, tokens = token_length(tokenizer), TextEncoder(tokenizer).tokens
     assert length.chars == max(map(len, tokenizer.get_vocab()))
-    assert sorted(length.dropped) == [chr(char) for char in range(128) if not ids(tokenizer, chr(char))]
+    assert sorted(length.dropped) == [chr(char) for char in range(128) if not tokens(chr(char))]
     for char in (*length.dropped, "\U00050000", "\u00e9", "a", " ", "\n", "="):
         for text in (char * 1000, f"{char} " * 500):
-            assert length.min_tokens(text) <= len(ids(tokenizer, text))
+            assert length.min_tokens(text) <= len(tokens(text))
