@@ -100,12 +100,18 @@ def _check_folder(data: Path | None) -> None:
 
 
 @dataclass(frozen=True)
-class TtftOptions:
-    """What `bench ttft` measures: one prompt for each number of `chunks`."""
+class MeasuredModel:
+    """The model that a benchmark measures, and where."""
 
     model: Shape = "q05"
     dtype: BenchDtype = "bfloat16"
     device: BenchDevice = "cpu"
+
+
+@dataclass(frozen=True)
+class TtftOptions(MeasuredModel):
+    """What `bench ttft` measures: one prompt for each number of `chunks`."""
+
     chunks: Annotated[
         tuple[int, ...],
         typer.Option(help="Chunks of a prompt; a list as in 2,4,6 shows how times grow."),
@@ -152,12 +158,9 @@ class TtftOptions:
 
 
 @dataclass(frozen=True)
-class LoadOptions:
+class LoadOptions(MeasuredModel):
     """What `bench load` measures."""
 
-    model: Shape = "q05"
-    dtype: BenchDtype = "bfloat16"
-    device: BenchDevice = "cpu"
     chunks: Annotated[int, typer.Option(help="Chunks of the prompt.")] = 6
     chunk_tokens: ChunkTokens = 512
     question_tokens: int = 32
@@ -178,12 +181,9 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
-class ControllerOptions:
+class ControllerOptions(MeasuredModel):
     """What `bench controller` measures: `plans` plans, dealt out over the speeds in turn."""
 
-    model: Shape = "q05"
-    dtype: BenchDtype = "bfloat16"
-    device: BenchDevice = "cpu"
     mbps: TierSpeeds = (30.0, 100.0, 300.0)
     plans: Annotated[
         int, typer.Option(help="Number of load plans whose predicted time is compared with the measured one.")
@@ -344,12 +344,11 @@ class CodecOptions:
 
 
 @dataclass(frozen=True)
-class StreamOptions:
+class StreamOptions(MeasuredModel):
     """What `bench stream` measures. Deadlines and bandwidths are the paper's; `lines.Scale` scales them."""
 
     model: Shape = "smollm2-135m-reader"
     dtype: BenchDtype = "float32"
-    device: BenchDevice = "cpu"
     tokens: Annotated[int, typer.Option(help="Approximate tokens of a context.")] = 6000
     piece_tokens: Annotated[
         int,
@@ -407,12 +406,11 @@ class StreamOptions:
 
 
 @dataclass(frozen=True)
-class ConversationOptions:
+class ConversationOptions(MeasuredModel):
     """What `bench conversation` measures."""
 
     model: Shape = "smollm2-135m"
     dtype: BenchDtype = "float32"
-    device: BenchDevice = "cpu"
     turns: Annotated[int, typer.Option(min=2, help="Turns of the conversation.")] = 8
     answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 384
     opening_tokens: Annotated[int, typer.Option(min=1, help="Approximate tokens of the first message.")] = 1400

@@ -154,13 +154,20 @@ def progress(console: Console) -> Progress:
 
 @contextmanager
 def thread_count(threads: int) -> Iterator[None]:
-    """Set torch's number of threads within this context, and restore it afterwards."""
-    before = torch.get_num_threads()
+    """Set torch's number of threads within this context, and restore it afterwards.
+
+    OMP_NUM_THREADS is set too, so that engines and processes that start here keep the number, however busy the machine.
+    """
+    before, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        os.environ.pop("OMP_NUM_THREADS")
+        if variable is not None:
+            os.environ["OMP_NUM_THREADS"] = variable
 
 
 def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:

@@ -83,13 +83,15 @@ def entry_filter_of(
 def select_entries(
     admin: StoreAdmin, console: Console, entry_filter: EntryFilter | None, participle: str = ""
 ) -> list[EntryRow]:
-    """Return the selected entries, and print which tiers do not answer.
+    """Return the selected entries, of one tenant if a salt is set, and print which tiers do not answer.
 
     With `participle` (what the command does, such as "moved"), raise StoreError if nothing was found and a selected
     tier does not answer.
     """
     from ragfuse.admin.store_admin import EntryFilter
 
+    if entry_filter is not None:
+        entry_filter = admin.within_tenant(entry_filter)
     with console.status("reading the store"):
         rows = admin.list_entries(entry_filter or EntryFilter())
         silent, silent_selected = admin.silent(), admin.silent(entry_filter or EntryFilter())

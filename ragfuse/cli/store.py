@@ -199,7 +199,6 @@ def move(
     """
     entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "move"), console_for(json)
     with open_admin(store, console) as admin:
-        entry_filter = admin.within_tenant(entry_filter)
         rows = select_entries(admin, console, entry_filter, "moved")
         with progress_bar(console, "moving", _MOVED) as report:
             outcome = admin.move(rows, to, report)
@@ -231,7 +230,6 @@ def recode(
     levels = _levels(to)
     entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "recode"), console_for(json)
     with open_admin(store, console) as admin:
-        entry_filter = admin.within_tenant(entry_filter)
         rows = select_entries(admin, console, entry_filter, "recoded")
         with progress_bar(console, "recoding", _RECODED) as report:
             outcome = admin.recode(rows, levels, report)
@@ -270,7 +268,6 @@ def export(
     """
     entry_filter, console = entry_filter_of(keys, tier, source, model, tenant), console_for(json)
     with open_admin(store, console) as admin:
-        entry_filter = admin.within_tenant(entry_filter)
         rows = select_entries(admin, console, entry_filter, f"written to '{file}'")
         silent = admin.silent(entry_filter)
         exists = file.exists() and not file.is_dir()
@@ -337,7 +334,6 @@ def gc(store: Store = None, json: Json = None) -> None:
 def _pin(pinned: bool, entry_filter: EntryFilter, store: Path | None, json: Path | None) -> None:
     console, word = console_for(json), "pinned" if pinned else "unpinned"
     with open_admin(store, console) as admin:
-        entry_filter = admin.within_tenant(entry_filter)
         rows = select_entries(admin, console, entry_filter, word)
         keys = list(dict.fromkeys(row.entry.key for row in rows))
         (admin.store.pin if pinned else admin.store.unpin)(*keys)

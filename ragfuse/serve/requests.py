@@ -15,6 +15,7 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
     MAX_TITLE_CHARS,
+    AnswerOptions,
     ChatRequest,
     CompletionRequest,
     ContentPart,
@@ -179,16 +180,23 @@ def continues_last_message(request: ChatRequest | ExplainRequest) -> bool:
     return continues
 
 
-def ask_of(request: CompletionRequest) -> Ask:
-    """Return the `Ask` for the fields that chat and text requests share."""
-    options, stop = request.ragfuse, request.stop
-    ask = Ask(
+def reuse_of(options: AnswerOptions) -> Ask:
+    """Return the `Ask` for the field `ragfuse` of a request, which says how chunks are reused."""
+    return Ask(
         policy=options.policy,
         ratio=options.ratio,
         reuse=options.reuse,
         overflow=options.overflow,
         deadline_s=options.deadline_s,
         blend=options.blend,
+    )
+
+
+def ask_of(request: CompletionRequest) -> Ask:
+    """Return the `Ask` for the fields that chat and text requests share."""
+    stop = request.stop
+    ask = replace(
+        reuse_of(request.ragfuse),
         stop=[stop] if isinstance(stop, str) else stop or (),
         seed=request.seed,
         options=_sampling(request),

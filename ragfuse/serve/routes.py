@@ -27,6 +27,7 @@ from ragfuse.serve.requests import (
     ids_of,
     in_session,
     question_of,
+    reuse_of,
     template_kwargs_of,
     text_of,
     text_requests,
@@ -188,18 +189,9 @@ class Events(Response):
 
 def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], None]) -> dict[str, Any]:
     check(None)
-    options = body.ragfuse
-    ask = Ask(
-        policy=options.policy,
-        ratio=options.ratio,
-        reuse=options.reuse,
-        overflow=options.overflow,
-        deadline_s=options.deadline_s,
-    )
     choice, tools = allowed_of(body.tool_choice, body.tools or [])
     ask = replace(
-        in_session(ask, body.session_id),
-        blend=options.blend,
+        in_session(reuse_of(body.ragfuse), body.session_id),
         tools=tools,
         tool_choice=Ask.tool_choice_of(choice, tools),
         max_tokens=body.max_tokens,

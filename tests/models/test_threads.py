@@ -6,7 +6,9 @@ import sys
 from contextlib import ExitStack
 
 import pytest
+import torch
 
+from ragfuse.calibration.runner import thread_count
 from ragfuse.models import threads
 
 BUSY = "print(1, flush=True)\nwhile True: pass"
@@ -113,3 +115,11 @@ def test_torch_gets_the_number_that_is_named_or_what_is_free(environment, settin
     clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     done = subprocess.run([sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True)
     assert done.stdout.strip() == found, done.stderr
+
+
+def test_a_benchmark_keeps_its_number_on_a_busy_machine(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "available_threads", lambda: 1)
+    with thread_count(2):
+        assert threads.limit_threads(None) == torch.get_num_threads() == 2
+    assert "OMP_NUM_THREADS" not in os.environ
