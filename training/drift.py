@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.calibration.runner import progress
 from ragfuse.fuse.drift import measured
 from ragfuse.hf.drift import write_drift
 from ragfuse.hf.model import HFModel
 from ragfuse.models import MANIFEST
 from ragfuse.models.loader import load_model
 from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.kv import ChunkKV
 from training.data import Source, split, squad
 

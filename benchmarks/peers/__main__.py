@@ -16,10 +16,11 @@ from benchmarks.peers.peers import OFFERS, PLAIN, Offer, Peer
 from benchmarks.peers.prompts import recurring
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, default_method
-from ragfuse.calibration.runner import Runner, Sample, circumstances, progress, thread_count, tune_malloc
+from ragfuse.calibration.runner import Runner, Sample, circumstances, thread_count, tune_malloc
 from ragfuse.cli.options import write_json
 from ragfuse.models import resolve_llm
 from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 
 WARM_UP = 2
 """Prompts that everyone answers before it counts."""

@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.plots import require_plotting, saved
-from ragfuse.calibration.runner import Runner, circumstances, progress, thread_count
+from ragfuse.calibration.runner import Runner, circumstances, thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import settle
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.prompt import Prompt
 
 SIZES = (128, 256, 384, 512)

@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.plots import saved
-from ragfuse.calibration.runner import Runner, circumstances, progress, speedup, thread_count
+from ragfuse.calibration.runner import Runner, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 
 NAME = "measured"
 

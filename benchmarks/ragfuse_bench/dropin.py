@@ -45,12 +45,13 @@ from rich.table import Table
 
 from ragfuse.calibration.metrics import is_right, normalise
 from ragfuse.calibration.plots import saved
-from ragfuse.calibration.runner import Times, circumstances, progress, speedup, thread_count
+from ragfuse.calibration.runner import Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import quietly
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 
 NEEDED = MappingProxyType(
     {

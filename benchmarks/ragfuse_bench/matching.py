@@ -27,9 +27,10 @@ from ragfuse_bench.presets import bench_model
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import circumstances, progress, thread_count
+from ragfuse.calibration.runner import circumstances, thread_count
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
+from ragfuse.telemetry.progress import progress
 from ragfuse.text.known_spans import KnownSpans, Match
 
 Parts = list[tuple[str, bool]]

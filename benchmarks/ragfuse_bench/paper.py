@@ -43,9 +43,10 @@ from ragfuse.calibration.deviation import (
     neighbours,
 )
 from ragfuse.calibration.methods import Lab, Method, methods_of
-from ragfuse.calibration.runner import Runner, progress
+from ragfuse.calibration.runner import Runner
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
+from ragfuse.telemetry.progress import progress
 
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50, 0.80, 1.0)
 SWEEP = (0.05, 0.10, 0.15, 0.18, 0.30, 0.50)

@@ -16,7 +16,7 @@ from ragfuse_bench.throttle import ThrottledTier
 from ragfuse_bench.workload import Workload
 from rich.console import Console
 
-from ragfuse.calibration.runner import Runner, progress
+from ragfuse.calibration.runner import Runner
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
@@ -25,6 +25,7 @@ from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.plan import Forecast, LoadPlan
 from ragfuse.types.profiles import MachineProfile
 from ragfuse.types.prompt import Prompt

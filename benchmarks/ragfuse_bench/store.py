@@ -25,7 +25,7 @@ from ragfuse_bench.presets import bench_model
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.runner import Runner, Times, circumstances, progress, speedup, thread_count
+from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
 from ragfuse.codec import RAW
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import StoreError
@@ -36,6 +36,7 @@ from ragfuse.store import DiskTier, EntryMeta, KVStore, MemoryTier, Tier
 from ragfuse.store.factory import open_tier
 from ragfuse.store.index import Index
 from ragfuse.store.tier import Expects
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 

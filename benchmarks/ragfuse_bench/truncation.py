@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ragfuse.calibration.runner import progress
 from ragfuse.errors import InputError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.gather import gathered
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.settings import SINKS
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.kv import ChunkKV, LayerKV
 
 FOLLOWING = 256

@@ -34,11 +34,11 @@ from rich.table import Table
 
 from ragfuse.calibration.metrics import is_right, normalise
 from ragfuse.calibration.prompts import NEW_TOKENS, PROMPT_TEXTS
-from ragfuse.calibration.runner import progress
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import resolve_embedder
 from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 
 ARTICLE = "1973 oil crisis"
 """Of the held-out set: the reader was not trained on it."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from ragfuse.calibration.runner import progress
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import SettingsError
 from ragfuse.hf.model import HFModel
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.kv import ChunkKV
 from ragfuse.types.prompt import Prompt, Segment
 

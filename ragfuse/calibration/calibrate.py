@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from rich.table import Table
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import Row, ask, prefill_speedup
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.calibration.runner import Runner, circumstances, progress
-from ragfuse.calibration.stats import ratio_interval
+from ragfuse.calibration.runner import Runner, circumstances
+from ragfuse.calibration.stats import difference_interval, mean_interval, ratio_interval
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.hf.model import HFModel
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import digest
 
 REUSE = Method("none", 0.0, "alone")
@@ -40,6 +42,7 @@ LADDER = (
 )
 """The policies and ratios that are tried, on chunks encoded after filler text as the engine does."""
 
+NONE_DROPPED: Mapping[Method, str] = MappingProxyType({})
 MAX_KL_OVER_REUSE = 0.25
 """Largest KL to full prefill of a safe choice, relative to plain reuse's KL (upper end of the 95% interval)."""
 MIN_AGREEMENT = 0.9
@@ -50,6 +53,11 @@ read the documents, so how close its answers stay means nothing."""
 PROMPT_PASSAGES = 6
 MIN_PASSAGE_CHARS = 80
 """Fewest characters of a chunk to make a question from."""
+POOL_PASSAGES = 24
+"""Passages that the prompts are drawn from, unless more questions are wanted. Each stands in about five prompts, and is
+encoded once."""
+MIN_QUESTIONS = 8
+"""Questions that every choice is measured on before any is dropped."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class ChoiceResult:
         kl: KL to full prefill, in nats per token.
         top1: Share of tokens for which the most likely token is full prefill's.
         ttft_x: How many times faster the first token comes than by full prefill.
+        questions: Number of questions that it was measured on.
+        dropped: Why it was measured on fewer questions than others; "" if it was not.
     """
 
     policy: str
@@ -75,17 +85,20 @@ class ChoiceResult:
     kl: float
     top1: float
     ttft_x: float
+    questions: int = 0
+    dropped: str = ""
 
     @property
     def is_safe(self) -> bool:
         """Whether its answers stay close to full prefill's."""
-        return self.high <= MAX_KL_OVER_REUSE and self.top1 >= MIN_AGREEMENT
+        return not self.dropped and self.high <= MAX_KL_OVER_REUSE and self.top1 >= MIN_AGREEMENT
 
 
 def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0) -> list[Case]:
     """Make questions from documents: each asks about a name or a rare word of one of its six chunks.
 
-    That chunk stands at a random place; about half of the others are from its document.
+    That chunk stands at a random place; about half of the others are from its document. All prompts are drawn from a
+    pool of `POOL_PASSAGES` chunks, or of as many as there are questions, and each chunk is asked about once.
 
     Args:
         documents: (name, chunks) of each document.
@@ -103,11 +116,13 @@ def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         )
     generator = random.Random(seed)
     seen = Counter(word for _, text in chunks for word in set(_words(text)))
+    pool = _pool(chunks, max(POOL_PASSAGES, wanted), generator)
+    asked = generator.sample(pool, len(pool))
     cases = []
     for index in range(wanted):
-        name, text = chunks[generator.randrange(len(chunks))]
-        same_document = [each for each in chunks if each[0] == name and each[1] != text]
-        others = [each for each in chunks if each[0] != name] or same_document
+        name, text = asked[index % len(asked)]
+        same_document = [each for each in pool if each[0] == name and each[1] != text]
+        others = [each for each in pool if each[0] != name] or same_document
         mates = generator.sample(same_document, min(len(same_document), PROMPT_PASSAGES // 2))
         rest = [each for each in generator.sample(others, min(len(others), PROMPT_PASSAGES)) if each not in mates]
         chosen = [(name, text), *mates, *rest][:PROMPT_PASSAGES]
@@ -115,6 +130,20 @@ def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         question = f"What is said about {_topic(text, seen)}?"
         cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen)))
     return cases
+
+
+def _pool(chunks: Sequence[tuple[str, str]], size: int, generator: random.Random) -> list[tuple[str, str]]:
+    """Return up to `size` of the (document, text) chunks, up to six of a document at a time, of documents drawn at
+    random."""
+    by_document: dict[str, list[tuple[str, str]]] = {}
+    for chunk in generator.sample(chunks, len(chunks)):
+        by_document.setdefault(chunk[0], []).append(chunk)
+    pool, left = list[tuple[str, str]](), [*by_document.values()]
+    while left and len(pool) < size:
+        document = left.pop(0)
+        pool += document[:PROMPT_PASSAGES]
+        left += [document[PROMPT_PASSAGES:]] if len(document) > PROMPT_PASSAGES else []
+    return pool[:size]
 
 
 def _words(text: str) -> list[str]:
@@ -158,17 +187,22 @@ def calibrate(
             "Calibration measures chunks that are encoded after filler text, but filler_tokens is 0. Remove it from "
             "the environment or ragfuse.toml. Without filler text, policy hkvd with ratio 0.15 is used."
         )
-    methods, rows = (REUSE, *LADDER), list[Row]()
+    rows, dropped = list[Row](), dict[Method, str]()
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
-            list(ask(lab, runner, cases[0], methods, answers=False))  # unmeasured: first uses cost more
-            for case in cases:
-                rows += ask(lab, runner, case, methods, answers=False)
-                bar.advance(task)
+            list(ask(lab, runner, cases[0], (REUSE, *LADDER), answers=False))  # unmeasured: first uses cost more
+            for index, case in enumerate(cases):
+                kept = [method for method in LADDER if method not in dropped]
+                rows += ask(lab, runner, case, (REUSE, *kept), answers=False)
+                if index + 1 >= MIN_QUESTIONS:
+                    dropped |= hopeless(rows, kept)
+                bar.update(task, advance=1, description=f"questions, {len(kept)} choices")
+                if len(dropped) == len(LADDER):
+                    break
     finally:
         lab.close()
-    tried, nats = curve(rows), nats_per_token(model, cases)
+    tried, nats = curve(rows, dropped), nats_per_token(model, cases)
     chance = math.log(model.model.config.get_text_config().vocab_size)
     flaw = flaw_of(verified, nats, chance)
     best = None if flaw else choose(tried)
@@ -178,7 +212,7 @@ def calibrate(
         "ratio": best.ratio if best else 1.0,
         "kl_over_reuse": best.kl_over_reuse if best else min(each.kl_over_reuse for each in tried),
         "seconds": time.perf_counter() - began,
-        "questions": len(cases),
+        "questions": len({row.case for row in rows}),
         "tokens": mean(row.tokens for row in rows),
         "verified": verified,
         "tried": [vars(each) | {"is_safe": each.is_safe} for each in tried],
@@ -190,26 +224,64 @@ def calibrate(
     }
 
 
-def curve(rows: Sequence[Row]) -> list[ChoiceResult]:
-    """Return the measurements of each choice in `LADDER`, relative to plain reuse on the same questions."""
+def curve(rows: Sequence[Row], dropped: Mapping[Method, str] = NONE_DROPPED) -> list[ChoiceResult]:
+    """Return the measurements of each choice in `LADDER`, relative to plain reuse on the same questions.
+
+    Args:
+        rows: Of all methods and questions.
+        dropped: Why a method was not measured on all questions.
+    """
+    return [_result(rows, method, dropped.get(method, "")) for method in LADDER]
+
+
+def _result(rows: Sequence[Row], method: Method, dropped: str = "") -> ChoiceResult:
     reuse = {row.case: row.kl or 0.0 for row in rows if row.method == REUSE.name}
-    found = []
-    for method in LADDER:
-        of_method = [row for row in rows if (row.method, row.ratio) == (method.name, method.ratio)]
-        ours, theirs = [row.kl or 0.0 for row in of_method], [reuse[row.case] for row in of_method]
-        low, high = ratio_interval(ours, theirs)
-        found.append(
-            ChoiceResult(
-                policy=method.policy,
-                ratio=method.ratio or 0,
-                kl_over_reuse=sum(ours) / max(sum(theirs), 1e-12),
-                low=low,
-                high=high,
-                kl=mean(ours),
-                top1=_agreement(of_method),
-                ttft_x=prefill_speedup(of_method),
-            )
-        )
+    of_method = _rows_of(rows, method)
+    ours, theirs = [row.kl or 0.0 for row in of_method], [reuse[row.case] for row in of_method]
+    low, high = ratio_interval(ours, theirs)
+    return ChoiceResult(
+        policy=method.policy,
+        ratio=method.ratio or 0,
+        kl_over_reuse=sum(ours) / max(sum(theirs), 1e-12),
+        low=low,
+        high=high,
+        kl=mean(ours),
+        top1=_agreement(of_method),
+        ttft_x=prefill_speedup(of_method),
+        questions=len(of_method),
+        dropped=dropped,
+    )
+
+
+def _rows_of(rows: Sequence[Row], method: Method) -> list[Row]:
+    return [row for row in rows if (row.method, row.ratio) == (method.name, method.ratio)]
+
+
+def hopeless(rows: Sequence[Row], methods: Sequence[Method]) -> dict[Method, str]:
+    """Return the methods that need not be measured any longer, and why.
+
+    These are the methods whose 95% interval is unsafe as a whole, and those for which another one is as fast and closer
+    on the same questions, with 95% certainty.
+
+    Args:
+        rows: All measurements so far, each method on the same questions.
+        methods: The methods to look at.
+    """
+    found = dict[Method, str]()
+    results = {method: _result(rows, method) for method in methods}
+    distances = {method: [row.kl or 0.0 for row in _rows_of(rows, method)] for method in methods}
+    for method, result in results.items():
+        agreement = mean_interval([row.top1 or 0.0 for row in _rows_of(rows, method)])
+        if result.low > MAX_KL_OVER_REUSE:
+            found[method] = "too far from full prefill"
+        elif agreement[1] < MIN_AGREEMENT:
+            found[method] = "agrees with full prefill on too few tokens"
+    for method, result in results.items():
+        faster = [each for each in methods if each not in found and results[each].ttft_x >= result.ttft_x]
+        for other in faster:
+            closer = other != method and difference_interval(distances[other], distances[method])[1] < 0
+            if closer and method not in found:
+                found[method] = f"{other.policy} at {other.ratio:.0%} is as fast and closer"
     return found
 
 
@@ -279,11 +351,11 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
     """Print the measurements as a table, and the advice."""
     tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
     table = Table(title=f"{result['model']}: {tokens}", box=None)
-    for name in ("policy", "ratio", "first token", "KL of reuse's", "95%", "top-1", ""):
+    for name in ("policy", "ratio", "first token", "KL of reuse's", "95%", "top-1", "questions", ""):
         table.add_column(name, justify="left" if name in ("policy", "") else "right")
     for each in result["tried"]:
         chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
-        mark = "[bold green]chosen[/]" if chosen else "safe" if each["is_safe"] else ""
+        mark = "[bold green]chosen[/]" if chosen else "safe" if each["is_safe"] else each["dropped"]
         table.add_row(
             each["policy"],
             f"{each['ratio']:.0%}",
@@ -291,6 +363,7 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
             f"{each['kl_over_reuse']:.3f}",
             f"{each['low']:.3f}..{each['high']:.3f}",
             f"{each['top1']:.3f}",
+            f"{each['questions']}",
             mark,
         )
     console.print(table)

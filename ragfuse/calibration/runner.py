@@ -24,7 +24,8 @@ from typing import Any, Literal
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ragfuse.telemetry.progress import progress
 
 MALLOC = MappingProxyType(
     {
@@ -144,12 +145,6 @@ class Runner:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def progress(console: Console) -> Progress:
-    """Return a progress bar that disappears when it is done, and is shown on a terminal only."""
-    columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -37,6 +36,7 @@ from ragfuse.cli.options import (
 )
 from ragfuse.cli.show import short
 from ragfuse.errors import InputError
+from ragfuse.telemetry.progress import progress
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
@@ -157,11 +157,6 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
         done = engine.ingest(chunks, prefix, show)
     _print_refused(engine, before, chunks, console)
     return done
-
-
-def progress(console: Console, *columns: ProgressColumn) -> Progress:
-    """Return a progress bar that disappears when it is done, and is shown on a terminal only."""
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def print_skipped(console: Console, found: FilesToIngest) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from ragfuse.cli.ask import prompt_for
-from ragfuse.cli.ingest import progress, target_tiers
+from ragfuse.cli.ingest import target_tiers
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -33,6 +33,7 @@ from ragfuse.cli.options import (
 )
 from ragfuse.errors import InputError
 from ragfuse.plan.explanation import as_dict, in_words
+from ragfuse.telemetry.progress import progress
 
 READS_IN_WORDS = MappingProxyType(
     {

@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
-from ragfuse.cli.ingest import progress
 from ragfuse.cli.options import settings_of
 from ragfuse.errors import InputError, StoreError
+from ragfuse.telemetry.progress import progress
 
 if TYPE_CHECKING:
     from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.entries import counted, plain
-from ragfuse.cli.ingest import progress
 from ragfuse.cli.opened import open_admin
 from ragfuse.cli.options import (
     Device,
@@ -29,6 +28,7 @@ from ragfuse.cli.options import (
 )
 from ragfuse.cli.show import short
 from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine

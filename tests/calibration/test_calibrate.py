@@ -12,15 +12,18 @@ from ragfuse.calibration.calibrate import (
     LADDER,
     MAX_KL_OVER_REUSE,
     MIN_AGREEMENT,
+    POOL_PASSAGES,
     ChoiceResult,
     advice,
     calibrate,
     choose,
     curve,
     flaw_of,
+    hopeless,
     make_cases,
 )
 from ragfuse.calibration.comparison import Row
+from ragfuse.calibration.methods import Method
 from ragfuse.errors import InputError
 from tests.tiny import CHUNKS, messages
 
@@ -36,6 +39,23 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
         assert set(case.chunks) <= {text for _, texts in DOCUMENTS for text in texts}
         topic = case.question.removeprefix("What is said about ").removesuffix("?")
         assert any(topic in chunk for chunk in case.chunks)
+
+
+def test_prompts_share_a_pool_of_chunks_and_each_chunk_is_asked_about_once() -> None:
+    names = [f"document {number}" for number in range(9)]
+    documents = [
+        (name, [f"{name} has a part {i} with words of its own, {name}-{i} " * 3 for i in range(20)]) for name in names
+    ]
+    cases = make_cases(documents, 20)
+    assert len({chunk for case in cases for chunk in case.chunks}) <= POOL_PASSAGES
+    assert len({frozenset(case.chunks) for case in cases}) == 20
+    assert len({chunk for case in make_cases(documents, 60) for chunk in case.chunks}) <= 60
+
+
+def test_a_pool_takes_every_document_in_turn_when_more_questions_are_wanted_than_chunks() -> None:
+    cases = make_cases(DOCUMENTS, 50)
+    assert len(cases) == 50
+    assert {text for case in cases for text in case.chunks} == {text for _, texts in DOCUMENTS for text in texts}
 
 
 def test_too_few_documents_are_told_with_what_is_wanted() -> None:
@@ -82,6 +102,40 @@ def test_the_curve_is_worked_out_on_the_same_questions() -> None:
     assert [(each.policy, each.ratio) for each in found] == [(m.policy, m.ratio) for m in LADDER]
     assert all(each.kl_over_reuse == pytest.approx(0.25) and each.ttft_x == 3.0 for each in found)
     assert all(each.low <= 0.25 <= each.high for each in found)
+
+
+def measured(method: Method, kls: list[float], top1: float, speed: float) -> list[Row]:
+    return [
+        Row("calibrate", str(i), method.name, method.ratio, 100, 1.0, 1.0, speed, speed, kl, top1)
+        for i, kl in enumerate(kls)
+    ]
+
+
+def test_what_is_clearly_out_or_clearly_beaten_is_measured_no_longer() -> None:
+    far, rude, beaten, good, slow = (Method("lexical", ratio) for ratio in (0.01, 0.02, 0.03, 0.05, 0.5))
+    spread = [0.9, 1.1] * 5
+    rows = measured(Method("none", 0.0, "alone"), [10 * each for each in spread], 0.5, 20.0)
+    rows += measured(far, [6 * each for each in spread], 0.95, 15.0)
+    rows += measured(rude, spread, 0.5, 15.0)
+    rows += measured(beaten, [2 * each for each in spread], 0.95, 5.0)
+    rows += measured(good, spread, 0.95, 6.0)
+    rows += measured(slow, [0.5 * each for each in spread], 0.95, 2.0)
+    found = hopeless(rows, [far, rude, beaten, good, slow])
+    assert set(found) == {far, rude, beaten}
+    assert found[far] == "too far from full prefill"
+    assert found[rude] == "agrees with full prefill on too few tokens"
+    assert found[beaten] == "lexical at 5% is as fast and closer"
+
+
+def test_what_may_still_turn_out_well_stays() -> None:
+    one, other = Method("lexical", 0.1), Method("hkvd", 0.15)
+    rows = measured(Method("none", 0.0, "alone"), [1.0, 2.0, 1.0, 2.0], 0.5, 20.0)
+    rows += measured(one, [0.1, 0.9, 0.0, 0.2], 0.95, 5.0) + measured(other, [0.3, 0.2, 0.1, 0.4], 0.95, 4.0)
+    assert hopeless(rows, [one, other]) == {}
+
+
+def test_a_dropped_choice_is_not_safe() -> None:
+    assert choose([ChoiceResult("lego", 0.1, 0.1, 0.05, 0.12, 0.1, 0.99, 5.0, 8, "too far from full prefill")]) is None
 
 
 @pytest.fixture(scope="module")

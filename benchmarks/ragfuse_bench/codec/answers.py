@@ -17,10 +17,10 @@ from rich.console import Console
 
 from ragfuse.calibration.metrics import f1
 from ragfuse.calibration.prompts import NEW_TOKENS
-from ragfuse.calibration.runner import progress
 from ragfuse.calibration.stats import difference_interval, mean_interval
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.rounding_error import kl
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.kv import ChunkKV
 
 RAW = "raw"

@@ -15,9 +15,9 @@ from ragfuse_bench.codec.statistics import GROUPINGS, PARTS, STEP, Entropies, Mo
 from ragfuse_bench.figure import Rows, Wanted
 from ragfuse_bench.presets import bench_model
 
-from ragfuse.calibration.runner import progress
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.kv import ChunkKV
 
 LAYER_GROUPS = 6

@@ -19,10 +19,11 @@ from ragfuse_bench.options import LENGTHS
 from ragfuse_bench.quality.cases import Packing
 from rich.console import Console
 
-from ragfuse.calibration.runner import Runner, progress
+from ragfuse.calibration.runner import Runner
 from ragfuse.calibration.stats import difference_interval
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.hf.model import HFModel
+from ragfuse.telemetry.progress import progress
 
 DOCUMENT_TOKENS = 2600
 """Most tokens of a prompt's documents."""

@@ -18,9 +18,10 @@ from ragfuse_bench.options import ModuleOptions
 from ragfuse_bench.quality.cases import Packing, set_name
 from rich.console import Console
 
-from ragfuse.calibration.runner import Runner, circumstances, progress, thread_count
+from ragfuse.calibration.runner import Runner, circumstances, thread_count
 from ragfuse.engine.engine import Engine
 from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 
 PAPER = (
     "1.5-3x faster with modules in host memory and 5-10x in GPU memory, up to 70x on a CPU (Llama2 7B, 5K tokens); "

@@ -22,10 +22,11 @@ from rich.console import Console
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import FULL, Row, ask
 from ragfuse.calibration.methods import CHAINS, Lab, Method
-from ragfuse.calibration.runner import Runner, malloc_setting, progress, versions
+from ragfuse.calibration.runner import Runner, malloc_setting, versions
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import can_pack
+from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import digest
 
 

@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.plots import require_plotting, saved
-from ragfuse.calibration.runner import circumstances, progress
+from ragfuse.calibration.runner import circumstances
+from ragfuse.telemetry.progress import progress
 
 SESSIONS, WARM_TURNS, PER_S = 9000, 10_000, 1.0
 """Of the paper (sections 4.1 and 4.2)."""

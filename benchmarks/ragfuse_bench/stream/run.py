@@ -26,7 +26,7 @@ from ragfuse_bench.stream.server import redis_server, require_redis
 from rich.console import Console
 
 from ragfuse.calibration.plots import require_plotting
-from ragfuse.calibration.runner import circumstances, progress, thread_count
+from ragfuse.calibration.runner import circumstances, thread_count
 from ragfuse.codec import RAW, Codec
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
@@ -36,6 +36,7 @@ from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
+from ragfuse.telemetry.progress import progress
 
 METHODS = ("text", "int8", "fixed", "adaptive")
 AT_GBPS = 3.0

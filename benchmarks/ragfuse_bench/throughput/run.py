@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.runner import circumstances, progress
+from ragfuse.calibration.runner import circumstances
 from ragfuse.errors import RagFuseError, SettingsError
 from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
 
 SYSTEM = "Answer in a few words, from the passages alone."
 PATIENCE_S = 3600.0

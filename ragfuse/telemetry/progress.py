@@ -1,0 +1,78 @@
+"""Progress of long work: a bar with an estimate of the time left on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+LINE_EVERY_S = 30.0
+"""Seconds between two lines where the output is no terminal."""
+
+
+class LineProgress(Progress):
+    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where the console is no terminal.
+
+    Args:
+        columns: The columns of the bar; `DEFAULT_COLUMNS` if there are none.
+        console: Where it is shown. A quiet console shows nothing.
+        get_time: A clock in seconds.
+    """
+
+    def __init__(
+        self, *columns: ProgressColumn, console: Console, get_time: Callable[[], float] = time.monotonic
+    ) -> None:
+        shown = console.is_terminal
+        super().__init__(
+            *(columns or default_columns()), console=console, transient=True, disable=not shown, get_time=get_time
+        )
+        self._last_line_s: float | None = None if shown or console.quiet else get_time()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Count `advance` more steps of a task as done."""
+        super().advance(task_id, advance)
+        self._print_line(task_id)
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task; `changes` are those of `rich.progress.Progress.update`."""
+        super().update(task_id, **changes)
+        self._print_line(task_id)
+
+    def _print_line(self, task_id: TaskID) -> None:
+        if self._last_line_s is None or self.get_time() - self._last_line_s < LINE_EVERY_S:
+            return
+        self._last_line_s = self.get_time()
+        task = self._tasks.get(task_id)
+        if task is not None and task.total:
+            self.console.print(_line(task), highlight=False, markup=False, soft_wrap=True)
+
+
+def default_columns() -> tuple[ProgressColumn, ...]:
+    """Return the columns of a bar that counts steps: what is being done, the bar, steps done, time left."""
+    return TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
+
+
+def _line(task: Task) -> str:
+    share = f"{task.description}: {task.percentage:.0f}% done"
+    if not task.completed or task.elapsed is None or task.total is None:
+        return share
+    left_s = task.elapsed * (task.total - task.completed) / task.completed
+    return f"{share}, about {timedelta(seconds=round(left_s))} left"
+
+
+def progress(console: Console, *columns: ProgressColumn) -> Progress:
+    """Return a progress bar that disappears when the work is done; without `columns` it counts steps."""
+    return LineProgress(*columns, console=console)

@@ -1,0 +1,54 @@
+"""Progress: a bar on a terminal, a line now and then elsewhere, nothing where the console is quiet."""
+
+import io
+
+from rich.console import Console
+
+from ragfuse.telemetry.progress import LINE_EVERY_S, LineProgress
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def lines_of(console: Console, steps: int, seconds_each: float) -> None:
+    clock = Clock()
+    with LineProgress(console=console, get_time=clock) as bar:
+        task = bar.add_task("questions", total=steps)
+        for _ in range(steps):
+            clock.seconds += seconds_each
+            bar.advance(task)
+
+
+def test_off_a_terminal_a_line_now_and_then_says_how_long_it_will_take() -> None:
+    output = io.StringIO()
+    lines_of(Console(file=output, width=40), 10, LINE_EVERY_S / 2)
+    lines = output.getvalue().splitlines()
+    assert lines[0] == "questions: 20% done, about 0:02:00 left"
+    assert len(lines) == 5
+    assert lines[-1] == "questions: 100% done, about 0:00:00 left"
+
+
+def test_short_work_prints_nothing() -> None:
+    output = io.StringIO()
+    lines_of(Console(file=output), 3, 1.0)
+    assert output.getvalue() == ""
+
+
+def test_a_quiet_console_shows_nothing() -> None:
+    output = io.StringIO()
+    lines_of(Console(file=output, quiet=True), 10, LINE_EVERY_S)
+    assert output.getvalue() == ""
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_line() -> None:
+    output = io.StringIO()
+    lines_of(Console(file=output, force_terminal=True, width=80), 10, LINE_EVERY_S)
+    assert "10/10" in output.getvalue()
+    assert "% done" not in output.getvalue()
