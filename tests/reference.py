@@ -215,16 +215,28 @@ class LlamaTwin:
     def _look(
         self, ids: Sequence[int], positions: Sequence[int], runs: Sequence[Cached], forced: list[int]
     ) -> list[float]:
-        """Attention that the last row pays to every row over the reused cache, summed over heads and layers."""
+        """Attention that the question's rows pay to every row over the reused cache, summed over heads and rows.
+
+        The question is what is computed behind the last run, and the layers are those of the third quarter.
+        """
+        n_layers = self.config.num_hidden_layers
+        watched = [
+            layer for layer in range(n_layers) if n_layers // 2 <= layer < max(3 * n_layers // 4, n_layers // 2 + 1)
+        ]
+        asking = [row for row in forced if row >= max(run.hi for run in runs)]
         hidden = self.weights["model.embed_tokens.weight"][list(ids)]
         total = torch.zeros(len(ids), dtype=torch.float64)
         for layer, (keys, values) in enumerate(self._place(len(ids), runs)):
             new_keys, new_values = self._project(layer, hidden, positions)
             keys[:, forced], values[:, forced] = new_keys[:, forced], new_values[:, forced]
-            query = self._heads(layer, hidden[-1:], "q_proj", positions[-1:])
-            for head in range(query.shape[0]):
-                shared = head // (query.shape[0] // keys.shape[0])
-                total += torch.softmax(keys[shared] @ query[head, 0] * query.shape[-1] ** -0.5, 0)
+            for row in asking if layer in watched else []:
+                if layer == n_layers - 1 and row < len(ids) - 1:
+                    continue  # only the last row goes through the last layer
+                query = self._heads(layer, hidden[row : row + 1], "q_proj", positions[row : row + 1])
+                for head in range(query.shape[0]):
+                    shared = head // (query.shape[0] // keys.shape[0])
+                    scores = keys[shared, : row + 1] @ query[head, 0] * query.shape[-1] ** -0.5
+                    total[: row + 1] += torch.softmax(scores, 0)
             hidden = self._layer(layer, hidden, keys, values, forced, positions)
         return total.tolist()
 

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMULA = "N*T / (c*T + (N-c)*(r*ctx + suffix) + N*look), ctx = all chunks, look = suffix if the policy asks the query"
+from ragfuse.types.policy_cost import watched_layers
+
+FORMULA = (
+    "N*T / (c*T + (N-c)*(r*ctx + suffix) + N*look), ctx = all chunks, look = .75 suffix if the policy asks the query"
+)
 PREFIX_AWARE = (
     "N*T / (c*(T-chunk) + (N-c)*(r*(ctx-chunk) + suffix) + N*look): the first chunk is an exact prefix and is never "
     "computed"
@@ -22,7 +26,7 @@ class Work:
     """What one fused prefill must compute at least.
 
     ratio: share of the context rows recomputed from `check_layer` on. look: whether the suffix runs once more over the
-    reused cache to choose them.
+    reused cache, through three quarters of the layers, to choose them.
     """
 
     layers: int
@@ -52,5 +56,5 @@ class Work:
         context = blended * self.chunk_tokens
         below = self.check_layer * (context + self.suffix)
         above = (self.layers - self.check_layer) * (self.ratio * context + self.suffix)
-        look = self.layers * self.suffix if self.look else 0
+        look = watched_layers(self.layers).stop * self.suffix if self.look else 0
         return self.layers * self.tokens / (below + above + look)

@@ -139,13 +139,19 @@ class Lab:
             engine.close(0.0)
 
     def prompt(self, case: Case, encoded: Encoded = "filler") -> Prompt:
-        """Return the case's prompt; its token ids do not depend on how chunks are encoded."""
+        """Return the case's prompt, as a chat's first message or, for a base model without chat template, as one text.
+
+        Its token ids do not depend on how chunks are encoded.
+        """
         before, after = PROMPT_TEXTS[case.task]
         question = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
         chunks = [part for chunk in case.chunks for part in (Piece("\n\n"), Piece(chunk, "chunk"))]
         pieces = [Piece(before), *chunks[1:], Piece(after.replace("{question}", question))]
         engine = self.engine(encoded)
-        return engine.prompt([("user", pieces)])
+        if getattr(self.model.tokenizer, "chat_template", None):
+            return engine.prompt([("user", pieces)])
+        marker = engine.marker
+        return engine.prompt("".join(marker.mark(each.text) if each.kind == "chunk" else each.text for each in pieces))
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
         """Ingest the case's chunks into the stores, encoded as the methods need them."""

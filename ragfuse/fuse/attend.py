@@ -367,15 +367,20 @@ def _attend_plain(
     return weights @ values.repeat_interleave(groups, 1)
 
 
-def watch_last(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """Return the attention weights of the last query over all keys, summed over heads: float32 [T].
+def watch_rows(query: Tensor, keys: Tensor, mask: RowMask, which: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Return the attention weights of some queries over all keys, summed over heads and queries: float32 [T].
 
     Args:
         query: [1, Hq, R, D].
         keys: [1, H, T, D].
+        mask: Which keys each of the R queries sees.
+        which: int64 [n], indices of the queries among the R.
         scaling: Factor on the scores.
+        window: Size of the layer's sliding window in tokens; None: every earlier key is seen.
     """
-    heads = keys.shape[1]
-    last = query[0, :, -1].reshape(heads, -1, query.shape[-1]).float()
-    scores = last @ keys[0].float().transpose(1, 2) * scaling
+    heads, width = keys.shape[1], query.shape[-1]
+    chosen = query[0].index_select(1, which).float()
+    scores = chosen.reshape(heads, -1, width) @ keys[0].float().transpose(1, 2) * scaling
+    seen = RowMask(mask.rows[which], mask.positions).dense(torch.float32, window)[0]
+    scores = scores.view(chosen.shape[0], len(which), -1) + seen
     return torch.softmax(scores, -1).sum((0, 1))

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_last
+from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_rows
 from ragfuse.fuse.fusor import Fusion
 from ragfuse.hf.biases import Biases, placed
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.probe import is_alibi
+from ragfuse.types.policy_cost import watched_layers
 
 ATTENTION = "ragfuse"
+WATCHED_ROWS = 256
+"""Most rows of a question whose attention is measured, so that a long one costs no more memory than the prompt."""
 AttentionMode = Literal["rows", "dense"]
 
 
@@ -129,7 +133,8 @@ class FusedPrefill:
         self.cache = RowCache(len(wiring.layers), receiver=self)
         self.score: Tensor | None = None
         self._capture = False
-        self._done, self._unseen = False, 0
+        self._done = False
+        self._question_rows, self._layer = torch.empty(0, dtype=torch.int64), 0
         self._biases = dict[str, Tensor]()
 
     def run(self, token_ids: Tensor) -> None:
@@ -146,14 +151,21 @@ class FusedPrefill:
             )
         self.logits: Tensor = out.logits[0, -1]
 
-    def look(self, token_ids: Tensor) -> Tensor | None:
-        """Return the attention that the last row pays to every row, summed over heads and layers: float32 [T].
+    def look(self, token_ids: Tensor, question_rows: Tensor) -> Tensor | None:
+        """Return the attention that the question pays to every row: float32 [T].
 
-        The prefill stops at the last layer's attention. The result is None in mode "dense".
+        It is summed over heads, question rows and `watched_layers`; the prefill stops in the last of these. The result
+        is None in mode "dense".
+
+        Args:
+            token_ids: int64 [1, T].
+            question_rows: int64 [n], the rows of the question, of which the last `WATCHED_ROWS` are taken. Where none
+                of them is computed, the last row counts.
         """
         if self.wiring.mode != "rows":
             return None
-        self.score, self._unseen = torch.zeros(token_ids.shape[1], device=token_ids.device), len(self.wiring.layers)
+        self.score = torch.zeros(token_ids.shape[1], device=token_ids.device)
+        self._question_rows = question_rows[-WATCHED_ROWS:].to(token_ids.device)
         try:
             self.run(token_ids)
         except _Seen:
@@ -170,7 +182,7 @@ class FusedPrefill:
 
     def before_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Narrow a decoder layer's inputs to the rows that it computes; the pre-hook of every layer."""
-        fusion = self.fusion
+        fusion, self._layer = self.fusion, layer
         fusion.buffers.open(layer)
         inputs = _Inputs.of(module, args, kwargs)
         if layer == 0:
@@ -190,8 +202,8 @@ class FusedPrefill:
         rows, mask = self.fusion.rows, self.fusion.mask()
         changed = {name: _rows_of(inputs.kwargs[name], rows) for name in _PER_ROW if name in inputs.kwargs}
         if self.wiring.mode == "rows":
-            if self.score is not None:
-                mask.watch = self._watch
+            if self.score is not None and layer in watched_layers(len(self.wiring.layers)):
+                mask.watch = partial(self._watch, mask)
             changed["attention_mask"] = mask
         else:
             given = inputs.kwargs.get("attention_mask")
@@ -213,12 +225,16 @@ class FusedPrefill:
             self._capture = False
         raise RuntimeError(f"Layer {layer} ran without updating its KV cache.")
 
-    def _watch(self, module: object, query: Tensor, keys: Tensor, scaling: float) -> None:
-        if self.score is not None:
-            self.score += watch_last(query, keys, scaling)
-            self._unseen -= 1
-            if not self._unseen:
-                raise _Seen
+    def _watch(self, mask: RowMask, module: object, query: Tensor, keys: Tensor, scaling: float) -> None:
+        if self.score is None:
+            return
+        which = torch.isin(mask.rows, self._question_rows).nonzero()[:, 0]
+        if not len(which):
+            which = torch.full((1,), len(mask.rows) - 1, device=mask.rows.device)
+        window = self.wiring.windows[self._layer]
+        self.score += watch_rows(query, keys, mask, which, scaling, window)
+        if self._layer == watched_layers(len(self.wiring.layers))[-1]:
+            raise _Seen
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:

@@ -338,8 +338,8 @@ class HFModel:
             ratio: Share of the candidate rows to recompute, 0..1.
             profile: How to hook into the model; default: its own profile.
             question_rows: Row sets int64 where the question may stand, likeliest first (`Prompt.question_rows`), for
-                policies that want its words; the first set that shares a word with the chunks is used. Default: the
-                rows behind the last run, then all rows outside runs.
+                policies that want its words or its attention; of words, the first set that shares one with the chunks
+                is used. Default: the rows behind the last run, then all rows outside runs.
 
         Raises:
             RefusedError: KV of this model cannot be reused.
@@ -357,7 +357,8 @@ class HFModel:
                 score = self._nearness(token_ids, runs, question_rows)
             elif chosen.wants == "attention" and any(run.blend for run in runs):
                 bare = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
-                attention = FusedPrefill(self._wiring(profile), bare).look(ids)
+                asked = (question_rows or _question_rows(len(token_ids), runs))[0]
+                attention = FusedPrefill(self._wiring(profile), bare).look(ids, asked)
                 score = attention[bare.candidates] if attention is not None else None
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
@@ -369,13 +370,11 @@ class HFModel:
         self, token_ids: Sequence[int], runs: Sequence[CachedRun], question_rows: Sequence[Tensor]
     ) -> Tensor | None:
         """Return how near each candidate row is to words of the question, float32 [C]; None without candidates."""
-        total, reused = len(token_ids), {row for run in runs for row in range(run.lo, run.hi)}
-        candidates = candidate_rows(runs, total)
+        candidates = candidate_rows(runs, len(token_ids))
         if not len(candidates):
             return None
         numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
-        outside = torch.tensor([row for row in range(total) if row not in reused or row == total - 1])
-        for rows in question_rows or (outside[outside >= max(run.hi for run in runs)], outside):
+        for rows in question_rows or _question_rows(len(token_ids), runs):
             near = nearness(numbers, rows, candidates)[candidates]
             if bool(near.any()):
                 break
@@ -514,3 +513,10 @@ class HFModel:
         return max(
             error for a, b in pairs for error in (probe.typical(a.keys, b.keys), probe.typical(a.values, b.values))
         )
+
+
+def _question_rows(total: int, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
+    """Return the rows int64 behind the last run of a prompt of `total` tokens, and all rows outside of runs."""
+    reused = {row for run in runs for row in range(run.lo, run.hi)}
+    outside = torch.tensor([row for row in range(total) if row not in reused or row == total - 1])
+    return outside[outside >= max(run.hi for run in runs)], outside

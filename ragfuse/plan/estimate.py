@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
-from ragfuse.types.policy_cost import CostOf, Needs, PolicyCost
+from ragfuse.types.policy_cost import CostOf, Needs, PolicyCost, watched_layers
 from ragfuse.types.profiles import FusedCost, FusedPoint, MachineProfile
 
 
@@ -57,7 +57,7 @@ class Blend:
 def features(blend: Blend, n_layers: int) -> tuple[float, ...]:
     """Return the multipliers of the fields of a `FusedCost`, in their order."""
     rows, needs = sum(blend.rows(n_layers)) / n_layers, blend.needs
-    rows += blend.forced if needs == "attention" else 0
+    rows += blend.forced * watched_layers(n_layers).stop / n_layers if needs == "attention" else 0
     checked = blend.forced + blend.candidate_rows if needs == "all rows of a layer" else 0
     attended = blend.tokens if needs == "attention" else 0
     placed = blend.tokens - blend.forced
@@ -70,13 +70,18 @@ def fused_s(cost: FusedCost, blend: Blend, n_layers: int) -> float:
 
 
 def layers_s(cost: FusedCost, blend: Blend, n_layers: int) -> tuple[list[float], list[float]]:
-    """Return the seconds per layer of the attention pass ([] for policies without one) and of the computing pass."""
+    """Return the seconds per layer of the attention pass and of the computing pass.
+
+    The first ends behind the last of `watched_layers`; it is [] for policies without one.
+    """
     row_s = (cost.row_s + cost.score_s * blend.tokens) / n_layers
     placed_s = cost.placed_s * (blend.tokens - blend.forced) / n_layers
     passes = [row_s * rows + cost.fixed_s / n_layers for rows in blend.rows(n_layers)]
     if blend.needs == "attention":
-        look_s = row_s * blend.forced + (cost.look_s + cost.look_token_s * blend.tokens) / n_layers
-        return [look_s + placed_s] * n_layers, passes
+        watched = watched_layers(n_layers).stop
+        look_s = row_s * blend.forced + (cost.look_s + cost.look_token_s * blend.tokens) / watched
+        later = [each + placed_s * (layer >= watched) for layer, each in enumerate(passes)]
+        return [look_s + placed_s] * watched, later
     if blend.needs == "all rows of a layer":
         passes[min(1, n_layers - 1)] += cost.check_s + cost.check_row_s * (blend.forced + blend.candidate_rows)
     return [], [each + placed_s for each in passes]
@@ -168,18 +173,21 @@ class Estimate:
     def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], chosen: int = 0) -> float:
         """Return the time to the first logits, where loading overlaps fusing as in `load.layers`.
 
-        Each read in the loading thread delays the model a little. A policy with an attention pass loads all layers
-        during that pass, and finds them loaded when it computes.
+        Each read in the loading thread delays the model a little. A policy with an attention pass loads three quarters
+        of the layers during that pass, and the others before it computes them.
         """
         count, layers = self.count(fetches, chosen), self.machine.n_layers
         loads = self.steps_s(fetches, chosen)
         look, passes = layers_s(self.machine.fused, blend, layers)
         if not self.is_ahead(fetches):
             return sum(loads) + sum(look) + sum(passes)
-        waiting, then = (look, sum(passes)) if look else (passes, 0.0)
+        waiting = passes
+        if look:  # the second pass begins before the layers behind the watched ones are needed
+            watched = len(look)
+            waiting = [*look[:-1], look[-1] + sum(passes[:watched]), *passes[watched:]]
         held_up_s = self.machine.held_up_s * len(fetches)
         computes = [sum(waiting[first:end]) + held_up_s for first, end in spans(steps(layers, count))]
-        return pipelined_s(loads, computes, room(count)) + then
+        return pipelined_s(loads, computes, room(count))
 
     def is_ahead(self, fetches: Sequence[Fetch]) -> bool:
         """Return whether a thread reads ahead of fusing, which it does as soon as one tier is slow."""

@@ -30,8 +30,8 @@ NEEDS: Mapping[Needs, str] = MappingProxyType(
         "nothing": "layer after layer: each is computed once it is read, and the next are read meanwhile",
         "all rows of a layer": "layer after layer: the first is computed whole, to see which rows differ most, the "
         "others as they are read",
-        "attention": "all layers first: the question's attention to them tells which rows to compute, so nothing is "
-        "computed before the last one is read",
+        "attention": "three quarters of the layers first: the question's attention to them tells which rows to "
+        "compute, so nothing is computed before these are read",
     }
 )
 """What a policy needs before it can choose its rows, in words."""

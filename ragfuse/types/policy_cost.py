@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 Needs = Literal["nothing", "all rows of a layer", "attention"]
-"""What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or a pass of attention
-over all layers."""
+"""What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or a pass over the
+first three quarters of the layers that measures the question's attention."""
+
+
+def watched_layers(n_layers: int) -> range:
+    """Return the layers in which the question's attention is measured: the third quarter of a model's layers.
+
+    Which rows a question needs shows in the middle of a model: earlier layers attend to what stands near, later ones to
+    what comes next. The pass ends behind the last of these layers.
+    """
+    first = n_layers // 2
+    return range(first, max(first + 1, 3 * n_layers // 4))
 
 
 @dataclass(frozen=True)

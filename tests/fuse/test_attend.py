@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragfuse.fuse import attend as whole
-from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_last
+from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_rows
 from tests import reference
 
 SCALING = 0.4
@@ -150,13 +150,18 @@ def test_a_mask_serves_layers_with_and_without_a_window() -> None:
         agree(found, given_case.wanted(window=window))
 
 
-def test_the_last_query_is_watched_over_all_keys() -> None:
-    given_case = case([1, 8], list(range(9)))
-    found = watch_last(given_case.query, given_case.keys, SCALING)
+@pytest.mark.parametrize("window", [None, 4])
+def test_chosen_queries_are_watched_over_the_keys_that_they_see(window: int | None) -> None:
+    given_case = case([1, 5, 8], list(range(9)))
+    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions))
+    found = watch_rows(given_case.query, given_case.keys, mask, torch.tensor([1, 2]), SCALING, window)
     wanted = torch.zeros(9, dtype=torch.float64)
     for head in range(4):
-        scores = given_case.keys[0, head // 2].double() @ given_case.query[0, head, -1].double() * SCALING
-        wanted += torch.softmax(scores, 0)
+        for index, row in ((1, 5), (2, 8)):
+            seen = range(0 if window is None else row - window + 1, row + 1)
+            keys = given_case.keys[0, head // 2, seen.start : seen.stop].double()
+            scores = keys @ given_case.query[0, head, index].double() * SCALING
+            wanted[seen.start : seen.stop] += torch.softmax(scores, 0)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-5)
 

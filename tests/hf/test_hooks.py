@@ -11,6 +11,7 @@ from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
 from ragfuse.hf.hooks import FusedPrefill
 from ragfuse.hf.model import HFModel, NoSource
+from ragfuse.types.policy_cost import watched_layers
 from tests.hf import kit
 
 
@@ -122,21 +123,24 @@ def test_hooks_of_the_reader_are_still_called() -> None:
 
 
 @families
-def test_a_look_is_the_attention_of_the_last_row_and_runs_nothing_behind_it(name: str) -> None:
+def test_a_look_is_the_attention_of_the_question_and_runs_nothing_behind_it(name: str) -> None:
     model, scene = kit.family(name), kit.usual()
     ids, profile = torch.tensor([list(scene.token_ids)]), model.profile
     positions = torch.arange(ids.shape[1])
     buffers = Buffers(len(positions), (), NoSource(), profile.rope, model.device)
     before = traces(model)
-    unwanted = failing_at(model, model.n_layers - 1) if profile.mode == "rows" else lambda: None
+    watched = watched_layers(model.n_layers)
+    asking = torch.arange(len(positions) - 3, len(positions))
+    unwanted = failing_at(model, watched[-1]) if profile.mode == "rows" else lambda: None
     with torch.no_grad():
         found = FusedPrefill(model._wiring(profile), Fusion(buffers, positions, (), policy_named("none"), 0.0)).look(
-            ids
+            ids, asking
         )
     unwanted()
     assert traces(model) == before
     assert (found is None) == (profile.mode != "rows")
     whole = attention_of(model, model.full_prefill(scene.token_ids), ids.shape[1])
-    wanted = sum(layer[:, -1].sum(0) for layer in whole)
+    rows = asking if watched[-1] < model.n_layers - 1 else asking[-1:]
+    wanted = sum(whole[layer][:, rows].sum((0, 1)) for layer in watched)
     if found is not None and "sinks" not in name:  # sinks take a share that the look leaves out
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)

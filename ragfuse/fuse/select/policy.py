@@ -85,8 +85,9 @@ class Policy(Protocol):
     def wants(self) -> Wanted:
         """What `Candidates.score` must hold.
 
-        "attention": the attention that the last prompt token pays to each row over the reused KV; costs one pass of
-        the forced rows. "words": how near each row is to words of the question (`select/words.py`); costs no pass.
+        "attention": the attention that the question's rows pay to each row over the reused KV, in `watched_layers`;
+        costs a pass of the forced rows through three quarters of the layers. "words": how near each row is to words of
+        the question (`select/words.py`); costs no pass.
         """
         ...
 

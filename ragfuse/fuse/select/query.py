@@ -1,4 +1,4 @@
-"""Rows that the question attends to: attention of the last prompt token over the reused KV, summed over layers."""
+"""Rows that the question attends to over the reused KV, in the third quarter of the model's layers."""
 
 from __future__ import annotations
 

@@ -95,6 +95,18 @@ def test_recomputing_a_part_is_neither_full_prefill_nor_reuse(model: HFModel) ->
     assert all(row.full_cpu_s > 0 and row.cpu_s > 0 for row in rows.values())
 
 
+def test_a_base_model_is_asked_in_one_text(model: HFModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.tokenizer, "chat_template", None)
+    lab = Lab(model)
+    prompt = lab.prompt(CASE)
+    text = model.text(prompt.token_ids)
+    assert [segment.kind for segment in prompt.segments].count("chunk") == len(CASE.chunks)
+    assert all(chunk in text for chunk in CASE.chunks)
+    assert text.endswith(f"Question: {CASE.question}\nAnswer:")
+    assert lab.prompt(CASE, "alone").token_ids == prompt.token_ids
+    lab.close()
+
+
 def test_plain_reuse_is_its_slow_twin(model: HFModel) -> None:
     lab, method = Lab(model), Method("none", 0.0, "alone")
     lab.hold(CASE, [method])
