@@ -196,14 +196,15 @@ class Settings(BaseSettings):
     )
     policy: str = Field(
         default="auto",
-        description="Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the calibrated one "
-        "where it applies, else hkvd.",
+        description="Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the calibrated one, "
+        "else query; hkvd over chunks encoded without filler text.",
     )
     ratio: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="Share of the tokens of reused chunks to recompute; default: 0.15, or what auto chooses.",
+        description="Share of the tokens of reused chunks to recompute; default: what auto chooses, or 0.15 for a "
+        "policy that is named.",
     )
     adapt: Literal["refine", "paper", "algorithm", "raw", "int8", "cg1", "cg2", "cg3", "cg4"] = Field(
         default="refine",

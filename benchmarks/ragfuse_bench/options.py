@@ -279,7 +279,9 @@ class QualityOptions:
 
     sets: Annotated[
         tuple[str, ...],
-        typer.Option("--data", help="Data set: held-out or demo (both included), or a file. Repeat for more."),
+        typer.Option(
+            "--data", help="Data set: held-out, demo, needle or tracing (all included), or a file. Repeat for more."
+        ),
     ] = ()
     methods: Annotated[
         tuple[str, ...],

@@ -36,9 +36,9 @@ REUSE = Method("none", 0.0, "alone")
 LADDER = (
     Method("none", 0.0, "filler"),
     Method("lego", 0.06),
-    *(Method("lexical", ratio) for ratio in (0.03, 0.06, 0.10, 0.20)),
-    *(Method("hkvd", ratio) for ratio in (0.05, 0.15, 0.30)),
-    *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20)),
+    *(Method("lexical", ratio) for ratio in (0.05, 0.10, 0.20)),
+    *(Method("hkvd", ratio) for ratio in (0.15, 0.30)),
+    *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20, 0.30)),
 )
 """The policies and ratios that are tried, on chunks encoded after filler text as the engine does."""
 

@@ -25,7 +25,7 @@ from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.fusor import CachedRun, Fusion, candidate_rows
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
-from ragfuse.plan.controller import AUTO, settle
+from ragfuse.plan.controller import AUTO
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
@@ -112,7 +112,7 @@ def default_method(model: HFModel) -> Method:
 
     Results of `ragfuse calibrate`, which are kept in a store, are not considered.
     """
-    return Method(*settle(AUTO, None, model.profile.choice))
+    return Method(*model.profile.default_choice)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ragfuse.models import embedded
-from ragfuse.plan.controller import AUTO, MEASURED
+from ragfuse.plan.controller import AUTO
 from ragfuse.process.fork import ForkLock
 from ragfuse.store.catalog import Catalog
 from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
@@ -111,7 +111,7 @@ class CalibrationHint:
             if self._is_logged or policy != AUTO or profile.choice is not None:
                 return
             self._is_logged = True
-        name, ratio = MEASURED
+        name, ratio = profile.default_choice
         log.warning(
             "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the reused tokens. To "
             "find what suits this model, and whether reuse is safe with it: ragfuse calibrate --model %s --docs PATH",

@@ -80,7 +80,7 @@ class Placement:
 
     def _ratio(self, profile: ModelProfile) -> float:
         """Return the default recompute ratio."""
-        return settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
+        return settle(self._settings.policy, self._settings.ratio, profile.default_choice)[1]
 
     def _copy(self, key: ChunkKey, tier: Tier, pinned: bool) -> None:
         """Copy a chunk to a faster tier; do nothing where it cannot be read or written."""

@@ -122,7 +122,7 @@ class Planner:
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         machine, corrections = self.timings.now(model)
-        controller = LoadingController(cost_of, machine, profile.choice, corrections)
+        controller = LoadingController(cost_of, machine, profile.default_choice, corrections)
         blends = any(segment.kind == "chunk" for segment in prompt.segments)
         refusal = refusal_of(_judged(prompt, profile, blends), policy) if ask.reuse else FULL_PREFILL_ASKED
         unused, why_unused = frozenset[ChunkKey](), refusal

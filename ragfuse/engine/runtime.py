@@ -113,7 +113,7 @@ class Runtime:
 
     def verify(self, progress: Callable[[str], object]) -> Verdict:
         """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
-        how = settle(self._settings.policy, self._settings.ratio, self.profile.choice)
+        how = settle(self._settings.policy, self._settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
         self._profiles.judge(self.model.profile, verdict.passed)
         self._profile = replace(self.profile, verified=verdict.passed)

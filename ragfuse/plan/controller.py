@@ -24,10 +24,9 @@ from ragfuse.types.prompt import Prompt, Segment
 from ragfuse.types.reasons import MISSING, UNREADABLE
 
 AUTO = "auto"
-"""The policy name that stands for the calibrated policy where it applies, else for `MEASURED`."""
+"""The policy name that stands for the model's own choice where it applies, else for `MEASURED`."""
 MEASURED = ("hkvd", 0.15)
-"""Policy and ratio for chunks that were not encoded after filler text, and for models that are not calibrated
-(CacheBlend 4.3)."""
+"""Policy and ratio for chunks that were not encoded after filler text (CacheBlend 4.3)."""
 
 TIE = 0.02
 """Plans whose times to the first token differ by less than this share count as equally fast."""
@@ -57,7 +56,7 @@ def plan(
         policy: A selection policy, or "auto".
         ratio: The recompute ratio; None: 0.15, or that of `choice`.
         lost: Segments whose entries could not be read.
-        choice: Policy and ratio that calibration chose, which "auto" uses if all chunks were encoded after filler text.
+        choice: Policy and ratio that suit the model, which "auto" uses if all chunks were encoded after filler text.
         skipped: Segments to recompute although they are in the store, with the reason.
         ways: Tier and level from which to read a segment; by default the tier where it was found, at its least lossy
             level.
@@ -109,7 +108,7 @@ def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = 
     Args:
         policy: A selection policy, or "auto".
         ratio: The recompute ratio; None: the default of the policy that is chosen.
-        choice: Policy and ratio for "auto"; None: the conservative `MEASURED`.
+        choice: Policy and ratio for "auto"; None: `MEASURED`.
     """
     chosen = choice if choice is not None and policy == AUTO else MEASURED
     return chosen[0] if policy == AUTO else policy, chosen[1] if ratio is None else ratio
@@ -157,7 +156,7 @@ class LoadingController:
     Args:
         cost_of: The costs of policies by name.
         machine: Timings of this machine; None: not measured.
-        choice: Policy and ratio that calibration chose, for "auto".
+        choice: Policy and ratio that suit the model, for "auto"; None: `MEASURED`.
         corrections: By tier, the factor by which it recently took longer than measured, see `plan.observed`.
     """
 

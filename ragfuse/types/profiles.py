@@ -18,6 +18,11 @@ PROFILE_VERSION = 5
 MACHINE_VERSION = 6
 """Version of MachineProfile; profiles of another version are ignored."""
 
+UNCALIBRATED = ("query", 0.05)
+"""Policy and ratio for a model that is not calibrated, over chunks that were encoded behind filler text."""
+UNCALIBRATED_DENSE = ("lexical", 0.10)
+"""The same for a model that computes attention itself, so that ragfuse does not see what its question attends to."""
+
 
 @dataclass(frozen=True)
 class ModelProfile:
@@ -64,6 +69,11 @@ class ModelProfile:
     def choice(self) -> tuple[str, float] | None:
         """Policy and ratio that calibration chose; None without calibration, or where it found nothing safe."""
         return (self.policy, self.ratio) if self.safe and self.policy and self.ratio is not None else None
+
+    @property
+    def default_choice(self) -> tuple[str, float]:
+        """Policy and ratio of "auto" for chunks that were encoded behind filler text: calibration's, else a default."""
+        return self.choice or (UNCALIBRATED if self.mode == "rows" else UNCALIBRATED_DENSE)
 
     @property
     def probed(self) -> ModelProfile:

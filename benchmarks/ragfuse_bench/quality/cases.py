@@ -11,10 +11,12 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from ragfuse_bench.quality.made import CHUNK_TOKENS, RULES, made_cases
 
 from ragfuse.calibration.case import Case, Task
 from ragfuse.errors import InputError
@@ -23,8 +25,9 @@ Count = Callable[[str], int]
 """Tokens of a text."""
 
 SQUAD_PASSAGES = 6
-OWN = ("held-out", "demo")
-"""Sets that come along: SQuAD questions on articles the reader never saw, and our own questions on the demo's texts."""
+OWN = ("held-out", "demo", *RULES)
+"""Sets that come along: SQuAD questions on articles the reader never saw, our own on the demo texts, and two that
+are made by rule."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Packing:
 
 def read_cases(name: str | Path, packing: Packing) -> list[Case]:
     """All cases of a file, or of the set that comes along under `name`; InputError if it is of no known shape."""
+    if str(name) in RULES:
+        texts = [text for texts in _demo_documents().values() for text in texts]
+        chunks = list(pack(texts, replace(packing, chunk_tokens=packing.chunk_tokens or CHUNK_TOKENS)))
+        return made_cases(str(name), chunks, packing.count, packing.context_tokens)
     path, stem = _own(str(name)) if str(name) in OWN else Path(name), set_name(name)
     try:
         data = path.read_bytes()
@@ -135,12 +142,17 @@ def _squad(name: str, articles: Sequence[Mapping[str, Any]], packing: Packing) -
                 )
 
 
-def _on_demo_texts(name: str, questions: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
-    """Our own questions: the paragraphs that they need among others of the same articles and of one more."""
-    documents = {
+def _demo_documents() -> dict[str, tuple[str, ...]]:
+    """The demo's articles by name, as paragraphs."""
+    return {
         path.stem: tuple(line.strip() for line in path.read_text("utf-8").splitlines() if len(line.split()) > 20)
         for path in sorted((Path(str(files("ragfuse"))) / "demo" / "corpus").glob("*.md"))
     }
+
+
+def _on_demo_texts(name: str, questions: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
+    """Our own questions: the paragraphs that they need among others of the same articles and of one more."""
+    documents = _demo_documents()
     for row in questions:
         drawn = random.Random(str(row["id"]))
         needed = [_quoted(documents, **support) for support in row["support"]]
