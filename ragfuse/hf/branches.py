@@ -110,21 +110,38 @@ class BranchModel:
         return self._ended(self._chunks(context), tuple((context.token_ids[row], row) for row in rest), branches, layers)
 
     @torch.no_grad()
-    def answers(
-        self, context: ContextTokens, questions: Sequence[Sequence[int]], max_tokens: int, ends: Collection[int]
-    ) -> list[tuple[int, ...]]:
-        """Return the greedy answer to each question by full causal attention, from one prefill of the context.
+    def taught(
+        self,
+        context: ContextTokens,
+        questions: Sequence[Sequence[int]],
+        max_tokens: int,
+        ends: Collection[int],
+        layers: Collection[int] = (),
+        answers: Sequence[tuple[int, ...]] | None = None,
+    ) -> tuple[list[Branch], BranchStates]:
+        """Return greedy answers by full causal attention and their states, from one prefill of the context.
 
         Args:
             context: The context.
             questions: Token ids of what stands behind it.
             max_tokens: Most tokens of an answer.
             ends: Tokens that end an answer; it includes the one that ended it.
+            layers: Numbers of the hidden states that are wanted.
+            answers: The answers, if they are known already.
         """
-        past, count = self._causal(context), len(questions)
+        past = self._causal(context)
+        said = answers if answers is not None else self._written(past, questions, max_tokens, ends)
+        branches = [Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)]
+        return branches, self._ended(past, (), branches, layers)
+
+    def _written(
+        self, past: _Past, questions: Sequence[Sequence[int]], max_tokens: int, ends: Collection[int]
+    ) -> list[tuple[int, ...]]:
+        """Write all answers side by side, a token of each at a time; the past is as before afterwards."""
+        begin, before = len(past.position), (past.branch, past.position)
         said: list[list[int]] = [[] for _ in questions]
-        open_ = list(range(count))
-        rows = [(token, len(context.token_ids) + i, n) for n, ids in enumerate(questions) for i, token in enumerate(ids)]
+        open_ = list(range(len(questions)))
+        rows = [(token, begin + i, n) for n, ids in enumerate(questions) for i, token in enumerate(ids)]
         last = torch.tensor([len(ids) for ids in questions]).cumsum(0) - 1
         for _ in range(max_tokens):
             found = self._forward(past, rows, last).logits.argmax(-1).tolist()
@@ -133,9 +150,10 @@ class BranchModel:
             open_ = [n for n in open_ if said[n][-1] not in ends]
             if not open_:
                 break
-            lengths = {n: len(context.token_ids) + len(questions[n]) + len(said[n]) - 1 for n in open_}
-            rows = [(said[n][-1], lengths[n], n) for n in open_]
+            rows = [(said[n][-1], begin + len(questions[n]) + len(said[n]) - 1, n) for n in open_]
             last = torch.arange(len(rows))
+        past.cache.crop(begin - len(past.position))
+        past.branch, past.position = before
         return [tuple(ids) for ids in said]
 
     def _causal(self, context: ContextTokens) -> _Past:
