@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ragfuse.errors import InputError
+from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 
 RECIPE_FILE = "recipe.json"
 STATE_FILE = "state.safetensors"
@@ -98,13 +99,14 @@ class AdapterFolder:
     Args:
         path: The folder, which is made if it is not there.
         recipe: What is trained.
+        shipped: What the folder says of itself once an adapter is in it.
 
     Raises:
         InputError: The folder has files of something else, or of another recipe.
     """
 
-    def __init__(self, path: Path, recipe: AdaptRecipe) -> None:
-        self.path, self.work = path, path / WORK_FOLDER
+    def __init__(self, path: Path, recipe: AdaptRecipe, shipped: ShippedProfile) -> None:
+        self.path, self.work, self.shipped = path, path / WORK_FOLDER, shipped
         file = self.work / RECIPE_FILE
         if file.is_file():
             self._require_same(file, recipe)
@@ -161,7 +163,7 @@ class AdapterFolder:
     def load(self) -> tuple[TrainingState, dict[str, Tensor]] | None:
         """Return what `save` wrote; None where there is nothing, or it cannot be read."""
         try:
-            with safe_open(self.work / STATE_FILE, framework="pt") as file:  # type: ignore[no-untyped-call]
+            with safe_open(self.work / STATE_FILE, framework="pt") as file:
                 said: dict[str, Any] = json.loads(file.metadata()["state"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             evaluations = [Evaluation(**each) for each in said.pop("evaluations")]
@@ -170,11 +172,12 @@ class AdapterFolder:
             return None
 
     def put(self, write: Callable[[Path], object]) -> None:
-        """Have `write(folder)` write files into a folder of their own, then put them into this one."""
+        """Have `write(folder)` write an adapter into a folder of its own, then put its files into this one."""
         partial = self.path / PARTIAL
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write(partial)
+        write_shipped(partial, self.shipped)
         for file in sorted(partial.iterdir()):
             os.replace(file, self.path / file.name)
         partial.rmdir()

@@ -189,8 +189,8 @@ class DocumentExamples:
             pair = generator.choice(about[a]), generator.choice(about[b])
             two.append(Question(generator.choice(ABOUT_TWO).format(*pair), ""))
         if len(ruled) > 1:
-            a, b = generator.sample(ruled, 2)
-            two.append(Question(f"{a.question} And {b.question[0].lower()}{b.question[1:]}", ""))
+            first, other = generator.sample(ruled, 2)
+            two.append(Question(f"{first.question} And {other.question[0].lower()}{other.question[1:]}", ""))
             generator.shuffle(two)
         for questions_ in (one, ruled):
             generator.shuffle(questions_)

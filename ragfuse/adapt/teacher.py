@@ -96,9 +96,7 @@ class Teacher:
         context, questions = self._tokens(example)
         answers = self._known.get(name)
         with torch.no_grad(), self._adapter.off():
-            branches, states = self._model.taught(
-                context, questions, ANSWER_TOKENS, self._ends, self._layers, answers
-            )
+            branches, states = self._model.taught(context, questions, ANSWER_TOKENS, self._ends, self._layers, answers)
         if answers is None and self._file is not None:
             line = json.dumps({"example": name, "answers": [branch.answer for branch in branches]})
             with self._file.open("a", encoding="utf-8") as file:
@@ -110,8 +108,7 @@ class Teacher:
         most = min(self._engine.model.max_context or MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
         while True:
             prompts = [
-                prompt_of(self._engine, example.template, example.passages, each.question)
-                for each in example.questions
+                prompt_of(self._engine, example.template, example.passages, each.question) for each in example.questions
             ]
             context = context_of(prompts[0])
             if len(example.passages) == 1 or max(map(len, prompts)) + ANSWER_TOKENS <= most:

@@ -31,11 +31,11 @@ LEAST_SHARE = 0.02
 """The learning rate falls to this share of its highest."""
 FULL_SHARE = 0.15
 """Share of the steps in which the student reads all at once."""
-HIDDEN_WEIGHT = 10.0
+HIDDEN_WEIGHT = 25.0
 """Weight of the hidden states' relative distance beside the KL."""
 HIDDEN_LAYERS = 7
 """Number of layers whose hidden states are compared."""
-HELD_EXAMPLES = 6
+HELD_EXAMPLES = 5
 EVALUATE_STEPS = 25
 """Steps between two measurements on held-out documents."""
 PATIENCE = 6
@@ -193,16 +193,24 @@ class Trainer:
         found = self._read(lesson, is_full, self._layers)
         kl = kl_along(lesson.states.logits, found.logits)
         hidden = hidden_distance(lesson.states.hidden, found.hidden)
-        (kl + HIDDEN_WEIGHT * hidden).backward()
+        loss: Tensor = kl + HIDDEN_WEIGHT * hidden
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(list(self._adapter.weights.values()), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         state.step += 1
-        line = {"step": state.step, "kl": float(kl.detach()), "hidden": float(hidden.detach()), "norm": float(norm)}
-        line |= {"full": is_full, "tokens": len(lesson.context.token_ids), "seconds": time.monotonic() - began}
+        line: dict[str, object] = {
+            "step": state.step,
+            "kl": float(kl.detach()),
+            "hidden": float(hidden.detach()),
+            "norm": float(norm),
+            "full": is_full,
+            "tokens": len(lesson.context.token_ids),
+            "seconds": time.monotonic() - began,
+        }
         self._note(line)
         left = (1 - done) / done * state.seconds if done else limits.seconds
-        report(StepReport(state, done, line["kl"], left))
+        report(StepReport(state, done, float(kl.detach()), left))
 
     def _read(self, lesson: Lesson, is_full: bool, layers: Sequence[int] = ()) -> BranchStates:
         read = self._model.full if is_full else self._model.blockwise
@@ -243,7 +251,7 @@ class Trainer:
 
     def _save(self) -> None:
         weights = self._adapter.weights
-        tensors = {f"weight.{name}": weight for name, weight in weights.items()}
+        tensors: dict[str, Tensor] = {f"weight.{name}": weight for name, weight in weights.items()}
         tensors |= moments_of(self._optimizer, weights)
         tensors |= {f"best.{name}": weight for name, weight in self._best.items()}
         self._folder.save(self.state, tensors)

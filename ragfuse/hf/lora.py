@@ -32,9 +32,7 @@ class AdaptedProduct(torch.autograd.Function):
     """The product of x [T, in] with weight [out, in] plus scale·B·A; A [r, in] and B [out, r] are float32."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         """Return [T, out] in x's dtype."""
         down, up = a.to(x.dtype), (b * scale).to(x.dtype)
         inner = x @ down.T
@@ -43,7 +41,7 @@ class AdaptedProduct(torch.autograd.Function):
         return (x @ weight.T).addmm_(inner, up.T)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor, Tensor, None]:
         """Return the gradients of x, A and B."""
         x, weight, down, up, inner = ctx.saved_tensors
@@ -59,7 +57,9 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
         out: Tensor = base(x)
         return out
     a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
-    rows = AdaptedProduct.apply(x.flatten(0, -2), base.weight, a, b, layer.scaling[ADAPTER_NAME])
+    rows: Tensor = AdaptedProduct.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, -2), base.weight, a, b, layer.scaling[ADAPTER_NAME]
+    )
     out = rows.view(*x.shape[:-1], -1)
     return out if base.bias is None else out + base.bias
 
@@ -70,7 +70,7 @@ def lean(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, Linear) and type(module.base_layer) is nn.Linear:
-            module.forward = MethodType(_forward, module)
+            setattr(module, "forward", MethodType(_forward, module))  # noqa: B010 - of this module alone
 
 
 class LoraAdapter:

@@ -14,6 +14,7 @@ from ragfuse.types.profiles import ModelProfile
 
 SHIPPED_FILE = "ragfuse_profile.json"
 SHIPPED_VERSION = 1
+"""Version of the file that `write_shipped` writes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ShippedProfile:
     filler_tokens: Annotated[int, Field(ge=0)]
     policy: str = ""
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    version: Literal[1] = SHIPPED_VERSION
+    version: Literal[1] = 1
 
     def over(self, profile: ModelProfile) -> ModelProfile:
         """Return a profile with what this one says."""

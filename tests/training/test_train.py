@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from training.data import HELD_OUT, Example, Examples, Source, Template, split, squad, wikipedia
 from ragfuse.adapt.rules import Passage, Question
+from training.data import HELD_OUT, Example, Examples, Source, Template, split, squad, wikipedia
 from training.train import Coder, loss_of, pack
 
 QUESTIONS = (Question("Who?", "Ann"), Question("Where to, and why?", "home, to sleep"), Question("When?", "at 9"))
