@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -124,6 +124,11 @@ class LoraAdapter:
         for name, weight in self.weights.items():
             weight.data.copy_(weights[name])
 
+    def read(self, folder: Path) -> None:
+        """Take over the weights that `save` wrote into a folder."""
+        saved = load_file(folder / ADAPTER_WEIGHTS)
+        self.load({name: saved[_saved_name(name)] for name in self.weights})
+
     def save(self, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
         """Write the adapter into a folder, in PEFT's form; other weights than its own may be given by name."""
         config = self._peft.peft_config[ADAPTER_NAME]
@@ -134,8 +139,10 @@ class LoraAdapter:
         finally:
             config.inference_mode, config.target_modules = was, targets
         named = weights if weights is not None else self.weights
-        saved = {
-            name.replace(f".{ADAPTER_NAME}.", "."): weight.detach().float().cpu().contiguous()
-            for name, weight in named.items()
-        }
+        saved = {_saved_name(name): weight.detach().float().cpu().contiguous() for name, weight in named.items()}
         save_file(saved, folder / ADAPTER_WEIGHTS)
+
+
+def _saved_name(name: str) -> str:
+    """Return the name of a weight in PEFT's files, which leave the adapter's own name out."""
+    return name.replace(f".{ADAPTER_NAME}.", ".")
