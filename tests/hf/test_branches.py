@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.adapt.teacher import context_of
@@ -16,12 +15,13 @@ from ragfuse.errors import RefusedError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.branches import Branch, BranchModel, ContextTokens
 from ragfuse.hf.lora import LoraAdapter
-from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.hf.model import KVSource
 from ragfuse.models.loader import load_model
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.prompt import Prompt
-from tests.hf.families import BASE, FAMILIES
+from tests.hf import kit
+from tests.hf.families import FAMILIES
 from tests.tiny import CHUNKS, INSTRUCTION
 
 QUESTIONS = ("Question: Who counted ships?", "What is white?", "Which doors are there, and of what colour is each?")
@@ -112,20 +112,12 @@ def test_gradients_reach_all_of_the_adapter_through_the_chunks_too(engine: Engin
         weight.grad = None
 
 
-def model_of(family: str) -> PreTrainedModel:
-    kind, changes = FAMILIES[family]
-    given = {name: value for name, value in {**BASE, **changes}.items() if value is not None}
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
-
-
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith(REFUSED_HERE)])
 def test_the_student_is_reuse_in_other_families(family: str) -> None:
-    model = model_of(family)
-    hf = HFModel(model)
+    hf = kit.family(family)
     ids = torch.randint(3, 250, (90,), generator=torch.Generator().manual_seed(1)).tolist()
     context, filler = ContextTokens(tuple(ids[:70]), ((5, 30), (33, 70))), ids[:20]
-    student = BranchModel(model, hf.profile, filler).blockwise(context, [Branch(tuple(ids[70:]), (7,))]).logits
+    student = BranchModel(hf.model, hf.profile, filler).blockwise(context, [Branch(tuple(ids[70:]), (7,))]).logits
     runs = [CachedRun(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(context.chunks)]
     source = KVSource([hf.encode(ids[lo:hi], filler) for lo, hi in context.chunks])
     wanted = hf.fuse(ids, torch.arange(90), runs, source, "none", 0.0).logits
@@ -144,6 +136,6 @@ def test_the_student_is_reuse_in_other_families(family: str) -> None:
     ],
 )
 def test_what_a_mask_over_chunks_does_not_do_is_refused(family: str, found: str) -> None:
-    model = model_of(family)
+    hf = kit.family(family)
     with pytest.raises(RefusedError, match=found):
-        BranchModel(model, HFModel(model).profile, ())
+        BranchModel(hf.model, hf.profile, ())
