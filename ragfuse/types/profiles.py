@@ -41,8 +41,8 @@ class ModelProfile:
             calibrated.
         codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes them; None: not
             profiled.
-        filler_tokens: Tokens of filler text that its chunks are encoded behind, as it was trained to read them; None: the
-            setting.
+        filler_tokens: Tokens of filler text that its chunks are encoded behind, as it was trained to read them; None:
+            as the setting says.
         version: `PROFILE_VERSION` when it was written.
     """
 

@@ -52,7 +52,15 @@ def environment(tiny_settings: Settings, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def invoke(environment: dict[str, str], book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def books(book: Path) -> Path:
+    """Two documents of twenty chapters."""
+    text = (book / "lighthouses.txt").read_text()
+    (book / "windmills.txt").write_text(text.replace("lighthouse", "windmill").replace("ships", "sacks"))
+    return book
+
+
+@pytest.fixture
+def invoke(environment: dict[str, str], books: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command with small examples; the calibration's result is given."""
     monkeypatch.setattr(run, "QUESTIONS", 2)
     monkeypatch.setattr(teacher, "ANSWER_TOKENS", 2)
@@ -60,7 +68,7 @@ def invoke(environment: dict[str, str], book: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(adapt, "calibrate_engine", lambda engine, cases, console, name: CALIBRATED)
 
     def invoke(*arguments: object) -> Result:
-        given = ["adapt", "--docs", book, "--out", tmp_path / "out", "--rank", 2, "--questions", 12, *arguments]
+        given = ["adapt", "--docs", books, "--out", tmp_path / "out", "--rank", 2, "--questions", 12, *arguments]
         return CliRunner().invoke(app, [str(each) for each in given], env=environment)
 
     return invoke
@@ -91,9 +99,10 @@ def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(invoke: Any, tmp
     ("text", "wanted"), [("", "found none"), ("A lighthouse stood there. " * 9, "at least 24 chunks")]
 )
 def test_documents_that_teach_nothing_are_refused(
-    invoke: Any, book: Path, tmp_path: Path, text: str, wanted: str
+    invoke: Any, books: Path, tmp_path: Path, text: str, wanted: str
 ) -> None:
-    next(book.iterdir()).write_text(text)
+    for file in books.iterdir():
+        file.write_text(text)
     result = invoke("--steps", 1)
     assert result.exit_code == 1
     assert wanted in " ".join(result.stderr.split())
@@ -111,9 +120,9 @@ def test_too_little_memory_is_told_before_it_starts(
 
 
 def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(
-    environment: dict[str, str], invoke: Any, book: Path, tmp_path: Path
+    environment: dict[str, str], invoke: Any, books: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", SMALL, "adapt", "--docs", book, "--out", tmp_path / "out", "--rank", 2]
+    command = [sys.executable, "-c", SMALL, "adapt", "--docs", books, "--out", tmp_path / "out", "--rank", 2]
     everything = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process: Any = subprocess.Popen(list(map(str, command)), env=everything, **pipes)  # type: ignore[call-overload]
