@@ -38,7 +38,7 @@ HIDDEN_LAYERS = 7
 HELD_EXAMPLES = 5
 EVALUATE_STEPS = 25
 """Steps between two measurements on held-out documents."""
-PATIENCE = 6
+STALE_EVALUATIONS = 6
 """Measurements without a lower KL after which the training ends."""
 SAVE_S = 120.0
 """Seconds between two savings of the state."""
@@ -161,7 +161,7 @@ class Trainer:
             if state.step % EVALUATE_STEPS == 0:
                 self._timed(self._evaluate)
                 if self._is_stale():
-                    state.finished = f"{PATIENCE} measurements in a row gained nothing"
+                    state.finished = f"{STALE_EVALUATIONS} measurements in a row gained nothing"
             if time.monotonic() - saved > SAVE_S:
                 self._save()
                 saved = time.monotonic()
@@ -243,7 +243,7 @@ class Trainer:
 
     def _is_stale(self) -> bool:
         best = self.state.best
-        return best is not None and self.state.step - best.step >= PATIENCE * EVALUATE_STEPS
+        return best is not None and self.state.step - best.step >= STALE_EVALUATIONS * EVALUATE_STEPS
 
     def _write_adapter(self) -> None:
         weights = self._best or {name: weight.detach().cpu() for name, weight in self._adapter.weights.items()}

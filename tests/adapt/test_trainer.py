@@ -113,7 +113,7 @@ def test_a_run_that_was_stopped_or_killed_ends_with_the_weights_of_one_that_was_
 def test_it_learns_and_the_best_is_kept(
     run: Callable[..., Any], tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 3)
+    monkeypatch.setattr(module, "STALE_EVALUATIONS", 3)
     state = run(limits=TrainingLimits(0, 24), rank=4)
     assert state.best is not None
     assert state.evaluations[0].kl_full == pytest.approx(0, abs=1e-6)
@@ -134,7 +134,7 @@ def test_it_learns_and_the_best_is_kept(
 def test_what_gains_nothing_ends_early(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, settings: Settings
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 2)
+    monkeypatch.setattr(module, "STALE_EVALUATIONS", 2)
     monkeypatch.setattr(module, "kl_along", lambda wanted, found: kl_along(wanted, found) * 0 + 1)
     state = run(limits=TrainingLimits(0, 50))
     assert state.step == 4
