@@ -45,10 +45,12 @@ ROOMS: dict[str, set[str]] = {
     "engine": {*VALUES, *BELOW_ENGINE},
     "admin": {*VALUES, "engine", "plan", "schemas", "sessions", "store"},
     "calibration": BELOW_DOORS,
+    "adapt": {*BELOW_DOORS, "calibration"},
     "demo": {*BELOW_DOORS, "calibration"},
     "serve": {*VALUES, "admin", "engine", "plan.explanation", "sessions", "telemetry", "text"},
     "cli": {
         *VALUES,
+        "adapt",
         "admin",
         "calibration",
         "demo",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragfuse.calibration.prompts import PROMPT_TEXTS
-from training.rules import Passage, Question, questions, tidy
+from ragfuse.adapt.examples import Example, draw_template
+from ragfuse.adapt.rules import Passage, Question, questions, tidy
 
 HELD_OUT = 3
 """Articles kept from training: those with the fewest answerable questions."""
@@ -28,53 +28,6 @@ class Source:
 
     passage: Passage
     questions: tuple[Question, ...]
-
-
-@dataclass(frozen=True)
-class Template:
-    """How a prompt is worded: `system` and `user` hold {context} in one of them, {question} in `user` behind it."""
-
-    system: str
-    user: str
-    between: str = "\n\n"
-    passage: str = "{text}"
-
-
-TEMPLATES = (
-    (
-        6,
-        Template(
-            "",
-            "{context}".join(PROMPT_TEXTS["answer"]),
-        ),
-    ),
-    (1, Template("", "{context}\n\nQuestion: {question}")),
-    (1, Template("", "{context}\n\n{question} Answer in a few words.")),
-    (
-        1,
-        Template(
-            "You answer from the documents you are given, as briefly as you can.", "Documents:\n{context}\n\n{question}"
-        ),
-    ),
-    (1, Template("Answer the user's question from this context only. Be brief.\n\nContext:\n{context}", "{question}")),
-    (
-        1,
-        Template(
-            "",
-            "Context:\n----------\n{context}\n----------\nAnswer from the context alone.\n"
-            "Question: {question}\nAnswer: ",
-        ),
-    ),
-    (
-        1,
-        Template(
-            "",
-            "Read these passages.\n\n{context}\n\nWhat is the short answer to: {question}",
-            passage="{title}\n{text}",
-        ),
-    ),
-)
-"""Weighted. The first is the demo's and the benchmarks' own."""
 
 
 def squad(path: Path) -> dict[str, list[Source]]:
@@ -119,15 +72,6 @@ def _read(path: Path) -> str:
     return (gzip.open(path, "rt") if path.suffix == ".gz" else path.open()).read()
 
 
-@dataclass(frozen=True)
-class Example:
-    """One context and several questions, each asked as if it alone had been."""
-
-    template: Template
-    passages: tuple[str, ...]
-    questions: tuple[Question, ...]
-
-
 class Examples:
     """Draws examples for ever: 1 to 8 passages, sometimes of several paragraphs, up to `max_words` in all."""
 
@@ -158,7 +102,7 @@ class Examples:
             passages.pop()
         asked = self._ask(passages, most)
         rnd.shuffle(passages)
-        template = rnd.choices([t for _, t in TEMPLATES], [w for w, _ in TEMPLATES])[0]
+        template = draw_template(rnd)
         texts = [template.passage.format(title=s.passage.title, text=s.passage.text) for s in passages]
         return Example(template, tuple(self._grouped(texts)), tuple(asked))
 

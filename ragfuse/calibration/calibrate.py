@@ -115,7 +115,7 @@ def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
             "Give more documents, or make smaller chunks with RAGFUSE_CHUNK_TOKENS."
         )
     generator = random.Random(seed)
-    seen = Counter(word for _, text in chunks for word in set(_words(text)))
+    seen = Counter(word for _, text in chunks for word in set(words_of(text)))
     pool = _pool(chunks, max(POOL_PASSAGES, wanted), generator)
     asked = generator.sample(pool, len(pool))
     cases = []
@@ -127,7 +127,7 @@ def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         rest = [each for each in generator.sample(others, min(len(others), PROMPT_PASSAGES)) if each not in mates]
         chosen = [(name, text), *mates, *rest][:PROMPT_PASSAGES]
         generator.shuffle(chosen)
-        question = f"What is said about {_topic(text, seen)}?"
+        question = f"What is said about {topics(text, seen)[0]}?"
         cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen)))
     return cases
 
@@ -146,15 +146,21 @@ def _pool(chunks: Sequence[tuple[str, str]], size: int, generator: random.Random
     return pool[:size]
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """Return the words of a text that have three letters or more, in order."""
     return re.findall(r"[^\W\d_][\w'-]{2,}", text)
 
 
-def _topic(text: str, seen: Mapping[str, int]) -> str:
-    """Return a chunk's topic: its rarest name, else its rarest long word."""
+def topics(text: str, seen: Mapping[str, int]) -> list[str]:
+    """Return what a chunk is about: its names, else its long words, the rarest first.
+
+    Args:
+        text: The chunk.
+        seen: In how many chunks each word stands.
+    """
     names = re.findall(r"(?<=[a-z,] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*", text)
-    found = names or [word for word in _words(text) if len(word) > 6] or text.split()[:3]
-    return min(found, key=lambda each: (seen.get(each.split()[0], 0), -len(each)))
+    found = names or [word for word in words_of(text) if len(word) > 6] or text.split()[:3]
+    return sorted(dict.fromkeys(found), key=lambda each: (seen.get(each.split()[0], 0), -len(each)))
 
 
 def calibrate(
@@ -182,7 +188,7 @@ def calibrate(
         raise ModelError(
             f"{name} cannot reuse the KV of chunks, so there is nothing to calibrate: {model.profile.refusal}"
         )
-    if not lab.settings.filler_tokens:
+    if not lab.engine("filler").encoder.filler_tokens:
         raise SettingsError(
             "Calibration measures chunks that are encoded after filler text, but filler_tokens is 0. Remove it from "
             "the environment or ragfuse.toml. Without filler text, policy hkvd with ratio 0.15 is used."

@@ -128,8 +128,8 @@ class Lab:
     def engine(self, encoded: Encoded) -> Engine:
         """Return the engine whose chunks are encoded this way."""
         if encoded not in self.engines:
-            filler_context = self.settings.filler_tokens if encoded == "filler" else 0
-            settings = self.settings.model_copy(update={"filler_tokens": filler_context})
+            changes = {"filler_tokens": 0} if encoded == "alone" else {}
+            settings = self.settings.model_copy(update=changes)
             self.engines[encoded] = Engine(settings, self.model, KVStore([MemoryTier(STORE_NBYTES, lru)]))
         return self.engines[encoded]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.table import Table
 
 from ragfuse.cli.files import find_files
@@ -24,6 +26,10 @@ from ragfuse.cli.options import (
     settings_of,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from ragfuse.calibration.case import Case
+    from ragfuse.engine.engine import Engine
 
 
 def verify_model(
@@ -82,7 +88,7 @@ def calibrate_model(
     print_skipped(console, documents)
     prepare_model(settings)
     with console.status("loading the model"):
-        from ragfuse.calibration.calibrate import calibrate, draw_calibration, make_cases, show_calibration
+        from ragfuse.calibration.calibrate import draw_calibration, make_cases, show_calibration
         from ragfuse.calibration.plots import require_plotting
         from ragfuse.cli.library import split_file
         from ragfuse.engine.engine import Engine
@@ -92,17 +98,24 @@ def calibrate_model(
         with console.status("reading the documents"):
             texts = [(str(file), list(split_file(file, settings, engine.model.tokenizer))) for file in documents.files]
         cases = make_cases(texts, questions)
-        with console.status("verifying") as status:
-            verified = engine.verify(lambda check: status.update(f"verifying: {check}")).passed
-        result = calibrate(engine.model, cases, console, settings.model, verified)
-        chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
-        engine.learn(engine.profile.calibrated(result["safe"], *chosen))
-        is_kept = engine.catalog.file is not None
+        result = calibrate_engine(engine, cases, console, settings.model)
     show_calibration(result, console)
-    if not is_kept:
-        console.print("[yellow]Not saved[/]: there is no disk tier to save it in (disk_bytes is 0).")
     if plot is not None:
         draw_calibration(result, plot)
         console.print(f"Written: {plot}", highlight=False)
     write_json(result, json)
     raise typer.Exit(0 if result["safe"] else 1)
+
+
+def calibrate_engine(engine: Engine, cases: Sequence[Case], console: Console, name: str) -> dict[str, Any]:
+    """Verify and calibrate an engine's model, and have its store keep the choice; return the calibration's report."""
+    from ragfuse.calibration.calibrate import calibrate
+
+    with console.status("verifying") as status:
+        verified = engine.verify(lambda check: status.update(f"verifying: {check}")).passed
+    result = calibrate(engine.model, cases, console, name, verified)
+    chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
+    engine.learn(engine.profile.calibrated(result["safe"], *chosen))
+    if engine.catalog.file is None:
+        console.print("[yellow]Not saved[/]: there is no disk tier to save it in (disk_bytes is 0).")
+    return result

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, checks, demo, doctor, ingest, measure, models, schema, serve, sessions, store
+from ragfuse.cli import adapt, ask, checks, demo, doctor, ingest, measure, models, schema, serve, sessions, store
 from ragfuse.errors import InputError, RagFuseError
 
 RESUMES = "Run the same command again to continue."
@@ -76,6 +76,7 @@ app.command("explain")(measure.explain)
 app.command("measure")(measure.measure)
 app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
+app.command("adapt")(adapt.adapt_model)
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)

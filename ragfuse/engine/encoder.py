@@ -109,11 +109,15 @@ class Encoder:
             tokens: Its token ids.
             persistent: Whether slow tiers get it too; False for a chunk that later processes could not find.
         """
-        room = remaining_context(len(tokens), self.model)
-        other = self.filler_tokens if room is None else min(self.filler_tokens, room - 1)
-        before = self.model.tokens(filler_text() + GAP)[-other:] if other else []
+        before = self.filler(len(tokens))
         encode = self.model.encode_with_filler if self.filler_tokens else self.model.encode
         return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), persistent=persistent)
+
+    def filler(self, n_tokens: int) -> list[int]:
+        """Return the tokens that a chunk of so many tokens is encoded behind."""
+        room = remaining_context(n_tokens, self.model)
+        other = self.filler_tokens if room is None else min(self.filler_tokens, room - 1)
+        return self.model.tokens(filler_text() + GAP)[-other:] if other else []
 
     def keep_run(self, run: SchemaRun) -> int:
         """Encode and store a schema's run (Prompt Cache 3.3); return the bytes of new KV.

@@ -61,7 +61,8 @@ class ProfileStore:
         stored = self.get(own.model)
         if stored is None:
             return own
-        return stored if stored.safe is not None else replace(own, verified=stored.verified)
+        judged = stored if stored.safe is not None else replace(own, verified=stored.verified)
+        return replace(judged, filler_tokens=own.filler_tokens)
 
     def judge(self, own: ModelProfile, verified: bool) -> None:
         """Store the verdict of `verify` on a model, without other verdicts that its own profile has.

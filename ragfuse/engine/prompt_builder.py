@@ -38,7 +38,6 @@ from ragfuse.text.fit import ShortenedContents, drop_last_chunks
 from ragfuse.text.known_spans import MAX_SPANS, MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.retrieved_documents import RetrievedDocuments
 from ragfuse.text.tool_calls import CallFormat
-from ragfuse.types.keys import filler_context
 from ragfuse.types.prompt import Prompt
 
 __all__ = ["PromptBuilder"]
@@ -213,7 +212,7 @@ class PromptBuilder:
             OverlongError: `check` is True, and the prompt can never fit.
         """
         ask, model, settings = ask or Ask(), self._runtime.model, self._settings
-        shortest, context = settings.min_chunk_tokens, filler_context("") if settings.filler_tokens else ""
+        shortest, context = settings.min_chunk_tokens, self._runtime.encoder.context
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):
             render = partial(self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs)

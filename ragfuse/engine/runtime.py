@@ -91,7 +91,7 @@ class Runtime:
                     self._store,
                     digest(model.fingerprint, self._settings.salt),
                     self._settings.min_chunk_tokens,
-                    self._settings.filler_tokens,
+                    filler_tokens(self._settings, model.profile),
                     self._home,
                     self._levels,
                 )
@@ -124,6 +124,15 @@ class Runtime:
 
     def _levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
         return self._placement.levels(self.model, self.profile, n_tokens, nbytes)
+
+
+def filler_tokens(settings: Settings, profile: ModelProfile) -> int:
+    """Return the tokens of filler text that chunks are encoded behind.
+
+    A number that was set decides, then that which the model was trained with, then the default.
+    """
+    trained = profile.filler_tokens
+    return settings.filler_tokens if trained is None or "filler_tokens" in settings.model_fields_set else trained
 
 
 def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None = None) -> HFModel:

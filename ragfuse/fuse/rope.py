@@ -60,6 +60,22 @@ def shifted(keys: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
     return out
 
 
+def rotated(keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> Tensor:
+    """Return keys rotated by precomputed `angles`, as `place` writes them, with gradients.
+
+    Args:
+        keys: [..., n, D].
+        shift: cos and sin, float32, each of a shape that broadcasts to [..., n, len(inv_freq)].
+        layout: Which dims are rotated, and how they are paired.
+    """
+    cos, sin = shift
+    first, second = (half.float() for half in rotated_pairs(keys, layout))
+    pair = first * cos - second * sin, second * cos + first * sin
+    width, lo = 2 * len(layout.inv_freq), layout.lo
+    turned = torch.stack(pair, -1).flatten(-2) if layout.pairing == "interleaved" else torch.cat(pair, -1)
+    return torch.cat((keys[..., :lo], turned.to(keys.dtype), keys[..., lo + width :]), -1)
+
+
 def shifted_rows(states: Tensor, positions: Tensor, layout: RopeLayout | None) -> Tensor:
     """Return a float32 copy of states [H, n, D] whose row i is shifted by positions[i], float64 [n]."""
     out = states.to(torch.float32, copy=True).contiguous()

@@ -34,6 +34,7 @@ from ragfuse.hf.drift import read_drift
 from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import resolve_llm
+from ragfuse.models.shipped_profile import read_shipped
 from ragfuse.models.weight_files import WeightDigests, identity
 from ragfuse.types.profiles import ModelProfile
 
@@ -60,6 +61,7 @@ def load_model(
     *,
     model_kwargs: Mapping[str, Any] | None = None,
     home: Path | None = None,
+    pack: bool = True,
 ) -> HFModel:
     """Load the model at a folder or Hugging Face id, with its tokenizer.
 
@@ -73,6 +75,7 @@ def load_model(
         model_kwargs: Options of `from_pretrained`, see `settings.LOADING`.
         home: Folder for digests of weights and for prepared base models of adapters. None: digests are not kept, and
             base models are prepared in the user's cache.
+        pack: Whether weights may be packed; False: they keep gradients, for training.
 
     Raises:
         ModelError: The model cannot be loaded; the message says what to do.
@@ -105,7 +108,10 @@ def load_model(
     loaded = HFModel(model, tokenizer, profile_of, read_drift(folder, model), known)
     if known is None and identity(parts, load_options) == (name, changed):
         digests.put(name, loaded.weights, changed, time.time_ns())
-    return loaded if _is_quantised(model) or _has_adapters(model) else loaded.packed()
+    shipped = read_shipped(folder)
+    if shipped is not None:
+        loaded.profile = shipped.over(loaded.profile)
+    return loaded if _is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
 
 
 @dataclass(frozen=True)

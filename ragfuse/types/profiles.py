@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ragfuse.types.kv import RopeLayout
 
-PROFILE_VERSION = 5
+PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
 MACHINE_VERSION = 6
 """Version of MachineProfile; profiles of another version are ignored."""
@@ -46,6 +46,8 @@ class ModelProfile:
             calibrated.
         codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes them; None: not
             profiled.
+        filler_tokens: Tokens of filler text that its chunks are encoded behind, as it was trained to read them; None:
+            as the setting says.
         version: `PROFILE_VERSION` when it was written.
     """
 
@@ -63,6 +65,7 @@ class ModelProfile:
     verified: bool | None = None
     safe: bool | None = None
     codec: Mapping[str, Any] | None = None
+    filler_tokens: int | None = None
     version: int = PROFILE_VERSION
 
     @property

@@ -3,16 +3,18 @@
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from training.data import HELD_OUT, Example, Examples, Source, Template, split, squad, wikipedia
-from training.rules import Passage, Question
-from training.train import Coder, loss_of, pack
+from ragfuse.adapt.examples import Example, Template
+from ragfuse.adapt.rules import Passage, Question
+from ragfuse.hf.branches import BranchModel
+from ragfuse.models.loader import load_model
+from training.data import HELD_OUT, Examples, Source, split, squad, wikipedia
+from training.train import Coder, branches_of, loss_of
 
 QUESTIONS = (Question("Who?", "Ann"), Question("Where to, and why?", "home, to sleep"), Question("When?", "at 9"))
 TEMPLATE = Template("Be brief.", "Read:\n{context}\n\nQ: {question}\nA:")
@@ -23,27 +25,26 @@ def coder(tiny_path: Path) -> Coder:
     return Coder(AutoTokenizer.from_pretrained(tiny_path))
 
 
-@pytest.mark.parametrize("passages", [("Ann went home at 9.",), ("Ann went home. " * 12, "It was 9. " * 9)])
-def test_questions_asked_together_are_as_if_asked_apart(tiny_path: Path, coder: Coder, passages: Any) -> None:
-    packed = pack(coder, Example(TEMPLATE, passages, QUESTIONS), 4000)
-    packed["mask"] = packed["mask"].float()
-    together = AutoModelForCausalLM.from_pretrained(tiny_path, attn_implementation="branched")
-    apart = AutoModelForCausalLM.from_pretrained(tiny_path)
+def test_the_loss_of_questions_asked_together_is_that_of_separate_prompts(tiny_path: Path, coder: Coder) -> None:
+    passages = ("Ann went home. " * 12, "It was 9. " * 9)
+    model = load_model(tiny_path, "float32", pack=False)
+    branches = branches_of(coder, Example(TEMPLATE, passages, QUESTIONS), 4000)
+    found = loss_of(BranchModel(model.model, model.profile, ()), *branches)
     context, after = coder.context(TEMPLATE, passages)
     losses, weights = [], []
     for question in QUESTIONS:
         asked, said = coder.question(after, question.question), coder.answer(question)
-        logits = apart(torch.tensor([context + asked + said[:-1]])).logits[0, len(context) + len(asked) - 1 :]
+        logits = model.model(torch.tensor([context + asked + said[:-1]])).logits[0, len(context) + len(asked) - 1 :]
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(said), reduction="none"))
         weights.append(torch.full((len(said),), len(said) ** -0.5))
     wanted = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
-    found = loss_of(SimpleNamespace(get_base_model=lambda: together), packed)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    found.backward()
-    wanted.backward()
-    pairs = zip(together.parameters(), apart.parameters(), strict=True)
-    for mine, theirs in pairs:
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_no_more_questions_are_asked_than_fit(coder: Coder) -> None:
+    context, branches = branches_of(coder, Example(TEMPLATE, ("Ann went home. ",), QUESTIONS), 1)
+    assert len(branches) == 1
+    assert context.chunks == ()
 
 
 def test_a_prompt_is_pieces_tokenised_apart(coder: Coder) -> None:

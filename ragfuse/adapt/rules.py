@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 DATE = rf"(?:\d{{1,2}} (?:{MONTHS}),? \d{{3,4}}|(?:{MONTHS}) \d{{1,2}}, \d{{3,4}}|\d{{4}})"
-NAME = r"(?:[A-Z][\w.'-]*|de|von|van|of|the|di|da|del|la|le|al)"
-PERSON = rf"[A-Z][\w.'-]+(?: {NAME}){{0,3}} [A-Z][\w'-]+|[A-Z][\w.'-]+ [A-Z][\w'-]+"
+NAME_PART = r"(?:[A-Z][\w.'-]*|de|von|van|of|the|di|da|del|la|le|al)"
+PERSON = rf"[A-Z][\w.'-]+(?: {NAME_PART}){{0,3}} [A-Z][\w'-]+|[A-Z][\w.'-]+ [A-Z][\w'-]+"
 PRONOUNS = frozenset(
     ("it", "he", "she", "they", "this", "that", "these", "those", "there", "his", "her", "its")
 ) | frozenset(("their", "who", "which", "we", "i", "you", "one"))

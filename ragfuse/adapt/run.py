@@ -1,0 +1,188 @@
+"""One adaptation from end to end: the model with an adapter beside it, its training, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from ragfuse.adapt.checkpoint import AdapterFolder, AdaptRecipe
+from ragfuse.adapt.examples import DocumentExamples, Documents, split_documents
+from ragfuse.adapt.teacher import MAX_CONTEXT_TOKENS, Teacher, context_of, prompt_of
+from ragfuse.adapt.trainer import Trainer, layers_compared
+from ragfuse.engine.engine import Engine
+from ragfuse.engine.options import Ask
+from ragfuse.errors import ModelError
+from ragfuse.hf.branches import Branch, BranchModel, refuse_unadaptable
+from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.probe import logits_bound, logits_error
+from ragfuse.models import quietly, resolve_llm
+from ragfuse.models.dtypes import resolve_auto
+from ragfuse.models.loader import ADAPTER, load_model
+from ragfuse.models.shipped_profile import ShippedProfile
+from ragfuse.models.threads import limit_threads
+from ragfuse.plan.evict import lru
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore, MemoryTier
+from ragfuse.types.keys import digest
+
+QUESTIONS = 10
+"""Most questions of a context."""
+LEARNING_RATE = 1e-3
+SEED = 0
+STORE_NBYTES_OF_CHECK = 1 << 30
+
+
+class Adaptation:
+    """A model that an adapter is trained for.
+
+    Args:
+        settings: The model and how it is loaded; how documents are split and chunks encoded.
+
+    Raises:
+        ModelError: It cannot be loaded or adapted.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        settings = resolve_auto(settings)
+        source = resolve_llm(settings.model, settings.home)
+        if isinstance(source, Path) and (source / ADAPTER).is_file():
+            raise ModelError(
+                f"Wanted a model to train an adapter for, found the folder of an adapter: '{settings.model}'. Give the "
+                "model that it was made for, or merge it and give the folder."
+            )
+        if settings.device.startswith("cpu"):
+            limit_threads(None if settings.threads == "auto" else settings.threads)
+        with quietly(source):
+            self.plain: HFModel = load_model(
+                source,
+                settings.dtype,
+                settings.device,
+                model_kwargs=settings.model_kwargs,
+                home=settings.home,
+                pack=False,
+            )
+        self.plain.name = settings.model
+        self.plain.drift = None
+        self.settings = settings.model_copy(update={"learn": "off", "prefix_cache": False})
+        refuse_unadaptable(self.plain.model, self.plain.profile)
+        self.engine = Engine(self.settings, self.plain, KVStore([MemoryTier(STORE_NBYTES_OF_CHECK, lru)]))
+        self.held: Documents = ()
+        self._adapter: LoraAdapter | None = None
+
+    def close(self) -> None:
+        """Close the engine that makes prompts."""
+        self.engine.close(0.0)
+
+    @property
+    def base(self) -> str:
+        """The model as an adapter's folder names it: an absolute path, or its name or id."""
+        path = Path(self.settings.model).expanduser()
+        return str(path.resolve()) if path.exists() else self.settings.model
+
+    def memory_nbytes(self, rank: int) -> int:
+        """Return about how many bytes training needs besides the model's weights."""
+        return training_nbytes(self.plain, rank)
+
+    def prepare(
+        self, documents: Documents, out: Path, rank: int, learning_rate: float = LEARNING_RATE, seed: int = SEED
+    ) -> Trainer:
+        """Put an adapter beside the model, and return its trainer, which goes on where an earlier one stopped.
+
+        Args:
+            documents: (name, chunks) of each document.
+            out: Folder of the adapter.
+            rank: Rank of the adapter.
+            learning_rate: Highest learning rate.
+            seed: Seed of all random choices.
+
+        Raises:
+            InputError: The documents have too few chunks, or the folder has something else.
+            ModelError: What the student reads is not what the engine computes.
+        """
+        train, self.held = split_documents(documents, seed)
+        filler = self.engine.encoder.filler(self.settings.chunk_tokens)
+        recipe = AdaptRecipe(
+            model=self.plain.fingerprint,
+            base=self.base,
+            documents=documents_digest(documents),
+            filler_tokens=self.engine.encoder.filler_tokens,
+            rank=rank,
+            learning_rate=learning_rate,
+            seed=seed,
+        )
+        branches = BranchModel(self.plain.model, self.plain.profile, filler)
+        folder = AdapterFolder(out, recipe, ShippedProfile(recipe.filler_tokens))
+        examples = DocumentExamples(train, seed, QUESTIONS)
+        if folder.load() is None:
+            self._require_same(branches, examples)
+        self._adapter = adapter = LoraAdapter(self.plain.model, rank, seed, self.base)
+        teacher = Teacher(self.engine, branches, adapter, layers_compared(self.plain.n_layers), folder.answers)
+        held = DocumentExamples(self.held, seed + 1, QUESTIONS)
+        return Trainer(branches, adapter, teacher, examples, held, folder, learning_rate, seed)
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Switch the adapter off in this context, so that `plain` is the plain model."""
+        if self._adapter is None:
+            yield
+            return
+        with self._adapter.off():
+            yield
+
+    @torch.no_grad()
+    def _require_same(self, branches: BranchModel, examples: DocumentExamples) -> None:
+        """Raise ModelError unless the student's logits are those of the engine at ratio 0."""
+        example = examples.example(0)
+        example = replace(example, passages=example.passages[:2], questions=example.questions[:1])
+        prompt = prompt_of(self.engine, example.template, example.passages, example.questions[0].question)
+        context = context_of(prompt)
+        self.engine.ingest([(text, "check") for text in example.passages])
+        wanted = self.engine.prepare(prompt, Ask(policy="none", ratio=0.0)).prefill.logits
+        self.engine.store.clear()
+        branch = Branch(prompt.token_ids[len(context.token_ids) :], (0,))
+        error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
+        if error > 2 * logits_bound(self.plain.dtype):
+            raise ModelError(
+                f"Wanted the logits that the engine computes over separately encoded chunks, found others with "
+                f"{self.plain.name} (relative error {error:.2g}): its forward does not take a mask over them. Take "
+                "another model; this one is fused without an adapter as before."
+            )
+
+
+def default_folder(settings: Settings, documents: Documents) -> Path:
+    """Return the folder of an adapter that no folder was named for: by its model and its documents."""
+    name = Path(settings.model).name or "model"
+    return settings.placed().home / "adapters" / f"{name}-{documents_digest(documents)[:8]}"
+
+
+def documents_digest(documents: Documents) -> str:
+    """Return the digest of all chunks of some documents."""
+    return digest(*(chunk for _, chunks in documents for chunk in chunks))
+
+
+def training_nbytes(model: HFModel, rank: int) -> int:
+    """Return about how many bytes training needs besides the weights: adapter, optimizer, and what backward needs.
+
+    It is counted for the longest context that is drawn; most are half as long.
+    """
+    config = model.model.config.get_text_config()
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    itemsize, rows = model.dtype.itemsize, MAX_CONTEXT_TOKENS
+    linear = [each for each in model.model.modules() if isinstance(each, torch.nn.Linear)]
+    adapter = sum(rank * (each.in_features + each.out_features) for each in linear)
+    kept = rows * model.n_layers * itemsize * (10 * hidden + 6 * inner)
+    logits = 4 * 4 * QUESTIONS * 16 * config.vocab_size
+    return int(6 * 4 * adapter + kept + logits)
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Return the bytes of memory that are free on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

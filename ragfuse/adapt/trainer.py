@@ -1,0 +1,261 @@
+"""The training: a student that reads chunks apart learns to predict what its own full prefill predicts.
+
+The loss of a step is the KL divergence from the teacher along the teacher's answers, and the relative distance of the
+hidden states of the questions' rows. A share of the steps has the student read all at once, so that full prefill stays
+as it was. Examples come by number, so a training that goes on makes the very steps that one without a break makes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+
+import torch
+from torch import Tensor
+
+from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState, moments_of, restore_moments
+from ragfuse.adapt.examples import DocumentExamples
+from ragfuse.adapt.teacher import Lesson, Teacher
+from ragfuse.hf.branches import BranchModel, BranchStates
+from ragfuse.hf.lora import LoraAdapter
+
+POOL = 400
+"""Number of different examples; then they come again."""
+WARM_UP_STEPS = 8
+"""Steps until the learning rate is whole."""
+LEAST_SHARE = 0.02
+"""The learning rate falls to this share of its highest."""
+FULL_SHARE = 0.15
+"""Share of the steps in which the student reads all at once."""
+HIDDEN_WEIGHT = 25.0
+"""Weight of the hidden states' relative distance beside the KL."""
+HIDDEN_LAYERS = 7
+"""Number of layers whose hidden states are compared."""
+HELD_EXAMPLES = 5
+EVALUATE_STEPS = 25
+"""Steps between two measurements on held-out documents."""
+STALE_EVALUATIONS = 6
+"""Measurements without a lower KL after which the training ends."""
+SAVE_S = 120.0
+"""Seconds between two savings of the state."""
+
+
+@dataclass(frozen=True)
+class TrainingLimits:
+    """How long is trained: for so many seconds, or for so many steps if these are given."""
+
+    seconds: float
+    steps: int | None = None
+
+    def done(self, state: TrainingState) -> float:
+        """Return the share of the training that is done, from 0."""
+        if self.steps is not None:
+            return state.step / max(1, self.steps)
+        return state.seconds / max(1e-9, self.seconds)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step tells: its state, the share that is done, the loss's KL, and the seconds that are left."""
+
+    state: TrainingState
+    done: float
+    kl: float
+    left_s: float
+
+
+def layers_compared(n_layers: int) -> tuple[int, ...]:
+    """Return the numbers of the hidden states that are compared, of which number 0 is the embedding."""
+    return tuple(sorted({-(-n_layers * (i + 1) // HIDDEN_LAYERS) for i in range(HIDDEN_LAYERS)}))
+
+
+def kl_along(wanted: Tensor, found: Tensor) -> Tensor:
+    """Return the mean KL(wanted || found) over A positions in nats, with gradients, from logits [A, V]."""
+    log_wanted, log_found = torch.log_softmax(wanted.float(), -1), torch.log_softmax(found.float(), -1)
+    return (log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean()
+
+
+def hidden_distance(wanted: Tensor, found: Tensor) -> Tensor:
+    """Return the mean relative squared distance of hidden states [L, R, D], with gradients."""
+    wanted, found = wanted.float(), found.float()
+    return ((found - wanted).square().sum(-1) / wanted.square().sum(-1).clamp_min(1e-12)).mean()
+
+
+class Trainer:
+    """One training of an adapter.
+
+    Args:
+        model: The model's forwards over contexts.
+        adapter: The adapter on it.
+        teacher: Makes lessons.
+        train: Examples to train on.
+        held: Examples of held-out documents.
+        folder: Where everything is kept.
+        learning_rate: Highest learning rate.
+        seed: Seed of the choice of full-causal steps.
+    """
+
+    def __init__(
+        self,
+        model: BranchModel,
+        adapter: LoraAdapter,
+        teacher: Teacher,
+        train: DocumentExamples,
+        held: DocumentExamples,
+        folder: AdapterFolder,
+        learning_rate: float,
+        seed: int,
+    ) -> None:
+        self._model, self._adapter, self._teacher, self._folder = model, adapter, teacher, folder
+        self._train, self._held, self._rate, self._seed = train, held, learning_rate, seed
+        self._layers = layers_compared(model.model.config.get_text_config().num_hidden_layers)
+        self._optimizer = torch.optim.AdamW(
+            adapter.weights.values(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.98)
+        )
+        self._held_lessons: list[Lesson] = []
+        self._best: dict[str, Tensor] = {}
+        self.state = TrainingState()
+        self._resume()
+
+    def _resume(self) -> None:
+        kept = self._folder.load()
+        if kept is None:
+            return
+        self.state, tensors = kept
+        weights = self._adapter.weights
+        self._adapter.load({name: tensors[f"weight.{name}"] for name in weights})
+        if self.state.step:
+            restore_moments(self._optimizer, weights, tensors)
+        if f"best.{next(iter(weights))}" in tensors:
+            self._best = {name: tensors[f"best.{name}"] for name in weights}
+
+    def run(
+        self,
+        limits: TrainingLimits,
+        report: Callable[[StepReport], object] = lambda report: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> TrainingState:
+        """Train until the limit is reached, nothing is gained any more, or `stop` says so; write the best adapter.
+
+        Args:
+            limits: How long.
+            report: Called after every step.
+            stop: Asked after every step.
+
+        Returns:
+            The state, whose `finished` is "" if `stop` ended it.
+        """
+        state, saved = self.state, time.monotonic()
+        state.finished = ""
+        if not state.evaluations:
+            self._timed(self._evaluate)
+        while not state.finished and not stop():
+            if limits.done(state) >= 1:
+                state.finished = "the time is over" if limits.steps is None else "all steps are made"
+                break
+            self._timed(lambda: self._step(limits, report))
+            if state.step % EVALUATE_STEPS == 0:
+                self._timed(self._evaluate)
+                if self._is_stale():
+                    state.finished = f"{STALE_EVALUATIONS} measurements in a row gained nothing"
+            if time.monotonic() - saved > SAVE_S:
+                self._save()
+                saved = time.monotonic()
+        if state.finished and state.evaluations[-1].step != state.step:
+            self._timed(self._evaluate)
+        if not self._best and state.step:
+            self._write_adapter()  # stopped before the first measurement: what was learnt so far
+        self._save()
+        return state
+
+    def use_best(self) -> None:
+        """Give the model the best weights that were measured."""
+        if self._best:
+            self._adapter.load(self._best)
+
+    def _timed(self, work: Callable[[], object]) -> None:
+        began = time.monotonic()
+        work()
+        self.state.seconds += time.monotonic() - began
+
+    def _step(self, limits: TrainingLimits, report: Callable[[StepReport], object]) -> None:
+        state, began = self.state, time.monotonic()
+        done = limits.done(state)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate * min((state.step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - done))
+        number = state.step % POOL
+        lesson = self._teacher.lesson(str(number), self._train.example(number))
+        is_full = random.Random(f"{self._seed} full {state.step}").random() < FULL_SHARE
+        found = self._read(lesson, is_full, self._layers)
+        kl = kl_along(lesson.states.logits, found.logits)
+        hidden = hidden_distance(lesson.states.hidden, found.hidden)
+        loss: Tensor = kl + HIDDEN_WEIGHT * hidden
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(list(self._adapter.weights.values()), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        state.step += 1
+        line: dict[str, object] = {
+            "step": state.step,
+            "kl": float(kl.detach()),
+            "hidden": float(hidden.detach()),
+            "norm": float(norm),
+            "full": is_full,
+            "tokens": len(lesson.context.token_ids),
+            "seconds": time.monotonic() - began,
+        }
+        self._note(line)
+        left = (1 - done) / done * state.seconds if done else limits.seconds
+        report(StepReport(state, done, float(kl.detach()), left))
+
+    def _read(self, lesson: Lesson, is_full: bool, layers: Sequence[int] = ()) -> BranchStates:
+        read = self._model.full if is_full else self._model.blockwise
+        return read(lesson.context, lesson.branches, layers)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        if not self._held_lessons:
+            for number in range(HELD_EXAMPLES):
+                lesson = self._teacher.lesson(f"held {number}", self._held.example(number))
+                logits = lesson.states.logits
+                self._held_lessons.append(
+                    Lesson(lesson.context, lesson.branches, BranchStates(logits, logits.new_empty(0)))
+                )
+        found = {
+            is_full: mean(
+                float(kl_along(lesson.states.logits, self._read(lesson, is_full).logits))
+                for lesson in self._held_lessons[: 2 if is_full else None]
+            )
+            for is_full in (False, True)
+        }
+        before = self.state.best
+        evaluation = Evaluation(self.state.step, found[False], found[True])
+        self.state.evaluations.append(evaluation)
+        self._note({"held": asdict(evaluation)})
+        if self.state.step and (before is None or evaluation.kl < before.kl):
+            self._best = {name: weight.detach().cpu().clone() for name, weight in self._adapter.weights.items()}
+            self._write_adapter()
+            self._save()
+
+    def _is_stale(self) -> bool:
+        best = self.state.best
+        return best is not None and self.state.step - best.step >= STALE_EVALUATIONS * EVALUATE_STEPS
+
+    def _write_adapter(self) -> None:
+        weights = self._best or {name: weight.detach().cpu() for name, weight in self._adapter.weights.items()}
+        self._folder.put(lambda path: self._adapter.save(path, weights))
+
+    def _save(self) -> None:
+        weights = self._adapter.weights
+        tensors: dict[str, Tensor] = {f"weight.{name}": weight for name, weight in weights.items()}
+        tensors |= moments_of(self._optimizer, weights)
+        tensors |= {f"best.{name}": weight for name, weight in self._best.items()}
+        self._folder.save(self.state, tensors)
+
+    def _note(self, line: dict[str, object]) -> None:
+        with self._folder.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

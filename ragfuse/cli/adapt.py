@@ -1,0 +1,192 @@
+"""`ragfuse adapt`: teach a model to read chunks apart, by an adapter that is trained on the user's documents."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+
+from ragfuse.cli.checks import calibrate_engine
+from ragfuse.cli.files import find_files
+from ragfuse.cli.ingest import print_skipped
+from ragfuse.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    ModelKwargs,
+    Store,
+    console_for,
+    prepare_model,
+    settings_of,
+    write_json,
+)
+from ragfuse.errors import ModelError
+from ragfuse.telemetry.progress import progress
+
+if TYPE_CHECKING:
+    from ragfuse.adapt.trainer import StepReport
+    from ragfuse.settings import Settings
+
+LINE_S = 60.0
+"""Seconds between two lines where the output is no terminal."""
+
+
+def adapt_model(
+    docs: Annotated[list[Path], typer.Option(help="Files or folders of your documents: txt, md, rst, html, pdf.")],
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    model_kwargs: ModelKwargs = None,
+    store: Store = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the adapter; its own or a new one. Default: one of ragfuse's home folder."),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of training; more at a later call go on.")] = 60,
+    steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead.")] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")] = 16,
+    questions: Annotated[int, typer.Option(min=12, help="Questions that calibration asks at the end.")] = 20,
+    json: Json = None,
+) -> None:
+    """Train a LoRA adapter with which a model reads chunks apart as it reads them together, on your documents.
+
+    The model teaches itself: what it answers by full prefill is what it learns to answer over reused chunks, so no
+    questions or answers have to be written. A run that was stopped goes on when the same command is given again. At the
+    end the adapted model is verified and calibrated; give its folder as --model from then on. Exit status 1 if no
+    policy and ratio is safe with it.
+    """
+    from ragfuse.calibration.runner import tune_malloc
+
+    settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
+    console, documents = console_for(json), find_files(docs)
+    tune_malloc(console)
+    print_skipped(console, documents)
+    prepare_model(settings)
+    with console.status("loading the model"):
+        from ragfuse.adapt.run import Adaptation, default_folder
+        from ragfuse.adapt.trainer import TrainingLimits
+        from ragfuse.cli.library import split_file
+
+        adaptation = Adaptation(settings)
+    try:
+        with console.status("reading the documents"):
+            tokenizer = adaptation.plain.tokenizer
+            texts = [(str(file), list(split_file(file, settings, tokenizer))) for file in documents.files]
+        folder = (out or default_folder(settings, texts)).expanduser()
+        _state_memory(adaptation, rank, console)
+        with console.status("preparing"):
+            trainer = adaptation.prepare(texts, folder, rank)
+        if trainer.state.step:
+            console.print(f"Going on at step {trainer.state.step:,}.", highlight=False)
+        with _told(console) as told, _stopped_by_signal(console) as stop:
+            state = trainer.run(TrainingLimits(60 * minutes, steps), told, stop)
+        if not state.finished:
+            raise KeyboardInterrupt(f"What was learnt is in '{folder}'. Run the same command again to continue.")
+        first, best = state.evaluations[0], state.best or state.evaluations[0]
+        console.print(
+            f"{state.step:,} steps in {state.seconds / 60:.0f} minutes ({state.finished}): on held-out documents KL at "
+            f"ratio 0 fell from {first.kl:.3f} to {best.kl:.3f}, at step {best.step:,}.",
+            highlight=False,
+        )
+        trainer.use_best()
+        result = _outcome(adaptation, settings, folder, questions, console)
+    finally:
+        adaptation.close()
+    console.print(f"[bold]{result['outcome']}[/]", highlight=False)
+    console.print(f"Use it: ragfuse ask --model {folder} ...", highlight=False, markup=False, soft_wrap=True)
+    kept = {"folder": str(folder), "steps": state.step, "seconds": state.seconds}
+    write_json({**kept, "evaluations": [vars(each) for each in state.evaluations], **result}, json)
+    raise typer.Exit(0 if result["calibration"]["safe"] else 1)
+
+
+def _state_memory(adaptation: Any, rank: int, console: Console) -> None:
+    """Say how much memory training needs; ModelError where there is clearly not enough."""
+    from ragfuse.adapt.run import free_nbytes
+
+    needed, free = adaptation.memory_nbytes(rank), free_nbytes(adaptation.plain.device)
+    console.print(
+        f"Training needs up to about {needed / 1e9:.1f} GB of memory besides the model; {free / 1e9:.1f} GB are free.",
+        highlight=False,
+    )
+    if needed > free:
+        raise ModelError(
+            f"Wanted about {needed / 1e9:.1f} GB of free memory on {adaptation.plain.device}, found {free / 1e9:.1f}. "
+            "End other programs, take a smaller --rank or model, or another --device."
+        )
+
+
+def _outcome(adaptation: Any, settings: Settings, folder: Path, questions: int, console: Console) -> dict[str, Any]:
+    """Verify and calibrate the adapted model, and compare it with the plain one."""
+    from ragfuse.adapt.outcome import compare, method_of, outcome_text, plain_answers
+    from ragfuse.calibration.calibrate import make_cases, show_calibration
+    from ragfuse.calibration.methods import Lab
+    from ragfuse.engine.engine import Engine
+    from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
+
+    cases = make_cases(adaptation.held, questions)
+    with closing(Lab(adaptation.plain)) as lab, adaptation.without_adapter():
+        plain = plain_answers(lab, cases, console)
+    with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
+        calibrated = calibrate_engine(engine, cases, console, str(folder))
+        with closing(Lab(engine.model)) as lab:
+            outcome = compare(lab, cases, plain, method_of(calibrated), console)
+    chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
+    write_shipped(folder, ShippedProfile(adaptation.engine.encoder.filler_tokens, *chosen))
+    show_calibration(calibrated, console)
+    return {"outcome": outcome_text(calibrated, outcome), **vars(outcome), "calibration": calibrated}
+
+
+@contextmanager
+def _stopped_by_signal(console: Console) -> Iterator[Any]:
+    """Yield a function that says whether Ctrl-C was pressed: the step is finished then; a second one stops at once."""
+    asked = threading.Event()
+
+    def ask(*_: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt("Run the same command again to continue from what was last saved.")
+        asked.set()
+        console.print("\nFinishing this step; Ctrl-C again stops at once.", highlight=False)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _told(console: Console) -> Iterator[Any]:
+    """Yield a function that shows a step: as a bar on a terminal, else as a line once a minute and a measurement."""
+    columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[left]}")
+    with progress(console, *columns) as bar:
+        task = bar.add_task("measuring", total=1.0, left="")
+        last = {"at": time.monotonic(), "count": 0.0}
+
+        def tell(report: StepReport) -> None:
+            known, left = report.state.evaluations, _left(report.left_s)
+            held = f"held-out KL {known[-1].kl:.3f} (was {known[0].kl:.3f})"
+            bar.update(task, description=f"step {report.state.step:,}, {held}", completed=report.done, left=left)
+            now = time.monotonic()
+            if not console.is_terminal and (len(known) > last["count"] or now - last["at"] > LINE_S):
+                last.update(at=now, count=len(known))
+                share = f"{min(1.0, report.done):.0%}"
+                console.print(f"step {report.state.step:,}, {share}, {held}, {left}", highlight=False)
+
+        yield tell
+
+
+def _left(seconds: float) -> str:
+    """Return the time that is left in words."""
+    return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"

@@ -1,0 +1,285 @@
+"""Forwards of several questions over one context, with gradients: by full causal attention, and blockwise.
+
+Each question is a branch: its rows attend to the context and to themselves, at the positions that they would have if
+the question stood alone behind the context. So one pass gives what as many prompts would. Blockwise, each chunk of the
+context is encoded apart behind filler tokens whose KV is cut off, its keys are rotated to its place, and nothing is
+recomputed: what the engine computes at ratio 0, by the model's own forward and a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ragfuse.errors import RefusedError
+from ragfuse.fuse.rope import angles, rotated
+from ragfuse.hf import probe
+from ragfuse.types.kv import RopeLayout
+from ragfuse.types.profiles import ModelProfile
+
+CONTEXT_ROW = -1
+"""The branch number of rows of the context, which all branches see."""
+
+
+@dataclass(frozen=True)
+class ContextTokens:
+    """The tokens of a context that several questions share.
+
+    Args:
+        token_ids: The C tokens, from the beginning of the prompt to the end of its last chunk.
+        chunks: Rows lo:hi of each chunk, in order.
+    """
+
+    token_ids: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One question behind a context, and its answer.
+
+    Args:
+        question: Token ids of what stands behind the last chunk.
+        answer: Token ids of the answer, at least one; the last is only predicted, never read.
+    """
+
+    question: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens that are read: the question and all of the answer but its last token."""
+        return self.question + self.answer[:-1]
+
+
+@dataclass(frozen=True)
+class BranchStates:
+    """What a model computes for the branches of a context.
+
+    Args:
+        logits: [A, V], the predictions of all answer tokens, branch by branch.
+        hidden: [L, R, D], the hidden states of all R rows of the branches behind L of the layers; empty where none
+            were wanted.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+@dataclass
+class _Past:
+    """A model's cache, and of each of its N rows the branch (int64 [N]) and the position (int64 [N])."""
+
+    cache: DynamicCache
+    branch: Tensor
+    position: Tensor
+
+
+class BranchModel:
+    """A causal LM whose forwards take a context and its branches.
+
+    Args:
+        model: The model. Gradients are computed where they are enabled.
+        profile: Its profile, which has its rotation.
+        filler: The tokens that each chunk is encoded behind.
+
+    Raises:
+        RefusedError: Its attention cannot be given a mask over chunks that were encoded apart.
+    """
+
+    def __init__(self, model: PreTrainedModel, profile: ModelProfile, filler: Sequence[int]) -> None:
+        refuse_unadaptable(model, profile)
+        self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
+        self.filler = tuple(filler)
+
+    def full(self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()) -> BranchStates:
+        """Return what full causal attention gives; `layers` are the numbers of the hidden states that are wanted."""
+        return self._ended(self._causal(context), (), branches, layers)
+
+    def blockwise(
+        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
+    ) -> BranchStates:
+        """Return what the branches get over chunks that were encoded apart, with nothing recomputed."""
+        inside = {row for lo, hi in context.chunks for row in range(lo, hi)}
+        rest = tuple(row for row in range(len(context.token_ids)) if row not in inside)
+        return self._ended(
+            self._chunks(context), tuple((context.token_ids[row], row) for row in rest), branches, layers
+        )
+
+    @torch.no_grad()
+    def taught(
+        self,
+        context: ContextTokens,
+        questions: Sequence[Sequence[int]],
+        max_tokens: int,
+        ends: Collection[int],
+        layers: Collection[int] = (),
+        answers: Sequence[tuple[int, ...]] | None = None,
+    ) -> tuple[list[Branch], BranchStates]:
+        """Return greedy answers by full causal attention and their states, from one prefill of the context.
+
+        Args:
+            context: The context.
+            questions: Token ids of what stands behind it.
+            max_tokens: Most tokens of an answer.
+            ends: Tokens that end an answer; it includes the one that ended it.
+            layers: Numbers of the hidden states that are wanted.
+            answers: The answers, if they are known already.
+        """
+        past = self._causal(context)
+        said = answers if answers is not None else self._written(past, questions, max_tokens, ends)
+        branches = [Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)]
+        return branches, self._ended(past, (), branches, layers)
+
+    def _written(
+        self, past: _Past, questions: Sequence[Sequence[int]], max_tokens: int, ends: Collection[int]
+    ) -> list[tuple[int, ...]]:
+        """Write all answers side by side, a token of each at a time; the past is as before afterwards."""
+        begin, before = len(past.position), (past.branch, past.position)
+        said: list[list[int]] = [[] for _ in questions]
+        open_ = list(range(len(questions)))
+        rows = [(token, begin + i, n) for n, ids in enumerate(questions) for i, token in enumerate(ids)]
+        last = torch.tensor([len(ids) for ids in questions]).cumsum(0) - 1
+        for _ in range(max_tokens):
+            found = self._forward(past, rows, last).logits.argmax(-1).tolist()
+            for n, token in zip(open_, found, strict=True):
+                said[n].append(token)
+            open_ = [n for n in open_ if said[n][-1] not in ends]
+            if not open_:
+                break
+            rows = [(said[n][-1], begin + len(questions[n]) + len(said[n]) - 1, n) for n in open_]
+            last = torch.arange(len(rows))
+        past.cache.crop(begin - len(past.position))
+        past.branch, past.position = before
+        return [tuple(ids) for ids in said]
+
+    def _causal(self, context: ContextTokens) -> _Past:
+        cache, count = DynamicCache(), len(context.token_ids)
+        ids = torch.tensor([list(context.token_ids)], device=self.device)
+        options = probe.last_logits(self.model) | probe.at_positions(
+            self.model, torch.arange(count, device=self.device)
+        )
+        self.model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        return _Past(cache, torch.full((count,), CONTEXT_ROW), torch.arange(count))
+
+    def _chunks(self, context: ContextTokens) -> _Past:
+        """Return the KV of all chunks, each encoded behind the filler, with keys rotated to their places."""
+        runs = [context.token_ids[lo:hi] for lo, hi in context.chunks]
+        starts = torch.tensor([lo for lo, _ in context.chunks], dtype=torch.float64)
+        cut, longest, count = len(self.filler), max(map(len, runs)), len(runs)
+        before, cache = DynamicCache(), DynamicCache()
+        if cut:
+            ids = torch.tensor([self.filler], device=self.device)
+            at = probe.at_positions(self.model, torch.arange(-cut, 0, device=self.device))
+            options = at | probe.last_logits(self.model)
+            with torch.no_grad():  # a fifth of the time of a step, for rows that are cut off
+                self.model(input_ids=ids, past_key_values=before, use_cache=True, **options)
+            for number, layer in enumerate(before.layers):
+                keys, values = (part.expand(count, -1, -1, -1) for part in (layer.keys, layer.values))
+                cache.update(keys, values, number)
+        ids = torch.tensor([[*run, *[run[-1]] * (longest - len(run))] for run in runs], device=self.device)
+        positions = torch.arange(longest, device=self.device)
+        order = torch.arange(-cut, longest)
+        mask = self._mask(order[None, :] <= order[cut:, None]).expand(count, 1, longest, cut + longest)
+        given = {"position_ids": positions.expand(count, -1)} if probe.takes_positions(self.model) else {}
+        self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **given,
+            **probe.last_logits(self.model),
+        )
+        inside = torch.arange(longest)[None] < torch.tensor([len(run) for run in runs])[:, None]
+        which, row = inside.nonzero(as_tuple=True)
+        placed = DynamicCache()
+        for number, (layer, layout) in enumerate(zip(cache.layers, self.rope, strict=True)):
+            keys, values = layer.keys[:, :, cut:], layer.values[:, :, cut:]
+            keys = _placed(keys, starts, layout)
+            both = (part.transpose(1, 2)[which, row].transpose(0, 1)[None] for part in (keys, values))
+            placed.update(*both, number)
+        return _Past(placed, torch.full((len(row),), CONTEXT_ROW), row + starts[which].long())
+
+    def _ended(
+        self, past: _Past, rest: Sequence[tuple[int, int]], branches: Sequence[Branch], layers: Collection[int]
+    ) -> BranchStates:
+        """Return the states of the branches behind a past; `rest` has (token, position) of other context rows."""
+        begin = int(past.position.max()) + 1
+        rows = [(token, position, CONTEXT_ROW) for token, position in rest]
+        asked: list[int] = []
+        for number, branch in enumerate(branches):
+            first = len(rows) + len(branch.question) - 1
+            asked += range(first, first + len(branch.answer))
+            rows += [(token, begin + i, number) for i, token in enumerate(branch.tokens)]
+        return self._forward(past, rows, torch.tensor(asked), len(rest), layers)
+
+    def _forward(
+        self,
+        past: _Past,
+        rows: Sequence[tuple[int, int, int]],
+        asked: Tensor,
+        skipped: int = 0,
+        layers: Collection[int] = (),
+    ) -> BranchStates:
+        """Run rows of (token, position, branch) behind a past, which they extend.
+
+        Args:
+            past: The rows before.
+            rows: The new rows.
+            asked: int64 [A], which of them logits are wanted of.
+            skipped: Number of first rows whose hidden states are not wanted.
+            layers: Numbers of the hidden states that are wanted.
+        """
+        ids, positions, numbers = (torch.tensor(each) for each in zip(*rows, strict=True))
+        past.branch, past.position = torch.cat((past.branch, numbers)), torch.cat((past.position, positions))
+        known = (past.branch[None] == CONTEXT_ROW) | (past.branch[None] == numbers[:, None])
+        mask = self._mask(known & (past.position[None] <= positions[:, None]))[None, None]
+        asked = asked.to(self.device)
+        options: dict[str, Any] = probe.at_positions(self.model, positions.to(self.device))
+        keeps = self.model._supports_logits_to_keep()
+        out: Any = self.model(
+            input_ids=ids[None].to(self.device),
+            attention_mask=mask,
+            past_key_values=past.cache,
+            use_cache=True,
+            output_hidden_states=bool(layers),
+            **options,
+            **({"logits_to_keep": asked} if keeps else {}),
+        )
+        logits = out.logits[0] if keeps else out.logits[0, asked]
+        hidden = torch.stack([out.hidden_states[n][0, skipped:] for n in layers]) if layers else logits.new_empty(0)
+        return BranchStates(logits, hidden)
+
+    def _mask(self, seen: Tensor) -> Tensor:
+        """Return an additive mask in the model's dtype: 0 where `seen`, else its least number."""
+        dtype = self.model.dtype
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+        return mask.to(self.device)
+
+
+def _placed(keys: Tensor, starts: Tensor, layout: RopeLayout | None) -> Tensor:
+    """Return keys [B, H, n, D] of B chunks, rotated from position 0 to where each starts (float64 [B])."""
+    if layout is None:
+        return keys
+    shift = angles(layout, starts[:, None], keys.device)
+    return rotated(keys, (shift[0][:, None, None], shift[1][:, None, None]), layout)
+
+
+def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
+    """Raise RefusedError for a model whose attention over separately encoded chunks is not just a mask."""
+    wanted = "Wanted a model whose layers attend to all earlier tokens with rotated keys (RoPE), found "
+    instead = ". Take another one, such as a Llama, Qwen or Mistral without a sliding window."
+    if profile.refusal:
+        raise RefusedError(f"Chunks of this model cannot be read apart: {profile.refusal}")
+    windows = [window for window in profile.windows if window is not None]
+    if windows:
+        raise RefusedError(f"{wanted}a sliding window of {min(windows)} tokens{instead}")
+    if any(layout is not None and layout.part != "keys" for layout in profile.rope):
+        raise RefusedError(f"{wanted}latent attention (MLA){instead}")
+    if probe.is_alibi(model.config) or not probe.takes_positions(model):
+        raise RefusedError(f"{wanted}biases in place of positions (ALiBi){instead}")

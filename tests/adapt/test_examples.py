@@ -1,0 +1,58 @@
+"""Examples come by number, ask about what they hold, and nothing of held-out documents is trained on."""
+
+import pytest
+
+from ragfuse.adapt.examples import HELD_CHUNKS, MIN_CHUNKS, DocumentExamples, split_documents
+from ragfuse.errors import InputError
+
+
+def chunk(name: str, number: int) -> str:
+    return (
+        f"Chapter {number} of {name}. The tower of Port {name.title()}{number} was built in {1700 + number} by Anna "
+        f"Marek{number} of Elling, and its keeper wrote {number * 7} ships into a book that is kept there."
+    )
+
+
+def documents(count: int, size: int) -> list[tuple[str, list[str]]]:
+    return [(f"books/{name}.txt", [chunk(name, i) for i in range(size)]) for name in "abcdefghij"[:count]]
+
+
+def texts(found: object) -> list[str]:
+    return [text for _, chunks in found for text in chunks]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 40), (3, 12), (8, 10), (5, 300), (10, 3)])
+def test_a_part_of_the_documents_is_held_out(count: int, size: int) -> None:
+    given = documents(count, size)
+    train, held = split_documents(given, 0)
+    assert sorted(texts(train) + texts(held)) == sorted(texts(given))
+    assert HELD_CHUNKS <= len(texts(held)) <= len(texts(given)) // 2
+    if count >= 8:
+        assert not {name for name, _ in train} & {name for name, _ in held}
+    assert split_documents(given, 0) == (train, held)
+
+
+@pytest.mark.parametrize(
+    "given", [[], [("empty.txt", [])], documents(1, MIN_CHUNKS - 1), [("s.txt", ["too short"] * 99)]]
+)
+def test_too_few_chunks_are_told_with_what_is_wanted(given: list[tuple[str, list[str]]]) -> None:
+    with pytest.raises(InputError, match=f"at least {MIN_CHUNKS} chunks"):
+        split_documents(given, 0)
+
+
+def test_an_example_comes_by_its_number_and_asks_about_what_it_holds() -> None:
+    given = documents(4, 12)
+    one, other = (DocumentExamples(given, 0, 8) for _ in range(2))
+    found = [one.example(number) for number in range(40)]
+    assert [other.example(number) for number in reversed(range(40))] == found[::-1]
+    assert [DocumentExamples(given, 1, 8).example(number) for number in range(40)] != found
+    known = texts(given)
+    assert {len(example.passages) for example in found} == {2, 3, 4, 5, 6}
+    for example in found:
+        assert len({*example.passages}) == len(example.passages)
+        assert all(any(text in passage for text in known) for passage in example.passages)
+        assert 4 <= len({question.question for question in example.questions}) == len(example.questions) <= 8
+    asked = [question.question for example in found for question in example.questions]
+    assert any(question.startswith("What is said about Port") for question in asked)
+    assert any("have in common" in question for question in asked)
+    assert any(question.startswith("What stands for the blank") for question in asked)

@@ -1,0 +1,235 @@
+"""A training goes on where it stopped, keeps the best weights, and takes no folder of something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ragfuse import Engine, Settings
+from ragfuse.adapt import examples, teacher
+from ragfuse.adapt import run as adapt_run
+from ragfuse.adapt import trainer as module
+from ragfuse.adapt.checkpoint import RECIPE_FILE, STATE_FILE, WORK_FOLDER
+from ragfuse.adapt.examples import Documents
+from ragfuse.adapt.run import Adaptation, free_nbytes, training_nbytes
+from ragfuse.adapt.trainer import (
+    StepReport,
+    TrainingLimits,
+    hidden_distance,
+    kl_along,
+    layers_compared,
+)
+from ragfuse.errors import InputError, ModelError, RefusedError
+from ragfuse.hf.rounding_error import kl
+from ragfuse.models.loader import load_model
+from ragfuse.models.shipped_profile import SHIPPED_FILE, ShippedProfile, write_shipped
+from tests.adapt.test_examples import documents
+
+STEPS = TrainingLimits(0, 6)
+DOCUMENTS = documents(3, 12)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask little, measure often, and save after each step."""
+    monkeypatch.setattr(adapt_run, "QUESTIONS", 3)
+    monkeypatch.setattr(teacher, "ANSWER_TOKENS", 3)
+    monkeypatch.setattr(examples, "SIZES", (2, 3))
+    for name, value in {"EVALUATE_STEPS": 2, "HELD_EXAMPLES": 2, "SAVE_S": 0.0, "FULL_SHARE": 0.3}.items():
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def settings(varied_path: Path, tmp_path: Path) -> Settings:
+    return Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path / "home")
+
+
+@pytest.fixture
+def run(settings: Settings, tmp_path: Path) -> Callable[..., Any]:
+    """Trains into a folder of the test, as a process of its own would; gives the state."""
+
+    def run(
+        name: str = "out",
+        limits: TrainingLimits = STEPS,
+        stop_at: int | None = None,
+        killed_at: int | None = None,
+        given: Documents = DOCUMENTS,
+        rank: int = 2,
+    ) -> Any:
+        adaptation = Adaptation(settings)
+        try:
+            trainer = adaptation.prepare(given, tmp_path / name, rank)
+
+            def report(report: StepReport) -> None:
+                if report.state.step == killed_at:
+                    raise ChildProcessError
+
+            return trainer.run(limits, report, lambda: trainer.state.step == stop_at)
+        finally:
+            adaptation.close()
+
+    return run
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: w for n, w in load_file(folder / WORK_FOLDER / STATE_FILE).items() if n.startswith("weight.")}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_that_was_stopped_or_killed_ends_with_the_weights_of_one_that_was_not(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    whole = run("whole")
+    assert (whole.step, whole.finished) == (6, "all steps are made")
+    stopped = run("parts", stop_at=3)
+    assert (stopped.step, stopped.finished) == (3, "")
+    with pytest.raises(ChildProcessError):
+        run("parts", killed_at=5)
+    (tmp_path / "parts" / ".partial").mkdir()
+    (tmp_path / "parts" / WORK_FOLDER / f".{STATE_FILE}").write_bytes(b"half")
+    answers = (tmp_path / "parts" / WORK_FOLDER / "answers.jsonl").open("a")
+    answers.write('{"example": "9')
+    answers.close()
+    ended = run("parts")
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert same(adapter(tmp_path / "whole"), adapter(tmp_path / "parts"))
+    assert [each.kl for each in ended.evaluations] == [each.kl for each in whole.evaluations]
+    assert not list((tmp_path / "parts").rglob(".*"))
+
+
+def test_it_learns_and_the_best_is_kept(
+    run: Callable[..., Any], tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALE_EVALUATIONS", 3)
+    state = run(limits=TrainingLimits(0, 24), rank=4)
+    assert state.best is not None
+    assert state.evaluations[0].kl_full == pytest.approx(0, abs=1e-6)
+    assert state.best.kl < 0.9 * state.evaluations[0].kl
+    adaptation = Adaptation(settings)
+    trainer = adaptation.prepare(DOCUMENTS, tmp_path / "out", 4)
+    trainer.use_best()
+    found = adaptation._adapter
+    assert found is not None
+    for name, weight in found.weights.items():
+        torch.testing.assert_close(weight.data, adapter(tmp_path / "out")[name.replace(".default.", ".")])
+    lines = [json.loads(line) for line in (tmp_path / "out" / WORK_FOLDER / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "step" in line]
+    assert {line["full"] for line in steps} == {True, False}
+    assert len(steps) == state.step
+
+
+def test_what_gains_nothing_ends_early(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    monkeypatch.setattr(module, "STALE_EVALUATIONS", 2)
+    monkeypatch.setattr(module, "kl_along", lambda wanted, found: kl_along(wanted, found) * 0 + 1)
+    state = run(limits=TrainingLimits(0, 50))
+    assert state.step == 4
+    assert "gained nothing" in state.finished
+
+
+def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(
+    run: Callable[..., Any], tmp_path: Path, settings: Settings
+) -> None:
+    run(stop_at=1)
+    assert all(
+        name in {"adapter_config.json", "adapter_model.safetensors", SHIPPED_FILE, WORK_FOLDER}
+        for name in (path.name for path in (tmp_path / "out").iterdir())
+    )
+    with Engine(settings.model_copy(update={"model": str(tmp_path / "out")})) as engine:
+        assert engine.model.profile.filler_tokens == 256
+        assert engine.encoder.filler_tokens == 256
+
+
+def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
+    run: Callable[..., Any], tmp_path: Path, settings: Settings
+) -> None:
+    run(limits=TrainingLimits(0, 1))
+    write_shipped(tmp_path / "out", ShippedProfile(40, "lexical", 0.2))
+    named = {"model": str(tmp_path / "out"), "dtype": "float32", "store": tmp_path / "store", "home": tmp_path / "home"}
+    with Engine(Settings(**named)) as engine:
+        assert engine.encoder.filler_tokens == 40
+        assert len(engine.encoder.filler(100)) == 40
+        assert engine.profile.choice == ("lexical", 0.2)
+        engine.learn(engine.profile.calibrated(True, "lego", 0.1))
+    with Engine(Settings(**named)) as engine:
+        assert engine.encoder.filler_tokens == 40
+        assert engine.profile.choice == ("lego", 0.1)
+    with Engine(Settings(**named, filler_tokens=9)) as engine:
+        assert engine.encoder.filler_tokens == 9
+    (tmp_path / "out" / SHIPPED_FILE).write_text('{"filler_tokens": -1}')
+    with pytest.raises(ModelError, match="Wanted version 1"):
+        load_model(tmp_path / "out", "float32", home=tmp_path / "home")
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="found other files"):
+        run()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_a_folder_of_another_training_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
+    run(stop_at=1)
+    with pytest.raises(InputError, match="other --rank"):
+        run(rank=3)
+    with pytest.raises(InputError, match="other documents"):
+        run(given=documents(2, 20))
+    file = tmp_path / "out" / WORK_FOLDER / RECIPE_FILE
+    file.write_text("{")
+    with pytest.raises(InputError, match="other model"):
+        run()
+
+
+def test_an_adapter_is_no_model_to_adapt(run: Callable[..., Any], tmp_path: Path, settings: Settings) -> None:
+    run(limits=TrainingLimits(0, 1))
+    with pytest.raises(ModelError, match="folder of an adapter"):
+        Adaptation(settings.model_copy(update={"model": str(tmp_path / "out")}))
+
+
+def test_a_student_that_is_not_the_engine_is_refused(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragfuse.hf import branches
+
+    monkeypatch.setattr(branches, "_placed", lambda keys, starts, layout: keys)
+    with pytest.raises(ModelError, match="does not take a mask"):
+        run()
+
+
+def test_distances() -> None:
+    torch.manual_seed(0)
+    wanted, found = torch.randn(2, 5, 9).unbind()
+    assert float(kl_along(wanted, found)) == pytest.approx(kl(wanted, found), abs=1e-6)
+    states = torch.randn(3, 5, 9)
+    assert float(hidden_distance(states, states)) == 0
+    assert float(hidden_distance(states, 2 * states)) == pytest.approx(1)
+    assert layers_compared(30) == (5, 9, 13, 18, 22, 26, 30)
+    assert layers_compared(3) == (1, 2, 3)
+
+
+def test_memory_is_stated(settings: Settings) -> None:
+    adaptation = Adaptation(settings)
+    assert 1e6 < training_nbytes(adaptation.plain, 2) < training_nbytes(adaptation.plain, 200) < 1e9
+    assert free_nbytes(adaptation.plain.device) > 1e8
+    adaptation.close()
+
+
+def test_what_cannot_be_read_apart_is_refused_at_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragfuse.hf import branches
+
+    monkeypatch.setattr(branches.probe, "is_alibi", lambda config: True)
+    with pytest.raises(RefusedError, match="ALiBi"):
+        Adaptation(settings)
