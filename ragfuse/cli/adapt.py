@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,9 +34,6 @@ from ragfuse.telemetry.progress import progress
 if TYPE_CHECKING:
     from ragfuse.adapt.trainer import StepReport
     from ragfuse.settings import Settings
-
-LINE_S = 60.0
-"""Seconds between two lines where the output is no terminal."""
 
 
 def adapt_model(
@@ -87,8 +83,8 @@ def adapt_model(
             trainer = adaptation.prepare(texts, folder, rank)
         if trainer.state.step:
             console.print(f"Going on at step {trainer.state.step:,}.", highlight=False)
-        with _told(console) as told, _stopped_by_signal(console) as stop:
-            state = trainer.run(TrainingLimits(60 * minutes, steps), told, stop)
+        with _shown(console) as show, _stopped_by_signal(console) as stop:
+            state = trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
         if not state.finished:
             raise KeyboardInterrupt(f"What was learnt is in '{folder}'. Run the same command again to continue.")
         first, best = state.evaluations[0], state.best or state.evaluations[0]
@@ -167,24 +163,19 @@ def _stopped_by_signal(console: Console) -> Iterator[Any]:
 
 
 @contextmanager
-def _told(console: Console) -> Iterator[Any]:
-    """Yield a function that shows a step: as a bar on a terminal, else as a line once a minute and a measurement."""
+def _shown(console: Console) -> Iterator[Callable[[StepReport], None]]:
+    """Yield a function that shows a step: as a bar on a terminal, else as a line now and then."""
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TextColumn("{task.fields[left]}")
     with progress(console, *columns) as bar:
         task = bar.add_task("measuring", total=1.0, left="")
-        last = {"at": time.monotonic(), "count": 0.0}
 
-        def tell(report: StepReport) -> None:
-            known, left = report.state.evaluations, _left(report.left_s)
+        def show(report: StepReport) -> None:
+            known = report.state.evaluations
             held = f"held-out KL {known[-1].kl:.3f} (was {known[0].kl:.3f})"
-            bar.update(task, description=f"step {report.state.step:,}, {held}", completed=report.done, left=left)
-            now = time.monotonic()
-            if not console.is_terminal and (len(known) > last["count"] or now - last["at"] > LINE_S):
-                last.update(at=now, count=len(known))
-                share = f"{min(1.0, report.done):.0%}"
-                console.print(f"step {report.state.step:,}, {share}, {held}, {left}", highlight=False)
+            description = f"step {report.state.step:,}, {held}"
+            bar.update(task, description=description, completed=report.done, left=_left(report.left_s))
 
-        yield tell
+        yield show
 
 
 def _left(seconds: float) -> str:

@@ -40,6 +40,7 @@ class LineProgress(Progress):
             *(columns or default_columns()), console=console, transient=True, disable=not shown, get_time=get_time
         )
         self._last_line_s: float | None = None if shown or console.quiet else get_time()
+        self._begun = dict[TaskID, tuple[float, float]]()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """Count `advance` more steps of a task as done."""
@@ -52,12 +53,15 @@ class LineProgress(Progress):
         self._print_line(task_id)
 
     def _print_line(self, task_id: TaskID) -> None:
-        if self._last_line_s is None or self.get_time() - self._last_line_s < LINE_EVERY_S:
+        task, now = self._tasks.get(task_id), self.get_time()
+        if self._last_line_s is None or task is None or not task.total:
             return
-        self._last_line_s = self.get_time()
-        task = self._tasks.get(task_id)
-        if task is not None and task.total:
-            self.console.print(_line(task), highlight=False, markup=False, soft_wrap=True)
+        begun_s, begun_at = self._begun.setdefault(task_id, (now, task.completed))
+        if now - self._last_line_s < LINE_EVERY_S:
+            return
+        self._last_line_s, done = now, task.completed - begun_at
+        left_s = (now - begun_s) * (task.total - task.completed) / done if done > 0 else None
+        self.console.print(_line(task, left_s), highlight=False, markup=False, soft_wrap=True)
 
 
 def default_columns() -> tuple[ProgressColumn, ...]:
@@ -65,12 +69,10 @@ def default_columns() -> tuple[ProgressColumn, ...]:
     return TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
 
 
-def _line(task: Task) -> str:
+def _line(task: Task, left_s: float | None) -> str:
+    """Return what is done of a task, and how long the rest will take; work done before the first step counts not."""
     share = f"{task.description}: {task.percentage:.0f}% done"
-    if not task.completed or task.elapsed is None or task.total is None:
-        return share
-    left_s = task.elapsed * (task.total - task.completed) / task.completed
-    return f"{share}, about {timedelta(seconds=round(left_s))} left"
+    return share if left_s is None else f"{share}, about {timedelta(seconds=round(left_s))} left"
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:

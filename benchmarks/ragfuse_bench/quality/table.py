@@ -20,12 +20,23 @@ REUSE = ("none", 0.0)
 def results_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """For each data set, method and ratio: n, the means, their 95% intervals, and the difference to full prefill.
 
-    kl_over_reuse is there where plain reuse was measured on the same questions.
+    kl_over_reuse is there where plain reuse was measured on the same questions. What is said of answers is said of the
+    questions that all methods of a data set answered, if any did: a run may answer some and only prefill others.
     """
     groups: dict[tuple[str, str, float | None], dict[str, Row]] = defaultdict(dict)
     for row in rows:
         groups[row.by][row.case] = row
     return [_result(groups, key) for key in groups]
+
+
+def _answered(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], dataset: str) -> set[str]:
+    """Return the cases of a data set that every method answered, of those methods that answered any."""
+    by_method = [
+        {case for case, row in rows.items() if row.score is not None}
+        for key, rows in groups.items()
+        if key[0] == dataset
+    ]
+    return set.intersection(*(cases for cases in by_method if cases)) if any(by_method) else set()
 
 
 def _result(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], key: Any) -> dict[str, Any]:
@@ -34,24 +45,32 @@ def _result(groups: Mapping[tuple[str, str, float | None], Mapping[str, Row]], k
     rows = list(mine.values())
     kls = [row.kl for row in rows if row.kl is not None]
     summary = rows[0].task == "summary"
-    score, low_high = mean_of(rows, "score"), None
-    said: dict[str, Any] = {"dataset": dataset, "method": method, "ratio": ratio, "n": len(rows)}
+    chosen = _answered(groups, dataset)
+    answered = [row for row in rows if row.case in chosen and row.score is not None]
+    score, low_high = mean_of(answered, "score") if answered else None, None
+    said: dict[str, Any] = {
+        "dataset": dataset,
+        "method": method,
+        "ratio": ratio,
+        "n": len(rows),
+        "n_answered": len(answered),
+    }
     if score is not None:
-        scores = [row.score or 0.0 for row in rows]
+        scores = [row.score or 0.0 for row in answered]
         low_high = list(mean_interval(scores))
-        full = groups[dataset, *FULL_PREFILL]
-        said["to_full"] = mean_of(rows, "score") - (mean_of([full[case] for case in mine], "score") or 0)  # type: ignore[operator]
-        said["to_full_ci"] = list(difference_interval(scores, [full[case].score or 0.0 for case in mine]))
+        full = [groups[dataset, *FULL_PREFILL][row.case] for row in answered]
+        said["to_full"] = score - (mean_of(full, "score") or 0)
+        said["to_full_ci"] = list(difference_interval(scores, [row.score or 0.0 for row in full]))
     said |= {
         "f1": None if summary else score,
         "f1_ci": None if summary else low_high,
-        "em": None if summary else mean_of(rows, "em"),
+        "em": None if summary or not answered else mean_of(answered, "em"),
         "rouge_l": score if summary else None,
         "rouge_l_ci": low_high if summary else None,
         "kl": mean_of(rows, "kl"),
         "kl_ci": list(mean_interval(kls)) if kls else None,
         "top1": mean_of(rows, "top1"),
-        "identical": mean_of(rows, "identical"),
+        "identical": mean_of(answered, "identical") if answered else None,
         "ttft_x": prefill_speedup(rows),
         "mean_ratio": mean_of(rows, "mean_ratio"),
         "tokens": mean_of(rows, "tokens"),
@@ -71,6 +90,8 @@ def show_quality(results: Sequence[Mapping[str, Any]], console: Console) -> None
         mine = [result for result in results if result["dataset"] == dataset]
         summary = mine[0]["rouge_l"] is not None
         title = f"{dataset}: {mine[0]['n']} questions, {mine[0]['tokens']:,.0f} prompt tokens on average"
+        if 0 < mine[0]["n_answered"] < mine[0]["n"]:
+            title += f"; {mine[0]['n_answered']} of them answered"
         table = Table(title=title, box=None)
         score = "ROUGE-L" if summary else "F1"
         for name in ("method", "", score, "- full (95%)", "KL", "of reuse's", "top-1", "same", "TTFT"):

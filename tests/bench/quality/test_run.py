@@ -226,6 +226,25 @@ def test_results_are_worked_out_as_by_hand() -> None:
     assert (hkvd["ttft_x"], hkvd["identical"], hkvd["rouge_l"]) == (2.0, 0.5, None)
 
 
+def test_answers_count_on_the_questions_that_all_methods_answered() -> None:
+    rows = [row(case, "full", 1.0, score=score, identical=True) for case, score in (("a", 1.0), ("b", 0.5), ("c", 0.0))]
+    rows += [
+        row("a", "none", 0.0, score=0.0, identical=False, kl=1.0),
+        row("b", "none", 0.0, score=0.5, identical=True),
+    ]
+    rows += [row("c", "none", 0.0, kl=2.0), *(row(case, "hkvd", 0.15, kl=0.3) for case in "abc")]
+    full, none, hkvd = results_of(rows)
+    assert (full["n"], full["n_answered"], full["f1"]) == (3, 2, 0.75)
+    assert (none["n"], none["n_answered"], none["f1"], none["to_full"], none["kl"]) == (3, 2, 0.25, -0.5, 1.5)
+    assert (hkvd["n"], hkvd["n_answered"], hkvd["f1"], hkvd["identical"], hkvd["kl_over_reuse"]) == (
+        3,
+        0,
+        None,
+        None,
+        pytest.approx(0.2),
+    )
+
+
 def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path, file: Path, tmp_path: Path) -> None:
     out = Console(file=io.StringIO(), width=160)
     settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
@@ -233,8 +252,8 @@ def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path
     assert json.loads(json.dumps(result)) == result
     keys = {"dataset", "method", "ratio", "n", "f1", "f1_ci", "em", "rouge_l", "kl", "top1", "identical", "ttft_x"}
     assert all(keys <= set(each) for each in result["results"])
-    assert result["default"] == {"method": "hkvd", "ratio": 0.15}  # nothing is known of this model
-    assert [each["method"] for each in result["results"]] == ["full", "none", "hkvd"]
+    assert result["default"] == {"method": "query", "ratio": 0.05}  # nothing is known of this model
+    assert [each["method"] for each in result["results"]] == ["full", "none", "query"]
     assert "adapter" not in result
     assert result["options"]["sets"] == ["made"]  # no folder of somebody's machine
     assert isinstance(out.file, io.StringIO)
