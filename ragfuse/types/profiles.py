@@ -18,7 +18,7 @@ PROFILE_VERSION = 6
 MACHINE_VERSION = 6
 """Version of MachineProfile; profiles of another version are ignored."""
 
-UNCALIBRATED = ("query", 0.05)
+UNCALIBRATED = ("query", 0.10)
 """Policy and ratio for a model that is not calibrated, over chunks that were encoded behind filler text."""
 UNCALIBRATED_DENSE = ("lexical", 0.10)
 """The same for a model that computes attention itself, so that ragfuse does not see what its question attends to."""

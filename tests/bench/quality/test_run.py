@@ -230,7 +230,7 @@ def test_answers_count_on_the_questions_that_all_methods_answered() -> None:
     rows = [row(case, "full", 1.0, score=score, identical=True) for case, score in (("a", 1.0), ("b", 0.5), ("c", 0.0))]
     rows += [
         row("a", "none", 0.0, score=0.0, identical=False, kl=1.0),
-        row("b", "none", 0.0, score=0.5, identical=True),
+        row("b", "none", 0.0, score=0.5, identical=True, kl=1.5),
     ]
     rows += [row("c", "none", 0.0, kl=2.0), *(row(case, "hkvd", 0.15, kl=0.3) for case in "abc")]
     full, none, hkvd = results_of(rows)
@@ -252,7 +252,7 @@ def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path
     assert json.loads(json.dumps(result)) == result
     keys = {"dataset", "method", "ratio", "n", "f1", "f1_ci", "em", "rouge_l", "kl", "top1", "identical", "ttft_x"}
     assert all(keys <= set(each) for each in result["results"])
-    assert result["default"] == {"method": "query", "ratio": 0.05}  # nothing is known of this model
+    assert result["default"] == {"method": "query", "ratio": 0.1}  # nothing is known of this model
     assert [each["method"] for each in result["results"]] == ["full", "none", "query"]
     assert "adapter" not in result
     assert result["options"]["sets"] == ["made"]  # no folder of somebody's machine
