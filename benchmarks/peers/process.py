@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
@@ -128,15 +128,15 @@ class PeerProcess:
     @property
     def cpu_s(self) -> float:
         """Seconds of CPU time of the process and those below it."""
-        return sum(times.user + times.system for times in self._of_all(lambda each: each.cpu_times()))
+        return sum(self._of_all(lambda each: float(sum(each.cpu_times()[:2]))))
 
     @property
     def resident_bytes(self) -> int:
         """Memory in RAM of the process and those below it."""
-        return sum(memory.rss for memory in self._of_all(lambda each: each.memory_info()))
+        return int(sum(self._of_all(lambda each: float(each.memory_info().rss))))
 
-    def _of_all(self, figure: Any) -> list[Any]:
-        found = []
+    def _of_all(self, figure: Callable[[psutil.Process], float]) -> list[float]:
+        found: list[float] = []
         with suppress(psutil.Error):
             own = psutil.Process(self.pid)
             for each in (own, *own.children(recursive=True)):
