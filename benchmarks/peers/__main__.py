@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gc
+import multiprocessing
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
-from ragfuse_bench.presets import bench_model
 from rich.console import Console
 from rich.table import Table
 
@@ -22,19 +22,18 @@ from benchmarks.models import MODELS
 from benchmarks.peers.offers import DTYPE, OFFERS, Given
 from benchmarks.peers.picture import draw
 from benchmarks.peers.process import Peer, PeerError
-from benchmarks.peers.prompts import Recurring, recurring
+from benchmarks.peers.prompts import Recurring, prompts
 from benchmarks.peers.rounds import WARM_UP, YARDSTICK, Match
 from benchmarks.peers.setup import found_llama, found_vllm
 from benchmarks.peers.weights import bare_folder, bf16_gguf, own_gguf
-from ragfuse.calibration.methods import Lab
 from ragfuse.calibration.plots import require_plotting
 from ragfuse.calibration.runner import circumstances, thread_count, tune_malloc
 from ragfuse.cli.options import write_json
-from ragfuse.engine.options import ends_of
 from ragfuse.errors import InputError, RagFuseError
 from ragfuse.models import resolve_llm
 from ragfuse.settings import Settings
 
+Found = TypeVar("Found")
 WIDE = 10_000
 """Wider than any table."""
 ROOM_TOKENS = 256
@@ -79,8 +78,9 @@ def main(
             signal.signal(number, _leave)
         with thread_count(threads), tempfile.TemporaryDirectory(prefix="ragfuse-peers-") as scratch:
             names = list(dict.fromkeys([YARDSTICK, *peer])) if peer else [*OFFERS]
-            source = next((str(each.path) for each in MODELS if each.name == model), model)
-            work, ends = prompts(source, list(zip(lengths, counts, strict=True)), Settings().home)
+            source = _source(model)
+            asked = [(length, count + WARM_UP) for length, count in zip(lengths, counts, strict=True)]
+            work, ends, most = _apart(prompts, source, DTYPE, asked, answer_tokens, Settings().home)
             longest = max(len(ids) for each in work for ids in each.prompts)
             folder = Path(resolve_llm(source, Settings().home))
             given = Given(
@@ -91,7 +91,7 @@ def main(
                 llama=found_llama(llama),
                 threads=threads,
                 memory_bytes=memory_gib << 30,
-                max_tokens=longest + answer_tokens + ROOM_TOKENS,
+                max_tokens=min(longest + answer_tokens + ROOM_TOKENS, most or sys.maxsize),
                 start_s=start_s,
                 answer_s=answer_s,
                 scratch=Path(scratch),
@@ -113,26 +113,27 @@ def _leave(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
+def _source(model: str) -> str:
+    """What ragfuse loads: the file of a model of `benchmarks.models`, else what was named."""
+    known = next((each for each in MODELS if each.name == model), None)
+    if known is None:
+        return model
+    if not known.path.is_file():
+        raise InputError(f"Wanted {model} prepared, found no file. Run `python -m benchmarks.models {model}` first.")
+    return str(known.path)
+
+
 def _bf16_maker(source: str, folder: Path) -> partial[Path] | None:
     original = own_gguf(source)
-    return partial(bf16_gguf, original, folder, Settings().home / "peers" / "gguf") if original is not None else None
+    if original is None:
+        return None
+    return partial(_apart, bf16_gguf, original, folder, Settings().home / "peers" / "gguf")
 
 
-def prompts(model: str, lengths: Sequence[tuple[int, int]], home: Path) -> tuple[list[Recurring], frozenset[int]]:
-    """Return the prompts of each length, (tokens, rounds), and the ids that end an answer; the model is let go."""
-    loaded = bench_model(model, DTYPE, "cpu", home)
-    lab = Lab(loaded)
-    try:
-        work = [recurring(lab, tokens, rounds + WARM_UP) for tokens, rounds in lengths]
-        most = loaded.max_context
-        longest = max(len(ids) for each in work for ids in each.prompts)
-        if most is not None and longest > most:
-            raise InputError(f"{model} takes at most {most:,} tokens, found a prompt of {longest:,}. Lower --tokens.")
-        return work, frozenset(ends_of(loaded))
-    finally:
-        lab.close()
-        del lab, loaded
-        gc.collect()
+def _apart(work: Callable[..., Found], *arguments: Any) -> Found:
+    """Return what a function gives in a process of its own, whose memory is gone afterwards."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def run(

@@ -6,11 +6,15 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from ragfuse_bench.presets import bench_model
 from ragfuse_bench.quality.cases import Packing, read_cases
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab
+from ragfuse.engine.options import ends_of
+from ragfuse.errors import InputError
 
 LEAST_DRAWN = 6
 """Fewest chunks of a prompt."""
@@ -35,6 +39,36 @@ class Recurring:
     drawn: int
     beginnings: tuple[tuple[int, ...], ...]
     prompts: tuple[tuple[int, ...], ...]
+
+
+def prompts(
+    model: str, dtype: str, lengths: Sequence[tuple[int, int]], answer_tokens: int, home: Path
+) -> tuple[list[Recurring], frozenset[int], int | None]:
+    """Return the prompts of each length, the ids that end an answer, and most tokens of both, if there is a limit.
+
+    Args:
+        model: As ragfuse names it.
+        dtype: What it is loaded in.
+        lengths: Tokens and number of prompts.
+        answer_tokens: Most tokens of an answer.
+        home: The folder of prepared models.
+
+    Raises:
+        InputError: The model takes no prompt of such a length.
+    """
+    loaded = bench_model(model, dtype, "cpu", home)
+    lab = Lab(loaded)
+    try:
+        work = [recurring(lab, tokens, rounds) for tokens, rounds in lengths]
+    finally:
+        lab.close()
+    most, longest = loaded.max_context, max(len(ids) for each in work for ids in each.prompts)
+    if most is not None and longest + answer_tokens > most:
+        raise InputError(
+            f"{model} takes at most {most:,} tokens, found a prompt of {longest:,} and an answer of {answer_tokens}. "
+            "Lower --tokens."
+        )
+    return work, frozenset(ends_of(loaded)), most
 
 
 def recurring(lab: Lab, tokens: int, rounds: int, seed: int = 0) -> Recurring:

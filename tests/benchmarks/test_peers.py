@@ -17,12 +17,12 @@ import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks.peers.__main__ import prompts, run, show
+from benchmarks.peers.__main__ import run, show
 from benchmarks.peers.llama_server import LlamaServer, command, free_port
 from benchmarks.peers.offers import OFFERS, ROOT, Given
 from benchmarks.peers.picture import draw
 from benchmarks.peers.process import Peer, PeerError, PeerProcess, Worker
-from benchmarks.peers.prompts import LEAST_DRAWN, Recurring, cut
+from benchmarks.peers.prompts import LEAST_DRAWN, Recurring, cut, prompts
 from benchmarks.peers.rounds import Match, reply
 from benchmarks.peers.setup import PeerSetupError, _steps, found_llama, found_vllm
 from benchmarks.peers.weights import bare_folder, has_adapter, hf_name, own_gguf
@@ -297,7 +297,8 @@ def test_a_result_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.slow
 def test_everyone_who_needs_nothing_takes_part(tiny_path: Path, tmp_path: Path) -> None:
     console = Console(quiet=True)
-    work, ends = prompts(str(tiny_path), [(1200, 2)], Settings().home)
+    work, ends, most = prompts(str(tiny_path), "bfloat16", [(1200, 3)], 4, Settings().home)
+    assert most == 4096
     assert len(work[0].prompts) == 3
     assert len(set(work[0].prompts)) == 3
     assert work[0].drawn == LEAST_DRAWN
