@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -102,7 +102,6 @@ def main(
     except RagFuseError as error:
         console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
-    show(result, Console())
     if json is not None:
         write_json(result, json)
     if plot is not None:
@@ -167,34 +166,36 @@ def run(
                 absent.append(f"{name} is left out: {why.rstrip('.')}.")
                 console.print(absent[-1], highlight=False, markup=False, soft_wrap=True)
         match = Match(peers, answer_tokens, ends, console)
-        rows = [row for each in work for row in match.measure(each)]
+        rows: list[dict[str, Any]] = []
+        for each in work:
+            found = match.measure(each)
+            show(Path(given.model).stem, found, console)
+            rows += found
     return {"results": rows, "absent": [*absent, *match.failed]}
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """Print a table for each length, one line a peer."""
-    for tokens in dict.fromkeys(row["tokens"] for row in result["results"]):
-        rows = [row for row in result["results"] if row["tokens"] == tokens]
-        title = f"{result['model']}: {rows[0]['n']} prompts of {tokens:,.0f} tokens, {rows[0]['chunks']} chunks each"
-        table = Table(title=title, box=None)
-        columns = ("", "first token", "CPU", "sooner than hf", "ragfuse sooner", "same first token", "same answer")
-        for name in (*columns, "memory", "disk"):
-            table.add_column(name, justify="right" if name else "left", no_wrap=True)
-        for row in rows:
-            ours = row["ours_sooner"]
-            table.add_row(
-                row["peer"],
-                f"{row['wall_s'] * 1e3:,.0f} ms",
-                f"{row['cpu_s'] * 1e3:,.0f} ms",
-                f"{row['sooner']:.2f}x",
-                "" if ours is None else f"{ours:.2f}x",
-                f"{row['same_first_token']:.0%}",
-                f"{row['same_answer']:.0%}",
-                f"{row['resident_bytes'] / 1e6:,.0f} MB",
-                f"{row['disk_bytes'] / 1e6:,.0f} MB",
-            )
-        table.width = console.measure(table, options=console.options.update(width=WIDE)).maximum
-        console.print(table, soft_wrap=True)
+def show(model: str, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the table of a length, one line a peer."""
+    shape = "{n} prompts of {tokens:,.0f} tokens, {chunks} chunks each".format_map(rows[0])
+    table = Table(title=f"{model}: {shape}", box=None)
+    columns = ("", "first token", "CPU", "sooner than hf", "ragfuse sooner", "same first token", "same answer")
+    for name in (*columns, "memory", "disk"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in rows:
+        ours = row["ours_sooner"]
+        table.add_row(
+            row["peer"],
+            f"{row['wall_s'] * 1e3:,.0f} ms",
+            f"{row['cpu_s'] * 1e3:,.0f} ms",
+            f"{row['sooner']:.2f}x",
+            "" if ours is None else f"{ours:.2f}x",
+            f"{row['same_first_token']:.0%}",
+            f"{row['same_answer']:.0%}",
+            f"{row['resident_bytes'] / 1e6:,.0f} MB",
+            f"{row['disk_bytes'] / 1e6:,.0f} MB",
+        )
+    table.width = console.measure(table, options=console.options.update(width=WIDE)).maximum
+    console.print(table, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -291,7 +291,7 @@ def test_a_result_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
     row |= {"resident_bytes": 10**9, "disk_bytes": 0}
     rows = [{**row, "tokens": tokens} for tokens in (1100.0, 3000.0)]
     result = {"results": rows, "model": "m", "threads": 1, "absent": []}
-    show(result, Console(width=200))
+    show("m", rows[:1], Console(width=200))
     assert "1,000 MB" in capsys.readouterr().out
     draw(result, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
