@@ -190,26 +190,42 @@ def _cell(value: Any) -> str:
 
 
 def _peers(run: Result) -> Iterator[str]:
-    said = f"{run['n']} prompts of {run['tokens']:,.0f} tokens over {run['pool']} recurring chunks, one token each"
-    yield f"{said}; by the wall."
+    yield f"The same ids for everyone, one at a time, answers of up to {run['answer_tokens']} tokens; by the wall."
+    columns = ("", "first token", "sooner than hf", "ragfuse sooner", "CPU", "same first token", "same answer")
+    for tokens in dict.fromkeys(row["tokens"] for row in run["results"]):
+        rows = [row for row in run["results"] if row["tokens"] == tokens]
+        shape = "{n} prompts of {tokens:,.0f} tokens, {chunks} of {pool} recurring chunks each:"
+        yield ""
+        yield shape.format_map(rows[0])
+        yield ""
+        yield from table((*columns, "memory", "disk"), [_peer_row(row) for row in rows])
     yield ""
-    columns = ("", "first token", "faster than hf", "CPU", "same first token as hf")
-    yield from table(
-        columns,
-        [
-            [
-                f"{each['peer']} ({each['what']})",
-                f"{each['wall_s'] * 1e3:.0f} ms",
-                f"{each['sooner']:.2f}x",
-                f"{each['cpu_s'] * 1e3:.0f} ms",
-                f"{each['same_first_token']:.0%}",
-            ]
-            for each in run["results"]
-        ],
-    )
+    yield _peers_note(run)
     for sentence in run["absent"]:
         yield ""
         yield sentence
+
+
+def _peer_row(row: Result) -> list[str]:
+    return [
+        f"{row['peer']} ({row['what']})",
+        f"{row['wall_s'] * 1e3:,.0f} ms",
+        f"{row['sooner']:.2f}x",
+        "" if row["ours_sooner"] is None else f"{row['ours_sooner']:.2f}x",
+        f"{row['cpu_s'] * 1e3:,.0f} ms",
+        f"{row['same_first_token']:.0%}",
+        f"{row['same_answer']:.0%}",
+        f"{row['resident_bytes'] / 1e6:,.0f} MB",
+        f"{row['disk_bytes'] / 1e6:,.0f} MB",
+    ]
+
+
+def _peers_note(run: Result) -> str:
+    versions = ", ".join(dict.fromkeys(row["version"] for row in run["results"]))
+    encoded = [f"{row['encode_s']:.1f} s" for row in run["results"] if row["peer"] == "ragfuse" and "encode_s" in row]
+    took = f" ragfuse encoded the chunks before, once, in {', '.join(encoded)}." if encoded else ""
+    room = f" Each may keep {run['memory_gib']} GiB of KV in memory, which vLLM takes at once."
+    return f"{versions}.{took}{room}"
 
 
 def _dropin(run: Result) -> Iterator[str]:

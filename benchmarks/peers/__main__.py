@@ -1,126 +1,201 @@
-"""`python -m benchmarks.peers`: everyone answers the same prompts in turn; a table, and JSON for the results page."""
+"""`python -m benchmarks.peers`: everyone answers the same prompts in turn; a table, a picture, JSON for the results."""
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
-from ragfuse_bench.presets import bench_model
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.peers import OFFERS, PLAIN, Offer, Peer
-from benchmarks.peers.prompts import recurring
-from ragfuse.calibration.case import Case
-from ragfuse.calibration.methods import Lab, default_method
-from ragfuse.calibration.runner import Runner, Sample, circumstances, thread_count, tune_malloc
+from benchmarks.models import MODELS
+from benchmarks.peers.offers import DTYPE, OFFERS, Given
+from benchmarks.peers.picture import draw
+from benchmarks.peers.process import Peer, PeerError
+from benchmarks.peers.prompts import Recurring, prompts
+from benchmarks.peers.rounds import WARM_UP, YARDSTICK, Match
+from benchmarks.peers.setup import found_llama, found_vllm
+from benchmarks.peers.weights import bare_folder, bf16_gguf, own_gguf
+from ragfuse.calibration.plots import require_plotting
+from ragfuse.calibration.runner import circumstances, thread_count, tune_malloc
 from ragfuse.cli.options import write_json
+from ragfuse.errors import InputError, RagFuseError
 from ragfuse.models import resolve_llm
 from ragfuse.settings import Settings
-from ragfuse.telemetry.progress import progress
 
-WARM_UP = 2
-"""Prompts that everyone answers before it counts."""
+Found = TypeVar("Found")
+WIDE = 10_000
+"""Wider than any table."""
+ROOM_TOKENS = 256
+"""Beyond the longest prompt and its answer, for a peer that wants some of its own."""
 
 
 def main(
-    chunk_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a chunk, six in a prompt.")] = 400,
-    pool: Annotated[int, typer.Option(min=2, help="Chunks that recur.")] = 12,
-    rounds: Annotated[int, typer.Option(min=1, help="Prompts, each answered by everyone.")] = 12,
+    model: Annotated[
+        str, typer.Option(help="Embedded name, folder, GGUF file, or a name of benchmarks.models.")
+    ] = "smollm2-135m-reader",
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a prompt; again for another length.")] = None,
+    rounds: Annotated[
+        list[int] | None, typer.Option(help="Prompts of each length; one for all, or one for each.")
+    ] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="Who takes part; default: all that are found.")] = None,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, which are compared.")] = 16,
     threads: Annotated[int, typer.Option(min=1, help="Threads of everyone.")] = 1,
+    memory_gib: Annotated[int, typer.Option(min=1, help="GiB of KV that each may keep in memory.")] = 2,
+    vllm: Annotated[Path | None, typer.Option(help="The Python that has vLLM; default: as setup leaves it.")] = None,
+    llama: Annotated[Path | None, typer.Option(help="llama-server; default: as setup leaves it.")] = None,
+    start_s: Annotated[float, typer.Option(min=1, help="Seconds that a peer may take to start.")] = 900,
+    answer_s: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 300,
     json: Annotated[Path | None, typer.Option(help="Where to write the result.")] = None,
-    model: Annotated[str, typer.Option(help="Embedded name or folder.")] = PLAIN,
+    plot: Annotated[Path | None, typer.Option(help="Where to draw the result.")] = None,
 ) -> None:
-    """Seconds to the first token over recurring chunks in changing order."""
+    """Measure seconds to the first token over recurring chunks in changing order, by everyone in turn."""
     console = Console(stderr=True)
     tune_malloc(console)
-    with thread_count(threads):
-        result = run(model, chunk_tokens, pool, rounds, threads, console)
-    show(result, Console())
+    lengths, counts = tokens or [1100, 3000, 8000], rounds or [12, 8, 4]
+    try:
+        counts = counts * len(lengths) if len(counts) == 1 else counts
+        if len(counts) != len(lengths):
+            raise InputError(
+                f"Wanted --rounds once, or once for each --tokens; found {len(counts)} for {len(lengths)}."
+            )
+        unknown = [name for name in peer or () if name not in OFFERS]
+        if unknown:
+            raise InputError(f"No peer {', '.join(unknown)}. It is one of: {', '.join(OFFERS)}.")
+        if plot is not None:
+            require_plotting()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _leave)
+        with thread_count(threads), tempfile.TemporaryDirectory(prefix="ragfuse-peers-") as scratch:
+            names = list(dict.fromkeys([YARDSTICK, *peer])) if peer else [*OFFERS]
+            source = _source(model)
+            asked = [(length, count + WARM_UP) for length, count in zip(lengths, counts, strict=True)]
+            work, ends, most = _apart(prompts, source, DTYPE, asked, answer_tokens, Settings().home)
+            longest = max(len(ids) for each in work for ids in each.prompts)
+            folder = Path(resolve_llm(source, Settings().home))
+            given = Given(
+                model=source,
+                folder=bare_folder(folder, Path(scratch) / "weights"),
+                bf16_gguf=_bf16_maker(source, folder),
+                vllm=found_vllm(vllm),
+                llama=found_llama(llama),
+                threads=threads,
+                memory_bytes=memory_gib << 30,
+                max_tokens=min(longest + answer_tokens + ROOM_TOKENS, most or sys.maxsize),
+                start_s=start_s,
+                answer_s=answer_s,
+                scratch=Path(scratch),
+            )
+            result = run(given, work, answer_tokens, ends, names, console)
+        result = {**result, "model": model, "dtype": DTYPE, "memory_gib": memory_gib, "answer_tokens": answer_tokens}
+        result |= circumstances(torch.device("cpu"), threads)
+    except RagFuseError as error:
+        console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
     if json is not None:
         write_json(result, json)
+    if plot is not None:
+        draw(result, plot)
 
 
-def run(model: str, chunk_tokens: int, pool: int, rounds: int, threads: int, console: Console) -> dict[str, Any]:
-    """The result as plain JSON types."""
-    settings = Settings()
-    loaded, path = bench_model(model, "bfloat16", "cpu", settings.home), resolve_llm(model, settings.home)
-    lab, runner = Lab(loaded), Runner(1, torch.device("cpu"), console)
-    absent = [offer.absent(model) for offer in OFFERS if offer.absent(model)]
-    for sentence in absent:
-        console.print(sentence, highlight=False)
-    try:
-        cases = recurring(loaded, chunk_tokens, pool, rounds + 2)
-        for case in cases:
-            lab.hold(case, [default_method(loaded)])
-        peers = {offer: offer.make(loaded, lab, path, threads) for offer in OFFERS if not offer.absent(model)}
-        return {
-            **_measured(peers, cases, lab, runner),
-            "absent": absent,
-            "model": model,
-            "chunk_tokens": chunk_tokens,
-            "pool": len({chunk for case in cases for chunk in case.chunks}),
-            **circumstances(loaded.device, threads),
-        }
-    finally:
-        lab.close()
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
-def _measured(peers: dict[Offer, Peer], cases: list[Case], lab: Lab, runner: Runner) -> dict[str, Any]:
-    """Everyone on every case in turn; the first two cases warm up and are not counted."""
-    samples: dict[Offer, list[Sample]] = {offer: [] for offer in peers}
-    agreed = dict.fromkeys(peers, 0)
-    tokens, said = [], {}
-    with progress(runner.console) as bar:
-        task = bar.add_task("prompts", total=len(cases) * len(peers))
-        for index, case in enumerate(cases):
-            ids = lab.prompt(case).token_ids
-            for offer, peer in peers.items():
-                bar.update(task, description=f"prompt {index}: {offer.name}")
-                sample = runner.once(lambda: said.update(first=peer.first(case, ids)))  # noqa: B023 - called at once
-                if offer.name == "hf":
-                    wanted = said["first"]
-                if index >= WARM_UP:
-                    samples[offer].append(sample)
-                    agreed[offer] += said["first"] == wanted
-                bar.advance(task)
-            if index >= WARM_UP:
-                tokens.append(len(ids))
-    plain = next(each for offer, each in samples.items() if offer.name == "hf")
-    return {
-        "tokens": sum(tokens) / len(tokens),
-        "n": len(tokens),
-        "results": [
-            {
-                "peer": offer.name,
-                "what": offer.what,
-                "wall_s": median(sample.wall_s for sample in mine),
-                "cpu_s": median(sample.cpu_s for sample in mine),
-                "sooner": median(a.wall_s / b.wall_s for a, b in zip(plain, mine, strict=True)),
-                "same_first_token": agreed[offer] / len(mine),
-            }
-            for offer, mine in samples.items()
-        ],
-    }
+def _source(model: str) -> str:
+    """What ragfuse loads: the file of a model of `benchmarks.models`, else what was named."""
+    known = next((each for each in MODELS if each.name == model), None)
+    if known is None:
+        return model
+    if not known.path.is_file():
+        raise InputError(f"Wanted {model} prepared, found no file. Run `python -m benchmarks.models {model}` first.")
+    return str(known.path)
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    """One line for each."""
-    table = Table(title=f"{result['model']}: {result['n']} prompts of {result['tokens']:,.0f} tokens", box=None)
-    for name in ("", "first token", "CPU", "faster than hf", "same first token"):
-        table.add_column(name, justify="left" if not name else "right")
-    for each in result["results"]:
+def _bf16_maker(source: str, folder: Path) -> partial[Path] | None:
+    original = own_gguf(source)
+    if original is None:
+        return None
+    return partial(_apart, bf16_gguf, original, folder, Settings().home / "peers" / "gguf")
+
+
+def _apart(work: Callable[..., Found], *arguments: Any) -> Found:
+    """Return what a function gives in a process of its own, whose memory is gone afterwards."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def run(
+    given: Given,
+    work: Sequence[Recurring],
+    answer_tokens: int,
+    ends: frozenset[int],
+    names: Sequence[str],
+    console: Console,
+) -> dict[str, Any]:
+    """Start the peers of these names, measure them at every length, end them; the result as plain JSON types.
+
+    Raises:
+        PeerError: The yardstick, transformers, failed.
+    """
+    absent: list[str] = []
+    with ExitStack() as stack:
+        peers: dict[str, Peer] = {}
+        for name in names:
+            why = OFFERS[name].absent(given)
+            try:
+                if not why:
+                    with console.status(f"starting {name}"):
+                        peers[name] = OFFERS[name].start(given)
+                    stack.callback(peers[name].process.close)
+            except PeerError as error:
+                if name == YARDSTICK:
+                    raise
+                why = str(error)
+            if why:
+                absent.append(f"{name} is left out: {why.rstrip('.')}.")
+                console.print(absent[-1], highlight=False, markup=False, soft_wrap=True)
+        match = Match(peers, answer_tokens, ends, console)
+        rows: list[dict[str, Any]] = []
+        for each in work:
+            found = match.measure(each)
+            show(Path(given.model).stem, found, console)
+            rows += found
+    return {"results": rows, "absent": [*absent, *match.failed]}
+
+
+def show(model: str, rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the table of a length, one line a peer."""
+    shape = "{n} prompts of {tokens:,.0f} tokens, {chunks} chunks each".format_map(rows[0])
+    table = Table(title=f"{model}: {shape}", box=None)
+    columns = ("", "first token", "CPU", "sooner than hf", "ragfuse sooner", "same first token", "same answer")
+    for name in (*columns, "memory", "disk"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in rows:
+        ours = row["ours_sooner"]
         table.add_row(
-            f"{each['peer']} ({each['what']})",
-            f"{each['wall_s'] * 1e3:.0f} ms",
-            f"{each['cpu_s'] * 1e3:.0f} ms",
-            f"{each['sooner']:.2f}x",
-            f"{each['same_first_token']:.0%}",
+            row["peer"],
+            f"{row['wall_s'] * 1e3:,.0f} ms",
+            f"{row['cpu_s'] * 1e3:,.0f} ms",
+            f"{row['sooner']:.2f}x",
+            "" if ours is None else f"{ours:.2f}x",
+            f"{row['same_first_token']:.0%}",
+            f"{row['same_answer']:.0%}",
+            f"{row['resident_bytes'] / 1e6:,.0f} MB",
+            f"{row['disk_bytes'] / 1e6:,.0f} MB",
         )
-    console.print(table)
+    table.width = console.measure(table, options=console.options.update(width=WIDE)).maximum
+    console.print(table, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,49 +1,369 @@
-"""Peers answer the same prompts, agree on the first token, and say so where they are absent."""
+"""Peers answer in processes of their own, in turn, and are left out with a sentence where they are absent or fail."""
 
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
+import psutil
 import pytest
-from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
 from benchmarks.peers.__main__ import run, show
-from benchmarks.peers.peers import OFFERS, Offer, Transformers
-from benchmarks.peers.prompts import DRAWN, recurring
+from benchmarks.peers.llama_server import LlamaServer, command, free_port
+from benchmarks.peers.offers import OFFERS, ROOT, Given
+from benchmarks.peers.picture import draw
+from benchmarks.peers.process import Peer, PeerError, PeerProcess, Worker
+from benchmarks.peers.prompts import LEAST_DRAWN, Recurring, cut, prompts
+from benchmarks.peers.rounds import Match, reply
+from benchmarks.peers.setup import PeerSetupError, _steps, found_llama, found_vllm
+from benchmarks.peers.weights import bare_folder, bf16_gguf, has_adapter, hf_name, own_gguf
+from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
 
+WORKER = """
+import os, subprocess, sys, time
+from benchmarks.peers.workers.wire import private_stdout, serve
 
-def test_what_is_not_installed_is_left_out_with_a_sentence() -> None:
-    absent = Offer("x", "no-such-package", "what", OFFERS[0].make)
-    assert absent.absent("m") == "x is left out: no-such-package is not installed (pip install no-such-package)."
-    assert not OFFERS[0].absent("m")
-    assert Offer("x", "", "what", OFFERS[0].make, "other").absent("m") == "x is left out: it reads other alone."
+class Fake:
+    version = "fake 1"
+    def hold(self, chunks):
+        return {"encode_s": 0.5, "disk_bytes": len(chunks)}
+    def answer(self, ids, max_tokens):
+        print("a word of the engine's own")
+        os.system("echo and one of a program below it")
+        if ids[0] == 13:
+            raise ValueError("no such luck")
+        if ids[0] == 99:
+            time.sleep(60)
+        yield from (ids * max_tokens)[:max_tokens]
+    def rest(self):
+        return {"disk_bytes": 7}
+
+out = private_stdout()
+if "below" in sys.argv:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+serve(Fake(), out)
+"""
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.say(json.dumps({"status": "ok", "build_info": "b1-fake"}).encode())
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if asked["prompt"][0] == 13:
+            return self.say(b"too long", 400)
+        events = [{"tokens": [token], "stop": False} for token in asked["prompt"][: asked["n_predict"]]]
+        said = [*events, {"tokens": [], "stop": True}]
+        self.say(b"".join(b"data: " + json.dumps(each).encode() + b"\\n\\n" for each in said))
+    def say(self, body, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def _started(*arguments: str, code: str = WORKER) -> PeerProcess:
+    return PeerProcess("fake", [sys.executable, "-c", code, *arguments], {"PYTHONPATH": str(ROOT)})
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    process = _started()
+    try:
+        yield Worker(process, 60.0, 30.0)
+    finally:
+        process.close()
+
+
+def test_a_worker_answers_by_lines_whatever_its_engine_prints(worker: Worker) -> None:
+    assert worker.version == "fake 1"
+    assert worker.hold(["a", "b"]) == {"encode_s": 0.5}
+    assert worker.disk_bytes == 2
+    found = reply(worker, [4, 5], 3)
+    assert found.ids == (4, 5, 4)
+    assert 0 < found.wall_s < 30
+    assert worker.disk_bytes == 7
+    assert worker.process.cpu_s > 0
+    assert worker.process.resident_bytes > 1 << 20
+
+
+def test_a_worker_that_fails_shows_its_last_lines(worker: Worker) -> None:
+    with pytest.raises(PeerError, match=r"fake ended while it answered \(exit code 1\)(.|\n)*no such luck"):
+        list(worker.answer([13], 3))
+
+
+def test_a_worker_that_is_silent_is_not_waited_for(worker: Worker) -> None:
+    worker._answer_s = 0.2
+    with pytest.raises(PeerError, match="was silent for too long while it answered"):
+        list(worker.answer([99], 3))
+
+
+def test_what_is_no_program_or_speaks_otherwise_is_an_error() -> None:
+    with pytest.raises(PeerError, match="Wanted a program at /no/such"):
+        PeerProcess("x", ["/no/such"], {})
+    process = _started(code="print('hello')")
+    with pytest.raises(PeerError, match="no line of the benchmark's while it started: hello"):
+        Worker(process, 60.0, 30.0)
+    process.close()
+
+
+def test_nothing_below_a_closed_process_is_left() -> None:
+    process = _started("below")
+    Worker(process, 60.0, 30.0)
+    below = psutil.Process(process.pid).children()
+    assert len(below) == 1
+    process.close()
+    assert not process.is_running
+    _gone(below)
+
+
+def test_an_interrupt_leaves_no_process() -> None:
+    code = (
+        f"import sys\nfrom benchmarks.peers.process import PeerProcess, Worker\ncode = {WORKER!r}\n"
+        "process = PeerProcess('fake', [sys.executable, '-c', code], {})\n"
+        "try:\n    peer = Worker(process, 60.0, 60.0)\n    print(process.pid, flush=True)\n"
+        "    list(peer.answer([99], 1))\nfinally:\n    process.close()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGINT)
+    parent.wait(30)
+    _gone([child])
+
+
+def _gone(processes: Sequence[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
+
+
+def test_a_server_answers_by_http() -> None:
+    port = free_port()
+    process = _started(str(port), code=SERVER)
+    try:
+        server = LlamaServer(process, port, 60.0, 30.0)
+        assert server.version == "llama.cpp b1-fake"
+        assert server.hold(["a"]) == {}
+        assert list(server.answer([8, 9, 10], 2)) == [8, 9]
+        with pytest.raises(PeerError, match="refused a prompt: too long"):
+            list(server.answer([13], 2))
+    finally:
+        process.close()
+    ended = _started(code="import sys; sys.exit('no such model')")
+    with pytest.raises(PeerError, match=r"exit code 1(.|\n)*no such model"):
+        LlamaServer(ended, port, 60.0, 30.0)
+    ended.close()
+
+
+def test_a_server_keeps_prompts_and_moves_runs_where_that_is_asked_for() -> None:
+    line = command(Path("llama-server"), Path("m.gguf"), 80, 2, 4096, 2 << 30, reuse=True)
+    said = " ".join(line)
+    assert "--threads 2 --threads-batch 2 --parallel 1 --ctx-size 4096 --cache-ram 2048 --cache-reuse 64" in said
+    assert "--cache-reuse 0" in " ".join(command(Path("p"), Path("m"), 80, 1, 9, 1 << 30, reuse=False))
+
+
+class _Known:
+    """A peer in this process: it answers what it is told to."""
+
+    version, disk_bytes = "known 1", 0
+
+    def __init__(self, process: PeerProcess, tokens: Sequence[int]) -> None:
+        self.process, self.tokens = process, tokens
+        self.asked: list[int] = []
+
+    def hold(self, chunks: Sequence[str]) -> dict[str, Any]:
+        return {}
+
+    def answer(self, ids: Sequence[int], max_tokens: int) -> Iterator[int]:
+        self.asked.append(max_tokens)
+        if not self.tokens:
+            raise self.process.failure("failed")
+        yield from self.tokens
+
+
+def _match(worker: Worker, **tokens: Sequence[int]) -> tuple[Match, dict[str, _Known]]:
+    known = {name.replace("_", "-"): _Known(worker.process, each) for name, each in tokens.items()}
+    peers: dict[str, Peer] = {**known}
+    return Match(peers, 5, frozenset({2}), Console(quiet=True)), known
+
+
+WORK = Recurring(("a", "b"), 6, ((1,), (2,)), ((1, 2), (2, 1), (1, 1)))
+
+
+def test_peers_are_compared_with_the_yardstick(worker: Worker) -> None:
+    match, known = _match(worker, hf=[7, 8, 2], vllm=[7, 8], ragfuse=[7, 9, 2])
+    rows = {row["peer"]: row for row in match.measure(WORK)}
+    assert [rows[name]["same_first_token"] for name in ("hf", "vllm", "ragfuse")] == [1, 1, 1]
+    assert [rows[name]["same_answer"] for name in ("hf", "vllm", "ragfuse")] == [1, 1, 0]
+    assert rows["hf"]["sooner"] == rows["ragfuse"]["ours_sooner"] == 1
+    assert rows["vllm"]["n"] == 2  # the first prompt warms up
+    assert rows["vllm"]["tokens"] == 2
+    assert known["hf"].asked == [5, 5, 5]
+    assert known["vllm"].asked == [1, 1, 5, 5, 5]  # the beginnings first
+
+
+def test_a_peer_that_fails_is_left_out_and_the_yardstick_may_not(worker: Worker) -> None:
+    match, _ = _match(worker, hf=[7], hf_prefix=[])
+    other = _started()
+    match.peers["hf-prefix"] = _Known(other, [])  # whose process is ended
+    assert [row["peer"] for row in match.measure(WORK)] == ["hf"]
+    assert match.failed[0].startswith("hf-prefix is left out: fake failed")
+    assert not other.is_running
+    match, _ = _match(worker, hf=[])
+    with pytest.raises(PeerError):
+        match.measure(WORK)
+
+
+def test_what_is_absent_is_left_out_with_a_sentence(tmp_path: Path) -> None:
+    given = Given("m", tmp_path, None, None, None, 1, 1 << 30, 99, 1.0, 1.0, tmp_path)
+    assert OFFERS["vllm"].absent(given).startswith("no Python with vLLM was found; set one up by")
+    assert OFFERS["llama.cpp"].absent(given) == "the weights of m come from no GGUF"
+    assert OFFERS["llama.cpp-bf16"].absent(given) == "the weights of m come from no GGUF"
+    assert OFFERS["hf"].absent(given) == ""
+    reader = replace(given, model="smollm2-135m-reader", bf16_gguf=lambda: tmp_path)
+    assert OFFERS["llama.cpp"].absent(reader) == "the GGUF has the weights without the adapter"
+    assert OFFERS["llama.cpp-bf16"].absent(reader).startswith("no llama-server was found; build one by")
+    assert OFFERS["llama.cpp-reuse"].absent(replace(reader, llama=tmp_path)) == ""
+    assert run(given, [], 1, frozenset(), ["vllm"], Console(quiet=True))["absent"][0].startswith("vllm is left out: no")
+
+
+def test_engines_are_found_where_setup_leaves_them_or_where_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
+    assert found_vllm(None) is None
+    with pytest.raises(PeerSetupError, match=r"Wanted the program llama-server at .* found no file"):
+        found_llama(tmp_path / "none")
+    usual = tmp_path / "peers" / "llama" / "bin" / "llama-server"
+    usual.parent.mkdir(parents=True)
+    usual.touch()
+    assert found_llama(None) == found_llama(usual) == usual
+
+
+def test_a_step_of_setup_that_fails_shows_its_last_lines() -> None:
+    with pytest.raises(PeerSetupError, match=r"Trying failed \(exit code 1\):(.|\n)*no such package"):
+        _steps(("trying", [sys.executable, "-c", "import sys; sys.exit('no such package')"]))
+
+
+def test_weights_are_named_and_linked(tmp_path: Path) -> None:
+    assert hf_name("blk.3.attn_q.bias") == "model.layers.3.self_attn.q_proj.bias"
+    assert hf_name("output_norm.weight") == "model.norm.weight"
+    assert hf_name("rope_freqs.weight") == ""
+    (tmp_path / "m").mkdir()
+    for name in ("model.safetensors", "drift.safetensors", "config.json"):
+        (tmp_path / "m" / name).touch()
+    linked = bare_folder(tmp_path / "m", tmp_path / "bare")
+    assert sorted(path.name for path in linked.iterdir()) == ["config.json", "model.safetensors"]
+    assert has_adapter("smollm2-135m-reader")
+    assert own_gguf(str(tmp_path)) is None
+
+
+def test_chunks_are_whole_sentences_of_about_the_size_that_is_wanted() -> None:
+    paragraphs = ["One two. Three four! Five six?", "Seven eight. Nine ten."]
+    chunks = list(cut(paragraphs, 4, lambda text: len(text.split())))
+    assert chunks == ["One two. Three four!", "Five six?\n\nSeven eight."]
+
+
+def test_a_result_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"peer": "hf", "what": "generate", "version": "1", "wall_s": 0.5, "cpu_s": 0.4, "sooner": 1.0, "n": 2}
+    row |= {"ours_sooner": None, "same_first_token": 1.0, "same_answer": 0.5, "chunks": 6, "pool": 12}
+    row |= {"resident_bytes": 10**9, "disk_bytes": 0}
+    rows = [{**row, "tokens": tokens} for tokens in (1100.0, 3000.0)]
+    result = {"results": rows, "model": "m", "threads": 1, "absent": []}
+    show("m", rows[:1], Console(width=200))
+    assert "1,000 MB" in capsys.readouterr().out
+    draw(result, tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_a_gguf_is_written_anew_from_a_folder(tiny_path: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(tiny_path / "model.safetensors")
+    names = ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.2.ffn_up.weight", "output_norm.weight", "output.weight")
+    original = tmp_path / "original.gguf"
+    writer = gguf.GGUFWriter(original, "llama")
+    writer.add_uint32("llama.block_count", 3)
+    writer.add_file_type(3)
+    writer.add_token_list(["a", "b"])
+    for name in names:
+        writer.add_tensor(name, np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made = bf16_gguf(original, tiny_path, tmp_path / "made")
+    assert bf16_gguf(original, tiny_path, tmp_path / "made") == made
+    reader = gguf.GGUFReader(made)
+    assert reader.fields["general.file_type"].contents() == 32
+    assert reader.fields["llama.block_count"].contents() == 3
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    found = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in reader.tensors}
+    assert found.keys() == set(names)
+    up = weights["model.layers.2.mlp.up_proj.weight"].bfloat16().float().numpy()
+    assert (found["blk.2.ffn_up.weight"] == up).all()
+    queries = weights["model.layers.0.self_attn.q_proj.weight"].bfloat16().float().numpy()
+    assert (found["blk.0.attn_q.weight"][:4] == queries[[0, 8, 1, 9]]).all()  # four heads of sixteen rows
+    other = gguf.GGUFWriter(tmp_path / "other.gguf", "mamba")
+    other.write_header_to_file()
+    other.write_kv_data_to_file()
+    other.close()
+    with pytest.raises(ModelError, match="found 'mamba'"):
+        bf16_gguf(tmp_path / "other.gguf", tiny_path, tmp_path / "else")
 
 
 @pytest.mark.slow
-def test_chunks_recur_and_are_ordered_anew(tiny_path: Path) -> None:
-    model = bench_model(str(tiny_path), "float32", "cpu", Settings().home)
-    cases = recurring(model, 64, 8, 5)
-    assert all(len(set(case.chunks)) == DRAWN for case in cases)
-    assert len({chunk for case in cases for chunk in case.chunks}) <= 8
-    assert len({case.chunks for case in cases}) == len(cases)
-
-
-@pytest.mark.slow
-def test_a_kept_prefix_changes_no_token(tiny_path: Path) -> None:
-    model = bench_model(str(tiny_path), "float32", "cpu", Settings().home)
-    case = recurring(model, 64, 8, 1)[0]
-    plain, keeping = Transformers(model, keeps=False), Transformers(model, keeps=True)
-    for ids in ([5, 6, 7, 8, 9], [5, 6, 7, 9, 9, 4], [5, 6, 7, 9, 9, 4], [3, 3]):
-        assert keeping.first(case, ids) == plain.first(case, ids)
-
-
-@pytest.mark.slow
-def test_everyone_takes_part(tiny_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(str(tiny_path), 64, 8, 2, 1, Console(quiet=True))
+def test_everyone_who_needs_nothing_takes_part(tiny_path: Path, tmp_path: Path) -> None:
+    console = Console(quiet=True)
+    work, ends, most = prompts(str(tiny_path), "bfloat16", [(1200, 3)], 4, Settings().home)
+    assert most == 4096
+    assert len(work[0].prompts) == 3
+    assert len(set(work[0].prompts)) == 3
+    assert work[0].drawn == LEAST_DRAWN
+    assert len(work[0].chunks) == len(work[0].beginnings) == 2 * LEAST_DRAWN
+    folder = bare_folder(tiny_path, tmp_path / "weights")
+    given = Given(str(tiny_path), folder, None, None, None, 1, 1 << 30, 2048, 300.0, 60.0, tmp_path)
+    result = run(given, work, 4, ends, [*OFFERS], console)
     found = {each["peer"]: each for each in result["results"]}
-    assert {"hf", "hf-prefix", "ragfuse"} <= found.keys()
+    assert found.keys() == {"hf", "hf-prefix", "ragfuse", "ragfuse-disk"}
     assert found["hf"]["sooner"] == 1.0
-    assert found["hf-prefix"]["same_first_token"] == 1.0
-    assert result["n"] == 2
-    show(result, Console())
-    assert "hf-prefix" in capsys.readouterr().out
+    assert found["hf-prefix"]["same_answer"] == 1.0
+    assert found["ragfuse-disk"]["disk_bytes"] > found["ragfuse"]["disk_bytes"] == 0
+    assert found["ragfuse"]["kv_bytes"] > 0
+    assert len(result["absent"]) == 4
+    assert json.loads(json.dumps(result)) == result
+
+
+@pytest.mark.slow
+def test_an_interrupted_benchmark_leaves_no_process(tiny_path: Path) -> None:
+    line = [sys.executable, "-m", "benchmarks.peers", "--model", str(tiny_path), "--tokens", "1200", "--rounds", "900"]
+    benchmark = subprocess.Popen([*line, "--peer", "ragfuse"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    own, ends_s = psutil.Process(benchmark.pid), time.monotonic() + 120
+    while not any("workers" in " ".join(each.cmdline()) for each in own.children(recursive=True)):
+        assert time.monotonic() < ends_s
+        time.sleep(0.2)
+    below = own.children(recursive=True)
+    benchmark.send_signal(signal.SIGINT)
+    benchmark.wait(30)
+    _gone(below)

@@ -16,12 +16,15 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     quality |= {"kl_over_reuse_ci": [0.1, 0.4], "top1": 0.9, "identical": 0.8, "ttft_x": 4.0}
     tried = {"policy": "lego", "ratio": 0.06, "kl_over_reuse": 0.2, "low": 0.1, "high": 0.3, "top1": 0.95}
     peer = {"peer": "hf", "what": "generate", "wall_s": 0.5, "cpu_s": 0.4, "sooner": 1.0, "same_first_token": 1.0}
+    peer |= {"ours_sooner": 4.5, "same_answer": 0.5, "resident_bytes": 10**9, "disk_bytes": 0, "version": "x 1"}
+    peer |= {"n": 2, "tokens": 90.0, "chunks": 6, "pool": 8}
+    ours = {**peer, "peer": "ragfuse", "encode_s": 3.21, "ours_sooner": None}
     ttft = {"chunks": 6, "tokens": 3104, "full_s": 4.0, "fused_s": 1.0, "speedup": 4.0, "reuse_x": 20.0}
     runs = {
         "a": {"results": [quality], "model": "m", "dtype": "bfloat16"},
         "b": {"tried": [{**tried, "ttft_x": 5.0, "is_safe": True}], "advice": "Do.", "questions": 8, "seconds": 60.0},
         "c": {"figure": "fig8", "title": "t", "paper": "p", "rows": [{"layer": 1, "correlation": 0.9, "n": 4}]},
-        "d": {"results": [peer], "n": 2, "tokens": 90.0, "pool": 8, "absent": ["vllm is left out."]},
+        "d": {"results": [peer, ours], "absent": ["vllm is left out."], "answer_tokens": 16, "memory_gib": 2},
         "e": {**ttft, "prefix_x": 1.1, "efficiency": 0.9, "policy": "hkvd", "options": {"ratio": 0.15, "model": "q05"}},
     }
     load = {"mbps": 100.0, "ram_s": 1.0, "threaded_s": 1.05, "sync_s": 1.4, "threaded_over_ram": 1.05}
@@ -105,6 +108,11 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)
     said = "hkvd 15% | 0.500 | 0.400..0.600", "| lego | 6% | 0.200", "**fig8**", "500 ms", "vllm is left", "4.00x"
+    said += (
+        "| hf (generate) | 500 ms | 1.00x | 4.50x |",
+        "2 prompts of 90 tokens, 6 of 8",
+        "once, in 3.2 s. Each may keep",
+    )
     said += (
         "| 100 | 1.00 s | 1.05 s | 1.05x | 1.40 s | 1.40x",
         "| 30 | hkvd | 0.15 | 0.42 | 0.41",
