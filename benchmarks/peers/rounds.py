@@ -13,7 +13,8 @@ from rich.console import Console
 from benchmarks.peers.offers import OFFERS
 from benchmarks.peers.process import Peer, PeerError
 from benchmarks.peers.prompts import Recurring
-from ragfuse.calibration.runner import progress, speedup
+from ragfuse.calibration.runner import speedup
+from ragfuse.telemetry.progress import progress
 
 YARDSTICK = next(iter(OFFERS))
 """The peer whose tokens the others' are compared with."""
