@@ -58,6 +58,7 @@ ROOMS: dict[str, set[str]] = {
         "models",
         "serve",
         "store",
+        "telemetry.progress",
         "text.Piece",
         "plan.explanation",
     },

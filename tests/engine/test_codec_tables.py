@@ -140,7 +140,7 @@ def test_tables_that_are_not_there_are_asked_for_again_only_after_a_while(tmp_pa
 def test_a_store_is_recoded_without_its_model(tiny_settings):
     with Engine(at(tiny_settings, disk=["raw"], objects=["cg1"])) as engine:
         ingest(engine)
-        expected = engine.answer(messages()).text
+        expected = engine.answer(messages(), Ask(policy="hkvd", ratio=0.5)).text
     with StoreAdmin(tiny_settings) as admin:
         lines = admin.list_entries(EntryFilter(model=largest_model(admin)))
         done = admin.recode(lines, ["cg1"])
@@ -148,7 +148,7 @@ def test_a_store_is_recoded_without_its_model(tiny_settings):
     with Engine(replace_memory(at(tiny_settings))) as engine:
         assert levels_in(engine, "disk") == {("cg1",)}
         assert read(engine) == {("disk", "cg1")}
-        assert engine.answer(messages()).text == expected
+        assert engine.answer(messages(), Ask(policy="hkvd", ratio=0.5)).text == expected
 
 
 def largest_model(admin: StoreAdmin) -> str:

@@ -8,7 +8,7 @@ import pytest
 from ragfuse import Engine, Settings
 from ragfuse.engine.model_profiles import CalibrationHint, name_for_calibrate, refusal_of
 from ragfuse.models.loader import load_model
-from ragfuse.types.profiles import ModelProfile
+from ragfuse.types.profiles import UNCALIBRATED, UNCALIBRATED_DENSE, ModelProfile
 from tests.tiny import CHUNKS, messages
 
 KNOWN = ModelProfile("m")
@@ -48,13 +48,13 @@ def test_the_hint_is_given_once_and_only_where_it_helps(caplog: pytest.LogCaptur
     assert "ragfuse calibrate --model m --docs PATH" in said.getMessage()
 
 
-def test_an_uncalibrated_model_answers_at_the_conservative_default_and_says_so(
+def test_an_uncalibrated_model_answers_at_the_default_and_says_so(
     tiny_settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Engine(tiny_settings) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
         traces = [engine.answer(messages()).trace for _ in range(2)]
-    assert [(trace.policy, trace.ratio) for trace in traces] == [("hkvd", 0.15)] * 2
+    assert [(trace.policy, trace.ratio) for trace in traces] == [UNCALIBRATED] * 2
     assert sum("not calibrated" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -80,3 +80,9 @@ def test_verify_s_verdict_is_kept(tiny_settings: Settings) -> None:
 def test_the_profile_survives_being_written() -> None:
     profile = ModelProfile("m", verified=True).calibrated(True, "lego", 0.06)
     assert ModelProfile.from_dict(profile.as_dict()) == profile
+
+
+def test_without_calibration_query_is_taken_where_the_question_s_attention_is_seen() -> None:
+    assert ModelProfile("m").default_choice == UNCALIBRATED
+    assert ModelProfile("m", mode="dense").default_choice == UNCALIBRATED_DENSE
+    assert ModelProfile("m").calibrated(True, "lego", 0.1).default_choice == ("lego", 0.1)

@@ -50,7 +50,7 @@ def test_what_a_policy_needs_first_is_said(policy):
     needed = [line for line in told(["memory"] * 3, policy, 0.2) if line.startswith(f"Needed by {policy}: ")]
     assert bool(needed) == (policy != "none")
     all_first = policy in ("query", "query-gradual")
-    assert ["all layers first" in line for line in needed] == [all_first] * len(needed)
+    assert ["three quarters of the layers first" in line for line in needed] == [all_first] * len(needed)
     assert ["layer after layer" in line for line in needed] == [not all_first] * len(needed)
 
 
