@@ -74,7 +74,8 @@ class ChoiceResult:
         top1: Share of tokens for which the most likely token is full prefill's.
         ttft_x: How many times faster the first token comes than by full prefill.
         questions: Number of questions that it was measured on.
-        dropped: Why it was measured on fewer questions than others; "" if it was not.
+        dropped: Why it was measured no longer: "too far" from full prefill, "top-1 too low", or "beaten by" a choice
+            that is as fast and closer; "" if it was not dropped.
     """
 
     policy: str
@@ -279,15 +280,15 @@ def hopeless(rows: Sequence[Row], methods: Sequence[Method]) -> dict[Method, str
     for method, result in results.items():
         agreement = mean_interval([row.top1 or 0.0 for row in _rows_of(rows, method)])
         if result.low > MAX_KL_OVER_REUSE:
-            found[method] = "too far from full prefill"
+            found[method] = "too far"
         elif agreement[1] < MIN_AGREEMENT:
-            found[method] = "agrees with full prefill on too few tokens"
+            found[method] = "top-1 too low"
     for method, result in results.items():
         faster = [each for each in methods if each not in found and results[each].ttft_x >= result.ttft_x]
         for other in faster:
             closer = other != method and difference_interval(distances[other], distances[method])[1] < 0
             if closer and method not in found:
-                found[method] = f"{other.policy} at {other.ratio:.0%} is as fast and closer"
+                found[method] = f"beaten by {other.policy} {other.ratio:.0%}"
     return found
 
 
@@ -357,20 +358,20 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
     """Print the measurements as a table, and the advice."""
     tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
     table = Table(title=f"{result['model']}: {tokens}", box=None)
-    for name in ("policy", "ratio", "first token", "KL of reuse's", "95%", "top-1", "questions", ""):
-        table.add_column(name, justify="left" if name in ("policy", "") else "right")
+    for name in ("policy", "", "TTFT", "KL of reuse's", "95%", "top-1", "n", "outcome"):
+        table.add_column(name, justify="left" if name in ("policy", "outcome") else "right", no_wrap=True)
     for each in result["tried"]:
         chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
-        mark = "[bold green]chosen[/]" if chosen else "safe" if each["is_safe"] else each["dropped"]
+        outcome = "[bold green]chosen[/]" if chosen else "safe" if each["is_safe"] else each["dropped"] or "not safe"
         table.add_row(
             each["policy"],
             f"{each['ratio']:.0%}",
             f"{each['ttft_x']:.1f}x",
-            f"{each['kl_over_reuse']:.3f}",
-            f"{each['low']:.3f}..{each['high']:.3f}",
-            f"{each['top1']:.3f}",
+            f"{each['kl_over_reuse']:.2f}",
+            f"{each['low']:.2f}..{each['high']:.2f}",
+            f"{each['top1']:.1%}",
             f"{each['questions']}",
-            mark,
+            outcome,
         )
     console.print(table)
     console.print(f"[bold]{result['advice']}[/]", highlight=False)
