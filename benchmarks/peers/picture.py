@@ -34,8 +34,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
                 (row for row in result["results"] if row["peer"] == name), key=lambda row: float(row["tokens"])
             )
             color, style = STYLES.get(name, ("tab:purple", "x-"))
-            label = f"{name}: {rows[0]['what']}"
-            axes.plot([row["tokens"] for row in rows], [row["wall_s"] for row in rows], style, color=color, label=label)
+            axes.plot([row["tokens"] for row in rows], [row["wall_s"] for row in rows], style, color=color, label=name)
         tokens = sorted({row["tokens"] for row in result["results"]})
         plain = FuncFormatter(lambda value, position: f"{value:g}")
         axes.set_yscale("log")
@@ -49,4 +48,4 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         threads = result["threads"]
         axes.set_title(f"{result['model']}, {threads} thread{'s' * (threads > 1)}")
         axes.grid(True, alpha=0.3)
-        figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=4)
