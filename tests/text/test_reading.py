@@ -262,7 +262,7 @@ def prompter(kind: Kind, template: str) -> PromptBuilder:
     own = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=tok.eos_token_id))
     encoder = TextEncoder(tok)
     model: Any = SimpleNamespace(tokenizer=tok, encoder=encoder, bos=bos, model=own, tokens=encoder.tokens)
-    runtime: Any = SimpleNamespace(model=model, encoder=SimpleNamespace(key=key_of))
+    runtime: Any = SimpleNamespace(model=model, encoder=SimpleNamespace(key=key_of, context=""))
     made = PromptBuilder(Settings(min_chunk_tokens=1), Catalog(), runtime)
     made._calls = replace(PLAIN_CALLS, native=True)  # results of tools are messages of their own
     return made
