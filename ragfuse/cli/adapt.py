@@ -18,6 +18,7 @@ from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import print_skipped
 from ragfuse.cli.options import (
     Device,
+    Documents,
     Dtype,
     Json,
     Model,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def adapt_model(
-    docs: Annotated[list[Path], typer.Option(help="Files or folders of your documents: txt, md, rst, html, pdf.")],
+    docs: Documents,
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,

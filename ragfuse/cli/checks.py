@@ -14,6 +14,7 @@ from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import print_skipped
 from ragfuse.cli.options import (
     Device,
+    Documents,
     Dtype,
     Json,
     Model,
@@ -66,7 +67,7 @@ def verify_model(
 
 
 def calibrate_model(
-    docs: Annotated[list[Path], typer.Option(help="Files or folders of your documents: txt, md, rst, html, pdf.")],
+    docs: Documents,
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,

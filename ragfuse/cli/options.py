@@ -28,6 +28,9 @@ ModelKwargs = Annotated[
     typer.Option("--model-kwargs", help='Options of from_pretrained, as JSON: \'{"revision": "main"}\'.'),
 ]
 Store = Annotated[Path | None, typer.Option("--store", help="Folder of the KV store.")]
+Documents = Annotated[
+    list[Path], typer.Option("--docs", help="Files or folders of your documents: txt, md, rst, html, pdf.")
+]
 Policy = Annotated[
     str | None, typer.Option("--policy", help="Policy that chooses the tokens to recompute; auto: the calibrated one.")
 ]
