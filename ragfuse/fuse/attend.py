@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-QUERY_BLOCK = 64
+QUERY_BLOCK = 32
 """Query rows per block on a CPU; on an accelerator all rows form one block."""
 
-FEW_SCORES = 2_000_000
+FEW_SCORES = 250_000
 """Largest number of scores (heads x queries x keys) for which one call with a full mask is used instead of blocks.
 
 Below it, one masked call is faster on a CPU than several calls on parts.
