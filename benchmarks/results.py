@@ -191,7 +191,7 @@ def _cell(value: Any) -> str:
 
 def _peers(run: Result) -> Iterator[str]:
     yield f"The same ids for everyone, one at a time, answers of up to {run['answer_tokens']} tokens; by the wall."
-    columns = ("", "first token", "sooner than hf", "ragfuse sooner", "CPU", "same first token", "same answer")
+    columns = ("", "first token", "speedup over transformers", "speedup of ragfuse", "CPU", "same first token", "same answer")
     for tokens in dict.fromkeys(row["tokens"] for row in run["results"]):
         rows = [row for row in run["results"] if row["tokens"] == tokens]
         shape = "{n} prompts of {tokens:,.0f} tokens, {chunks} of {pool} recurring chunks each:"
@@ -210,8 +210,8 @@ def _peer_row(row: Result) -> list[str]:
     return [
         f"{row['peer']} ({row['what']})",
         f"{row['wall_s'] * 1e3:,.0f} ms",
-        f"{row['sooner']:.2f}x",
-        "" if row["ours_sooner"] is None else f"{row['ours_sooner']:.2f}x",
+        f"{row['speedup']:.2f}x",
+        "" if row["ragfuse_speedup"] is None else f"{row['ragfuse_speedup']:.2f}x",
         f"{row['cpu_s'] * 1e3:,.0f} ms",
         f"{row['same_first_token']:.0%}",
         f"{row['same_answer']:.0%}",

@@ -178,16 +178,16 @@ def show(model: str, rows: Sequence[Mapping[str, Any]], console: Console) -> Non
     """Print the table of a length, one line a peer."""
     shape = "{n} prompts of {tokens:,.0f} tokens, {chunks} chunks each".format_map(rows[0])
     table = Table(title=f"{model}: {shape}", box=None)
-    columns = ("", "first token", "CPU", "sooner than hf", "ragfuse sooner", "same first token", "same answer")
+    columns = ("", "first token", "CPU", "speedup over transformers", "speedup of ragfuse", "same first token", "same answer")
     for name in (*columns, "memory", "disk"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in rows:
-        ours = row["ours_sooner"]
+        ours = row["ragfuse_speedup"]
         table.add_row(
             row["peer"],
             f"{row['wall_s'] * 1e3:,.0f} ms",
             f"{row['cpu_s'] * 1e3:,.0f} ms",
-            f"{row['sooner']:.2f}x",
+            f"{row['speedup']:.2f}x",
             "" if ours is None else f"{ours:.2f}x",
             f"{row['same_first_token']:.0%}",
             f"{row['same_answer']:.0%}",

@@ -35,7 +35,7 @@ TEXTS = (
     "idea",
     "coder",
     "what",
-    "sooner",
+    "fastest",
 )
 """Columns that hold words."""
 LINE = 95

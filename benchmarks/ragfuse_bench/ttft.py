@@ -140,12 +140,12 @@ class _Bench:
 def _figures(times: Mapping[str, Times], work: Work, mean_ratio: float) -> dict[str, Any]:
     full, fused, prefix = times["full"], times["fused"], times["prefix"]
     better = [min(pair) for pair in zip(full.seconds, prefix.seconds, strict=True)]
-    sooner = speedup(full.seconds, fused.seconds)
+    gain = speedup(full.seconds, fused.seconds)
     return {
         "chunks": work.chunks,
         "tokens": work.tokens,
-        "speedup": sooner,
-        "efficiency": sooner / work.ideal_speedup,
+        "speedup": gain,
+        "efficiency": gain / work.ideal_speedup,
         "ideal_speedup": work.ideal_speedup,
         "ideal_prefix_aware": work.ideal_prefix_aware,
         "full_s": full.median_s,
@@ -194,11 +194,11 @@ def show_ttft(result: Mapping[str, Any], console: Console) -> None:
     table = Table(title=f"Time to the first token, {head['tokens']} prompt tokens ({clock}, {result['rounds']} rounds)")
     for name in ("way", "median s", "min-max s", "wall s", "faster", "chunks reused"):
         table.add_column(name, justify="left" if name in ("way", "chunks reused") else "right")
-    sooner = {"full": 1.0, "prefix": head["prefix_x"], "fused": head["speedup"], "reuse": head["reuse_x"]}
+    gains = {"full": 1.0, "prefix": head["prefix_x"], "fused": head["speedup"], "reuse": head["reuse_x"]}
     for case, name, what in CASES:
         spread, wall = head["cases"][case][f"{result['clock']}_s"], head["cases"][case]["wall_s"]["median"]
         times = (f"{spread['median']:.3f}", f"{spread['min']:.3f}-{spread['max']:.3f}", f"{wall:.3f}")
-        table.add_row(name, *times, f"{sooner[case]:.2f}x", what)
+        table.add_row(name, *times, f"{gains[case]:.2f}x", what)
     console.print(table)
     console.print(
         f"{head['chunks']} chunks of {options['chunk_tokens']} tokens and a question of {options['question_tokens']}; "

@@ -91,8 +91,8 @@ def test_prefix_caching_is_never_reported_slower_than_full_prefill() -> None:
     cases = {"full": times(2, 2, 2), "fused": times(1, 1, 1), "reuse": times(1, 1, 1)}
     slower = ttft._figures({**cases, "prefix": times(4, 4, 1)}, work, 0.15)
     assert (slower["prefix_x"], slower["prefix_measured_x"]) == (1.0, 0.5)
-    sooner = ttft._figures({**cases, "prefix": times(1, 1, 4)}, work, 0.15)
-    assert (sooner["prefix_x"], sooner["prefix_measured_x"]) == (2.0, 2.0)
+    gains = ttft._figures({**cases, "prefix": times(1, 1, 4)}, work, 0.15)
+    assert (gains["prefix_x"], gains["prefix_measured_x"]) == (2.0, 2.0)
 
 
 def test_all_ways_run_the_same_prompt_and_reuse_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_peers_are_compared_with_the_yardstick(worker: Worker) -> None:
     rows = {row["peer"]: row for row in match.measure(WORK)}
     assert [rows[name]["same_first_token"] for name in ("hf", "vllm", "ragfuse")] == [1, 1, 1]
     assert [rows[name]["same_answer"] for name in ("hf", "vllm", "ragfuse")] == [1, 1, 0]
-    assert rows["hf"]["sooner"] == rows["ragfuse"]["ours_sooner"] == 1
+    assert rows["hf"]["speedup"] == rows["ragfuse"]["ragfuse_speedup"] == 1
     assert rows["vllm"]["n"] == 2  # the first prompt warms up
     assert rows["vllm"]["tokens"] == 2
     assert known["hf"].asked == [5, 5, 5]
@@ -286,8 +286,8 @@ def test_chunks_are_whole_sentences_of_about_the_size_that_is_wanted() -> None:
 
 
 def test_a_result_is_shown_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"peer": "hf", "what": "generate", "version": "1", "wall_s": 0.5, "cpu_s": 0.4, "sooner": 1.0, "n": 2}
-    row |= {"ours_sooner": None, "same_first_token": 1.0, "same_answer": 0.5, "chunks": 6, "pool": 12}
+    row = {"peer": "hf", "what": "generate", "version": "1", "wall_s": 0.5, "cpu_s": 0.4, "speedup": 1.0, "n": 2}
+    row |= {"ragfuse_speedup": None, "same_first_token": 1.0, "same_answer": 0.5, "chunks": 6, "pool": 12}
     row |= {"resident_bytes": 10**9, "disk_bytes": 0}
     rows = [{**row, "tokens": tokens} for tokens in (1100.0, 3000.0)]
     result = {"results": rows, "model": "m", "threads": 1, "absent": []}
@@ -347,7 +347,7 @@ def test_everyone_who_needs_nothing_takes_part(tiny_path: Path, tmp_path: Path) 
     result = run(given, work, 4, ends, [*OFFERS], console)
     found = {each["peer"]: each for each in result["results"]}
     assert found.keys() == {"hf", "hf-prefix", "ragfuse", "ragfuse-disk"}
-    assert found["hf"]["sooner"] == 1.0
+    assert found["hf"]["speedup"] == 1.0
     assert found["hf-prefix"]["same_answer"] == 1.0
     assert found["ragfuse-disk"]["disk_bytes"] > found["ragfuse"]["disk_bytes"] == 0
     assert found["ragfuse"]["kv_bytes"] > 0

@@ -15,10 +15,10 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     quality |= {"to_full_ci": [-0.1, 0.1], "em": 0.3, "rouge_l": None, "kl": 0.2, "kl_over_reuse": 0.25}
     quality |= {"kl_over_reuse_ci": [0.1, 0.4], "top1": 0.9, "identical": 0.8, "ttft_x": 4.0}
     tried = {"policy": "lego", "ratio": 0.06, "kl_over_reuse": 0.2, "low": 0.1, "high": 0.3, "top1": 0.95}
-    peer = {"peer": "hf", "what": "generate", "wall_s": 0.5, "cpu_s": 0.4, "sooner": 1.0, "same_first_token": 1.0}
-    peer |= {"ours_sooner": 4.5, "same_answer": 0.5, "resident_bytes": 10**9, "disk_bytes": 0, "version": "x 1"}
+    peer = {"peer": "hf", "what": "generate", "wall_s": 0.5, "cpu_s": 0.4, "speedup": 1.0, "same_first_token": 1.0}
+    peer |= {"ragfuse_speedup": 4.5, "same_answer": 0.5, "resident_bytes": 10**9, "disk_bytes": 0, "version": "x 1"}
     peer |= {"n": 2, "tokens": 90.0, "chunks": 6, "pool": 8}
-    ours = {**peer, "peer": "ragfuse", "encode_s": 3.21, "ours_sooner": None}
+    ours = {**peer, "peer": "ragfuse", "encode_s": 3.21, "ragfuse_speedup": None}
     ttft = {"chunks": 6, "tokens": 3104, "full_s": 4.0, "fused_s": 1.0, "speedup": 4.0, "reuse_x": 20.0}
     runs = {
         "a": {"results": [quality], "model": "m", "dtype": "bfloat16"},
@@ -53,8 +53,8 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     runs["j"] |= {"ideas": [{**level, "name": "+ deltas"}], "shapes": [{**level, "shape": "l8b", "level": "cg2"}]}
     runs["j"] |= {"answers": {"raw": {"n": 300, "f1": 0.6}}, "piece": {"tokens": 1500}, "reached": ["cg2"]}
     runs["j"] |= {"context_tokens": 6000, "paper": "p", "absent": ["Not at hand: Mistral-7B."]}
-    row = {"gbps": 3.0, "text_s": 9.0, "sooner": "cg2"}
-    runs["k"] = {"figure": "cg-fig11", "title": "t", "paper": "p", "rows": [row] * 40, "columns": ["gbps", "sooner"]}
+    row = {"gbps": 3.0, "text_s": 9.0, "speedup": "cg2"}
+    runs["k"] = {"figure": "cg-fig11", "title": "t", "paper": "p", "rows": [row] * 40, "columns": ["gbps", "speedup"]}
     hits = {"hit": 0.7, "ram": 0.65, "disk": 0.05, "later_hit": 0.79, "first_token_s": 0.052, "waiting": 2060.0}
     drawn = {"sessions": 9000, "turns": 5.74, "over_4k": 0.149}
     runs["l"] = {"settings": [{"name": "128G/2T", "look_ahead": hits}], "loads": {"drawn": drawn}, "warm_turns": 10}

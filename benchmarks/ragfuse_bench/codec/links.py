@@ -82,13 +82,13 @@ def ttft(costs: Costs, method: str, tokens: int, gbps: float, requests: int = 1)
 
 
 def row(costs: Costs, methods: Mapping[str, str], tokens: int, gbps: float, requests: int = 1) -> dict[str, Any]:
-    """Seconds by method, given as {name: "text" or a level}, and which is soonest."""
+    """Seconds by method, given as {name: "text" or a level}, and which is fastest."""
     seconds = {name: ttft(costs, method, tokens, gbps, requests).all_s for name, method in methods.items()}
-    soonest = min(seconds, key=lambda name: seconds[name])
+    fastest = min(seconds, key=lambda name: seconds[name])
     return {
         "tokens": tokens,
         "gbps": gbps,
         "requests": requests,
         **{f"{name}_s": each for name, each in seconds.items()},
-        "sooner": methods[soonest],
+        "fastest": methods[fastest],
     }

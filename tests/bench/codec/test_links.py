@@ -40,8 +40,8 @@ def test_requests_share_the_compute_and_not_the_link() -> None:
 
 
 def test_the_soonest_method_is_named_as_its_level() -> None:
-    assert row(COSTS, METHODS, 6000, 3.0)["sooner"] == "cg2"
-    assert row(COSTS, METHODS, 6000, 0.001)["sooner"] == "text"
+    assert row(COSTS, METHODS, 6000, 3.0)["fastest"] == "cg2"
+    assert row(COSTS, METHODS, 6000, 0.001)["fastest"] == "text"
     found = row(COSTS, METHODS, 6000, 3.0)
     assert found["text_s"] > found["int8_s"] > found["default_s"] > 0
 
