@@ -169,14 +169,15 @@ def documents_digest(documents: Documents) -> str:
 def training_nbytes(model: HFModel, rank: int) -> int:
     """Return about how many bytes training needs besides the weights: adapter, optimizer, and what backward needs.
 
-    It is counted for the longest context that is drawn; most are half as long.
+    It is counted for the longest context that is drawn, half as much again for its questions and because chunks are
+    padded to the longest one; most are half as long.
     """
     config = model.model.config.get_text_config()
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    itemsize, rows = model.dtype.itemsize, MAX_CONTEXT_TOKENS
+    itemsize, rows = model.dtype.itemsize, MAX_CONTEXT_TOKENS * 3 // 2
     linear = [each for each in model.model.modules() if isinstance(each, torch.nn.Linear)]
     adapter = sum(rank * (each.in_features + each.out_features) for each in linear)
-    kept = rows * model.n_layers * itemsize * (10 * hidden + 6 * inner)
+    kept = rows * model.n_layers * itemsize * (18 * hidden + 5 * inner)
     logits = 4 * 4 * QUESTIONS * 16 * config.vocab_size
     return int(6 * 4 * adapter + kept + logits)
 
