@@ -191,7 +191,8 @@ def _cell(value: Any) -> str:
 
 def _peers(run: Result) -> Iterator[str]:
     yield f"The same ids for everyone, one at a time, answers of up to {run['answer_tokens']} tokens; by the wall."
-    columns = ("", "first token", "speedup over transformers", "speedup of ragfuse", "CPU", "same first token", "same answer")
+    speedups = ("speedup over transformers", "speedup of ragfuse")
+    columns = ("", "first token", *speedups, "CPU", "same first token", "same answer")
     for tokens in dict.fromkeys(row["tokens"] for row in run["results"]):
         rows = [row for row in run["results"] if row["tokens"] == tokens]
         shape = "{n} prompts of {tokens:,.0f} tokens, {chunks} of {pool} recurring chunks each:"

@@ -178,7 +178,8 @@ def show(model: str, rows: Sequence[Mapping[str, Any]], console: Console) -> Non
     """Print the table of a length, one line a peer."""
     shape = "{n} prompts of {tokens:,.0f} tokens, {chunks} chunks each".format_map(rows[0])
     table = Table(title=f"{model}: {shape}", box=None)
-    columns = ("", "first token", "CPU", "speedup over transformers", "speedup of ragfuse", "same first token", "same answer")
+    speedups = ("speedup over transformers", "speedup of ragfuse")
+    columns = ("", "first token", "CPU", *speedups, "same first token", "same answer")
     for name in (*columns, "memory", "disk"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in rows:
