@@ -9,7 +9,8 @@
     │   └── RefusedError   the model's KV cannot be reused at other positions (answers fall back to full prefill)
     │       └── FixedError    its KV can be reused at the positions it was encoded at: enough for schema modules
     ├── BusyError          the queue is full; the error says when to try again
-    └── StoreError         the store as a whole is not usable (a single bad entry is a miss, not an error)
+    ├── StoreError         the store as a whole is not usable (a single bad entry is a miss, not an error)
+    └── TransferError      KV on its way to another engine cannot be written, or is not what that engine needs
 
 A message says what was wanted, what was found, and what to do. A cache miss is never an error.
 """
@@ -62,6 +63,10 @@ class FixedError(RefusedError):
 
 class StoreError(RagFuseError):
     """A store that cannot be opened or written as a whole."""
+
+
+class TransferError(RagFuseError):
+    """KV on its way to another engine that cannot be written, or is not what that engine needs."""
 
 
 class BusyError(RagFuseError):

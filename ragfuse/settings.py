@@ -309,6 +309,20 @@ class Settings(BaseSettings):
     )
     serve_schemas: int = Field(default=256, ge=0, description="Schemas that each tenant of a server may register.")
 
+    transfer_url: str = Field(
+        default="",
+        repr=False,  # may hold a password
+        description="Where a server puts the KV of prompts that another engine decodes: a folder (in /dev/shm for "
+        "engines on one machine), or a redis:// or s3:// URL that both reach. Empty: it hands nothing over.",
+    )
+    transfer_level: Literal["raw", "int8"] = Field(
+        default="raw", description="Codec level of KV that is handed over: raw is exact, int8 takes half of bfloat16."
+    )
+    transfer_bytes: int = Field(default=8 << 30, ge=1, description="Most bytes of KV that wait to be decoded.")
+    transfer_ttl_s: float = Field(
+        default=300.0, ge=1, description="Seconds after which KV that no engine has decoded is deleted."
+    )
+
     @field_validator("api_keys", mode="before")
     @classmethod
     def _listed(cls, given: Any) -> Any:
@@ -372,6 +386,11 @@ class Settings(BaseSettings):
     def _absolute_tiers(cls, given: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(_tier_placed, given))
 
+    @field_validator("transfer_url", mode="after")
+    @classmethod
+    def _absolute_transfer(cls, given: str) -> str:
+        return _tier_placed(given)
+
     @field_validator("model", "embedder", mode="after")
     @classmethod
     def _absolute_model(cls, given: str) -> str:
@@ -386,6 +405,7 @@ class Settings(BaseSettings):
         """
         secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
         secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
+        secret += ["transfer_url"] if _CREDENTIALS.search(self.transfer_url) else []
         secret += ["model_kwargs"] if isinstance(self.model_kwargs.get("token"), str) else []
         if secret:
             variables = ", ".join(PREFIX + name.upper() for name in secret)
@@ -409,6 +429,7 @@ class Settings(BaseSettings):
             "home": _placed(self.home),
             "store": None if self.store is None else _placed(self.store),
             "tiers": tuple(map(_tier_placed, self.tiers)),
+            "transfer_url": _tier_placed(self.transfer_url),
             "model": _model_placed(self.model),
             "embedder": _model_placed(self.embedder),
         }

@@ -1,0 +1,7 @@
+"""KV of whole prompts on its way to another engine: handles, and the places that both engines reach."""
+
+from ragfuse.errors import TransferError
+from ragfuse.transfer.handle import TransferHandle, TransferModel
+from ragfuse.transfer.place import TransferPlace
+
+__all__ = ["TransferError", "TransferHandle", "TransferModel", "TransferPlace"]

@@ -1,0 +1,201 @@
+"""Handles of prompts whose KV waits for another engine, and the model that the KV belongs to.
+
+Values only. The engine that decodes may have other versions of everything but this package, so a handle is plain JSON
+types, and what it is bound to are digests that both engines compute for themselves.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from ragfuse.errors import TransferError
+from ragfuse.types.keys import ChunkKey, digest, token_digest
+from ragfuse.types.kv import ChunkKV
+
+SECRET_NBYTES = 16
+"""Bytes of the random part of a handle, which nobody guesses."""
+_LAYOUT = re.compile(r"until-([0-9]{1,12})-[0-9a-f]{32}")
+_HEX = re.compile(r"[0-9a-f]{32}")
+_MOST = 1 << 44
+_LONGEST_NAME = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TransferModel:
+    """What KV must have in common with the model that decodes after it.
+
+    Args:
+        name: Name of the model, as both engines are told it.
+        n_layers: Layers that keep KV.
+        kv_heads: KV heads of each layer, of all ranks together.
+        head_dim: Dims of a head's keys, and of its values.
+        dtype: Name of the dtype of keys and values, such as "bfloat16".
+    """
+
+    name: str
+    n_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @classmethod
+    def of(cls, name: str, kv: ChunkKV) -> Self:
+        """Return the model of this name to which the KV belongs.
+
+        Raises:
+            TransferError: Its layers differ from each other, or its keys from its values.
+        """
+        first = kv.layers[0].keys
+        for at, layer in enumerate(kv.layers):
+            for part in (layer.keys, layer.values):
+                if part.shape != first.shape or part.dtype != first.dtype:
+                    raise TransferError(
+                        f"Wanted KV with the same heads in all layers to hand over, found {tuple(first.shape)} in "
+                        f"layer 0 and {tuple(part.shape)} in layer {at}. Answer prompts of '{name}' here."
+                    )
+        heads, _, dim = first.shape
+        return cls(name, len(kv.layers), heads, dim, str(first.dtype).removeprefix("torch."))
+
+    @property
+    def digest(self) -> str:
+        """The digest of all fields: 32 hex digits."""
+        return digest("transfer", *map(str, asdict(self).values()))
+
+    def __str__(self) -> str:
+        return f"{self.name!r:.80} ({self.n_layers} layers, {self.kv_heads} KV heads of {self.head_dim}, {self.dtype})"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferHandle:
+    """The right to read the KV of one prompt, once. Whoever has it can read the KV: it is a secret.
+
+    Args:
+        secret: 32 random hex digits.
+        expires_s: When it expires, in seconds since the epoch.
+        tenant: The tenant's label (`tenant_label`).
+        model: The model that computed the KV.
+        tokens: Digest of the prompt's token ids.
+        n_tokens: Tokens of the prompt.
+        nbytes: Bytes of its KV, as encoded.
+        level: The codec level.
+        place: Label of the place (`TransferPlace.label`).
+    """
+
+    secret: str
+    expires_s: int
+    tenant: str
+    model: TransferModel
+    tokens: str
+    n_tokens: int
+    nbytes: int
+    level: str
+    place: str
+
+    @classmethod
+    def make(
+        cls,
+        token_ids: Sequence[int],
+        model: TransferModel,
+        tenant: str,
+        expires_s: float,
+        nbytes: int,
+        level: str,
+        place: str,
+    ) -> Self:
+        """Return a new handle of a prompt, with a secret that no other has."""
+        secret, tokens = secrets.token_hex(SECRET_NBYTES), token_digest(token_ids)
+        return cls(secret, int(expires_s), tenant, model, tokens, len(token_ids), nbytes, level, place)
+
+    @staticmethod
+    def tenant_label(salt: str) -> str:
+        """Return a tenant's label: a digest of its salt, which stays secret."""
+        return digest("transfer tenant", salt)
+
+    @property
+    def key(self) -> ChunkKey:
+        """The key of the KV in its place, which only an equal handle has."""
+        return ChunkKey(self.model.digest, self.tokens, self.tenant, f"until-{self.expires_s}-{self.secret}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the handle as plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: object) -> Self:
+        """Return the handle that `as_dict` wrote; the text comes from a client, so nothing in it is trusted.
+
+        Raises:
+            TransferError: It is no handle.
+        """
+        try:
+            found = _checked(given, cls)
+            model = TransferModel(**_checked(found["model"], TransferModel))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransferError(
+                f"Wanted a handle as ragfuse writes it into kv_transfer_params, found another value ({error}). Hand "
+                "on what the prefill answered without changing it."
+            ) from error
+        return cls(**{**found, "model": model})
+
+    def check(self, token_ids: Sequence[int], model: TransferModel, now_s: float) -> None:
+        """Check that this prompt's KV is here, for this model, and not too late.
+
+        Args:
+            token_ids: The ids of the prompt, as the engine that decodes has them.
+            model: The model of the engine that decodes.
+            now_s: The time, in seconds since the epoch.
+
+        Raises:
+            TransferError: Something of it differs; the message says what.
+        """
+        if self.model != model:
+            raise TransferError(
+                f"Wanted KV of model {model}, found KV of {self.model}. Serve the same model in the same dtype on both "
+                "sides, under one name."
+            )
+        if self.n_tokens != len(token_ids):
+            raise TransferError(
+                f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens}. Hand over the token "
+                "ids of the prefill (prompt_token_ids), or use the same tokenizer and chat template on both sides."
+            )
+        if self.tokens != token_digest(token_ids):
+            raise TransferError(
+                "Wanted KV of this prompt's token ids, found KV of as many others. Hand over the token ids of the "
+                "prefill (prompt_token_ids), or use the same tokenizer and chat template on both sides."
+            )
+        if now_s >= self.expires_s:
+            raise TransferError(
+                f"Wanted KV that has not expired, found KV that expired {now_s - self.expires_s:.0f} s ago. Decode "
+                "sooner, set RAGFUSE_TRANSFER_TTL_S higher, or set the clocks of both machines."
+            )
+
+
+def is_expired(key: ChunkKey, now_s: float) -> bool:
+    """Return whether a key is that of a handle that has expired; False for all other keys."""
+    found = _LAYOUT.fullmatch(key.layout)
+    return found is not None and now_s >= int(found.group(1))
+
+
+def expired(keys: Iterable[ChunkKey], now_s: float) -> list[ChunkKey]:
+    """Return the keys of handles that have expired."""
+    return [key for key in keys if is_expired(key, now_s)]
+
+
+def _checked(given: object, kind: type[Any]) -> dict[str, Any]:
+    """Return a mapping with exactly the fields of a dataclass, each of a plausible value; ValueError otherwise."""
+    names = [each.name for each in fields(kind)]
+    if not isinstance(given, Mapping) or set(given) != set(names):
+        raise ValueError(f"not a mapping of {', '.join(names)}")
+    for each in fields(kind):
+        value = given[each.name]
+        if each.type == "int" and (type(value) is not int or not 0 < value < _MOST):
+            raise ValueError(f"{each.name} is no positive whole number")
+        if each.type == "str" and (type(value) is not str or not 0 < len(value) <= _LONGEST_NAME):
+            raise ValueError(f"{each.name} is no text of 1 to {_LONGEST_NAME} characters")
+        if each.name in ("secret", "tenant", "tokens") and not _HEX.fullmatch(value):
+            raise ValueError(f"{each.name} is not 32 hex digits")
+    return dict(given)

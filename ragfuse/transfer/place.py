@@ -1,0 +1,180 @@
+"""A place where the KV of whole prompts waits for another engine: one of the store's tiers, opened by its URL.
+
+Bytes are written, checked and deleted by the tier, and encoded by the codecs. What is added here are handles: secret,
+bound to model, tenant and token ids, and short-lived.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Lock
+
+from ragfuse.codec import codec_for
+from ragfuse.errors import RagFuseError, TransferError
+from ragfuse.settings import Settings
+from ragfuse.store.factory import open_tier
+from ragfuse.store.tier import EntryMeta, Tier, answers
+from ragfuse.store.urls import shown
+from ragfuse.transfer.handle import TransferHandle, TransferModel, expired
+from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.kv import ChunkKV, Entry, LayerKV
+
+log = logging.getLogger("ragfuse.transfer")
+
+_SWEEPS_A_LIFE = 5
+_MARGIN_S = 60.0
+
+
+class TransferPlace:
+    """A place where the KV of prompts waits. Thread-safe.
+
+    Args:
+        tier: Where the bytes are.
+        ttl_s: Seconds after which a handle expires.
+        label: What handles call the place: the kind of its tier and a digest of its URL.
+        clock: Returns the time in seconds since the epoch.
+    """
+
+    def __init__(
+        self, tier: Tier, ttl_s: float = 300.0, label: str = "", clock: Callable[[], float] = time.time
+    ) -> None:
+        self.label = label or tier.name
+        self._tier, self._ttl_s, self._clock = tier, ttl_s, clock
+        self._swept_at, self._lock = clock(), Lock()
+        self.sweep()
+
+    @classmethod
+    def open(cls, settings: Settings) -> TransferPlace:
+        """Open the place at `settings.transfer_url` and delete what has expired there.
+
+        Raises:
+            TransferError: There is no such setting, or the place cannot be used or does not answer.
+        """
+        url = settings.transfer_url
+        if not url:
+            raise TransferError(
+                "Wanted a place to hand KV over, found none: set RAGFUSE_TRANSFER_URL to a folder (in /dev/shm for "
+                "engines on one machine), or to a redis:// or s3:// URL that both engines reach."
+            )
+        life_s = settings.transfer_ttl_s
+        limits = {"tier_bytes": settings.transfer_bytes, "ttl_s": life_s + _MARGIN_S}
+        try:
+            tier = open_tier(url, settings.model_copy(update=limits), _evict_expired)
+        except (RagFuseError, ImportError, OSError, ValueError) as error:
+            raise TransferError(f"The place '{shown(url)}' to hand KV over cannot be opened: {error}") from error
+        if not answers(tier):
+            raise TransferError(
+                f"The place '{shown(url)}' to hand KV over does not answer. Start it, or set RAGFUSE_TRANSFER_URL to "
+                "one that both engines reach."
+            )
+        return cls(tier, life_s, f"{tier.name}-{digest('place', url)[:8]}")
+
+    def put(
+        self, kv: ChunkKV, token_ids: Sequence[int], model: TransferModel, tenant: str, level: str = "raw"
+    ) -> TransferHandle:
+        """Write the KV of a whole prompt.
+
+        Args:
+            kv: The KV of all T tokens: keys and values [H, T, D] a layer, keys rotated to positions 0..T-1.
+            token_ids: The T ids.
+            model: The model that computed it.
+            tenant: The tenant's label (`TransferHandle.tenant_label`).
+            level: The codec level: "raw", or "int8", which is not exact.
+
+        Returns:
+            The handle, with which it can be read until it expires.
+
+        Raises:
+            TransferError: It does not fit, or the place failed.
+        """
+        if kv.n_tokens != len(token_ids):
+            raise TransferError(f"Wanted KV of {len(token_ids)} tokens, found KV of {kv.n_tokens}. Give both whole.")
+        self.sweep_if_due()
+        codec = codec_for(level)
+        blobs = [codec.encode(layer, at).cpu() for at, layer in enumerate(kv.layers)]
+        meta = EntryMeta.of(kv, level, blobs)
+        expires_s = self._clock() + self._ttl_s
+        handle = TransferHandle.make(token_ids, model, tenant, expires_s, meta.nbytes, level, self.label)
+        if not self._tier.write(handle.key, meta, blobs):
+            raise TransferError(
+                f"Wanted room for {meta.nbytes:,} bytes of KV in the place {self.label}, found none: it holds "
+                f"{self._tier.nbytes:,} of {self._tier.capacity:,}, or it failed (see the log). Raise "
+                "RAGFUSE_TRANSFER_BYTES, lower RAGFUSE_TRANSFER_TTL_S, or try again later."
+            )
+        return handle
+
+    def read(self, handle: TransferHandle) -> Iterator[LayerKV]:
+        """Yield the layers of a prompt's KV, each read and checked when it is asked for. Nothing is deleted.
+
+        Raises:
+            TransferError: It has expired, was deleted, is damaged, or is not what the handle says.
+        """
+        if self._clock() >= handle.expires_s:
+            raise TransferError(
+                f"The KV of a prompt expired {self._clock() - handle.expires_s:.0f} s ago. Decode sooner, or set "
+                "RAGFUSE_TRANSFER_TTL_S higher."
+            )
+        codec = codec_for(handle.level)
+        for at in range(handle.model.n_layers):
+            found = self._tier.read(handle.key, at)
+            if found is None:
+                raise TransferError(
+                    f"Layer {at} of a prompt's KV is not in the place {self.label}: it was never written there (the "
+                    f"handle says {handle.place!r:.40}), was read before, or was damaged. Use one place for both."
+                )
+            meta, *blobs = found
+            _check(meta, handle)
+            try:
+                yield codec.decode(blobs[0], meta.layers[at])
+            except ValueError as error:
+                raise TransferError(f"Layer {at} of a prompt's KV cannot be decoded: {error}") from error
+
+    def delete(self, handle: TransferHandle) -> bool:
+        """Delete the KV of a handle; return whether it was there."""
+        return bool(self._tier.delete([handle.key]))
+
+    @property
+    def n_waiting(self) -> int:
+        """Prompts whose KV is there now."""
+        return len(self._tier.entries())
+
+    def sweep(self) -> int:
+        """Delete the KV of all handles that have expired, also those that an engine left when it crashed."""
+        with self._lock:
+            self._swept_at = now_s = self._clock()
+        doomed = expired(self._tier.entries(), now_s)
+        if not doomed:
+            return 0
+        log.info("%d prompts expired in the place %s before any engine decoded them", len(doomed), self.label)
+        return self._tier.delete(doomed)
+
+    def sweep_if_due(self) -> None:
+        """Sweep if the last time is a fifth of a handle's life ago."""
+        with self._lock:
+            is_due = not 0 <= self._clock() - self._swept_at < self._ttl_s / _SWEEPS_A_LIFE
+        if is_due:
+            self.sweep()
+
+    def close(self) -> None:
+        """Close the tier; what is in it stays until it expires."""
+        getattr(self._tier, "close", lambda: None)()
+
+
+def _check(meta: EntryMeta, handle: TransferHandle) -> None:
+    """Raise TransferError where an entry is not as large as its handle says, before any of it is decoded."""
+    model = handle.model
+    shape = (model.kv_heads, handle.n_tokens, model.head_dim)
+    fits = all(each.key_shape == each.value_shape == shape and each.dtype == model.dtype for each in meta.layers)
+    if meta.levels != (handle.level,) or meta.n_layers != model.n_layers or not fits:
+        one = meta.layers[0]
+        raise TransferError(
+            f"Wanted KV of {model.n_layers} layers {shape} in {model.dtype} at level {handle.level}, found "
+            f"{meta.n_layers} layers {one.key_shape} in {one.dtype} at {', '.join(meta.levels)}. Ask for it again."
+        )
+
+
+def _evict_expired(entries: Sequence[Entry]) -> Iterable[ChunkKey]:
+    """Make room by what has expired only: what still waits for its engine is never evicted."""
+    return expired((entry.key for entry in entries), time.time())
