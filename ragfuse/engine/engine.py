@@ -24,7 +24,7 @@ from ragfuse.engine.placement import Placement
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.question import ChatInput, Ids, Question, is_ids, mended_content, mended_question, question_of
-from ragfuse.engine.request import Request, Say
+from ragfuse.engine.request import Prefilled, Request, Say
 from ragfuse.engine.runtime import Runtime, handed_over
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
 from ragfuse.engine.stages import Stages
@@ -140,15 +140,26 @@ class Engine:
         return self._answer(self._request(question_of(prompt, pml), ask or Ask(), began_s=time.perf_counter()))
 
     def stream(
-        self, prompt: Question | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
+        self,
+        prompt: Question | None = None,
+        ask: Ask | None = None,
+        *,
+        pml: Path | str | None = None,
+        prefilled: Prefilled = None,
     ) -> AnswerStream:
         """Return an iterator over the answer's text as it is generated; arguments as for `answer`.
 
         `AnswerStream.answer` has the whole answer once the stream is read to its end.
+
+        Args:
+            prompt: As for `answer`.
+            ask: As for `answer`.
+            pml: As for `answer`.
+            prefilled: Called with the prefilled prompt before its answer is generated; what it raises ends the stream.
         """
         ask, question = ask or Ask(), question_of(prompt, pml)
         offered_tools(ask)  # raises for invalid tools here, not while the stream is read
-        return AnswerStream(partial(self._say, question, ask))
+        return AnswerStream(partial(self._say, question, ask, prefilled))
 
     def batch(
         self, prompts: Sequence[Question], ask: Ask | None = None, cancelled: threading.Event | None = None
@@ -176,6 +187,8 @@ class Engine:
         plan = stages.planner.begin(prompt, request)
         with stages.fetch.fetch(plan) as fetched:
             prepared = stages.prefill.prefill(fetched)
+            if request.prefilled is not None:
+                request.prefilled(prepared)
             stages.remember.begin(prepared, request)
             stages.generate.share(prepared, request)
         with stages.remember.begun(prepared, request):
@@ -225,8 +238,9 @@ class Engine:
         calls = self._stages.prompts.calls
         return replace(request, constraints=self._stages.constraints.compile(request.ask, request.model, calls))
 
-    def _say(self, question: Question, ask: Ask, say: Say, stop: threading.Event) -> Answer:
-        return self._answer(self._request(question, ask, say, (stop,), time.perf_counter()))
+    def _say(self, question: Question, ask: Ask, prefilled: Prefilled, say: Say, stop: threading.Event) -> Answer:
+        request = self._request(question, ask, say, (stop,), time.perf_counter())
+        return self._answer(replace(request, prefilled=prefilled))
 
     def check_length(self, prompt: Question, ask: Ask | None = None) -> None:
         """Raise OverlongError for a prompt that cannot fit the model's context, without tokenising it."""

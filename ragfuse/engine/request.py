@@ -10,6 +10,7 @@ from ragfuse.engine.constraints import OutputConstraints
 from ragfuse.engine.options import Ask
 from ragfuse.engine.question import Question, is_ids
 from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.model import HFModel
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.types.answer import Thought
@@ -17,6 +18,8 @@ from ragfuse.types.profiles import ModelProfile
 
 Say = Callable[[str | Thought], None] | None
 """A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
+Prefilled = Callable[[PreparedPrompt], object] | None
+"""A callback for a prompt once it is prefilled, before its answer is generated; None: nobody asks."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Request:
         say: Callback for the answer's pieces as they are generated.
         ends: Events that end the generation once one of them is set.
         has_company: Whether other answers will be generated at the same time.
+        prefilled: Callback for the prompt once it is prefilled.
     """
 
     question: Question
@@ -42,6 +46,7 @@ class Request:
     say: Say = None
     ends: tuple[threading.Event, ...] = ()
     has_company: bool = False
+    prefilled: Prefilled = None
 
     @property
     def profile(self) -> ModelProfile:

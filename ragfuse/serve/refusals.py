@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from ragfuse.errors import InputError, PMLError, RagFuseError, SettingsError, StoreError
+from ragfuse.errors import InputError, PMLError, RagFuseError, SettingsError, StoreError, TransferError
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -70,6 +70,16 @@ def api_error_of(error: BaseException) -> APIError:
         log.error("A request was answered with an error (503), as the store cannot be used: %s", error)
         return APIError(
             503, "The store cannot be used now. Retry later; the server's log has the reason.", "store", None, 30
+        )
+    if isinstance(error, TransferError):
+        log.error("A request was answered with an error (503), as its KV cannot be handed over: %s", error)
+        return APIError(
+            503,
+            "The KV of this prompt cannot be handed over now. Retry later, or let the engine that decodes compute the "
+            "prompt; the server's log has the reason.",
+            "transfer",
+            None,
+            5,
         )
     name = type(error).__name__
     log.error("A request failed with %s", name, exc_info=error)

@@ -49,7 +49,9 @@ class ResponseWriter:
         kind = "chat.completion" if self.is_chat else "text_completion"
         usage = usage_of([each.answer for each in completed])
         trace = traces[0] if len(traces) == 1 else traces
-        return {**self._head(kind), "choices": choices, "usage": usage, "ragfuse": trace}
+        whole = {**self._head(kind), "choices": choices, "usage": usage, "ragfuse": trace}
+        params = completed[0].transfer_params if completed else None
+        return whole if params is None else {**whole, "kv_transfer_params": params}
 
     async def events(self, items: AsyncIterator[TextDelta | Completed]) -> AsyncIterator[bytes]:
         """Yield the answers as server-sent events; the last event is [DONE], or the error that ended the stream."""

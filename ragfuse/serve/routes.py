@@ -36,6 +36,7 @@ from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextD
 from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest
 from ragfuse.serve.service import Service
 from ragfuse.serve.stats import store_of
+from ragfuse.serve.transfer import transfer_of
 
 T = TypeVar("T")
 SLOW_S = 30.0
@@ -117,6 +118,9 @@ async def _answer(
     if body.stream_options is not None and not body.stream:
         raise APIError(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
     tenant = _tenant(request)
+    transfer = transfer_of(body, service.transfers, service.model, tenant.salt, service.settings.transfer_level)
+    if transfer is not None:
+        make, wants_logprobs = transfer.instead_of(make), False
     run = await unless_disconnected(request.receive, service.begin(tenant, make, body.session_id))
     try:
         engine = run.engine

@@ -9,18 +9,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import Ask
 from ragfuse.engine.question import Question
+from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt
 from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought, Trace
 
 HARD_S = 5.0
 """Seconds after its deadline at which an answer that has not ended fails."""
+
+
+class Transfer(Protocol):
+    """A receiver of a prefilled prompt, which another engine decodes."""
+
+    def put(self, prepared: PreparedPrompt) -> None:
+        """Take the prefilled prompt, before its answer is generated."""
+        ...
+
+    def params(self) -> dict[str, Any]:
+        """Return the `kv_transfer_params` of the response."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,7 @@ class AnswerRequest:
         echo: Text of the prompt to repeat before the answer; "": decode it from the token ids; None: no echo.
         n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not score it.
         writes: Whether to generate an answer; False for scoring a prompt only.
+        transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
     """
 
     question: Question
@@ -42,6 +56,7 @@ class AnswerRequest:
     echo: str | None = None
     n_top: int | None = None
     writes: bool = True
+    transfer: Transfer | None = None
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
         """Return the log probabilities recorded since the last call; with the finished answer, all remaining ones."""
@@ -78,6 +93,7 @@ class Completed:
         token_logprobs: Log probabilities that were not streamed yet.
         is_late: Whether its deadline cut it off.
         echo: The prompt, if it is repeated before the answer.
+        transfer_params: How another engine finds the prompt's KV; None: it was not handed over.
     """
 
     index: int
@@ -86,6 +102,7 @@ class Completed:
     token_logprobs: Sequence[TokenLogprob] = ()
     is_late: bool = False
     echo: str = ""
+    transfer_params: dict[str, Any] | None = None
 
 
 class AnswerRun:
@@ -154,7 +171,10 @@ class AnswerRun:
         if not request.writes:
             self._items.put_nowait(Completed(index, echo.answer(self.engine), "", echo=echo.text))
             return
-        self._stream = stream = await asyncio.to_thread(self.engine.stream, request.question, request.ask)
+        transfer = request.transfer
+        self._stream = stream = await asyncio.to_thread(
+            self.engine.stream, request.question, request.ask, prefilled=transfer.put if transfer is not None else None
+        )
         if self._is_over:
             stream.cancel()
         timers = loop.call_at(self._deadline_s, self.finish), loop.call_at(self._deadline_s + HARD_S, self._give_up)
@@ -167,7 +187,8 @@ class AnswerRun:
                     self._items.put_nowait(TextDelta(index, piece, request.take_logprobs()))
             answer = stream.answer
             rest, token_logprobs = answer.text[n_sent:], request.take_logprobs(answer)
-            self._items.put_nowait(Completed(index, answer, rest, token_logprobs, self._is_late, echo.text))
+            params = transfer.params() if transfer is not None else None
+            self._items.put_nowait(Completed(index, answer, rest, token_logprobs, self._is_late, echo.text, params))
         finally:
             for timer in timers:
                 timer.cancel()

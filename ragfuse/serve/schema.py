@@ -184,6 +184,8 @@ class CompletionRequest(RequestBody):
     pml: str | None = Field(default=None, min_length=1)
     """A prompt in PML for a registered schema; messages or prompt are appended to it as plain text."""
     ragfuse: AnswerOptions = AnswerOptions()
+    kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
+    """vLLM's field for disaggregated prefill; with do_remote_decode the KV is handed over instead of decoded."""
 
     # vLLM's fields for the form of an answer, of which one request may use one
     guided_json: dict[str, Any] | str | None = None

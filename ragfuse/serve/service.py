@@ -26,6 +26,7 @@ from ragfuse.serve.threads import Threads
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.text.chat_messages import ChatMessage
+from ragfuse.transfer import TransferPlace
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -58,6 +59,7 @@ class Service:
         self.held = HeldBytes(max_held_bytes, max_held_bytes // share, lambda: self.admission.jobs.backlog_s())
         self.counts = ServerCounts(self.admission)
         self.threads = Threads(settings.serve_together)
+        self.transfers = TransferPlace.open(settings) if settings.transfer_url else None
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
@@ -187,6 +189,8 @@ class Service:
         """Keep every tenant within its quota, for as long as the server runs."""
         while True:
             await asyncio.sleep(UPKEEP_S)
+            if self.transfers is not None:
+                await self.threads.run(self.threads.upkeep, self.transfers.sweep_if_due)
             for keeper in list(self.quotas.values()):
                 try:
                     await self.threads.run(self.threads.upkeep, keeper.enforce)
@@ -210,6 +214,8 @@ class Service:
             self.quotas.clear()
         for engine in engines:
             engine.close()
+        if self.transfers is not None:
+            self.transfers.close()
 
     def _quota(self) -> Quota:
         """Return the quota of each tenant."""
