@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-bench test-slow lint format docs notebooks results clean
+.PHONY: help venv venv-vllm demo test test-bench test-vllm test-slow lint format docs notebooks results clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,21 @@ test: lint ## lint, types and all tests but the benchmarks' that are neither slo
 
 test-bench: $(READY) ## the tests of the benchmarks
 	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' tests/bench tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
+
+# vLLM's environment: another transformers, so another folder. Its stamp is written last.
+VLLM_VENV ?= .venv-vllm
+VLLM_INPUTS := benchmarks/peers/setup.py benchmarks/peers/vllm.txt integrations/vllm-ragfuse/requirements.txt
+VLLM_READY := $(VLLM_VENV)/.ready-$(shell cat $(VLLM_INPUTS) | cksum | cut -d ' ' -f 1)
+
+venv-vllm: $(VLLM_READY) ## set up .venv-vllm with vLLM for CPUs: minutes, 3.3 GB
+
+$(VLLM_READY): | $(READY)
+	@$(BIN)/python -m benchmarks.peers.setup vllm --into $(VLLM_VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
+	@$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r integrations/vllm-ragfuse/requirements.txt
+	@touch $@
+
+test-vllm: $(READY) $(VLLM_READY) ## the tests of vllm-ragfuse, over a vLLM that really runs
+	@$(ONE) RAGFUSE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m '' integrations/vllm-ragfuse $(ARGS)
 
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)

@@ -41,7 +41,7 @@ ROLES = ["system", "user", "assistant", "tool"]
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random 3-layer Llama whose tokens are bytes, wide weights, and a chat template."""
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -100,7 +100,7 @@ def real_engine(smollm: str, tmp_path: Path) -> Iterator[Engine]:
         yield engine
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<pad>", "<s>", "</s>", *(f"<|{role}|>" for role in ROLES)]
     alphabet = special + sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({token: id for id, token in enumerate(alphabet)}, []))

@@ -24,6 +24,7 @@ SOURCES = (
     "integrations/langchain-ragfuse",
     "integrations/llama-index-llm-conformance",
     "integrations/llama-index-llms-ragfuse",
+    "integrations/vllm-ragfuse",
 )
 WANTED = {
     "ragfuse_kv": {

@@ -1,0 +1,81 @@
+"""What each set-up that cannot work says, as JSON; run by the Python that has vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+from vllm_ragfuse import setup
+
+from ragfuse import Settings, SettingsError
+from ragfuse.transfer import TransferModel
+
+
+def said(check: Callable[[], Any]) -> str:
+    """The error's message; "" where there is none."""
+    try:
+        check()
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+def config(n_layers: int = 2, cache_dtype: str = "auto", block_size: int = 16, **parallel: int) -> Any:
+    model = SimpleNamespace(get_total_num_hidden_layers=lambda: n_layers, dtype=torch.float32)
+    cache = SimpleNamespace(cache_dtype=cache_dtype, block_size=block_size)
+    return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=SimpleNamespace(**parallel))
+
+
+def groups(*specs: Any) -> Any:
+    made = [SimpleNamespace(kv_cache_spec=spec, layer_names=["0", "1"]) for spec in specs]
+    return SimpleNamespace(kv_cache_groups=made)
+
+
+def main() -> None:
+    shape = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    full, window = FullAttentionSpec(**shape), SlidingWindowSpec(**shape, sliding_window=8)
+    place = Settings(transfer_url=sys.argv[1])
+    model = TransferModel("tiny", 2, 2, 32, "float32")
+    found = {
+        "good": "".join(
+            said(check)
+            for check in (
+                lambda: setup.check_options({"load": "sync", "model": "x"}),
+                lambda: setup.check_version("0.32.7", False),
+                lambda: setup.check_version("0.99.0", True),
+                lambda: setup.check_roles("kv_consumer", "recompute"),
+                lambda: setup.check_parallel(config(tensor_parallel_size=4)),
+                lambda: setup.check_salts(Request),
+                lambda: setup.check_groups(config(), groups(full)),
+            )
+        ),
+        "option": said(lambda: setup.check_options({"lode": "sync"})),
+        "load": said(lambda: setup.check_options({"load": "later"})),
+        "version": said(lambda: setup.check_version("0.320.0", False)),
+        "role": said(lambda: setup.check_roles("kv_both", "recompute")),
+        "policy": said(lambda: setup.check_roles("kv_consumer", "fail")),
+        "parallel": said(lambda: setup.check_parallel(config(pipeline_parallel_size=2))),
+        "salts": said(lambda: setup.check_salts(object)),
+        "window": said(lambda: setup.check_groups(config(), groups(full, window))),
+        "one window": said(lambda: setup.check_groups(config(), groups(window))),
+        "layers": said(lambda: setup.check_groups(config(n_layers=3), groups(full))),
+        "cache dtype": said(lambda: setup.check_groups(config(cache_dtype="fp8"), groups(full))),
+        "blocks": said(lambda: setup.check_groups(config(block_size=32), groups(full))),
+        "place": said(lambda: setup.Setup(model, 16, True, None, place).place()),
+        "no place": said(lambda: setup.Setup(model, 16, True, None, Settings()).place()),
+    }
+    print(
+        json.dumps(
+            {**found, "transformers of ragfuse": [name for name in sys.modules if name.startswith("ragfuse.hf")]}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

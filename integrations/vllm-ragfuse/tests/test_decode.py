@@ -1,0 +1,128 @@
+"""vLLM writes over handed-over KV what transformers writes over it; what it cannot load, it computes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CASES = ("full", "fused", "reused", "foreign")
+
+
+def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
+    return [answer["tokens"] for answer in answers]
+
+
+def loaded(answers: list[dict[str, Any]]) -> list[bool | None]:
+    return [answer["params"]["ragfuse"]["loaded"] if answer["params"] else None for answer in answers]
+
+
+def test_the_four_prompts_have_different_answers(pair: Any) -> None:
+    assert len({tuple(found) for found in pair.prefills.wanted.values()}) == len(CASES)
+
+
+def test_greedy_tokens_equal_those_of_transformers_over_the_same_kv(pair: Any) -> None:
+    for case in CASES:
+        answers = pair.decoder.ask(pair.request(case))
+        assert tokens(answers) == [pair.prefills.wanted[case]], case
+        assert answers[0]["cached"] == len(pair.prefills.ids) - 1
+        assert loaded(answers) == [True]
+    pair.wait_until_left(0)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_goes_on_from_the_same_kv(embedded_pair: Any) -> None:
+    for case in CASES:
+        answers = embedded_pair.decoder.ask(embedded_pair.request(case), embedded_pair.request(None))
+        assert tokens(answers) == [embedded_pair.prefills.wanted[case], embedded_pair.prefills.wanted["full"]], case
+        assert loaded(answers) == [True, None]
+    embedded_pair.wait_until_left(0)
+
+
+def test_a_plain_request_is_never_answered_from_fused_kv(pair: Any) -> None:
+    plain = pair.prefills.wanted["full"]
+    for case in ("foreign", None, "fused", None, "foreign"):
+        assert tokens(pair.decoder.ask(pair.request(case))) == [pair.prefills.wanted[case] if case else plain]
+
+
+def test_requests_of_all_kinds_are_decoded_together(pair: Any) -> None:
+    cases = ("foreign", None, "fused", "reused", "full", None, "foreign")
+    answers = pair.decoder.ask(*map(pair.request, cases))
+    assert tokens(answers) == [pair.prefills.wanted[case or "full"] for case in cases]
+    pair.wait_until_left(0)
+
+
+def test_a_preempted_request_loads_its_kv_again(pair: Any, request: pytest.FixtureRequest) -> None:
+    if "llama" not in request.node.name:
+        pytest.skip("only this engine's cache is so small")
+    before = pair.decoder.counters.get("vllm:num_preemptions", 0)
+    cases = ("foreign", "reused", "fused")
+    answers = pair.decoder.ask(*map(pair.request, cases))
+    assert pair.decoder.counters["vllm:num_preemptions"] > before
+    assert tokens(answers) == [pair.prefills.wanted[case] for case in cases]
+    pair.wait_until_left(0)
+
+
+LIES = {
+    "no handle": "yes",
+    "another secret": {"secret": "0" * 32},
+    "another tenant": {"tenant": "0" * 32},
+    "another model": {"model": {"name": "x", "n_layers": 4, "kv_heads": 2, "head_dim": 32, "dtype": "float32"}},
+    "other tokens": {"tokens": "0" * 32},
+    "another length": {"n_tokens": 12},
+    "another level": {"level": "int8"},
+    "expired": {"expires_s": 1},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_handle_that_is_wrong_costs_the_computation_alone(lie: str, pair: Any) -> None:
+    told = pair.request("foreign")
+    change = LIES[lie]
+    told["params"]["ragfuse"] = {**told["params"]["ragfuse"], **change} if isinstance(change, dict) else change
+    answers = pair.decoder.ask(told, pair.request("fused"))
+    assert tokens(answers) == [pair.prefills.wanted["full"], pair.prefills.wanted["fused"]]
+    assert loaded(answers) == [False, True]
+    assert pair.decoder.counters["vllm:ragfuse_prompts_recomputed"] > 0
+
+
+def test_damaged_kv_is_computed(pair: Any) -> None:
+    told = pair.request("foreign")
+    secret = told["params"]["ragfuse"]["secret"]
+    files = (path for path in (Path(pair.prefills.url) / "chunks").rglob("*") if path.is_file())
+    path = next(path for path in files if secret.encode() in path.read_bytes()[:4096])
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    answers = pair.decoder.ask(told)
+    assert tokens(answers) == [pair.prefills.wanted["full"]]
+    assert loaded(answers) == [False]
+
+
+def test_a_handle_is_read_once(pair: Any) -> None:
+    told = pair.request("foreign")
+    answers = pair.decoder.ask(told, told)
+    assert sorted(map(str, loaded(answers))) == ["False", "True"]
+    time.sleep(0.2)
+    again = pair.decoder.ask(told)
+    assert tokens(again) == [pair.prefills.wanted["full"]]
+    assert loaded(again) == [False]
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_an_aborted_request_leaves_nothing(step: int, pair: Any) -> None:
+    told = pair.request("foreign")
+    _, answer = pair.decoder.ask({**told, "abort_at": step}, pair.request("fused"))
+    assert answer["tokens"] == pair.prefills.wanted["fused"]
+
+
+def test_nothing_is_left_after_many_requests(pair: Any) -> None:
+    before = pair.prefills.place.n_waiting
+    cases = ("fused", "foreign") * 10
+    for _ in range(10):
+        answers = pair.decoder.ask(*map(pair.request, cases), max_tokens=2)
+        assert tokens(answers) == [pair.prefills.wanted[case][:2] for case in cases]
+    pair.wait_until_left(before)
+    assert pair.decoder.counters["vllm:ragfuse_prompts_loaded"] >= 200

@@ -1,0 +1,12 @@
+"""vLLM decodes what ragfuse has fused: a KV connector that writes handed-over KV into vLLM's own cache."""
+
+from typing import TYPE_CHECKING
+
+import lazy_loader
+
+if TYPE_CHECKING:
+    from vllm_ragfuse.connector import RagfuseConnector
+
+__all__ = ["RagfuseConnector"]
+
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"connector": ["RagfuseConnector"]})

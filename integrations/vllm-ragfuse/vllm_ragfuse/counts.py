@@ -1,0 +1,70 @@
+"""Counters of handed-over prompts, for vLLM's log and its Prometheus metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+NAMES = MappingProxyType(
+    {
+        "prompts_loaded": "Requests whose prompt's KV came from ragfuse.",
+        "prompts_recomputed": "Requests with a handle of ragfuse whose prompt vLLM computed itself.",
+        "loaded_bytes": "Bytes of KV that workers loaded, as encoded.",
+        "load_seconds": "Seconds that workers took to load KV.",
+    }
+)
+"""What is counted, with the texts of the metrics."""
+
+
+@dataclass
+class TransferCounts(KVConnectorStats):
+    """Counts by name (`NAMES`) since they were last taken."""
+
+    def add(self, name: str, n: float = 1) -> None:
+        """Add to a counter."""
+        self.data[name] = self.data.get(name, 0) + n
+
+    def take(self) -> TransferCounts | None:
+        """Return the counts and begin again from zero; None where nothing was counted."""
+        if self.is_empty():
+            return None
+        taken = TransferCounts(dict(self.data))
+        self.reset()
+        return taken
+
+    def reset(self) -> None:
+        """Begin again from zero."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the counts of another rank or step."""
+        for name, n in other.data.items():
+            self.add(name, n)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts for the log."""
+        return {name: round(n, 3) for name, n in self.data.items()}
+
+    def is_empty(self) -> bool:
+        """Return whether nothing was counted."""
+        return not self.data
+
+
+class TransferMetrics(KVConnectorPromMetrics):
+    """The Prometheus counters `vllm:ragfuse_*`."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=f"vllm:ragfuse_{name}", documentation=text, labelnames=labelnames)
+            for name, text in NAMES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add counts to the counters of one engine."""
+        for name, n in transfer_stats_data.items():
+            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(n)

@@ -1,0 +1,36 @@
+"""Where the rows and heads of a prompt's KV belong in one rank's paged cache. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def heads_of_rank(n_heads: int, rank: int, n_ranks: int) -> slice:
+    """Return the KV heads that a tensor parallel rank keeps, as vLLM divides them.
+
+    Args:
+        n_heads: KV heads of the model.
+        rank: The rank, 0..n_ranks-1.
+        n_ranks: Tensor parallel ranks. With more ranks than heads, several keep the same head.
+    """
+    if n_ranks <= n_heads:
+        each = n_heads // n_ranks
+        return slice(rank * each, (rank + 1) * each)
+    head = rank // (n_ranks // n_heads)
+    return slice(head, head + 1)
+
+
+def slots_of(blocks: Sequence[int], block_size: int, lo: int, hi: int) -> Tensor:
+    """Return the slots of a prompt's rows lo:hi in the paged cache, int64 [hi - lo].
+
+    Args:
+        blocks: The request's blocks, from its row 0 on.
+        block_size: Rows of a block.
+        lo: The first row.
+        hi: Behind the last row.
+    """
+    rows = torch.arange(lo, hi)
+    return torch.tensor(blocks, dtype=torch.int64)[rows // block_size] * block_size + rows % block_size

@@ -1,0 +1,149 @@
+"""The connector's side in vLLM's scheduler: which requests have KV waiting, and what became of it.
+
+It reads no KV, and nothing here waits for the place: what cannot be loaded is noticed by the workers, and recomputed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from ragfuse.transfer import TransferError, TransferHandle
+from vllm_ragfuse.counts import TransferCounts
+from vllm_ragfuse.load import Load, Loads
+from vllm_ragfuse.setup import Setup
+
+logger = init_logger("vllm.ragfuse")
+
+PARAMS = "ragfuse"
+"""The entry of a request's `kv_transfer_params` that holds its handle."""
+
+
+class SchedulerSide:
+    """Offers the KV of prompts to vLLM's scheduler, and deletes it once their requests have ended.
+
+    KV stays until its request ends, as a request that was preempted loads it again.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._place = setup, setup.place()
+        self._tenant = TransferHandle.tenant_label(setup.salt) if setup.salt is not None else None
+        self._handles: dict[str, TransferHandle] = {}  # by request
+        self._loads: dict[str, Load] = {}  # by request, the last one
+        self._offered: dict[str, int] = {}  # by request, its preemptions when it was offered: never twice
+        self._failures: dict[str, str] = {}  # by request, why its prompt is computed
+        self._new: list[Load] = []
+        self._counts = TransferCounts()
+        self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
+
+    def begin(self, request: Request) -> None:
+        """Take the handle of a new request, and keep its KV out of the prefix cache of all others."""
+        told = (request.kv_transfer_params or {}).get(PARAMS)
+        if told is None:
+            return
+        try:
+            handle = self._checked(told, request)
+        except TransferError as error:
+            self._fail(request.request_id, str(error))
+            return
+        self._handles[request.request_id] = handle
+        request.cache_salt = f"ragfuse-{secrets.token_hex(16)}"  # of the request: its handle may come again
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def n_external(self, request: Request, n_computed: int) -> tuple[int, bool]:
+        """Return how many tokens behind the computed ones can be loaded, and whether between steps.
+
+        The prompt's last token is always computed: its logits give the first token of the answer.
+        """
+        name = request.request_id
+        if name not in self._handles or name in self._failures:
+            return 0, False
+        if self._offered.get(name) == request.num_preemptions:  # a load that failed is not tried again for ever
+            return 0, False
+        n = request.num_prompt_tokens - 1 - n_computed
+        return (n, self._setup.is_async) if n > 0 else (0, False)
+
+    def allocated(self, request: Request, blocks: Sequence[int], n_external: int) -> None:
+        """Have the rows loaded for which blocks were allocated."""
+        name = request.request_id
+        if n_external <= 0 or name not in self._handles:
+            return
+        self._offered[name] = request.num_preemptions
+        hi = request.num_prompt_tokens - 1
+        load = Load(name, self._handles[name], hi - n_external, hi, tuple(blocks))
+        self._loads[name] = load
+        self._new.append(load)
+
+    def take_loads(self) -> Loads:
+        """Return the loads of this step."""
+        loads, self._new = tuple(self._new), []
+        return Loads(loads)
+
+    def note(self, output: KVConnectorOutput) -> None:
+        """Note what the workers could not load."""
+        failed = set(output.failed_recving)
+        if output.invalid_block_ids:
+            failed |= {name for name, load in self._loads.items() if output.invalid_block_ids & set(load.blocks)}
+        for name in failed & set(self._handles):
+            self._fail(name, "It could not be loaded; the worker's log says why.")
+
+    def end(self, request: Request) -> dict[str, Any] | None:
+        """Delete the KV of a request that has ended; return what became of it, for the response."""
+        name = request.request_id
+        handle, failure = self._handles.pop(name, None), self._failures.pop(name, None)
+        self._loads.pop(name, None)
+        was_offered = self._offered.pop(name, None) is not None
+        if handle is not None:
+            self._pool.submit(self._delete, handle)
+        if failure is not None:
+            self._counts.add("prompts_recomputed")
+            return {PARAMS: {"loaded": False, "why": failure}}
+        if was_offered:
+            self._counts.add("prompts_loaded")
+            return {PARAMS: {"loaded": True}}
+        return None
+
+    def take_counts(self) -> TransferCounts | None:
+        """Return what was counted since the last call."""
+        return self._counts.take()
+
+    def close(self) -> None:
+        """Delete what is still to be deleted, and close the place."""
+        self._pool.shutdown()
+        self._place.close()
+
+    def _checked(self, told: object, request: Request) -> TransferHandle:
+        """Return a request's handle; raise TransferError where its KV cannot be used."""
+        handle = TransferHandle.from_dict(told)
+        if request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
+            raise TransferError(
+                "Wanted a prompt of token ids for the model itself, found one with embeddings, media or an adapter. "
+                "Send it without a handle."
+            )
+        if self._tenant is not None and handle.tenant != self._tenant:
+            raise TransferError(
+                "Wanted KV of this engine's tenant (option salt), found KV of another. Ask for it there."
+            )
+        if any(handle.secret == other.secret for other in self._handles.values()):
+            raise TransferError("Wanted a handle that no request uses, found one that is in use. Prefill for each.")
+        handle.check(request.prompt_token_ids, self._setup.model, time.time())
+        return handle
+
+    def _fail(self, name: str, why: str) -> None:
+        self._failures[name] = why
+        logger.warning("ragfuse: vLLM computes the prompt of request %s itself. %s", name, why)
+
+    def _delete(self, handle: TransferHandle) -> None:
+        try:
+            self._place.delete(handle)
+            self._place.sweep_if_due()
+        except Exception:
+            logger.warning("ragfuse: KV that was read could not be deleted; it expires.", exc_info=True)

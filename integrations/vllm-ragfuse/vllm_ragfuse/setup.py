@@ -1,0 +1,169 @@
+"""What is checked when vLLM starts, before any request: each thing that cannot work is one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.request import Request
+
+from ragfuse import Settings, SettingsError
+from ragfuse.transfer import TransferError, TransferModel, TransferPlace
+
+TESTED = ("0.32",)
+"""The versions of vLLM that this connector was tested with: major and minor."""
+OPTIONS = ("transfer_url", "model", "salt", "load", "untested_vllm")
+"""What `kv_connector_extra_config` may hold."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A checked set-up.
+
+    Args:
+        model: The model that this engine decodes with.
+        block_size: Rows of a block.
+        is_async: Whether KV is loaded between steps, while other requests go on.
+        salt: The salt of the only tenant whose KV is taken; None: of any tenant.
+        settings: Where KV comes from.
+    """
+
+    model: TransferModel
+    block_size: int
+    is_async: bool
+    salt: str | None
+    settings: Settings
+
+    @classmethod
+    def of(cls, config: VllmConfig, caches: KVCacheConfig) -> Self:
+        """Check vLLM's configuration.
+
+        Raises:
+            SettingsError: KV cannot be handed over so; the message says what to change.
+        """
+        transfer, options = config.kv_transfer_config, dict(config.kv_transfer_config.kv_connector_extra_config)
+        check_options(options)
+        check_version(vllm.__version__, bool(options.get("untested_vllm", False)))
+        check_roles(transfer.kv_role, transfer.kv_load_failure_policy)
+        check_parallel(config)
+        check_salts(Request)
+        block_size = check_groups(config, caches)
+        url = options.get("transfer_url")
+        return cls(
+            model_of(config, options.get("model")),
+            block_size,
+            options.get("load", "async") == "async",
+            options.get("salt"),
+            Settings(transfer_url=url) if url else Settings(),
+        )
+
+    def place(self) -> TransferPlace:
+        """Open the place that KV comes from.
+
+        Raises:
+            SettingsError: There is none, or it cannot be opened.
+        """
+        try:
+            return TransferPlace.open(self.settings)
+        except TransferError as error:
+            raise SettingsError(
+                f"{error} For vLLM it is the option transfer_url of kv_connector_extra_config, or RAGFUSE_TRANSFER_URL."
+            ) from error
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise SettingsError for an option that there is not, or a value that it cannot have."""
+    strange = next((name for name in options if name not in OPTIONS), None)
+    if strange is not None:
+        raise SettingsError(
+            f"Wanted options of kv_connector_extra_config among {', '.join(OPTIONS)}, found {strange!r:.40}: leave it "
+            "out."
+        )
+    if options.get("load", "async") not in ("async", "sync"):
+        raise SettingsError(f"Wanted load to be 'async' or 'sync', found {options['load']!r:.40}: use one of them.")
+
+
+def check_version(found: str, untested: bool) -> None:
+    """Raise SettingsError for a vLLM of another version than tested, unless that is wanted."""
+    if not untested and not any(found == version or found.startswith(f"{version}.") for version in TESTED):
+        raise SettingsError(
+            f"Wanted vLLM {' or '.join(TESTED)}, with which vllm-ragfuse was tested, found {found}: install that, or "
+            'set "untested_vllm": true in kv_connector_extra_config and compare answers first.'
+        )
+
+
+def check_roles(role: str | None, policy: str) -> None:
+    """Raise SettingsError unless this engine decodes, and computes by itself what it cannot load."""
+    if role != "kv_consumer":
+        raise SettingsError(
+            f"Wanted kv_role 'kv_consumer', as ragfuse prefills and vLLM decodes, found {role!r}: set that."
+        )
+    if policy != "recompute":
+        raise SettingsError(
+            f"Wanted kv_load_failure_policy 'recompute', so that KV which is missing is computed, found {policy!r}: "
+            "set that."
+        )
+
+
+def check_parallel(config: VllmConfig) -> None:
+    """Raise SettingsError for ways to divide a model or its cache that were never tested."""
+    parallel = config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise SettingsError(
+                f"Wanted {name} 1, found {getattr(parallel, name)}: divide the model by tensor_parallel_size."
+            )
+
+
+def check_salts(request: type[Any]) -> None:
+    """Raise SettingsError where vLLM cannot keep fused KV out of its prefix cache."""
+    if not hasattr(request, "update_block_hashes"):
+        raise SettingsError(
+            "Wanted a vLLM whose prefix cache takes a salt for each request, found one without: install a version that "
+            f"was tested ({', '.join(TESTED)})."
+        )
+
+
+def check_groups(config: VllmConfig, caches: KVCacheConfig) -> int:
+    """Return the rows of a block; raise SettingsError where a layer keeps anything but KV of all tokens."""
+    groups = caches.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    if len(groups) != 1 or type(specs[0]) is not FullAttentionSpec or specs[0].sliding_window is not None:
+        found = ", ".join(type(spec).__name__ for spec in specs) or "none"
+        raise SettingsError(
+            f"Wanted a model whose layers all keep keys and values of all tokens, found {found}: models with sliding "
+            "windows, latent attention or states cannot take KV over yet; let ragfuse answer for them."
+        )
+    model, cache = config.model_config, config.cache_config
+    n_layers = model.get_total_num_hidden_layers()
+    if len(groups[0].layer_names) != n_layers:
+        raise SettingsError(
+            f"Wanted KV in each of the model's {n_layers} layers, found it in {len(groups[0].layer_names)}: leave out "
+            "draft models and shared layers."
+        )
+    if cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise SettingsError(
+            f"Wanted a KV cache in the model's dtype, found kv_cache_dtype {cache.cache_dtype!r}: set 'auto'."
+        )
+    if specs[0].block_size != cache.block_size:
+        raise SettingsError(
+            f"Wanted blocks of one size, found {cache.block_size} rows in the configuration and "
+            f"{specs[0].block_size} in the cache: leave block_size to vLLM."
+        )
+    return int(specs[0].block_size)
+
+
+def model_of(config: VllmConfig, name: str | None) -> TransferModel:
+    """Return what this engine's KV is; its name is the last part of the model's, unless it is given."""
+    model = config.model_config
+    return TransferModel(
+        name or Path(model.model).name,
+        model.get_total_num_hidden_layers(),
+        model.get_total_num_kv_heads(),
+        model.get_head_size(),
+        str(model.dtype).removeprefix("torch."),
+    )
