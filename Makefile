@@ -70,7 +70,7 @@ $(VLLM_READY): | $(READY)
 	@touch $@
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests of vllm-ragfuse, over a vLLM that really runs
-	@$(ONE) RAGFUSE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m '' integrations/vllm-ragfuse $(ARGS)
+	@$(ONE) TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m '' integrations/vllm-ragfuse $(ARGS)
 
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)

@@ -42,6 +42,7 @@ WANTED = {
         "llama_index_llm_conformance/py.typed",
     },
     "langchain_ragfuse": {"langchain_ragfuse/__init__.py", "langchain_ragfuse/py.typed"},
+    "vllm_ragfuse": {"vllm_ragfuse/__init__.py", "vllm_ragfuse/py.typed"},
     "llama_index_llms_ragfuse": {"llama_index/llms/ragfuse/__init__.py", "llama_index/llms/ragfuse/py.typed"},
 }
 IMPORTS = (

@@ -14,6 +14,7 @@ from ragfuse import Settings
 from ragfuse.store import DiskTier, MemoryTier
 from ragfuse.transfer import TransferError, TransferHandle, TransferModel, TransferPlace
 from ragfuse.types.kv import ChunkKV, LayerKV
+from tests.store.redis_server import RedisServer
 from tests.tiny import python
 
 IDS = tuple(range(40, 57))
@@ -195,6 +196,25 @@ def test_a_place_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         with pytest.raises(TransferError, match=says) as raised:
             TransferPlace.open(Settings(transfer_url=url))
         assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["redis", "objects"])
+def test_both_engines_reach_one_place_by_its_url(kind: str, tmp_path: Path) -> None:
+    server = RedisServer(tmp_path) if kind == "redis" else None
+    url = f"redis://127.0.0.1:{server.port}/0" if server is not None else f"file://{tmp_path / 'objects'}"
+    settings = Settings(transfer_url=url, transfer_ttl_s=30.0)
+    prefills, decodes = TransferPlace.open(settings), TransferPlace.open(settings)
+    handle = TransferHandle.from_dict(put(prefills).as_dict())
+    for found, wanted in zip(decodes.read(handle), kv().layers, strict=True):
+        assert torch.equal(found.values, wanted.values)
+    assert decodes.delete(handle)
+    with pytest.raises(TransferError, match="is not in the place"):
+        next(prefills.read(handle))
+    for place in (prefills, decodes):
+        assert place.n_waiting == 0
+        place.close()
+    if server is not None:
+        server.kill()
 
 
 def test_neither_transformers_nor_a_model_is_imported() -> None:

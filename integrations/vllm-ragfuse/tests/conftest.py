@@ -1,6 +1,6 @@
 """Tiny models of three families, their KV by ragfuse, and a vLLM that decodes it in a process of its own.
 
-vLLM wants another transformers than ragfuse, so it runs by the Python that RAGFUSE_VLLM_PYTHON names
+vLLM wants another transformers than ragfuse, so it runs by the Python that TEST_VLLM_PYTHON names
 (`make test-vllm`); without it these tests are skipped.
 """
 
@@ -34,12 +34,13 @@ from tests.serve.kit import Served, serving
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
-PYTHON = os.environ.get("RAGFUSE_VLLM_PYTHON", "")
-PATIENCE_S = float(os.environ.get("RAGFUSE_TEST_PATIENCE_S", "900"))
+PYTHON = os.environ.get("TEST_VLLM_PYTHON", "")
+PATIENCE_S = float(os.environ.get("TEST_PATIENCE_S", "900"))
 N_TOKENS = 24
 ENVIRONMENT = {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE.parent}",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -226,6 +227,7 @@ PAIRS = {
     "llama-async": ("llama", {"load": "async", "num_gpu_blocks_override": 14}),
     "qwen2-sync": ("qwen2", {"load": "sync", "max_num_batched_tokens": 256}),
     "qwen3-async": ("qwen3", {"load": "async", "enable_prefix_caching": False}),
+    "llama-2-ranks": ("llama", {"load": "async", "tensor_parallel_size": 2}),
 }
 
 
@@ -233,7 +235,7 @@ PAIRS = {
 def skip_without_vllm() -> None:
     """Skip where no Python with vLLM is named."""
     if not PYTHON:
-        pytest.skip("RAGFUSE_VLLM_PYTHON names no Python with vLLM: make test-vllm")
+        pytest.skip("TEST_VLLM_PYTHON names no Python with vLLM: make test-vllm")
 
 
 @pytest.fixture(scope="module", params=PAIRS)

@@ -48,7 +48,6 @@ def answers(vllm: Any, llm: Any, asked: dict[str, Any], number: int) -> dict[str
         sampling = vllm.SamplingParams(
             temperature=0.0,
             max_tokens=n,
-            min_tokens=n,
             ignore_eos=True,
             detokenize=False,
             extra_args={"kv_transfer_params": params} if params is not None else None,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
-from vllm_ragfuse import setup
+from vllm_ragfuse import checks
 
 from ragfuse import Settings, SettingsError
 from ragfuse.transfer import TransferModel
@@ -46,29 +46,29 @@ def main() -> None:
         "good": "".join(
             said(check)
             for check in (
-                lambda: setup.check_options({"load": "sync", "model": "x"}),
-                lambda: setup.check_version("0.32.7", False),
-                lambda: setup.check_version("0.99.0", True),
-                lambda: setup.check_roles("kv_consumer", "recompute"),
-                lambda: setup.check_parallel(config(tensor_parallel_size=4)),
-                lambda: setup.check_salts(Request),
-                lambda: setup.check_groups(config(), groups(full)),
+                lambda: checks.check_options({"load": "sync", "model": "x"}),
+                lambda: checks.check_version("0.32.7", False),
+                lambda: checks.check_version("0.99.0", True),
+                lambda: checks.check_roles("kv_consumer", "recompute"),
+                lambda: checks.check_parallel(config(tensor_parallel_size=4)),
+                lambda: checks.check_salts(Request),
+                lambda: checks.check_groups(config(), groups(full)),
             )
         ),
-        "option": said(lambda: setup.check_options({"lode": "sync"})),
-        "load": said(lambda: setup.check_options({"load": "later"})),
-        "version": said(lambda: setup.check_version("0.320.0", False)),
-        "role": said(lambda: setup.check_roles("kv_both", "recompute")),
-        "policy": said(lambda: setup.check_roles("kv_consumer", "fail")),
-        "parallel": said(lambda: setup.check_parallel(config(pipeline_parallel_size=2))),
-        "salts": said(lambda: setup.check_salts(object)),
-        "window": said(lambda: setup.check_groups(config(), groups(full, window))),
-        "one window": said(lambda: setup.check_groups(config(), groups(window))),
-        "layers": said(lambda: setup.check_groups(config(n_layers=3), groups(full))),
-        "cache dtype": said(lambda: setup.check_groups(config(cache_dtype="fp8"), groups(full))),
-        "blocks": said(lambda: setup.check_groups(config(block_size=32), groups(full))),
-        "place": said(lambda: setup.Setup(model, 16, True, None, place).place()),
-        "no place": said(lambda: setup.Setup(model, 16, True, None, Settings()).place()),
+        "option": said(lambda: checks.check_options({"lode": "sync"})),
+        "load": said(lambda: checks.check_options({"load": "later"})),
+        "version": said(lambda: checks.check_version("0.320.0", False)),
+        "role": said(lambda: checks.check_roles("kv_both", "recompute")),
+        "policy": said(lambda: checks.check_roles("kv_consumer", "fail")),
+        "parallel": said(lambda: checks.check_parallel(config(pipeline_parallel_size=2))),
+        "salts": said(lambda: checks.check_salts(object)),
+        "window": said(lambda: checks.check_groups(config(), groups(full, window))),
+        "one window": said(lambda: checks.check_groups(config(), groups(window))),
+        "layers": said(lambda: checks.check_groups(config(n_layers=3), groups(full))),
+        "cache dtype": said(lambda: checks.check_groups(config(cache_dtype="fp8"), groups(full))),
+        "blocks": said(lambda: checks.check_groups(config(block_size=32), groups(full))),
+        "place": said(lambda: checks.Setup(model, 16, True, None, place).place()),
+        "no place": said(lambda: checks.Setup(model, 16, True, None, Settings()).place()),
     }
     print(
         json.dumps(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PYTHON = os.environ.get("RAGFUSE_VLLM_PYTHON", "")
+PYTHON = os.environ.get("TEST_VLLM_PYTHON", "")
 WORDS = {
     "option": "lode",
     "load": "later",
@@ -33,7 +33,7 @@ WORDS = {
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each set-up says."""
     if not PYTHON:
-        pytest.skip("RAGFUSE_VLLM_PYTHON names no Python with vLLM: make test-vllm")
+        pytest.skip("TEST_VLLM_PYTHON names no Python with vLLM: make test-vllm")
     file = tmp_path_factory.mktemp("setup") / "file"
     file.write_text("no folder")
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[2]}{os.pathsep}{HERE.parent}"}

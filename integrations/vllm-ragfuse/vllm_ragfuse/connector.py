@@ -19,10 +19,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from vllm_ragfuse.checks import Setup
 from vllm_ragfuse.counts import TransferCounts, TransferMetrics
 from vllm_ragfuse.load import Loads
 from vllm_ragfuse.scheduler import SchedulerSide
-from vllm_ragfuse.setup import Setup
 from vllm_ragfuse.worker import WorkerSide
 
 

@@ -16,9 +16,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from ragfuse.transfer import TransferError, TransferHandle
+from vllm_ragfuse.checks import Setup
 from vllm_ragfuse.counts import TransferCounts
 from vllm_ragfuse.load import Load, Loads
-from vllm_ragfuse.setup import Setup
 
 logger = init_logger("vllm.ragfuse")
 

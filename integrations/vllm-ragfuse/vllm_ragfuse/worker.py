@@ -21,10 +21,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ragfuse import SettingsError
 from ragfuse.transfer import TransferError
+from vllm_ragfuse.checks import Setup
 from vllm_ragfuse.counts import TransferCounts
 from vllm_ragfuse.load import Load, Loads
 from vllm_ragfuse.rows import heads_of_rank, slots_of
-from vllm_ragfuse.setup import Setup
 
 logger = init_logger("vllm.ragfuse")
 
