@@ -25,7 +25,7 @@ from benchmarks.peers.process import Peer, PeerError
 from benchmarks.peers.prompts import Recurring, prompts
 from benchmarks.peers.rounds import WARM_UP, YARDSTICK, Match
 from benchmarks.peers.setup import found_llama, found_vllm
-from benchmarks.peers.weights import bare_folder, bf16_gguf, own_gguf
+from benchmarks.peers.weights import bf16_gguf, own_gguf
 from ragfuse.calibration.plots import require_plotting
 from ragfuse.calibration.runner import circumstances, thread_count, tune_malloc
 from ragfuse.cli.options import write_json
@@ -85,7 +85,7 @@ def main(
             folder = Path(resolve_llm(source, Settings().home))
             given = Given(
                 model=source,
-                folder=bare_folder(folder, Path(scratch) / "weights"),
+                folder=folder,
                 bf16_gguf=_bf16_maker(source, folder),
                 vllm=found_vllm(vllm),
                 llama=found_llama(llama),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.errors import ModelError
-from ragfuse.models.adapters import DRIFT_NAME
 from ragfuse.models.embedded import embedded
 
 HF_NAMES = (
@@ -45,15 +44,6 @@ def has_adapter(model: str) -> bool:
     """Return whether a model's weights differ from those in its GGUF."""
     known = embedded(model)
     return known is not None and bool(known.adapter)
-
-
-def bare_folder(folder: Path, into: Path) -> Path:
-    """Fill a folder with links to all of a model's files but its drift, which other engines take for weights."""
-    into.mkdir(parents=True)
-    for path in folder.iterdir():
-        if path.name != DRIFT_NAME:
-            (into / path.name).symlink_to(path.resolve())
-    return into
 
 
 def bf16_gguf(original: Path, folder: Path, into: Path) -> Path:

@@ -14,7 +14,8 @@ from ragfuse.errors import ModelError
 from ragfuse.hf import probe
 from ragfuse.types.kv import ChunkKV, LayerKV
 
-DRIFT_FILE = "drift.safetensors"
+DRIFT_FILE = "ragfuse_drift.kv"
+"""A file of safetensors by another ending, as vLLM takes each *.safetensors of a model's folder for weights."""
 SAMPLE = 16
 """Number of values of every weight that are stored in the file, to recognise the weights."""
 ROUNDING = 2.0**-7

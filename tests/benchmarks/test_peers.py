@@ -27,7 +27,7 @@ from benchmarks.peers.process import Peer, PeerError, PeerProcess, Worker
 from benchmarks.peers.prompts import LEAST_DRAWN, Recurring, cut, prompts
 from benchmarks.peers.rounds import Match, reply
 from benchmarks.peers.setup import PeerSetupError, _steps, found_llama, found_vllm
-from benchmarks.peers.weights import bare_folder, bf16_gguf, has_adapter, hf_name, own_gguf
+from benchmarks.peers.weights import bf16_gguf, has_adapter, hf_name, own_gguf
 from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
 
@@ -266,15 +266,10 @@ def test_a_step_of_setup_that_fails_shows_its_last_lines() -> None:
         _steps(("trying", [sys.executable, "-c", "import sys; sys.exit('no such package')"]))
 
 
-def test_weights_are_named_and_linked(tmp_path: Path) -> None:
+def test_weights_are_named_as_transformers_names_them(tmp_path: Path) -> None:
     assert hf_name("blk.3.attn_q.bias") == "model.layers.3.self_attn.q_proj.bias"
     assert hf_name("output_norm.weight") == "model.norm.weight"
     assert hf_name("rope_freqs.weight") == ""
-    (tmp_path / "m").mkdir()
-    for name in ("model.safetensors", "drift.safetensors", "config.json"):
-        (tmp_path / "m" / name).touch()
-    linked = bare_folder(tmp_path / "m", tmp_path / "bare")
-    assert sorted(path.name for path in linked.iterdir()) == ["config.json", "model.safetensors"]
     assert has_adapter("smollm2-135m-reader")
     assert own_gguf(str(tmp_path)) is None
 
@@ -342,8 +337,7 @@ def test_everyone_who_needs_nothing_takes_part(tiny_path: Path, tmp_path: Path) 
     assert len(set(work[0].prompts)) == 3
     assert work[0].drawn == LEAST_DRAWN
     assert len(work[0].chunks) == len(work[0].beginnings) == 2 * LEAST_DRAWN
-    folder = bare_folder(tiny_path, tmp_path / "weights")
-    given = Given(str(tiny_path), folder, None, None, None, 1, 1 << 30, 2048, 300.0, 60.0, tmp_path)
+    given = Given(str(tiny_path), tiny_path, None, None, None, 1, 1 << 30, 2048, 300.0, 60.0, tmp_path)
     result = run(given, work, 4, ends, [*OFFERS], console)
     found = {each["peer"]: each for each in result["results"]}
     assert found.keys() == {"hf", "hf-prefix", "ragfuse", "ragfuse-disk"}

@@ -30,7 +30,7 @@ WANTED = {
     "ragfuse_kv": {
         "ragfuse/py.typed",
         "ragfuse/models/adapters/smollm2-135m-reader/adapter_model.safetensors",
-        "ragfuse/models/adapters/smollm2-135m-reader/drift.safetensors",
+        "ragfuse/models/adapters/smollm2-135m-reader/ragfuse_drift.kv",
         "ragfuse/demo/corpus/warsaw.md",
         "ragfuse/demo/questions.json",
         "ragfuse/store/redis.lua",

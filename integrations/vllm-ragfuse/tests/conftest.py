@@ -21,7 +21,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.peers.process import PeerProcess
-from benchmarks.peers.weights import bare_folder
 from integrations.tests.kit import LETTERS, byte_tokenizer
 from ragfuse import Engine, Settings
 from ragfuse.fuse.fusor import CachedRun
@@ -267,7 +266,7 @@ def pair(
 def embedded_pair(tmp_path: Path, skip_without_vllm: None) -> Iterator[Pair]:
     """ragfuse and vLLM over the embedded reader, which is called by another name than its folder."""
     home = Settings().home
-    folder = bare_folder(resolve_llm(READER, home), tmp_path / "bare")
+    folder = resolve_llm(READER, home)
     settings = Settings(
         model=READER, dtype="float32", home=home, store=tmp_path / "store", transfer_url=str(tmp_path / "place")
     )

@@ -13,7 +13,7 @@ from typing import Any
 from ragfuse.types.keys import digest
 
 WEIGHTS = "adapter_model.safetensors"
-DRIFT_NAME = "drift.safetensors"
+DRIFT_NAME = "ragfuse_drift.kv"
 
 
 def path(name: str) -> Path:
@@ -23,7 +23,8 @@ def path(name: str) -> Path:
 
 def fingerprint(name: str) -> str:
     """Return the digest of an adapter's weights and of its drift, if one was measured."""
-    return digest(*(file.read_bytes() for file in (path(name) / WEIGHTS, path(name) / DRIFT_NAME) if file.exists()))
+    files_ = [file for file in (path(name) / WEIGHTS, path(name) / DRIFT_NAME) if file.exists()]
+    return digest(*(part for file in files_ for part in (file.name, file.read_bytes())))
 
 
 def card(name: str) -> dict[str, Any] | None:
