@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from ragfuse.adapt.checkpoint import Evaluation
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import FULL
 from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.metrics import f1
+from ragfuse.calibration.plots import saved
 from ragfuse.calibration.prompts import NEW_TOKENS
 from ragfuse.engine.options import ends_of
 from ragfuse.hf.rounding_error import kl
@@ -122,3 +125,17 @@ def outcome_text(calibrated: Mapping[str, Any], outcome: AdaptOutcome) -> str:
     if calibrated["safe"]:
         return f"Safe at ratio {method.ratio:.0%} ({method.policy}), {speed:.1f} times faster; {beside}."
     return f"Not safe at any ratio that was tried; at ratio 0 ({speed:.1f} times faster), {beside}."
+
+
+def draw_training(evaluations: Sequence[Evaluation], path: Path) -> None:
+    """Draw the KL on held-out documents by step, nothing recomputed and by full prefill, as a picture at `path`."""
+    steps = [each.step for each in evaluations]
+    with saved(path, (7, 4)) as figure:
+        axes = figure.add_subplot()
+        axes.plot(steps, [each.kl for each in evaluations], "o-", label="chunks reused, nothing recomputed")
+        axes.plot(steps, [each.kl_full for each in evaluations], "s--", label="full prefill")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("steps")
+        axes.set_ylabel("held-out KL to the plain model, nats a token")
+        axes.grid(True, alpha=0.3)
+        axes.legend(fontsize=8)

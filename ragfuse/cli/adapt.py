@@ -52,6 +52,7 @@ def adapt_model(
     steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead.")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")] = 16,
     questions: Annotated[int, typer.Option(min=12, help="Questions that calibration asks at the end.")] = 20,
+    plot: Annotated[Path | None, typer.Option(help="Draw held-out KL by step into this PNG.")] = None,
     json: Json = None,
 ) -> None:
     """Train a LoRA adapter with which a model reads chunks apart as it reads them together, on your documents.
@@ -61,14 +62,18 @@ def adapt_model(
     end the adapted model is verified and calibrated; give its folder as --model from then on. Exit status 1 if no
     policy and ratio is safe with it.
     """
+    from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
 
+    if plot is not None:
+        require_plotting()
     settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
     console, documents = console_for(json), find_files(docs)
     tune_malloc(console)
     print_skipped(console, documents)
     prepare_model(settings)
     with console.status("loading the model"):
+        from ragfuse.adapt.outcome import draw_training
         from ragfuse.adapt.run import Adaptation, default_folder
         from ragfuse.adapt.trainer import TrainingLimits
         from ragfuse.cli.library import split_file
@@ -94,6 +99,9 @@ def adapt_model(
             f"ratio 0 fell from {first.kl:.3f} to {best.kl:.3f}, at step {best.step:,}.",
             highlight=False,
         )
+        if plot is not None:
+            draw_training(state.evaluations, plot)
+            console.print(f"Written: {plot}", highlight=False)
         trainer.use_best()
         result = _outcome(adaptation, settings, folder, questions, console)
     finally:

@@ -75,7 +75,8 @@ def invoke(environment: dict[str, str], books: Path, tmp_path: Path, monkeypatch
 
 
 def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(invoke: Any, tmp_path: Path) -> None:
-    result = invoke("--steps", 2, "--json", tmp_path / "result.json")
+    result = invoke("--steps", 2, "--json", tmp_path / "result.json", "--plot", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert result.exit_code == 0, (result.output, result.exception)
     out = " ".join(result.output.split())
     assert "GB of memory besides the model" in out
