@@ -54,9 +54,8 @@ def test_requests_of_all_kinds_are_decoded_together(pair: Any) -> None:
     pair.wait_until_left(0)
 
 
-def test_a_preempted_request_loads_its_kv_again(pair: Any, request: pytest.FixtureRequest) -> None:
-    if "llama-async" not in request.node.name:
-        pytest.skip("only this engine's cache is so small")
+@pytest.mark.parametrize("pair", ["llama-async"], indirect=True)  # whose cache is small enough
+def test_a_preempted_request_loads_its_kv_again(pair: Any) -> None:
     before = pair.decoder.counters.get("vllm:num_preemptions", 0)
     cases = ("foreign", "reused", "fused")
     answers = pair.decoder.ask(*map(pair.request, cases))

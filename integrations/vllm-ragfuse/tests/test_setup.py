@@ -30,10 +30,8 @@ WORDS = {
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def said(tmp_path_factory: pytest.TempPathFactory, skip_without_vllm: None) -> dict[str, str]:
     """What each set-up says."""
-    if not PYTHON:
-        pytest.skip("TEST_VLLM_PYTHON names no Python with vLLM: make test-vllm")
     file = tmp_path_factory.mktemp("setup") / "file"
     file.write_text("no folder")
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parents[2]}{os.pathsep}{HERE.parent}"}
