@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +14,16 @@ from ragfuse.adapt.teacher import MAX_CONTEXT_TOKENS, Teacher, context_of, promp
 from ragfuse.adapt.trainer import Trainer, layers_compared
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import Ask
-from ragfuse.errors import ModelError
+from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.branches import Branch, BranchModel, refuse_unadaptable
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import logits_bound, logits_error
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.dtypes import resolve_auto
-from ragfuse.models.loader import ADAPTER, load_model
+from ragfuse.models.embedded import CHUNK_ADAPTER
+from ragfuse.models.loader import load_model
 from ragfuse.models.shipped_profile import ShippedProfile
 from ragfuse.models.threads import limit_threads
 from ragfuse.plan.evict import lru
@@ -51,7 +51,7 @@ class Adaptation:
     def __init__(self, settings: Settings) -> None:
         settings = resolve_auto(settings)
         source = resolve_llm(settings.model, settings.home)
-        if isinstance(source, Path) and (source / ADAPTER).is_file():
+        if isinstance(source, Path) and any((source / name / ADAPTER_CONFIG).is_file() for name in ("", CHUNK_ADAPTER)):
             raise ModelError(
                 f"Wanted a model to train an adapter for, found the folder of an adapter: '{settings.model}'. Give the "
                 "model that it was made for, or merge it and give the folder."
@@ -73,7 +73,6 @@ class Adaptation:
         refuse_unadaptable(self.plain.model, self.plain.profile)
         self.engine = Engine(self.settings, self.plain, KVStore([MemoryTier(STORE_NBYTES_OF_CHECK, lru)]))
         self.held: Documents = ()
-        self._adapter: LoraAdapter | None = None
 
     def close(self) -> None:
         """Close the engine that makes prompts."""
@@ -102,11 +101,17 @@ class Adaptation:
             seed: Seed of all random choices.
 
         Raises:
-            InputError: The documents have too few chunks, or the folder has something else.
+            InputError: The documents have too few chunks, the folder has something else, or chunks are encoded without
+                filler text.
             ModelError: What the student reads is not what the engine computes.
         """
         train, self.held = split_documents(documents, seed)
         filler = self.engine.encoder.filler(self.settings.chunk_tokens)
+        if not filler:
+            raise InputError(
+                "Wanted filler text before chunks, which the adapter learns to encode them behind, found none. Set "
+                "filler_tokens to 256."
+            )
         recipe = AdaptRecipe(
             model=self.plain.fingerprint,
             base=self.base,
@@ -116,24 +121,15 @@ class Adaptation:
             learning_rate=learning_rate,
             seed=seed,
         )
-        branches = BranchModel(self.plain.model, self.plain.profile, filler)
         folder = AdapterFolder(out, recipe, ShippedProfile(recipe.filler_tokens))
         examples = DocumentExamples(train, seed, QUESTIONS)
         if folder.load() is None:
-            self._require_same(branches, examples)
-        self._adapter = adapter = LoraAdapter(self.plain.model, rank, seed, self.base)
-        teacher = Teacher(self.engine, branches, adapter, layers_compared(self.plain.n_layers), folder.answers)
+            self._require_same(BranchModel(self.plain.model, self.plain.profile, filler), examples)
+        adapter = LoraAdapter(self.plain.model, rank, seed, self.base)
+        branches = BranchModel(self.plain.model, self.plain.profile, filler, adapter)
+        teacher = Teacher(self.engine, branches, layers_compared(self.plain.n_layers), folder.answers)
         held = DocumentExamples(self.held, seed + 1, QUESTIONS)
-        return Trainer(branches, adapter, teacher, examples, held, folder, learning_rate, seed)
-
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        """Switch the adapter off in this context, so that `plain` is the plain model."""
-        if self._adapter is None:
-            yield
-            return
-        with self._adapter.off():
-            yield
+        return Trainer(branches, adapter, teacher, examples, held, folder, learning_rate)
 
     @torch.no_grad()
     def _require_same(self, branches: BranchModel, examples: DocumentExamples) -> None:

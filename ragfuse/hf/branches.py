@@ -9,6 +9,7 @@ recomputed: what the engine computes at ratio 0, by the model's own forward and 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ragfuse.errors import RefusedError
 from ragfuse.fuse.rope import angles, rotated
 from ragfuse.hf import probe
+from ragfuse.hf.lora import LoraAdapter
 from ragfuse.types.kv import RopeLayout
 from ragfuse.types.profiles import ModelProfile
 
@@ -87,19 +89,27 @@ class BranchModel:
         model: The model. Gradients are computed where they are enabled.
         profile: Its profile, which has its rotation.
         filler: The tokens that each chunk is encoded behind.
+        chunk_adapter: An adapter on the model that is for encoding chunks only: it is off in everything else.
 
     Raises:
         RefusedError: Its attention cannot be given a mask over chunks that were encoded apart.
     """
 
-    def __init__(self, model: PreTrainedModel, profile: ModelProfile, filler: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        profile: ModelProfile,
+        filler: Sequence[int],
+        chunk_adapter: LoraAdapter | None = None,
+    ) -> None:
         refuse_unadaptable(model, profile)
         self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
-        self.filler = tuple(filler)
+        self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
 
     def full(self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()) -> BranchStates:
         """Return what full causal attention gives; `layers` are the numbers of the hidden states that are wanted."""
-        return self._ended(self._causal(context), (), branches, layers)
+        with self._plain():
+            return self._ended(self._causal(context), (), branches, layers)
 
     def blockwise(
         self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
@@ -107,9 +117,9 @@ class BranchModel:
         """Return what the branches get over chunks that were encoded apart, with nothing recomputed."""
         inside = {row for lo, hi in context.chunks for row in range(lo, hi)}
         rest = tuple(row for row in range(len(context.token_ids)) if row not in inside)
-        return self._ended(
-            self._chunks(context), tuple((context.token_ids[row], row) for row in rest), branches, layers
-        )
+        past = self._chunks(context)
+        with self._plain():
+            return self._ended(past, tuple((context.token_ids[row], row) for row in rest), branches, layers)
 
     @torch.no_grad()
     def taught(
@@ -131,10 +141,15 @@ class BranchModel:
             layers: Numbers of the hidden states that are wanted.
             answers: The answers, if they are known already.
         """
-        past = self._causal(context)
-        said = answers if answers is not None else self._written(past, questions, max_tokens, ends)
-        branches = [Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)]
-        return branches, self._ended(past, (), branches, layers)
+        with self._plain():
+            past = self._causal(context)
+            said = answers if answers is not None else self._written(past, questions, max_tokens, ends)
+            branches = [Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)]
+            return branches, self._ended(past, (), branches, layers)
+
+    def _plain(self) -> AbstractContextManager[None]:
+        """Switch the chunk adapter off in a context, if there is one."""
+        return self.chunk_adapter.off() if self.chunk_adapter is not None else nullcontext()
 
     def _written(
         self, past: _Past, questions: Sequence[Sequence[int]], max_tokens: int, ends: Collection[int]

@@ -37,6 +37,12 @@ RECIPE = 1
 MANIFEST = "prepared.json"
 """File that is written last into a prepared folder: the recipe and the size in bytes of every other file."""
 
+CHUNK_ADAPTER = "chunk_adapter"
+"""The folder of an adapter that encodes chunks (`hf/chunk_adapter.py`), inside the folder given as the model."""
+
+CONFIGS = ("config.json", "adapter_config.json", f"{CHUNK_ADAPTER}/adapter_config.json")
+"""Files of which the folder of a model has one."""
+
 GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
 """Exceptions of reading a GGUF file that is damaged or of an unknown architecture."""
 
@@ -239,7 +245,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
     path = Path(name).expanduser()
     if role == "llm" and _is_gguf(path):
         return prepare_gguf(path, home, console)
-    if path.is_dir() and not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
+    if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
         gguf_files = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
         if len(gguf_files) == 1:
             return prepare_gguf(gguf_files[0], home, console)
