@@ -89,7 +89,9 @@ class Teacher:
         """Return the lesson of an example, whose answers are kept under its name."""
         context, questions = self._tokens(example)
         answers = self._known.get(name)
-        branches, states = self._model.taught(context, questions, ANSWER_TOKENS, self._ends, self._layers, answers)
+        branches, states = self._model.taught(
+            context, questions, ANSWER_TOKENS, self._ends, self._layers, answers, kv=True
+        )
         if answers is None and self._file is not None:
             line = json.dumps({"example": name, "answers": [branch.answer for branch in branches]})
             with self._file.open("a", encoding="utf-8") as file:

@@ -1,16 +1,16 @@
 """The training: chunks are encoded with the adapter, and the plain model behind them learns to lack nothing.
 
-The loss of a step is the KL divergence from the teacher, which is the plain model's full prefill, along the teacher's
-answers, and the relative distance of the hidden states of the questions' rows. Its gradient flows through the KV of the
-chunks into the adapter. Examples come by number, so a training that goes on makes the very steps that one without a
-break makes.
+The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's full prefill, along
+the teacher's answers; the relative distance of the hidden states of the questions' rows; and that of the chunks' KV,
+which says something of every row. Its gradient flows through the KV of the chunks into the adapter. Examples come by
+number, so a training that goes on makes the very steps that one without a break makes.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 
@@ -31,6 +31,8 @@ LEAST_SHARE = 0.02
 """The learning rate falls to this share of its highest."""
 HIDDEN_WEIGHT = 25.0
 """Weight of the hidden states' relative distance beside the KL."""
+KV_WEIGHT = 25.0
+"""Weight of the chunks' KV's relative distance beside the KL."""
 HIDDEN_LAYERS = 7
 """Number of layers whose hidden states are compared."""
 HELD_EXAMPLES = 5
@@ -81,6 +83,16 @@ def hidden_distance(wanted: Tensor, found: Tensor) -> Tensor:
     """Return the mean relative squared distance of hidden states [L, R, D], with gradients."""
     wanted, found = wanted.float(), found.float()
     return ((found - wanted).square().sum(-1) / wanted.square().sum(-1).clamp_min(1e-12)).mean()
+
+
+def kv_distance(wanted: Sequence[tuple[Tensor, Tensor]], found: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the mean relative squared distance of keys and values [H, C, D] over all layers, with gradients."""
+    parts = [
+        (other.float() - one.float()).square().sum() / one.float().square().sum()
+        for layer, again in zip(wanted, found, strict=True)
+        for one, other in zip(layer, again, strict=True)
+    ]
+    return torch.stack(parts).mean()
 
 
 class Trainer:
@@ -180,10 +192,11 @@ class Trainer:
             group["lr"] = self._rate * min((state.step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - done))
         number = state.step % POOL
         lesson = self._teacher.lesson(str(number), self._train.example(number))
-        found = self._model.blockwise(lesson.context, lesson.branches, self._layers)
+        found = self._model.blockwise(lesson.context, lesson.branches, self._layers, kv=True)
         kl = kl_along(lesson.states.logits, found.logits)
         hidden = hidden_distance(lesson.states.hidden, found.hidden)
-        loss: Tensor = kl + HIDDEN_WEIGHT * hidden
+        kv = kv_distance(lesson.states.chunks, found.chunks)
+        loss: Tensor = kl + HIDDEN_WEIGHT * hidden + KV_WEIGHT * kv
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(list(self._adapter.weights.values()), 1.0)
         self._optimizer.step()
@@ -193,6 +206,7 @@ class Trainer:
             "step": state.step,
             "kl": float(kl.detach()),
             "hidden": float(hidden.detach()),
+            "kv": float(kv.detach()),
             "norm": float(norm),
             "tokens": len(lesson.context.token_ids),
             "seconds": time.monotonic() - began,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,10 +67,13 @@ class BranchStates:
         logits: [A, V], the predictions of all answer tokens, branch by branch.
         hidden: [L, R, D], the hidden states of all R rows of the branches behind L of the layers; empty where none
             were wanted.
+        chunks: Of each layer the keys and values [H, C, D] of the C rows of all chunks, keys rotated to their places in
+            the prompt; empty where they were not wanted.
     """
 
     logits: Tensor
     hidden: Tensor
+    chunks: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass
@@ -112,14 +115,23 @@ class BranchModel:
             return self._ended(self._causal(context), (), branches, layers)
 
     def blockwise(
-        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
+        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = (), kv: bool = False
     ) -> BranchStates:
-        """Return what the branches get over chunks that were encoded apart, with nothing recomputed."""
+        """Return what the branches get over chunks that were encoded apart, with nothing recomputed.
+
+        Args:
+            context: The context.
+            branches: The branches.
+            layers: Numbers of the hidden states that are wanted.
+            kv: Whether the KV of the chunks is wanted.
+        """
         inside = {row for lo, hi in context.chunks for row in range(lo, hi)}
         rest = tuple(row for row in range(len(context.token_ids)) if row not in inside)
         past = self._chunks(context)
+        chunks = _kv_of(past, slice(None)) if kv else ()
         with self._plain():
-            return self._ended(past, tuple((context.token_ids[row], row) for row in rest), branches, layers)
+            states = self._ended(past, tuple((context.token_ids[row], row) for row in rest), branches, layers)
+        return replace(states, chunks=chunks)
 
     @torch.no_grad()
     def taught(
@@ -130,6 +142,7 @@ class BranchModel:
         ends: Collection[int],
         layers: Collection[int] = (),
         answers: Sequence[tuple[int, ...]] | None = None,
+        kv: bool = False,
     ) -> tuple[list[Branch], BranchStates]:
         """Return greedy answers by full causal attention and their states, from one prefill of the context.
 
@@ -140,12 +153,15 @@ class BranchModel:
             ends: Tokens that end an answer; it includes the one that ended it.
             layers: Numbers of the hidden states that are wanted.
             answers: The answers, if they are known already.
+            kv: Whether the KV of the chunks is wanted.
         """
         with self._plain():
             past = self._causal(context)
+            rows = torch.tensor([row for lo, hi in context.chunks for row in range(lo, hi)], device=self.device)
+            chunks = _kv_of(past, rows) if kv else ()
             said = answers if answers is not None else self._written(past, questions, max_tokens, ends)
             branches = [Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)]
-            return branches, self._ended(past, (), branches, layers)
+            return branches, replace(self._ended(past, (), branches, layers), chunks=chunks)
 
     def _plain(self) -> AbstractContextManager[None]:
         """Switch the chunk adapter off in a context, if there is one."""
@@ -275,6 +291,11 @@ class BranchModel:
         dtype = self.model.dtype
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
         return mask.to(self.device)
+
+
+def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return the keys and values [H, R, D] of some rows in each layer of a cache."""
+    return tuple((layer.keys[0, :, rows], layer.values[0, :, rows]) for layer in past.cache.layers)
 
 
 def _placed(keys: Tensor, starts: Tensor, layout: RopeLayout | None) -> Tensor:

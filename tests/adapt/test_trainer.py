@@ -23,6 +23,7 @@ from ragfuse.adapt.trainer import (
     TrainingLimits,
     hidden_distance,
     kl_along,
+    kv_distance,
     layers_compared,
 )
 from ragfuse.errors import InputError, ModelError, RefusedError
@@ -214,6 +215,9 @@ def test_distances() -> None:
     states = torch.randn(3, 5, 9)
     assert float(hidden_distance(states, states)) == 0
     assert float(hidden_distance(states, 2 * states)) == pytest.approx(1)
+    kv = [(torch.randn(2, 4, 3), torch.randn(2, 4, 3)) for _ in range(3)]
+    assert float(kv_distance(kv, kv)) == 0
+    assert float(kv_distance(kv, [(2 * keys, values) for keys, values in kv])) == pytest.approx(0.5)
     assert layers_compared(30) == (5, 9, 13, 18, 22, 26, 30)
     assert layers_compared(3) == (1, 2, 3)
 

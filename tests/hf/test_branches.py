@@ -85,7 +85,8 @@ def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(tiny_path: P
         model = BranchModel(engine.model.model, engine.model.profile, engine.encoder.filler(160), adapter)
         student = model.blockwise(context, each).logits
         teacher = model.full(context, each).logits
-        _, taught = model.taught(context, [b.question for b in each], 3, (), (), [b.answer for b in each])
+        _, taught = model.taught(context, [b.question for b in each], 3, (), (), [b.answer for b in each], kv=True)
+        chunks = model.blockwise(context, each, kv=True).chunks
     with Engine(settings, load_model(tmp_path, "float32"), KVStore([MemoryTier(1 << 28, lru)])) as engine:
         found = prompts(engine)
         engine.ingest([(text, "book") for text in CHUNKS[:4]])
@@ -95,7 +96,15 @@ def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(tiny_path: P
             assert not prepared.plan.misses
             reused.append(engine.model.score_continuation(prepared.prefill, branch.answer))
             full.append(engine.model.score_continuation(engine.model.full_prefill(prompt.token_ids), branch.answer))
-        assert torch.equal(engine.model.full_prefill(context.token_ids).logits, before)
+        plain = engine.model.full_prefill(context.token_ids)
+        assert torch.equal(plain.logits, before)
+        stored = engine.prepare(found[0], Ask(policy="none", ratio=0.0)).prefill.kv
+    rows = [row for lo, hi in context.chunks for row in range(lo, hi)]
+    assert 0 < len(rows) < len(context.token_ids)
+    for mine, wanted in ((taught.chunks, plain.kv), (chunks, stored)):
+        for (keys, values), layer in zip(mine, wanted.layers, strict=True):
+            torch.testing.assert_close(keys, layer.keys[:, rows], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(values, layer.values[:, rows], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(student, torch.cat(reused), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(teacher, torch.cat(full), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(taught.logits, torch.cat(full), rtol=1e-4, atol=1e-4)
