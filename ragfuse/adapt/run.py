@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from ragfuse.adapt.checkpoint import AdapterFolder, AdaptRecipe
-from ragfuse.adapt.examples import DocumentExamples, Documents, split_documents
+from ragfuse.adapt.examples import DocumentExamples, Documents, NumberedExamples, split_documents
 from ragfuse.adapt.teacher import MAX_CONTEXT_TOKENS, Teacher, context_of, prompt_of
 from ragfuse.adapt.trainer import Trainer, layers_compared
 from ragfuse.engine.engine import Engine
@@ -106,6 +106,34 @@ class Adaptation:
             ModelError: What the student reads is not what the engine computes.
         """
         train, self.held = split_documents(documents, seed)
+        examples = DocumentExamples(train, seed, QUESTIONS), DocumentExamples(self.held, seed + 1, QUESTIONS)
+        return self.trainer(*examples, documents_digest(documents), out, rank, learning_rate, seed)
+
+    def trainer(
+        self,
+        train: NumberedExamples,
+        held: NumberedExamples,
+        source: str,
+        out: Path,
+        rank: int,
+        learning_rate: float = LEARNING_RATE,
+        seed: int = SEED,
+    ) -> Trainer:
+        """Put an adapter beside the model, and return its trainer on given examples.
+
+        Args:
+            train: Examples to train on.
+            held: Examples of held-out documents.
+            source: Digest of what the examples are made of.
+            out: Folder of the adapter.
+            rank: Rank of the adapter.
+            learning_rate: Highest learning rate.
+            seed: Seed of the adapter's first weights.
+
+        Raises:
+            InputError: The folder has something else, or chunks are encoded without filler text.
+            ModelError: What the student reads is not what the engine computes.
+        """
         filler = self.engine.encoder.filler(self.settings.chunk_tokens)
         if not filler:
             raise InputError(
@@ -115,24 +143,22 @@ class Adaptation:
         recipe = AdaptRecipe(
             model=self.plain.fingerprint,
             base=self.base,
-            documents=documents_digest(documents),
+            documents=source,
             filler_tokens=self.engine.encoder.filler_tokens,
             rank=rank,
             learning_rate=learning_rate,
             seed=seed,
         )
         folder = AdapterFolder(out, recipe, ShippedProfile(recipe.filler_tokens))
-        examples = DocumentExamples(train, seed, QUESTIONS)
         if folder.load() is None:
-            self._require_same(BranchModel(self.plain.model, self.plain.profile, filler), examples)
+            self._require_same(BranchModel(self.plain.model, self.plain.profile, filler), train)
         adapter = LoraAdapter(self.plain.model, rank, seed, self.base)
         branches = BranchModel(self.plain.model, self.plain.profile, filler, adapter)
         teacher = Teacher(self.engine, branches, layers_compared(self.plain.n_layers), folder.answers)
-        held = DocumentExamples(self.held, seed + 1, QUESTIONS)
-        return Trainer(branches, adapter, teacher, examples, held, folder, learning_rate)
+        return Trainer(branches, adapter, teacher, train, held, folder, learning_rate)
 
     @torch.no_grad()
-    def _require_same(self, branches: BranchModel, examples: DocumentExamples) -> None:
+    def _require_same(self, branches: BranchModel, examples: NumberedExamples) -> None:
         """Raise ModelError unless the student's logits are those of the engine at ratio 0."""
         example = examples.example(0)
         example = replace(example, passages=example.passages[:2], questions=example.questions[:1])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState, moments_of, restore_moments
-from ragfuse.adapt.examples import DocumentExamples
+from ragfuse.adapt.examples import NumberedExamples
 from ragfuse.adapt.teacher import Lesson, Teacher
 from ragfuse.hf.branches import BranchModel, BranchStates
 from ragfuse.hf.lora import LoraAdapter
@@ -113,8 +113,8 @@ class Trainer:
         model: BranchModel,
         adapter: LoraAdapter,
         teacher: Teacher,
-        train: DocumentExamples,
-        held: DocumentExamples,
+        train: NumberedExamples,
+        held: NumberedExamples,
         folder: AdapterFolder,
         learning_rate: float,
     ) -> None:
