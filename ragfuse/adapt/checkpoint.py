@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ragfuse.errors import InputError
-from ragfuse.models.embedded import CHUNK_ADAPTER
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 
 RECIPE_FILE = "recipe.json"

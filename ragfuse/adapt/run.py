@@ -21,8 +21,8 @@ from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import logits_bound, logits_error
 from ragfuse.models import quietly, resolve_llm
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import resolve_auto
-from ragfuse.models.embedded import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from ragfuse.models.shipped_profile import ShippedProfile
 from ragfuse.models.threads import limit_threads
@@ -51,7 +51,7 @@ class Adaptation:
     def __init__(self, settings: Settings) -> None:
         settings = resolve_auto(settings)
         source = resolve_llm(settings.model, settings.home)
-        if isinstance(source, Path) and any((source / name / ADAPTER_CONFIG).is_file() for name in ("", CHUNK_ADAPTER)):
+        if isinstance(source, Path) and _is_adapter(source):
             raise ModelError(
                 f"Wanted a model to train an adapter for, found the folder of an adapter: '{settings.model}'. Give the "
                 "model that it was made for, or merge it and give the folder."
@@ -68,7 +68,7 @@ class Adaptation:
                 pack=False,
             )
         self.plain.name = settings.model
-        self.plain.drift = None
+        self.plain.drift = self.plain.chunk_adapter = None
         self.settings = settings.model_copy(update={"learn": "off", "prefix_cache": False})
         refuse_unadaptable(self.plain.model, self.plain.profile)
         self.engine = Engine(self.settings, self.plain, KVStore([MemoryTier(STORE_NBYTES_OF_CHECK, lru)]))
@@ -175,6 +175,12 @@ class Adaptation:
                 f"{self.plain.name} (relative error {error:.2g}): its forward does not take a mask over them. Take "
                 "another model; this one is fused without an adapter as before."
             )
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter without the model that it was made for."""
+    has_chunk_adapter = (folder / CHUNK_ADAPTER / ADAPTER_CONFIG).is_file()
+    return (folder / ADAPTER_CONFIG).is_file() or (has_chunk_adapter and not (folder / "config.json").is_file())
 
 
 def default_folder(settings: Settings, documents: Documents) -> Path:

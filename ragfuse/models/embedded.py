@@ -37,10 +37,7 @@ RECIPE = 1
 MANIFEST = "prepared.json"
 """File that is written last into a prepared folder: the recipe and the size in bytes of every other file."""
 
-CHUNK_ADAPTER = "chunk_adapter"
-"""The folder of an adapter that encodes chunks (`hf/chunk_adapter.py`), inside the folder given as the model."""
-
-CONFIGS = ("config.json", "adapter_config.json", f"{CHUNK_ADAPTER}/adapter_config.json")
+CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
 """Files of which the folder of a model has one."""
 
 GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
@@ -353,6 +350,9 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, on_step: OnSte
                 model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
             if (adapters.path(embedded.adapter) / adapters.DRIFT_NAME).exists():
                 shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT_NAME, target / adapters.DRIFT_NAME)
+            for_chunks = adapters.path(embedded.adapter) / adapters.CHUNK_ADAPTER
+            if for_chunks.exists():
+                shutil.copytree(for_chunks, target / adapters.CHUNK_ADAPTER)
         on_step("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
         on_step("saving")

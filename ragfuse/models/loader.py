@@ -33,8 +33,9 @@ from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter
 from ragfuse.hf.drift import read_drift
 from ragfuse.hf.model import HFModel
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import dtype_named, require_device
-from ragfuse.models.embedded import CHUNK_ADAPTER, resolve_llm
+from ragfuse.models.embedded import resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
 from ragfuse.models.weight_files import WeightDigests, identity
 from ragfuse.types.profiles import ModelProfile
@@ -272,7 +273,7 @@ def _base_of(folder: Path, home: Path | None) -> str | Path:
             "base_model_name_or_path: a folder, the name of an included model or a Hugging Face id."
         )
     if (folder / str(name)).is_dir() and not Path(name).is_absolute():
-        return folder / str(name)
+        return (folder / str(name)).resolve()
     from ragfuse.settings import Settings
 
     return resolve_llm(str(name), home if home is not None else Settings().home)

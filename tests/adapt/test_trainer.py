@@ -29,7 +29,7 @@ from ragfuse.adapt.trainer import (
 from ragfuse.errors import InputError, ModelError, RefusedError
 from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
 from ragfuse.hf.rounding_error import kl
-from ragfuse.models.embedded import CHUNK_ADAPTER
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from ragfuse.models.shipped_profile import SHIPPED_FILE, ShippedProfile, write_shipped
 from tests.adapt.test_examples import documents

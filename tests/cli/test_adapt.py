@@ -21,7 +21,7 @@ from ragfuse.calibration import runner
 from ragfuse.calibration.methods import Lab
 from ragfuse.cli import adapt
 from ragfuse.cli.main import app
-from ragfuse.models.embedded import CHUNK_ADAPTER
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.shipped_profile import SHIPPED_FILE
 from tests.tiny import ROOT
 

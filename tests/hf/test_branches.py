@@ -16,7 +16,7 @@ from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.branches import Branch, BranchModel, ContextTokens
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import KVSource
-from ragfuse.models.embedded import CHUNK_ADAPTER
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, MemoryTier

@@ -17,7 +17,7 @@ from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_chunk
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import PackedLinear, can_pack
-from ragfuse.models.embedded import CHUNK_ADAPTER
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from tests.hf.test_lora import filled, model_at
 
