@@ -76,7 +76,7 @@ class Examples:
     """Draws examples for ever: 1 to 8 passages, sometimes of several paragraphs, up to `max_words` in all."""
 
     def __init__(
-        self, train: dict[str, list[Source]], wiki: Sequence[Source], seed: int, max_words: int = 1900
+        self, train: dict[str, list[Source]], wiki: Sequence[Source], seed: int | str, max_words: int = 1900
     ) -> None:
         self.articles, self.wiki, self.max_words = [s for s in train.values() if s], wiki, max_words
         self.random = random.Random(seed)

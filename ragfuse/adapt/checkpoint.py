@@ -1,7 +1,7 @@
 """The folder of an adapter that is being trained: what it was started with, and where the training stands.
 
-The adapter itself lies in the folder in PEFT's form, so that it can be used at any time; `training/` holds what going
-on needs: one file with the weights, the optimizer's moments and the best weights so far, written at once.
+The adapter itself lies in `chunk_adapter/`, in PEFT's form, so that it can be used at any time; `training/` holds what
+going on needs: one file with the weights, the optimizer's moments and the best weights so far, written at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ragfuse.errors import InputError
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 
 RECIPE_FILE = "recipe.json"
@@ -63,12 +64,10 @@ class Evaluation:
     Args:
         step: Steps before it.
         kl: KL to the teacher at ratio 0, in nats per token.
-        kl_full: KL to the teacher of the adapted model's full prefill, in nats per token.
     """
 
     step: int
     kl: float
-    kl_full: float
 
 
 @dataclass
@@ -177,9 +176,11 @@ class AdapterFolder:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write(partial)
-        write_shipped(partial, self.shipped)
+        write_shipped(self.path, self.shipped)
+        target = self.path / CHUNK_ADAPTER
+        target.mkdir(exist_ok=True)
         for file in sorted(partial.iterdir()):
-            os.replace(file, self.path / file.name)
+            os.replace(file, target / file.name)
         partial.rmdir()
 
     @staticmethod
@@ -201,8 +202,10 @@ def moments_of(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) 
 def restore_moments(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Give an optimizer the state that `moments_of` returned."""
+    """Give an optimizer the state that `moments_of` returned; weights without a gradient have none."""
     for name, weight in weights.items():
+        if f"step.{name}" not in tensors:
+            continue
         parts = {part: tensors[f"{part}.{name}"] for part in ("step", "exp_avg", "exp_avg_sq")}
         optimizer.state[weight] = {
             part: value.clone() if part == "step" else value.to(weight.device) for part, value in parts.items()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ragfuse.adapt.rules import Passage, Question, questions
 from ragfuse.calibration.calibrate import MIN_PASSAGE_CHARS, PROMPT_PASSAGES, topics, words_of
@@ -141,6 +142,14 @@ def split_documents(documents: Documents, seed: int) -> tuple[Documents, Documen
         train.append((name, texts[:cut]))
         apart.append((name, texts[cut:]))
     return [each for each in train if each[1]], [each for each in apart if each[1]]
+
+
+class NumberedExamples(Protocol):
+    """Examples by number: the same number gives the same example in any process."""
+
+    def example(self, number: int) -> Example:
+        """Return the example of a number."""
+        ...
 
 
 class DocumentExamples:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,19 +9,21 @@ import psutil
 import torch
 
 from ragfuse.adapt.checkpoint import AdapterFolder, AdaptRecipe
-from ragfuse.adapt.examples import DocumentExamples, Documents, split_documents
+from ragfuse.adapt.examples import DocumentExamples, Documents, NumberedExamples, split_documents
 from ragfuse.adapt.teacher import MAX_CONTEXT_TOKENS, Teacher, context_of, prompt_of
 from ragfuse.adapt.trainer import Trainer, layers_compared
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import ModelError
+from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.branches import Branch, BranchModel, refuse_unadaptable
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import logits_bound, logits_error
 from ragfuse.models import quietly, resolve_llm
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import resolve_auto
-from ragfuse.models.loader import ADAPTER, load_model
+from ragfuse.models.loader import load_model
 from ragfuse.models.shipped_profile import ShippedProfile
 from ragfuse.models.threads import limit_threads
 from ragfuse.plan.evict import lru
@@ -51,7 +51,7 @@ class Adaptation:
     def __init__(self, settings: Settings) -> None:
         settings = resolve_auto(settings)
         source = resolve_llm(settings.model, settings.home)
-        if isinstance(source, Path) and (source / ADAPTER).is_file():
+        if isinstance(source, Path) and _is_adapter(source):
             raise ModelError(
                 f"Wanted a model to train an adapter for, found the folder of an adapter: '{settings.model}'. Give the "
                 "model that it was made for, or merge it and give the folder."
@@ -68,12 +68,11 @@ class Adaptation:
                 pack=False,
             )
         self.plain.name = settings.model
-        self.plain.drift = None
+        self.plain.drift = self.plain.chunk_adapter = None
         self.settings = settings.model_copy(update={"learn": "off", "prefix_cache": False})
         refuse_unadaptable(self.plain.model, self.plain.profile)
         self.engine = Engine(self.settings, self.plain, KVStore([MemoryTier(STORE_NBYTES_OF_CHECK, lru)]))
         self.held: Documents = ()
-        self._adapter: LoraAdapter | None = None
 
     def close(self) -> None:
         """Close the engine that makes prompts."""
@@ -102,41 +101,64 @@ class Adaptation:
             seed: Seed of all random choices.
 
         Raises:
-            InputError: The documents have too few chunks, or the folder has something else.
+            InputError: The documents have too few chunks, the folder has something else, or chunks are encoded without
+                filler text.
             ModelError: What the student reads is not what the engine computes.
         """
         train, self.held = split_documents(documents, seed)
+        examples = DocumentExamples(train, seed, QUESTIONS), DocumentExamples(self.held, seed + 1, QUESTIONS)
+        return self.trainer(*examples, documents_digest(documents), out, rank, learning_rate, seed)
+
+    def trainer(
+        self,
+        train: NumberedExamples,
+        held: NumberedExamples,
+        source: str,
+        out: Path,
+        rank: int,
+        learning_rate: float = LEARNING_RATE,
+        seed: int = SEED,
+    ) -> Trainer:
+        """Put an adapter beside the model, and return its trainer on given examples.
+
+        Args:
+            train: Examples to train on.
+            held: Examples of held-out documents.
+            source: Digest of what the examples are made of.
+            out: Folder of the adapter.
+            rank: Rank of the adapter.
+            learning_rate: Highest learning rate.
+            seed: Seed of the adapter's first weights.
+
+        Raises:
+            InputError: The folder has something else, or chunks are encoded without filler text.
+            ModelError: What the student reads is not what the engine computes.
+        """
         filler = self.engine.encoder.filler(self.settings.chunk_tokens)
+        if not filler:
+            raise InputError(
+                "Wanted filler text before chunks, which the adapter learns to encode them behind, found none. Set "
+                "filler_tokens to 256."
+            )
         recipe = AdaptRecipe(
             model=self.plain.fingerprint,
             base=self.base,
-            documents=documents_digest(documents),
+            documents=source,
             filler_tokens=self.engine.encoder.filler_tokens,
             rank=rank,
             learning_rate=learning_rate,
             seed=seed,
         )
-        branches = BranchModel(self.plain.model, self.plain.profile, filler)
         folder = AdapterFolder(out, recipe, ShippedProfile(recipe.filler_tokens))
-        examples = DocumentExamples(train, seed, QUESTIONS)
         if folder.load() is None:
-            self._require_same(branches, examples)
-        self._adapter = adapter = LoraAdapter(self.plain.model, rank, seed, self.base)
-        teacher = Teacher(self.engine, branches, adapter, layers_compared(self.plain.n_layers), folder.answers)
-        held = DocumentExamples(self.held, seed + 1, QUESTIONS)
-        return Trainer(branches, adapter, teacher, examples, held, folder, learning_rate, seed)
-
-    @contextmanager
-    def without_adapter(self) -> Iterator[None]:
-        """Switch the adapter off in this context, so that `plain` is the plain model."""
-        if self._adapter is None:
-            yield
-            return
-        with self._adapter.off():
-            yield
+            self._require_same(BranchModel(self.plain.model, self.plain.profile, filler), train)
+        adapter = LoraAdapter(self.plain.model, rank, seed, self.base)
+        branches = BranchModel(self.plain.model, self.plain.profile, filler, adapter)
+        teacher = Teacher(self.engine, branches, layers_compared(self.plain.n_layers), folder.answers)
+        return Trainer(branches, adapter, teacher, train, held, folder, learning_rate)
 
     @torch.no_grad()
-    def _require_same(self, branches: BranchModel, examples: DocumentExamples) -> None:
+    def _require_same(self, branches: BranchModel, examples: NumberedExamples) -> None:
         """Raise ModelError unless the student's logits are those of the engine at ratio 0."""
         example = examples.example(0)
         example = replace(example, passages=example.passages[:2], questions=example.questions[:1])
@@ -153,6 +175,12 @@ class Adaptation:
                 f"{self.plain.name} (relative error {error:.2g}): its forward does not take a mask over them. Take "
                 "another model; this one is fused without an adapter as before."
             )
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Whether a folder has an adapter without the model that it was made for."""
+    has_chunk_adapter = (folder / CHUNK_ADAPTER / ADAPTER_CONFIG).is_file()
+    return (folder / ADAPTER_CONFIG).is_file() or (has_chunk_adapter and not (folder / "config.json").is_file())
 
 
 def default_folder(settings: Settings, documents: Documents) -> Path:

@@ -1,4 +1,4 @@
-"""The teacher: what the model itself answers by full prefill, its adapter switched off.
+"""The teacher: what the model itself answers by full prefill.
 
 Answers are kept in a file by the number of their example, so that an interrupted training writes none of them twice.
 """
@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from ragfuse.adapt.examples import Example, Template
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import ends_of
 from ragfuse.errors import InputError
 from ragfuse.hf.branches import Branch, BranchModel, BranchStates, ContextTokens
-from ragfuse.hf.lora import LoraAdapter
 from ragfuse.text.chunks import Piece
 from ragfuse.types.prompt import Prompt
 
@@ -72,15 +69,12 @@ class Teacher:
     Args:
         engine: An engine over the model; it makes the prompts.
         model: The model's forwards over contexts.
-        adapter: The adapter that is switched off for the teacher.
         layers: Numbers of the hidden states that lessons hold.
         answers: File of the answers; None: they are not kept.
     """
 
-    def __init__(
-        self, engine: Engine, model: BranchModel, adapter: LoraAdapter, layers: Sequence[int], answers: Path | None
-    ) -> None:
-        self._engine, self._model, self._adapter = engine, model, adapter
+    def __init__(self, engine: Engine, model: BranchModel, layers: Sequence[int], answers: Path | None) -> None:
+        self._engine, self._model = engine, model
         self._layers, self._file, self._ends = tuple(layers), answers, ends_of(engine.model)
         self._known: dict[str, list[tuple[int, ...]]] = {}
         if answers is not None and answers.is_file():
@@ -95,8 +89,9 @@ class Teacher:
         """Return the lesson of an example, whose answers are kept under its name."""
         context, questions = self._tokens(example)
         answers = self._known.get(name)
-        with torch.no_grad(), self._adapter.off():
-            branches, states = self._model.taught(context, questions, ANSWER_TOKENS, self._ends, self._layers, answers)
+        branches, states = self._model.taught(
+            context, questions, ANSWER_TOKENS, self._ends, self._layers, answers, kv=True
+        )
         if answers is None and self._file is not None:
             line = json.dumps({"example": name, "answers": [branch.answer for branch in branches]})
             with self._file.open("a", encoding="utf-8") as file:

@@ -1,14 +1,14 @@
-"""The training: a student that reads chunks apart learns to predict what its own full prefill predicts.
+"""The training: chunks are encoded with the adapter, and the plain model behind them learns to lack nothing.
 
-The loss of a step is the KL divergence from the teacher along the teacher's answers, and the relative distance of the
-hidden states of the questions' rows. A share of the steps has the student read all at once, so that full prefill stays
-as it was. Examples come by number, so a training that goes on makes the very steps that one without a break makes.
+The loss of a step has three parts: the KL divergence from the teacher, which is the plain model's full prefill, along
+the teacher's answers; the relative distance of the hidden states of the questions' rows; and that of the chunks' KV,
+which says something of every row. Its gradient flows through the KV of the chunks into the adapter. Examples come by
+number, so a training that goes on makes the very steps that one without a break makes.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState, moments_of, restore_moments
-from ragfuse.adapt.examples import DocumentExamples
+from ragfuse.adapt.examples import NumberedExamples
 from ragfuse.adapt.teacher import Lesson, Teacher
 from ragfuse.hf.branches import BranchModel, BranchStates
 from ragfuse.hf.lora import LoraAdapter
@@ -29,10 +29,10 @@ WARM_UP_STEPS = 8
 """Steps until the learning rate is whole."""
 LEAST_SHARE = 0.02
 """The learning rate falls to this share of its highest."""
-FULL_SHARE = 0.15
-"""Share of the steps in which the student reads all at once."""
 HIDDEN_WEIGHT = 25.0
 """Weight of the hidden states' relative distance beside the KL."""
+KV_WEIGHT = 25.0
+"""Weight of the chunks' KV's relative distance beside the KL."""
 HIDDEN_LAYERS = 7
 """Number of layers whose hidden states are compared."""
 HELD_EXAMPLES = 5
@@ -85,6 +85,16 @@ def hidden_distance(wanted: Tensor, found: Tensor) -> Tensor:
     return ((found - wanted).square().sum(-1) / wanted.square().sum(-1).clamp_min(1e-12)).mean()
 
 
+def kv_distance(wanted: Sequence[tuple[Tensor, Tensor]], found: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the mean relative squared distance of keys and values [H, C, D] over all layers, with gradients."""
+    parts = [
+        (other.float() - one.float()).square().sum() / one.float().square().sum()
+        for layer, again in zip(wanted, found, strict=True)
+        for one, other in zip(layer, again, strict=True)
+    ]
+    return torch.stack(parts).mean()
+
+
 class Trainer:
     """One training of an adapter.
 
@@ -96,7 +106,6 @@ class Trainer:
         held: Examples of held-out documents.
         folder: Where everything is kept.
         learning_rate: Highest learning rate.
-        seed: Seed of the choice of full-causal steps.
     """
 
     def __init__(
@@ -104,14 +113,13 @@ class Trainer:
         model: BranchModel,
         adapter: LoraAdapter,
         teacher: Teacher,
-        train: DocumentExamples,
-        held: DocumentExamples,
+        train: NumberedExamples,
+        held: NumberedExamples,
         folder: AdapterFolder,
         learning_rate: float,
-        seed: int,
     ) -> None:
         self._model, self._adapter, self._teacher, self._folder = model, adapter, teacher, folder
-        self._train, self._held, self._rate, self._seed = train, held, learning_rate, seed
+        self._train, self._held, self._rate = train, held, learning_rate
         self._layers = layers_compared(model.model.config.get_text_config().num_hidden_layers)
         self._optimizer = torch.optim.AdamW(
             adapter.weights.values(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.98)
@@ -172,11 +180,6 @@ class Trainer:
         self._save()
         return state
 
-    def use_best(self) -> None:
-        """Give the model the best weights that were measured."""
-        if self._best:
-            self._adapter.load(self._best)
-
     def _timed(self, work: Callable[[], object]) -> None:
         began = time.monotonic()
         work()
@@ -189,11 +192,11 @@ class Trainer:
             group["lr"] = self._rate * min((state.step + 1) / WARM_UP_STEPS, max(LEAST_SHARE, 1 - done))
         number = state.step % POOL
         lesson = self._teacher.lesson(str(number), self._train.example(number))
-        is_full = random.Random(f"{self._seed} full {state.step}").random() < FULL_SHARE
-        found = self._read(lesson, is_full, self._layers)
+        found = self._model.blockwise(lesson.context, lesson.branches, self._layers, kv=True)
         kl = kl_along(lesson.states.logits, found.logits)
         hidden = hidden_distance(lesson.states.hidden, found.hidden)
-        loss: Tensor = kl + HIDDEN_WEIGHT * hidden
+        kv = kv_distance(lesson.states.chunks, found.chunks)
+        loss: Tensor = kl + HIDDEN_WEIGHT * hidden + KV_WEIGHT * kv
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(list(self._adapter.weights.values()), 1.0)
         self._optimizer.step()
@@ -203,18 +206,14 @@ class Trainer:
             "step": state.step,
             "kl": float(kl.detach()),
             "hidden": float(hidden.detach()),
+            "kv": float(kv.detach()),
             "norm": float(norm),
-            "full": is_full,
             "tokens": len(lesson.context.token_ids),
             "seconds": time.monotonic() - began,
         }
         self._note(line)
         left = (1 - done) / done * state.seconds if done else limits.seconds
         report(StepReport(state, done, float(kl.detach()), left))
-
-    def _read(self, lesson: Lesson, is_full: bool, layers: Sequence[int] = ()) -> BranchStates:
-        read = self._model.full if is_full else self._model.blockwise
-        return read(lesson.context, lesson.branches, layers)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -225,15 +224,12 @@ class Trainer:
                 self._held_lessons.append(
                     Lesson(lesson.context, lesson.branches, BranchStates(logits, logits.new_empty(0)))
                 )
-        found = {
-            is_full: mean(
-                float(kl_along(lesson.states.logits, self._read(lesson, is_full).logits))
-                for lesson in self._held_lessons[: 2 if is_full else None]
-            )
-            for is_full in (False, True)
-        }
+        found = mean(
+            float(kl_along(lesson.states.logits, self._model.blockwise(lesson.context, lesson.branches).logits))
+            for lesson in self._held_lessons
+        )
         before = self.state.best
-        evaluation = Evaluation(self.state.step, found[False], found[True])
+        evaluation = Evaluation(self.state.step, found)
         self.state.evaluations.append(evaluation)
         self._note({"held": asdict(evaluation)})
         if self.state.step and (before is None or evaluation.kl < before.kl):

@@ -55,12 +55,13 @@ def adapt_model(
     plot: Annotated[Path | None, typer.Option(help="Draw held-out KL by step into this PNG.")] = None,
     json: Json = None,
 ) -> None:
-    """Train a LoRA adapter with which a model reads chunks apart as it reads them together, on your documents.
+    """Train a LoRA adapter that encodes chunks, so that answers over reused chunks come closer to full prefill.
 
-    The model teaches itself: what it answers by full prefill is what it learns to answer over reused chunks, so no
-    questions or answers have to be written. A run that was stopped goes on when the same command is given again. At the
-    end the adapted model is verified and calibrated; give its folder as --model from then on. Exit status 1 if no
-    policy and ratio is safe with it.
+    Only the stored KV of chunks is computed with it; full prefill stays exactly what it was. The model teaches itself:
+    what it answers by full prefill is what it learns to answer over reused chunks, so no questions or answers have to
+    be written. A run that was stopped goes on when the same command is given again. At the end the model is verified
+    and calibrated with its adapter; give its folder as --model from then on. Exit status 1 if no policy and ratio is
+    safe with it.
     """
     from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
@@ -102,7 +103,6 @@ def adapt_model(
         if plot is not None:
             draw_training(state.evaluations, plot)
             console.print(f"Written: {plot}", highlight=False)
-        trainer.use_best()
         result = _outcome(adaptation, settings, folder, questions, console)
     finally:
         adaptation.close()
@@ -130,20 +130,18 @@ def _state_memory(adaptation: Any, rank: int, console: Console) -> None:
 
 
 def _outcome(adaptation: Any, settings: Settings, folder: Path, questions: int, console: Console) -> dict[str, Any]:
-    """Verify and calibrate the adapted model, and compare it with the plain one."""
-    from ragfuse.adapt.outcome import compare, method_of, outcome_text, plain_answers
+    """Verify and calibrate the model with its adapter, and compare fused answers with full prefill."""
+    from ragfuse.adapt.outcome import compare, method_of, outcome_text
     from ragfuse.calibration.calibrate import make_cases, show_calibration
     from ragfuse.calibration.methods import Lab
     from ragfuse.engine.engine import Engine
     from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 
     cases = make_cases(adaptation.held, questions)
-    with closing(Lab(adaptation.plain)) as lab, adaptation.without_adapter():
-        plain = plain_answers(lab, cases, console)
     with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
         calibrated = calibrate_engine(engine, cases, console, str(folder))
         with closing(Lab(engine.model)) as lab:
-            outcome = compare(lab, cases, plain, method_of(calibrated), console)
+            outcome = compare(lab, cases, method_of(calibrated), console)
     chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
     write_shipped(folder, ShippedProfile(adaptation.engine.encoder.filler_tokens, *chosen))
     show_calibration(calibrated, console)

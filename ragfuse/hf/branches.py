@@ -9,7 +9,8 @@ recomputed: what the engine computes at ratio 0, by the model's own forward and 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ragfuse.errors import RefusedError
 from ragfuse.fuse.rope import angles, rotated
 from ragfuse.hf import probe
+from ragfuse.hf.lora import LoraAdapter
 from ragfuse.types.kv import RopeLayout
 from ragfuse.types.profiles import ModelProfile
 
@@ -65,10 +67,13 @@ class BranchStates:
         logits: [A, V], the predictions of all answer tokens, branch by branch.
         hidden: [L, R, D], the hidden states of all R rows of the branches behind L of the layers; empty where none
             were wanted.
+        chunks: Of each layer the keys and values [H, C, D] of the C rows of all chunks, keys rotated to their places in
+            the prompt; empty where they were not wanted.
     """
 
     logits: Tensor
     hidden: Tensor
+    chunks: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass
@@ -87,29 +92,46 @@ class BranchModel:
         model: The model. Gradients are computed where they are enabled.
         profile: Its profile, which has its rotation.
         filler: The tokens that each chunk is encoded behind.
+        chunk_adapter: An adapter on the model that is for encoding chunks only: it is off in everything else.
 
     Raises:
         RefusedError: Its attention cannot be given a mask over chunks that were encoded apart.
     """
 
-    def __init__(self, model: PreTrainedModel, profile: ModelProfile, filler: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        profile: ModelProfile,
+        filler: Sequence[int],
+        chunk_adapter: LoraAdapter | None = None,
+    ) -> None:
         refuse_unadaptable(model, profile)
         self.model, self.rope, self.device = model, profile.rope, probe.device_of(model)
-        self.filler = tuple(filler)
+        self.filler, self.chunk_adapter = tuple(filler), chunk_adapter
 
     def full(self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()) -> BranchStates:
         """Return what full causal attention gives; `layers` are the numbers of the hidden states that are wanted."""
-        return self._ended(self._causal(context), (), branches, layers)
+        with self._plain():
+            return self._ended(self._causal(context), (), branches, layers)
 
     def blockwise(
-        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = ()
+        self, context: ContextTokens, branches: Sequence[Branch], layers: Collection[int] = (), kv: bool = False
     ) -> BranchStates:
-        """Return what the branches get over chunks that were encoded apart, with nothing recomputed."""
+        """Return what the branches get over chunks that were encoded apart, with nothing recomputed.
+
+        Args:
+            context: The context.
+            branches: The branches.
+            layers: Numbers of the hidden states that are wanted.
+            kv: Whether the KV of the chunks is wanted.
+        """
         inside = {row for lo, hi in context.chunks for row in range(lo, hi)}
         rest = tuple(row for row in range(len(context.token_ids)) if row not in inside)
-        return self._ended(
-            self._chunks(context), tuple((context.token_ids[row], row) for row in rest), branches, layers
-        )
+        past = self._chunks(context)
+        chunks = _kv_of(past, slice(None)) if kv else ()
+        with self._plain():
+            states = self._ended(past, tuple((context.token_ids[row], row) for row in rest), branches, layers)
+        return replace(states, chunks=chunks)
 
     @torch.no_grad()
     def taught(
@@ -120,6 +142,7 @@ class BranchModel:
         ends: Collection[int],
         layers: Collection[int] = (),
         answers: Sequence[tuple[int, ...]] | None = None,
+        kv: bool = False,
     ) -> tuple[list[Branch], BranchStates]:
         """Return greedy answers by full causal attention and their states, from one prefill of the context.
 
@@ -130,11 +153,19 @@ class BranchModel:
             ends: Tokens that end an answer; it includes the one that ended it.
             layers: Numbers of the hidden states that are wanted.
             answers: The answers, if they are known already.
+            kv: Whether the KV of the chunks is wanted.
         """
-        past = self._causal(context)
-        said = answers if answers is not None else self._written(past, questions, max_tokens, ends)
-        branches = [Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)]
-        return branches, self._ended(past, (), branches, layers)
+        with self._plain():
+            past = self._causal(context)
+            rows = torch.tensor([row for lo, hi in context.chunks for row in range(lo, hi)], device=self.device)
+            chunks = _kv_of(past, rows) if kv else ()
+            said = answers if answers is not None else self._written(past, questions, max_tokens, ends)
+            branches = [Branch(tuple(ids), answer) for ids, answer in zip(questions, said, strict=True)]
+            return branches, replace(self._ended(past, (), branches, layers), chunks=chunks)
+
+    def _plain(self) -> AbstractContextManager[None]:
+        """Switch the chunk adapter off in a context, if there is one."""
+        return self.chunk_adapter.off() if self.chunk_adapter is not None else nullcontext()
 
     def _written(
         self, past: _Past, questions: Sequence[Sequence[int]], max_tokens: int, ends: Collection[int]
@@ -260,6 +291,11 @@ class BranchModel:
         dtype = self.model.dtype
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
         return mask.to(self.device)
+
+
+def _kv_of(past: _Past, rows: Tensor | slice) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return the keys and values [H, R, D] of some rows in each layer of a cache."""
+    return tuple((layer.keys[0, :, rows], layer.values[0, :, rows]) for layer in past.cache.layers)
 
 
 def _placed(keys: Tensor, starts: Tensor, layout: RopeLayout | None) -> Tensor:

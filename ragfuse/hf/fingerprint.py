@@ -39,16 +39,19 @@ def fingerprint(
     tokenizer: PreTrainedTokenizerBase | None,
     drift: ChunkKV | None = None,
     weights: str | None = None,
+    chunk_adapter: str = "",
 ) -> str:
     """Return the digest of everything that decides a model's KV.
 
-    That is the config, all weights, the dtype, remote code, the tokenizer, the drift and the format version.
+    That is the config, all weights, the dtype, remote code, the tokenizer, the drift, the chunk adapter and the format
+    version.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer, if it has one.
         drift: The KV offset of chunks encoded behind filler text, if there is one.
         weights: The result of `weights_digest` for these weights, if known.
+        chunk_adapter: Digest of the adapter that encodes chunks; "" for none.
     """
     config = {name: _plain(value) for name, value in model.config.to_diff_dict().items() if name not in UNNAMED}
     hasher = [str(FORMAT_VERSION), str(model.dtype), _text(config)]
@@ -57,6 +60,8 @@ def fingerprint(
     hasher += [weights or weights_digest(model), *_remote_code(model)]
     for layer in drift.layers if drift is not None else ():
         hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))
+    if chunk_adapter:
+        hasher.append(f"chunk adapter {chunk_adapter}")
     return digest(*hasher, _tokenizer_digest(tokenizer))
 
 

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from ragfuse.errors import ModelError
+from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_NAME = "default"
 ALPHA_PER_RANK = 2
 """The adapter's output is scaled by `lora_alpha / r`, which is this."""

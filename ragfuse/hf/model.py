@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, candidat
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
+from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, real_positions
@@ -56,6 +57,7 @@ class HFModel:
         profile_of: Looks up a stored profile by fingerprint; if it returns None, the model is probed.
         drift: KV offset that is added to chunks encoded behind filler text (`fuse/drift.py`), one row per layer.
         weights: The result of `weights_digest`, if known; else it is computed.
+        chunk_adapter: Adapter that the model has while it encodes chunks behind filler text.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class HFModel:
         profile_of: Callable[[str], ModelProfile | None] | None = None,
         drift: ChunkKV | None = None,
         weights: str | None = None,
+        chunk_adapter: ChunkAdapter | None = None,
     ) -> None:
         self.model, self._tokenizer, self.drift = model.eval(), tokenizer, drift
+        self.chunk_adapter = chunk_adapter
         self.lock = FairLock()
         self.batcher = Batcher(self.model, self.lock)
         self._encoder: TextEncoder | None = None
@@ -75,11 +79,12 @@ class HFModel:
         self._word_of_token: dict[int, int] = {}  # token id -> word number; `_number_of_word`: word -> number
         self._number_of_word: dict[str, int] = {}
         self._borders: dict[int, tuple[int, bool]] = {}
-        self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
+        self._contexts: dict[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = probe.device_of(model), model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
         self.weights = weights or weights_digest(model)
-        self.fingerprint = fingerprint(model, tokenizer, drift, self.weights)
+        adapted = chunk_adapter.digest if chunk_adapter is not None else ""
+        self.fingerprint = fingerprint(model, tokenizer, drift, self.weights, adapted)
         self.n_layers = int(model.config.get_text_config().num_hidden_layers)
         self.profile = ModelProfile(self.fingerprint, self.n_layers)
         known = profile_of(self.fingerprint) if profile_of is not None else None
@@ -187,18 +192,24 @@ class HFModel:
             token_ids: The n tokens of the chunk.
             context: Tokens that the chunk attends to, at negative positions; their own rows are cut off.
         """
+        return self._encoded(token_ids, context, None)
+
+    def _encoded(self, token_ids: Sequence[int], context: Sequence[int], adapter: ChunkAdapter | None) -> ChunkKV:
+        """Return the KV of a chunk, computed with an adapter if there is one."""
         cut, size = len(context), len(token_ids)
-        layers = self._context_kv(tuple(context))
+        layers = self._context_kv(tuple(context), adapter)
         step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else max(1, size)
         for lo in range(0, max(1, size), step):
-            layers = self._extended(layers, token_ids[lo : lo + step], lo)
+            layers = self._extended(layers, token_ids[lo : lo + step], lo, adapter)
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
 
-    def _extended(self, before: tuple[LayerKV, ...], token_ids: Sequence[int], position: int) -> tuple[LayerKV, ...]:
+    def _extended(
+        self, before: tuple[LayerKV, ...], token_ids: Sequence[int], position: int, adapter: ChunkAdapter | None
+    ) -> tuple[LayerKV, ...]:
         """Return the KV `before` extended by that of `token_ids`, the first of which stands at `position`."""
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(position, position + len(token_ids), device=self.device)
-        with self.lock:
+        with self.lock, adapter.on(self.model) if adapter is not None else nullcontext():
             return probe.plain_kv(self.model, ids, positions, before)
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
@@ -219,30 +230,32 @@ class HFModel:
         return ChunkKV(tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers))
 
     def encode_with_filler(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
-        """Return the KV of a chunk encoded behind filler text, with the model's drift added if there is one.
+        """Return the KV of a chunk encoded behind filler text, by the model's chunk adapter if it has one.
 
-        The filler `context` stands in for the text that will precede the chunk in a real prompt.
+        If the model has a drift, it is added. The filler `context` stands in for the text that will precede the chunk
+        in a real prompt.
         """
-        kv = self.encode(token_ids, context)
+        kv = self._encoded(token_ids, context, self.chunk_adapter)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
-    def _context_kv(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
+    def _context_kv(self, context: tuple[int, ...], adapter: ChunkAdapter | None) -> tuple[LayerKV, ...]:
         """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in memory.
 
         It is computed in steps, between which the lock is released for questions.
         """
         if not context:
             return ()
+        known = adapter is not None, context
         with self.lock:
-            found = self._contexts.pop(context, None)
+            found = self._contexts.pop(known, None)
             if found is not None:
-                self._contexts[context] = found
+                self._contexts[known] = found
                 return found
         found = ()
         for lo in range(0, len(context), ENCODE_STEP_TOKENS):
-            found = self._extended(found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context))
+            found = self._extended(found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context), adapter)
         with self.lock:
-            self._contexts[context] = found
+            self._contexts[known] = found
             while len(self._contexts) > CONTEXTS:
                 del self._contexts[next(iter(self._contexts))]
         return found

@@ -37,6 +37,9 @@ RECIPE = 1
 MANIFEST = "prepared.json"
 """File that is written last into a prepared folder: the recipe and the size in bytes of every other file."""
 
+CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
+"""Files of which the folder of a model has one."""
+
 GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
 """Exceptions of reading a GGUF file that is damaged or of an unknown architecture."""
 
@@ -239,7 +242,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
     path = Path(name).expanduser()
     if role == "llm" and _is_gguf(path):
         return prepare_gguf(path, home, console)
-    if path.is_dir() and not any((path / config).is_file() for config in ("config.json", "adapter_config.json")):
+    if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
         gguf_files = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
         if len(gguf_files) == 1:
             return prepare_gguf(gguf_files[0], home, console)
@@ -347,6 +350,9 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, on_step: OnSte
                 model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
             if (adapters.path(embedded.adapter) / adapters.DRIFT_NAME).exists():
                 shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT_NAME, target / adapters.DRIFT_NAME)
+            for_chunks = adapters.path(embedded.adapter) / adapters.CHUNK_ADAPTER
+            if for_chunks.exists():
+                shutil.copytree(for_chunks, target / adapters.CHUNK_ADAPTER)
         on_step("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
         on_step("saving")

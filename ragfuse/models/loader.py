@@ -1,8 +1,8 @@
 """Loads a model from any of the forms in which users have one.
 
-These are a folder, a Hugging Face id, the folder of an adapter, or a loaded object: a `PreTrainedModel` with its
-tokenizer, a `pipeline` or a PEFT model. Embedded names and GGUF files are converted to folders first
-(`models/embedded.py`). Weights are read from safetensors and GGUF only; nothing is unpickled.
+These are a folder, a Hugging Face id, the folder of an adapter or of a chunk adapter, or a loaded object: a
+`PreTrainedModel` with its tokenizer, a `pipeline` or a PEFT model. Embedded names and GGUF files are converted to
+folders first (`models/embedded.py`). Weights are read from safetensors and GGUF only; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from transformers import (
 )
 
 from ragfuse.errors import ModelError
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter
 from ragfuse.hf.drift import read_drift
 from ragfuse.hf.model import HFModel
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
 from ragfuse.models.weight_files import WeightDigests, identity
 from ragfuse.types.profiles import ModelProfile
 
-ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files; unpickling them may run any code, so they are rejected."""
 FOR_TOKENIZERS = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only", "gguf_file")
@@ -68,7 +69,7 @@ def load_model(
     Weights are packed for fast CPU products (`hf/packed.py`), unless they are quantised or have adapters.
 
     Args:
-        source: A folder of weights or of an adapter, or an id.
+        source: A folder of weights, of an adapter or of a chunk adapter, or an id.
         dtype: "float32", "bfloat16" or "float16"; one in `model_kwargs` has precedence.
         device: Where it runs; a `device_map` in `model_kwargs` has precedence.
         profile_of: Looks up a stored profile by fingerprint, so that a model is probed only once.
@@ -85,6 +86,10 @@ def load_model(
     given_dtype = options.pop("torch_dtype", options.pop("dtype", None))
     dtype = dtype if given_dtype in (None, "auto") else dtype_named(given_dtype)
     options.setdefault("trust_remote_code", False)
+    adapted_chunks = Path(source) / CHUNK_ADAPTER
+    has_chunk_adapter = (adapted_chunks / ADAPTER_CONFIG).is_file()
+    if has_chunk_adapter:
+        source = _base_of(adapted_chunks, home)
     folder = Path(source)
     public_options = {key: value for key, value in options.items() if key != SECRET}
     load_options = {"dtype": dtype, "device": torch.device(device).type, **public_options}
@@ -92,7 +97,7 @@ def load_model(
         if isinstance(source, str) and not folder.is_dir():
             folder = _adapter_on_hub(source, options) or folder
         parts = [folder]
-        if (folder / ADAPTER).is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
             base = _base_of(folder, home)
             parts += [Path(base)] if Path(base).is_dir() else []
             name, changed = identity(parts, load_options)
@@ -105,10 +110,12 @@ def load_model(
             model = _weights(source, dtype, device, options)
     digests = WeightDigests(home.expanduser() / "fingerprints" if home is not None else None)
     known = digests.get(name)
-    loaded = HFModel(model, tokenizer, profile_of, read_drift(folder, model), known)
+    chunk_adapter = read_chunk_adapter(adapted_chunks, model) if has_chunk_adapter else None
+    drift = None if has_chunk_adapter else read_drift(folder, model)
+    loaded = HFModel(model, tokenizer, profile_of, drift, known, chunk_adapter)
     if known is None and identity(parts, load_options) == (name, changed):
         digests.put(name, loaded.weights, changed, time.time_ns())
-    shipped = read_shipped(folder)
+    shipped = read_shipped(adapted_chunks.parent if has_chunk_adapter else folder)
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)
     return loaded if _is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
@@ -259,14 +266,14 @@ def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: M
 
 def _base_of(folder: Path, home: Path | None) -> str | Path:
     """Return the folder or id of the base model that an adapter was made for."""
-    name = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    name = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not name:
         raise ModelError(
-            f"Wanted the base model of the adapter in '{folder}', found none. Write it into {ADAPTER} as "
+            f"Wanted the base model of the adapter in '{folder}', found none. Write it into {ADAPTER_CONFIG} as "
             "base_model_name_or_path: a folder, the name of an included model or a Hugging Face id."
         )
     if (folder / str(name)).is_dir() and not Path(name).is_absolute():
-        return folder / str(name)
+        return (folder / str(name)).resolve()
     from ragfuse.settings import Settings
 
     return resolve_llm(str(name), home if home is not None else Settings().home)

@@ -23,10 +23,13 @@ from ragfuse.adapt.trainer import (
     TrainingLimits,
     hidden_distance,
     kl_along,
+    kv_distance,
     layers_compared,
 )
 from ragfuse.errors import InputError, ModelError, RefusedError
+from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
 from ragfuse.hf.rounding_error import kl
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from ragfuse.models.shipped_profile import SHIPPED_FILE, ShippedProfile, write_shipped
 from tests.adapt.test_examples import documents
@@ -41,7 +44,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapt_run, "QUESTIONS", 3)
     monkeypatch.setattr(teacher, "ANSWER_TOKENS", 3)
     monkeypatch.setattr(examples, "SIZES", (2, 3))
-    for name, value in {"EVALUATE_STEPS": 2, "HELD_EXAMPLES": 2, "SAVE_S": 0.0, "FULL_SHARE": 0.3}.items():
+    for name, value in {"EVALUATE_STEPS": 2, "HELD_EXAMPLES": 2, "SAVE_S": 0.0}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -78,7 +81,7 @@ def run(settings: Settings, tmp_path: Path) -> Callable[..., Any]:
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
+    return load_file(folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -116,18 +119,13 @@ def test_it_learns_and_the_best_is_kept(
     monkeypatch.setattr(module, "STALE_EVALUATIONS", 3)
     state = run(limits=TrainingLimits(0, 24), rank=4)
     assert state.best is not None
-    assert state.evaluations[0].kl_full == pytest.approx(0, abs=1e-6)
     assert state.best.kl < 0.9 * state.evaluations[0].kl
-    adaptation = Adaptation(settings)
-    trainer = adaptation.prepare(DOCUMENTS, tmp_path / "out", 4)
-    trainer.use_best()
-    found = adaptation._adapter
-    assert found is not None
-    for name, weight in found.weights.items():
-        torch.testing.assert_close(weight.data, adapter(tmp_path / "out")[name.replace(".default.", ".")])
+    kept, best = adapter(tmp_path / "out"), load_file(tmp_path / "out" / WORK_FOLDER / STATE_FILE)
+    for name, weight in kept.items():
+        start, _, part = name.rpartition(".weight")[0].rpartition(".")
+        assert torch.equal(weight, best[f"best.{start}.{part}.default.weight"]), name
     lines = [json.loads(line) for line in (tmp_path / "out" / WORK_FOLDER / "log.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step" in line]
-    assert {line["full"] for line in steps} == {True, False}
     assert len(steps) == state.step
 
 
@@ -146,10 +144,11 @@ def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(
 ) -> None:
     run(stop_at=1)
     assert all(
-        name in {"adapter_config.json", "adapter_model.safetensors", SHIPPED_FILE, WORK_FOLDER}
+        name in {CHUNK_ADAPTER, SHIPPED_FILE, WORK_FOLDER}
         for name in (path.name for path in (tmp_path / "out").iterdir())
     )
     with Engine(settings.model_copy(update={"model": str(tmp_path / "out")})) as engine:
+        assert engine.model.chunk_adapter is not None
         assert engine.model.profile.filler_tokens == 256
         assert engine.encoder.filler_tokens == 256
 
@@ -216,8 +215,19 @@ def test_distances() -> None:
     states = torch.randn(3, 5, 9)
     assert float(hidden_distance(states, states)) == 0
     assert float(hidden_distance(states, 2 * states)) == pytest.approx(1)
+    kv = [(torch.randn(2, 4, 3), torch.randn(2, 4, 3)) for _ in range(3)]
+    assert float(kv_distance(kv, kv)) == 0
+    assert float(kv_distance(kv, [(2 * keys, values) for keys, values in kv])) == pytest.approx(0.5)
     assert layers_compared(30) == (5, 9, 13, 18, 22, 26, 30)
     assert layers_compared(3) == (1, 2, 3)
+
+
+def test_chunks_without_filler_are_refused(settings: Settings, tmp_path: Path) -> None:
+    adaptation = Adaptation(settings.model_copy(update={"filler_tokens": 0}))
+    with pytest.raises(InputError, match="Wanted filler text"):
+        adaptation.prepare(DOCUMENTS, tmp_path / "out", 2)
+    adaptation.close()
+    assert not (tmp_path / "out").exists()
 
 
 def test_memory_is_stated(settings: Settings) -> None:

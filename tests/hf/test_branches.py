@@ -16,12 +16,14 @@ from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.branches import Branch, BranchModel, ContextTokens
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import KVSource
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.prompt import Prompt
 from tests.hf import kit
 from tests.hf.families import FAMILIES
+from tests.hf.test_lora import filled
 from tests.tiny import CHUNKS, INSTRUCTION
 
 QUESTIONS = ("Question: Who counted ships?", "What is white?", "Which doors are there, and of what colour is each?")
@@ -73,6 +75,42 @@ def test_the_student_is_the_engine_with_nothing_recomputed(engine: Engine, branc
     torch.testing.assert_close(logits, torch.cat(wanted), rtol=1e-4, atol=1e-4)
 
 
+def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(tiny_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(tiny_path), dtype="float32", prefix_cache=False, learn="off", filler_tokens=40)
+    with Engine(settings, load_model(tiny_path, "float32", pack=False), KVStore([MemoryTier(1 << 28, lru)])) as engine:
+        context, each = asked(prompts(engine))
+        before = engine.model.full_prefill(context.token_ids).logits
+        adapter = filled(LoraAdapter(engine.model.model, 4, 0, str(tiny_path)))
+        adapter.save(tmp_path / CHUNK_ADAPTER)
+        model = BranchModel(engine.model.model, engine.model.profile, engine.encoder.filler(160), adapter)
+        student = model.blockwise(context, each).logits
+        teacher = model.full(context, each).logits
+        _, taught = model.taught(context, [b.question for b in each], 3, (), (), [b.answer for b in each], kv=True)
+        chunks = model.blockwise(context, each, kv=True).chunks
+    with Engine(settings, load_model(tmp_path, "float32"), KVStore([MemoryTier(1 << 28, lru)])) as engine:
+        found = prompts(engine)
+        engine.ingest([(text, "book") for text in CHUNKS[:4]])
+        reused, full = [], []
+        for prompt, branch in zip(found, each, strict=True):
+            prepared = engine.prepare(prompt, Ask(policy="none", ratio=0.0))
+            assert not prepared.plan.misses
+            reused.append(engine.model.score_continuation(prepared.prefill, branch.answer))
+            full.append(engine.model.score_continuation(engine.model.full_prefill(prompt.token_ids), branch.answer))
+        plain = engine.model.full_prefill(context.token_ids)
+        assert torch.equal(plain.logits, before)
+        stored = engine.prepare(found[0], Ask(policy="none", ratio=0.0)).prefill.kv
+    rows = [row for lo, hi in context.chunks for row in range(lo, hi)]
+    assert 0 < len(rows) < len(context.token_ids)
+    for mine, wanted in ((taught.chunks, plain.kv), (chunks, stored)):
+        for (keys, values), layer in zip(mine, wanted.layers, strict=True):
+            torch.testing.assert_close(keys, layer.keys[:, rows], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(values, layer.values[:, rows], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(student, torch.cat(reused), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(teacher, torch.cat(full), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(taught.logits, torch.cat(full), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(student, teacher, atol=1e-2)
+
+
 def test_the_teacher_is_full_prefill(engine: Engine, branches: BranchModel) -> None:
     found = prompts(engine)
     context, each = asked(found)
@@ -102,14 +140,20 @@ def test_answers_are_written_side_by_side_as_apart(varied_path: Path) -> None:
         torch.testing.assert_close(same.logits, model.full(context, branches).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_reach_all_of_the_adapter_through_the_chunks_too(engine: Engine, branches: BranchModel) -> None:
-    context, each = asked(prompts(engine))
-    weights = {name: w for name, w in engine.model.model.named_parameters() if w.requires_grad}
-    branches.blockwise(context, each).logits.float().square().mean().backward()
-    none = [name for name, weight in weights.items() if weight.grad is None or not weight.grad.any()]
-    assert [name for name in none if "lora_B" in name] == []  # A has none while B is zero
-    for weight in weights.values():
-        weight.grad = None
+def test_gradients_reach_a_chunk_adapter_through_the_chunks_alone(tiny_path: Path) -> None:
+    settings = Settings(model=str(tiny_path), dtype="float32", prefix_cache=False, learn="off")
+    with Engine(settings, load_model(tiny_path, "float32", pack=False), KVStore([MemoryTier(1, lru)])) as engine:
+        context, each = asked(prompts(engine))
+        adapter = filled(LoraAdapter(engine.model.model, 4, 0, "tiny"))
+        model = BranchModel(engine.model.model, engine.model.profile, engine.encoder.filler(160), adapter)
+        loss = model.blockwise(context, each).logits.float().square().mean()
+        assert not model.full(context, each).logits.requires_grad
+    loss.backward()
+    last = max(int(name.split("layers.")[1].split(".")[0]) for name in adapter.weights)
+    unread = ("q_proj", "o_proj", "mlp")  # of the last layer only keys and values of chunks are read
+    for name, weight in adapter.weights.items():
+        is_read = f"layers.{last}." not in name or not any(part in name for part in unread)
+        assert is_read == (weight.grad is not None and bool(weight.grad.any())), name
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith(REFUSED_HERE)])

@@ -1,6 +1,7 @@
 """LoRA adapters for the embedded LLM that the package ships, each in a folder with its model card.
 
-They are trained by `training/` and merged into the weights when a model is prepared.
+They are trained by `training/` and merged into the weights when a model is prepared. Beside one may lie a chunk adapter
+for the merged model, in a folder of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from ragfuse.types.keys import digest
 
 WEIGHTS = "adapter_model.safetensors"
 DRIFT_NAME = "ragfuse_drift.kv"
+CHUNK_ADAPTER = "chunk_adapter"
+"""The folder of an adapter that encodes chunks (`hf/chunk_adapter.py`), inside the folder of a model."""
 
 
 def path(name: str) -> Path:
@@ -22,9 +25,10 @@ def path(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """Return the digest of an adapter's weights and of its drift, if one was measured."""
-    files_ = [file for file in (path(name) / WEIGHTS, path(name) / DRIFT_NAME) if file.exists()]
-    return digest(*(part for file in files_ for part in (file.name, file.read_bytes())))
+    """Return the digest of an adapter's weights, and of its drift and chunk adapter if it has them."""
+    names = WEIGHTS, DRIFT_NAME, f"{CHUNK_ADAPTER}/{WEIGHTS}"
+    found = [each for each in names if (path(name) / each).exists()]
+    return digest(*(part for each in found for part in (each, (path(name) / each).read_bytes())))
 
 
 def card(name: str) -> dict[str, Any] | None:

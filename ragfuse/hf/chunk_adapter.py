@@ -1,0 +1,132 @@
+"""The chunk adapter: a LoRA adapter that a model has while it encodes chunks behind filler text, and at no other time.
+
+It changes what is stored of a chunk, so that a prompt that reuses the chunk comes closer to full prefill. Questions,
+recomputed rows and full prefill are computed by the plain model, so full prefill stays exactly what it was. It is read
+from PEFT's form; `ragfuse adapt` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ragfuse.errors import ModelError
+from ragfuse.types.keys import digest
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module."""
+PLAIN_CONFIG: Mapping[str, Any] = MappingProxyType(
+    {
+        "peft_type": "LORA",
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
+    }
+)
+"""Entries of PEFT's configuration that change how the weights are applied, at their values in a plain LoRA."""
+
+
+class ChunkAdapter:
+    """Two low-rank matrices beside each of some linear layers.
+
+    Args:
+        pairs: (A [r, in], B [out, r]) of each layer by the name of its module; B is scaled already. In the dtype that
+            the model computes in.
+    """
+
+    def __init__(self, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        self.pairs = dict(pairs)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all weights, which is part of the model's fingerprint."""
+        parts = [
+            (name, str(matrix.dtype), str(tuple(matrix.shape)), digest(_bytes(matrix)))
+            for name, pair in sorted(self.pairs.items())
+            for matrix in pair
+        ]
+        return digest(*(text for part in parts for text in part))
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Add the adapter to the layers of a model in this context. The caller holds the model's lock."""
+        modules = dict(model.named_modules())
+        hooks = [
+            modules[name].register_forward_hook(partial(_added, down=down, up=up))
+            for name, (down, up) in self.pairs.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _added(layer: nn.Module, args: tuple[Tensor, ...], out: Tensor, *, down: Tensor, up: Tensor) -> Tensor:
+    """Return a linear layer's output [..., out] with the adapter's added."""
+    x = args[0]
+    inner = x.flatten(0, -2) @ down.to(x.device).T
+    return torch.addmm(out.flatten(0, -2), inner, up.to(x.device).T).view_as(out)
+
+
+def _bytes(matrix: Tensor) -> bytes:
+    return matrix.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
+    """Return the chunk adapter in a folder, for a model.
+
+    Args:
+        folder: The folder with PEFT's two files.
+        model: The model whose layers it names.
+
+    Raises:
+        ModelError: A file is missing or damaged, it is another kind of adapter, or it does not fit the model.
+    """
+    again = "Train it anew with `ragfuse adapt`."
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        scale = float(config["lora_alpha"]) / int(config["r"])
+        weights = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, SafetensorError) as error:
+        raise ModelError(f"The chunk adapter in '{folder}' cannot be read ({error}). {again}") from error
+    for name, plain in PLAIN_CONFIG.items():
+        if config.get(name, plain) not in (plain, None):
+            raise ModelError(
+                f"Wanted a plain LoRA as the chunk adapter in '{folder}', found {name}={config[name]!r}. {again}"
+            )
+    modules, pairs = dict(model.named_modules()), dict[str, tuple[Tensor, Tensor]]()
+    for name in sorted({name.rpartition(".lora_")[0] for name in weights}):
+        module = modules.get(name.removeprefix(PEFT_PREFIX))
+        down, up = (weights.pop(f"{name}.lora_{part}.weight", None) for part in "AB")
+        if module is None or down is None or up is None or not _fits(module, down, up):
+            raise ModelError(f"The chunk adapter in '{folder}' does not fit the model at '{name}'. {again}")
+        if not (bool(down.isfinite().all()) and bool(up.isfinite().all())):
+            raise ModelError(f"The chunk adapter in '{folder}' has NaN or infinity at '{name}'. {again}")
+        pairs[name.removeprefix(PEFT_PREFIX)] = down.to(model.dtype), (up.float() * scale).to(model.dtype)
+    if weights or not pairs:
+        found = f"'{next(iter(weights))}'" if weights else "nothing"
+        raise ModelError(f"Wanted LoRA weights of linear layers in '{folder}', found {found}. {again}")
+    return ChunkAdapter(pairs)
+
+
+def _fits(module: nn.Module, down: Tensor, up: Tensor) -> bool:
+    """Whether A and B have the shapes that a linear layer needs."""
+    wanted = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return down.ndim == up.ndim == 2 and down.shape[0] == up.shape[1] and (down.shape[1], up.shape[0]) == wanted

@@ -1,0 +1,117 @@
+"""A chunk adapter changes the KV of chunks behind filler text, by as much as PEFT's adapter would, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from ragfuse.errors import ModelError
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_chunk_adapter
+from ragfuse.hf.lora import LoraAdapter
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.packed import PackedLinear, can_pack
+from ragfuse.models.adapters import CHUNK_ADAPTER
+from ragfuse.models.loader import load_model
+from tests.hf.test_lora import filled, model_at
+
+CHUNK, FILLER = list(range(5, 45)), list(range(60, 80))
+
+
+@pytest.fixture
+def folder(tiny_path: Path, tmp_path: Path) -> Path:
+    """A folder to give as a model: the tiny model with a chunk adapter."""
+    adapter = filled(LoraAdapter(model_at(tiny_path), 4, 0, str(tiny_path)))
+    adapter.save(tmp_path / "model" / CHUNK_ADAPTER)
+    return tmp_path / "model"
+
+
+def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(folder: Path, tiny_path: Path) -> None:
+    model, plain = load_model(folder, "float32"), load_model(tiny_path, "float32")
+    merged = PeftModel.from_pretrained(model_at(tiny_path), folder / CHUNK_ADAPTER).merge_and_unload()
+    wanted, found = HFModel(merged).encode(CHUNK, FILLER), model.encode_with_filler(CHUNK, FILLER)
+    for one, other in zip(found.layers, wanted.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
+    for encode in (lambda each: each.encode(CHUNK), lambda each: each.encode(CHUNK, FILLER)):
+        for one, other in zip(encode(model).layers, encode(plain).layers, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
+    assert torch.equal(model.full_prefill(CHUNK).logits, plain.full_prefill(CHUNK).logits)
+    again = model.encode_with_filler(CHUNK, FILLER)
+    assert torch.equal(again.layers[-1].values, found.layers[-1].values)
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.bfloat16), reason="this CPU has no bfloat16 units")
+def test_packed_layers_take_it_too(folder: Path, tiny_path: Path) -> None:
+    packed, loose = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", pack=False)
+    assert any(isinstance(module, PackedLinear) for module in packed.model.modules())
+    one, other = (each.encode_with_filler(CHUNK, FILLER).layers[-1] for each in (packed, loose))
+    torch.testing.assert_close(one.values, other.values, rtol=0.05, atol=0.05)
+    plain = packed.encode(CHUNK, FILLER).layers[-1]
+    assert not torch.allclose(one.values, plain.values, rtol=0.05, atol=0.05)
+
+
+def test_it_is_part_of_the_fingerprint(folder: Path, tiny_path: Path) -> None:
+    prints = {load_model(folder, "float32").fingerprint, load_model(tiny_path, "float32").fingerprint}
+    file = folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS
+    weights = load_file(file)
+    name = next(name for name in weights if "lora_B" in name)
+    weights[name][0, 0] += 1
+    save_file(weights, file)
+    prints.add(load_model(folder, "float32").fingerprint)
+    told = folder / CHUNK_ADAPTER / ADAPTER_CONFIG
+    told.write_text(json.dumps({**json.loads(told.read_text()), "lora_alpha": 1}))
+    prints.add(load_model(folder, "float32").fingerprint)
+    assert len(prints) == 4
+
+
+def test_a_failed_encoding_leaves_the_model_plain(folder: Path, tiny_path: Path) -> None:
+    model = load_model(folder, "float32")
+    with pytest.raises(IndexError):
+        model.encode_with_filler([10**6], FILLER)
+    wanted = load_model(tiny_path, "float32").full_prefill(CHUNK).logits
+    assert torch.equal(model.full_prefill(CHUNK).logits, wanted)
+
+
+def cut(weights: dict[str, Any]) -> dict[str, Any]:
+    return {name: weight for name, weight in weights.items() if "layers.0.mlp.up_proj.lora_B" not in name}
+
+
+DAMAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "does not fit": cut,
+    "does not fit the model at": lambda weights: {n: w.T.contiguous() for n, w in weights.items()},
+    "NaN": lambda weights: {n: w * float("nan") for n, w in weights.items()},
+    "found nothing": lambda weights: {},
+}
+
+
+@pytest.mark.parametrize("said", DAMAGES)
+def test_damaged_weights_are_told(folder: Path, tiny_path: Path, said: str) -> None:
+    file = folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS
+    save_file(DAMAGES[said](load_file(file)), file)
+    with pytest.raises(ModelError, match=said):
+        load_model(folder, "float32")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"use_dora": True}, "use_dora=True"), ({"peft_type": "IA3"}, "IA3"), ({"r": 0}, "cannot be read")],
+)
+def test_another_kind_of_adapter_is_told(folder: Path, tiny_path: Path, change: dict[str, Any], said: str) -> None:
+    told = folder / CHUNK_ADAPTER / ADAPTER_CONFIG
+    told.write_text(json.dumps({**json.loads(told.read_text()), **change}))
+    with pytest.raises(ModelError, match=said):
+        read_chunk_adapter(folder / CHUNK_ADAPTER, model_at(tiny_path))
+
+
+def test_a_missing_file_is_told(folder: Path) -> None:
+    (folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS).unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model(folder, "float32")
