@@ -7,8 +7,8 @@ import lazy_loader
 if TYPE_CHECKING:
     from ragfuse.admin.byte_store import ByteStore
     from ragfuse.engine.answer_stream import AnswerStream
-    from ragfuse.engine.engine import Engine, Ingested
-    from ragfuse.engine.options import Ask
+    from ragfuse.engine.ask import Ask
+    from ragfuse.engine.engine import Engine
     from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
     from ragfuse.schemas.pml_template import PMLTemplate
     from ragfuse.settings import Settings
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ragfuse.text.chat_messages import ChatMessage
     from ragfuse.types.answer import Answer, ToolCall, Trace
     from ragfuse.types.grammar import Grammar
+    from ragfuse.types.ingested import Ingested
     from ragfuse.types.prompt import Prompt
 
 __all__ = [
@@ -48,9 +49,15 @@ __getattr__, __dir__, _ = lazy_loader.attach(
     submod_attrs={
         "admin.byte_store": ["ByteStore"],
         "engine.answer_stream": ["AnswerStream"],
-        "engine.engine": ["Engine", "Ingested"],
-        "engine.options": ["Ask"],
-        "errors": ["InputError", "ModelError", "RagFuseError", "SettingsError", "StoreError"],
+        "engine.ask": ["Ask"],
+        "engine.engine": ["Engine"],
+        "errors": [
+            "InputError",
+            "ModelError",
+            "RagFuseError",
+            "SettingsError",
+            "StoreError",
+        ],
         "schemas.pml_template": ["PMLTemplate"],
         "settings": ["Settings"],
         "telemetry.prometheus": ["metrics"],
@@ -58,6 +65,7 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "text.chat_messages": ["ChatMessage"],
         "types.answer": ["Answer", "ToolCall", "Trace"],
         "types.grammar": ["Grammar"],
+        "types.ingested": ["Ingested"],
         "types.prompt": ["Prompt"],
     },
 )

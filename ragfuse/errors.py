@@ -9,6 +9,7 @@
     │   └── RefusedError   the model's KV cannot be reused at other positions (answers fall back to full prefill)
     │       └── FixedError    its KV can be reused at the positions it was encoded at: enough for schema modules
     ├── BusyError          the queue is full; the error says when to try again
+    ├── ServerError        a server cannot be reached, refuses the key, is no ragfuse server, or broke off
     ├── StoreError         the store as a whole is not usable (a single bad entry is a miss, not an error)
     └── TransferError      KV on its way to another engine cannot be written, or is not what that engine needs
 
@@ -67,6 +68,10 @@ class StoreError(RagFuseError):
 
 class TransferError(RagFuseError):
     """KV on its way to another engine that cannot be written, or is not what that engine needs."""
+
+
+class ServerError(RagFuseError):
+    """A server that cannot be reached, refuses the API key, is no ragfuse server, or broke off its answer."""
 
 
 class BusyError(RagFuseError):

@@ -270,6 +270,12 @@ class Settings(BaseSettings):
         description="API keys that a server accepts, separated by commas: KEY (a tenant of its own), or SALT:KEY for "
         "the tenant of that salt. Empty: no key is needed.",
     )
+    api_key: str = Field(
+        default="",
+        repr=False,
+        exclude=True,
+        description="API key with which clients ask a server, such as ChatRagFuse(base_url=...).",
+    )
     serve_together: int = Field(default=8, ge=1, description="Requests that a server answers at the same time.")
     serve_waiting: int = Field(default=256, ge=1, description="Requests that may wait in the queue; more get a 429.")
     serve_timeout_s: float = Field(

@@ -44,6 +44,17 @@ ROOMS: dict[str, set[str]] = {
     "telemetry": {*VALUES, "store"},
     "transfer": {*VALUES, "codec", "store"},
     "engine": {*VALUES, *BELOW_ENGINE},
+    "remote": {
+        *VALUES,
+        "engine.answer_stream",
+        "engine.answerer",
+        "engine.ask",
+        "engine.question",
+        "schemas.nodes",
+        "schemas.pml",
+        "text.chat_messages",
+        "text.chunks",
+    },
     "admin": {*VALUES, "engine", "plan", "schemas", "sessions", "store"},
     "calibration": BELOW_DOORS,
     "adapt": {*BELOW_DOORS, "calibration"},
@@ -81,8 +92,9 @@ FRAMEWORKS = {"llama_index", "faiss", "sentence_transformers", "langgraph"}  # a
 BEHIND_EXTRAS = {*FRAMEWORKS, "accelerate", "gguf", "peft", "scipy", "rouge_score", "matplotlib", "pypdf", "bs4"}
 BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs", "llguidance", "opentelemetry", "prometheus_client"}
 WEB = {"fastapi", "starlette", "uvicorn"}  # the server's own, which is imported when it is asked for
-BEHIND_EXTRAS |= WEB
-PUBLIC_PACKAGES = {"transfer"}  # for engines that decode: what its __all__ names
+CLIENT = {"httpx", "tenacity"}  # the remote engine's own, likewise
+BEHIND_EXTRAS |= WEB | CLIENT
+PUBLIC_PACKAGES = {"remote", "transfer"}  # for clients, and for engines that decode: what its __all__ names
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "local", "Lock", "RLock", "Event", "Condition", "Queue"}
@@ -188,7 +200,8 @@ def frameworks_are_for_few_doors(source: Source) -> Iterator[str]:
 def extras_are_imported_lazily(source: Source) -> Iterator[str]:
     for item in source.imports:
         extra = item.root in BEHIND_EXTRAS or item.root.startswith("langchain")
-        if extra and not item.lazy and not (item.root in WEB and source.room == "serve"):
+        own = (source.room, item.root in CLIENT, item.root in WEB) in {("serve", False, True), ("remote", True, False)}
+        if extra and not item.lazy and not own:
             yield f"line {item.line}: imports '{item.path}' at module level"
 
 
@@ -339,6 +352,8 @@ BAD = [
     ("extras_are_imported_lazily", "calibration/a.py", "if True:\n    import matplotlib.pyplot"),
     ("extras_are_imported_lazily", "cli/serve.py", "from fastapi import FastAPI"),
     ("extras_are_imported_lazily", "serve/a.py", "import prometheus_client"),
+    ("extras_are_imported_lazily", "engine/a.py", "import httpx"),
+    ("extras_are_imported_lazily", "remote/a.py", "import fastapi"),
     ("nothing_unpickles", "store/a.py", "import pickle"),
     ("nothing_unpickles", "store/a.py", "from torch import load"),
     ("nothing_unpickles", "store/a.py", "import torch\ntorch.load('x')"),
@@ -364,6 +379,7 @@ GOOD = [
     ("frameworks_are_for_few_doors", "calibration/a.py", "def f():\n    import langchain_core"),
     ("extras_are_imported_lazily", "cli/a.py", "def f():\n    import matplotlib.pyplot"),
     ("extras_are_imported_lazily", "serve/a.py", "import uvicorn"),
+    ("extras_are_imported_lazily", "remote/a.py", "import httpx"),
     ("modules_hold_no_mutable_state", "types/a.py", "__all__ = ['A']\nA = MappingProxyType({'a': 1})\nB = (1, 2)"),
     ("no_open_keywords_below_the_engine", "hf/a.py", "def attention(q, **options):\n    return options.get('x')"),
     ("no_open_keywords_below_the_engine", "hf/a.py", "@wraps(g)\ndef f(**options):\n    return g(**options)"),

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.options import Ask
 from ragfuse.settings import Settings
 from ragfuse.text.filler import sample
 

@@ -12,8 +12,8 @@ from ragfuse.adapt.checkpoint import AdapterFolder, AdaptRecipe
 from ragfuse.adapt.examples import DocumentExamples, Documents, NumberedExamples, split_documents
 from ragfuse.adapt.teacher import MAX_CONTEXT_TOKENS, Teacher, context_of, prompt_of
 from ragfuse.adapt.trainer import Trainer, layers_compared
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.options import Ask
 from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.branches import Branch, BranchModel, refuse_unadaptable
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG

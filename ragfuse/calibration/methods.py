@@ -18,18 +18,19 @@ from torch import Tensor
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.deviation import attention_of, kv_deviation
 from ragfuse.calibration.prompts import PROMPT_TEXTS
+from ragfuse.engine.ask import Ask, known_policy
 from ragfuse.engine.engine import Engine, PreparedPrompt
-from ragfuse.engine.options import Ask, ends_of, known_policy
+from ragfuse.engine.options import ends_of
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.fusor import CachedRun, Fusion, candidate_rows
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
-from ragfuse.plan.controller import AUTO
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.text.chunks import Piece
+from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.prompt import Prompt
 
 Encoded = Literal["filler", "alone"]

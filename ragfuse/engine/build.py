@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.constraints import offered_tools
 from ragfuse.engine.context_window import check_messages, check_request
 from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.options import Ask, remaining_context
+from ragfuse.engine.options import remaining_context
 from ragfuse.engine.overflow import drops, limit_of
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_documents, mended_question, messages_of

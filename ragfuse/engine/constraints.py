@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
-from ragfuse.engine.options import Ask, ends_of, is_sampled, is_single
+from ragfuse.engine.options import ends_of, is_sampled, is_single
 from ragfuse.errors import InputError
 from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, check
 from ragfuse.hf.handover import resolve_option, stop_strings_of

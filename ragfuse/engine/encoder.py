@@ -25,33 +25,6 @@ PACE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Ingested:
-    """The totals of an ingest.
-
-    Args:
-        chunks: Chunks processed.
-        encoded: Those that were encoded and stored now.
-        tokens: Tokens of the encoded chunks.
-        nbytes: Bytes of their KV.
-        seconds: Time since the start.
-        of: Number of chunks in all; None: unknown.
-    """
-
-    chunks: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    of: int | None = None
-
-    def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
-        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before."""
-        new = bool(nbytes)
-        found = self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes
-        return Ingested(*found, seconds, self.of)
-
-
-@dataclass(frozen=True)
 class Encoder:
     """Computes the KV of runs that the store does not have yet, and stores it.
 

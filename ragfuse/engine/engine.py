@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream
+from ragfuse.engine.ask import Ask, known_policy
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.constraints import Tool, offered_tools
-from ragfuse.engine.encoder import Encoder, Ingested
+from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.ingest import Documents
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.options import Ask, known_policy, remaining_context
+from ragfuse.engine.options import remaining_context
 from ragfuse.engine.placement import Placement
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
@@ -51,7 +52,9 @@ from ragfuse.text.chat_messages import Content
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.text.chunks import KnownChunks, Marker, Piece
 from ragfuse.types.answer import Answer
+from ragfuse.types.ingested import Ingested
 from ragfuse.types.keys import ChunkKey, whole_text
+from ragfuse.types.model_card import ModelCard
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import MachineProfile, ModelProfile
 from ragfuse.types.prompt import Prompt
@@ -272,6 +275,10 @@ class Engine:
             return self._stages.schemas.prompt(prompt, ask or Ask())
         return self._stages.prompts.prompt(mended_question(prompt), self.digest, tools, ask=ask)
 
+    def count_tokens(self, prompt: Question, tools: Sequence[Tool] = ()) -> int:
+        """Return the number of tokens of a prompt, with chat template and tools."""
+        return len(self.prompt(prompt, tools))
+
     def pieces(self, content: Content) -> Sequence[Piece]:
         """Return a text, or the texts of a list, split into chunks and fresh text; `Piece` values in a list stay
         whole."""
@@ -386,6 +393,15 @@ class Engine:
     def model(self) -> HFModel:
         """The model, loaded at first use."""
         return self.runtime.model
+
+    @property
+    def card(self) -> ModelCard:
+        """The model's name, window and limits, for programs that ask it; loads the model."""
+        model = self.model
+        has_template = bool(getattr(model.tokenizer, "chat_template", None))
+        return ModelCard(
+            self.settings.model, model.max_context, has_template, self.settings.max_tokens, model.profile.refusal
+        )
 
     @property
     def digest(self) -> str:

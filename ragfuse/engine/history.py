@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.encoder import PACE_S
-from ragfuse.engine.options import Ask
 from ragfuse.engine.overflow import fitted
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder

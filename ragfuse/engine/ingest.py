@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ragfuse.engine.context_window import check_texts, may_fit
-from ragfuse.engine.encoder import Ingested
 from ragfuse.engine.options import remaining_context
 from ragfuse.engine.question import mended_documents
 from ragfuse.engine.runtime import Runtime
@@ -16,6 +15,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import chunk_of, forget_chunks
+from ragfuse.types.ingested import Ingested
 from ragfuse.types.keys import whole_text
 
 

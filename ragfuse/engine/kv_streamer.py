@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.options import Ask
 from ragfuse.engine.overflow import drops, room_of
 from ragfuse.engine.planner import RevisablePlan
 from ragfuse.engine.prefetch import Prefetcher

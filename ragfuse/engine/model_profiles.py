@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from ragfuse.models import embedded
-from ragfuse.plan.controller import AUTO
 from ragfuse.process.fork import ForkLock
 from ragfuse.store.catalog import Catalog
+from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
 from ragfuse.types.reasons import NOT_EXACT, NOT_SAFE
 

@@ -10,7 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
-from ragfuse.engine.options import Ask, options_of, remaining_context
+from ragfuse.engine.ask import Ask
+from ragfuse.engine.options import options_of, remaining_context
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings

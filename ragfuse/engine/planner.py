@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import CalibrationHint, name_for_calibrate, refusal_of
-from ragfuse.engine.options import Ask, with_remaining_deadline
+from ragfuse.engine.options import with_remaining_deadline
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.fuse.select import cost_of

@@ -19,9 +19,10 @@ from typing import Any
 
 from cachetools import LRUCache
 
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.background import LEARNT
 from ragfuse.engine.context_window import check_messages, check_texts, may_fit
-from ragfuse.engine.options import Ask, ends_of
+from ragfuse.engine.options import ends_of
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
@@ -39,13 +40,12 @@ from ragfuse.text.known_spans import MAX_SPANS, MIN_ALTERED_TOKENS, KnownSpans, 
 from ragfuse.text.retrieved_documents import RetrievedDocuments
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.request_limits import MAX_RETRIEVED
 
 __all__ = ["PromptBuilder"]
 
 log = logging.getLogger("ragfuse.engine")
 
-MAX_RETRIEVED = 256
-"""Most documents of one question that are searched for in it; retrievers give the best first."""
 PARTS_PROBE = "probed-words"
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
 

@@ -9,7 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
-from ragfuse.engine.options import Ask
+from ragfuse.engine.ask import Ask
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml import parse_prompt, read

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.constraints import OutputConstraints
-from ragfuse.engine.options import Ask
 from ragfuse.engine.question import Question, is_ids
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt

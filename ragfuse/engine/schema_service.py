@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.context_window import check_request, check_schema
-from ragfuse.engine.encoder import Encoder, Ingested
-from ragfuse.engine.options import Ask, remaining_context
+from ragfuse.engine.encoder import Encoder
+from ragfuse.engine.options import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError
@@ -27,6 +28,7 @@ from ragfuse.schemas.pml import parse_prompt, parse_schema, read, to_pml
 from ragfuse.schemas.registry import SchemaInfo, SchemaRegistry, StoredSchema
 from ragfuse.schemas.wrap_probe import wrapping_of
 from ragfuse.settings import Settings
+from ragfuse.types.ingested import Ingested
 from ragfuse.types.prompt import Prompt
 
 __all__ = [

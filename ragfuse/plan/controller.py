@@ -18,13 +18,11 @@ from ragfuse.plan.observed import corrected
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import Entry
 from ragfuse.types.plan import Bound, Fetch, Forecast, LoadPlan
-from ragfuse.types.policy_cost import CostOf
+from ragfuse.types.policy_cost import AUTO, CostOf
 from ragfuse.types.profiles import MachineProfile
 from ragfuse.types.prompt import Prompt, Segment
 from ragfuse.types.reasons import MISSING, UNREADABLE
 
-AUTO = "auto"
-"""The policy name that stands for the model's own choice where it applies, else for `MEASURED`."""
 MEASURED = ("hkvd", 0.15)
 """Policy and ratio for chunks that were not encoded after filler text (CacheBlend 4.3)."""
 

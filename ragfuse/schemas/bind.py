@@ -25,8 +25,8 @@ from ragfuse.schemas.layout import (
 )
 from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, SourcePosition, TextNode
 from ragfuse.schemas.pml import one_of
-from ragfuse.types.keys import ChunkKey
-from ragfuse.types.prompt import Kind, Prompt, Segment
+from ragfuse.types.keys import ChunkKey, Kind
+from ragfuse.types.prompt import Prompt, Segment
 
 KeyOf = Callable[[SchemaRun], ChunkKey]
 """Returns the key of a run's KV, encoded alone at its own positions; `ChunkKey.layout` is `SchemaRun.layout`."""

@@ -29,6 +29,7 @@ class ResponseWriter:
         decode: Returns the text of one token id.
         wants_logprobs: Whether whole answers include log probabilities.
         with_usage: Whether a stream ends with an event that holds the usage.
+        with_ids: Whether each answer comes with the ids of its tokens.
         id: Id of the response.
         created: Unix time in seconds.
     """
@@ -39,6 +40,7 @@ class ResponseWriter:
     decode: Callable[[int], str]
     wants_logprobs: bool = False
     with_usage: bool = False
+    with_ids: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -95,7 +97,7 @@ class ResponseWriter:
             if calls := self._calls(item.answer):
                 yield self._event(item.index, {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
             delta: Json | str = {} if self.is_chat else ""
-            yield self._event(item.index, delta, _reason(item), trace=self.trace(item.answer))
+            yield self._event(item.index, delta, _reason(item), trace=self.trace(item.answer), ids=self._ids(item))
 
     @property
     def _chunk_kind(self) -> str:
@@ -118,9 +120,10 @@ class ResponseWriter:
         reason: str | None = None,
         logprobs: Json | None = None,
         trace: Json | None = None,
+        ids: Json | None = None,
     ) -> bytes:
         name = "delta" if self.is_chat else "text"
-        choice = {"index": index, name: delta, "logprobs": logprobs, "finish_reason": reason}
+        choice = {"index": index, name: delta, "logprobs": logprobs, "finish_reason": reason, **(ids or {})}
         event = {**self._head(self._chunk_kind), "choices": [choice]}
         if self.with_usage:
             event["usage"] = None
@@ -130,6 +133,7 @@ class ResponseWriter:
         answer = completed.answer
         logprobs = self._logprobs(token_logprobs) if self.wants_logprobs else None
         common = {"index": completed.index, "logprobs": logprobs, "finish_reason": _reason(completed)}
+        common |= self._ids(completed)
         if not self.is_chat:
             return {**common, "text": completed.echo + answer.text}
         calls = self._calls(answer)
@@ -137,6 +141,9 @@ class ResponseWriter:
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         return {**common, "message": {**message, "tool_calls": calls} if calls else message}
+
+    def _ids(self, completed: Completed) -> Json:
+        return {"token_ids": list(completed.answer.token_ids)} if self.with_ids else {}
 
     def _logprobs(self, token_logprobs: Sequence[TokenLogprob], offset: int = 0) -> Json:
         if self.is_chat:

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from ragfuse.engine.options import Ask
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import InputError
 from ragfuse.serve.logprobs import LogprobRecorder
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
-    MAX_TITLE_CHARS,
     AnswerOptions,
     ChatRequest,
     CompletionRequest,
@@ -29,6 +28,7 @@ from ragfuse.text.chat_messages import ROLE_ALIASES, ChatMessage
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
+from ragfuse.types.request_limits import MAX_TITLE_CHARS
 
 Parts = list[str | Piece]
 MIN_TEMPERATURE = 1e-3
@@ -80,6 +80,9 @@ def text_requests(request: TextRequest, mark: Any, n_tokens: int | None = None) 
     for prompt in _prompts(request.prompt):
         if isinstance(prompt, str):
             question: Any = text_of(request.pml, prompt, request.documents or (), mark)
+        elif isinstance(prompt[0], ContentPart):
+            text = _joined(prompt, mark)
+            question = text_of(request.pml, text, request.documents or (), mark)
         else:
             question = ids_of(prompt, request.pml, request.documents or (), n_tokens)
         for number in range(request.n or 1):
@@ -91,9 +94,15 @@ def text_requests(request: TextRequest, mark: Any, n_tokens: int | None = None) 
     return answer_requests
 
 
-def _prompts(given: Any) -> list[str | list[int]]:
+def _prompts(given: Any) -> list[str | list[int] | list[ContentPart]]:
     """Return one prompt or several as a list."""
-    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    return [given] if isinstance(given, str) or isinstance(given[0], int | ContentPart) else given
+
+
+def _joined(parts: Sequence[ContentPart], mark: Any) -> str:
+    """Return a prompt's parts as one text, in which `mark` marks those that are documents."""
+    pieces = (_piece(part, _checked_text(part)) for part in parts)
+    return "".join(each if isinstance(each, str) else mark(each.text, each.source) for each in pieces)
 
 
 def ids_of(ids: Sequence[int], pml: str | None, documents: Sequence[str | Document], n_tokens: int | None) -> list[int]:
@@ -189,6 +198,7 @@ def reuse_of(options: AnswerOptions) -> Ask:
         overflow=options.overflow,
         deadline_s=options.deadline_s,
         blend=options.blend,
+        documents=tuple((each.text, each.title) for each in options.retrieved),
     )
 
 
@@ -244,11 +254,15 @@ def _sampling(request: CompletionRequest) -> dict[str, Any]:
         "min_new_tokens": request.min_tokens,
     }
     options = {name: value for name, value in changes.items() if value}
+    if request.ragfuse.max_time_s is not None:
+        options["max_time"] = request.ragfuse.max_time_s
     if (request.temperature or 0) < MIN_TEMPERATURE or request.top_p == 0:
         return options
     sampling = {"temperature": request.temperature, "top_p": request.top_p, "min_p": request.min_p}
     given = {name: value for name, value in sampling.items() if value is not None}
-    return {**options, "do_sample": True, "top_k": max(0, request.top_k or 0), **given}
+    if request.top_k is not None or not request.ragfuse.model_sampling:
+        given["top_k"] = max(0, request.top_k or 0)
+    return {**options, "do_sample": True, **given}
 
 
 def _token_id(id: str) -> int:
@@ -361,17 +375,21 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
 def _parts(message: RequestMessage) -> Iterator[str | Piece]:
     content = message.content or []
     for part in [ContentPart(type="text", text=content)] if isinstance(content, str) else content:
-        if part.type == "refusal":
-            continue
-        if part.type not in ("text", "text-plain") or part.text is None:
-            raise APIError(
-                400,
-                f"A content part of type '{part.type:.40}' cannot be read: this model takes only text. Wanted parts "
-                "of type 'text' or 'text-plain' with their text; leave others out.",
-                "unusable",
-                "messages",
-            )
-        yield _piece(part, part.text)
+        if part.type != "refusal":
+            yield _piece(part, _checked_text(part))
+
+
+def _checked_text(part: ContentPart) -> str:
+    """Return the text of a content part; APIError for a part of another type."""
+    if part.type not in ("text", "text-plain") or part.text is None:
+        raise APIError(
+            400,
+            f"A content part of type '{part.type:.40}' cannot be read: this model takes only text. Wanted parts "
+            "of type 'text' or 'text-plain' with their text; leave others out.",
+            "unusable",
+            "messages",
+        )
+    return part.text
 
 
 def _piece(part: ContentPart, text: str) -> str | Piece:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from ragfuse.engine.ask import Ask
+from ragfuse.engine.constraints import offered_tools
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.options import Ask
 from ragfuse.engine.question import Question
 from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.serve.body import BodyRoute
@@ -33,7 +34,7 @@ from ragfuse.serve.requests import (
     text_requests,
 )
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextDelta
-from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest
+from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest, TokensRequest
 from ragfuse.serve.service import Service
 from ragfuse.serve.stats import store_of
 from ragfuse.serve.transfer import transfer_of
@@ -77,6 +78,20 @@ def router(service: Service) -> APIRouter:
         """Describe the model of this name."""
         _check_model(service, model)
         return _model_card(service)
+
+    @routes.get("/v1/ragfuse/model")
+    async def card(request: Request) -> dict[str, Any]:
+        """Show what a client needs to know of the model: its window, whether it has a chat template, its refusal."""
+        found = await unless_disconnected(
+            request.receive, service.lookup(_tenant(request), lambda engine: asdict(engine.card))
+        )
+        return {"object": "ragfuse.model", **found, "name": service.model}
+
+    @routes.post("/v1/ragfuse/tokens")
+    async def tokens(request: Request, body: TokensRequest) -> dict[str, Any]:
+        """Return the token ids of a text in the middle of a prompt, or of the whole prompt that messages make."""
+        work = service.lookup(_tenant(request), lambda engine: _tokens(engine, body))
+        return {"object": "ragfuse.tokens", "tokens": await unless_disconnected(request.receive, work)}
 
     @routes.get("/v1/ragfuse/store")
     async def store(request: Request) -> dict[str, Any]:
@@ -132,6 +147,7 @@ async def _answer(
             lambda id: engine.model.text([id]),
             wants_logprobs,
             usage,
+            body.ragfuse.token_ids,
         )
         items = run.read()
         if not body.stream:
@@ -217,6 +233,18 @@ def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], Non
     plan = engine.plan(question, ask)
     check(None)
     return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan)}
+
+
+def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
+    is_text = body.text is not None
+    if is_text is (body.messages is not None or body.pml is not None):
+        raise APIError(400, "Give either text, or messages or pml; found both or neither.", "unusable", "text")
+    if body.text is not None:
+        return engine.tokens(body.text, body.special)
+    question = question_of(body.pml, body.messages or ())
+    ask = Ask(tools=body.tools or ())
+    engine.check_length(question, ask)
+    return [*engine.prompt(question, offered_tools(ask)).token_ids]
 
 
 def _media_type_response(kind: str) -> dict[int | str, dict[str, Any]]:

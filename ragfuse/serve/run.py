@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ragfuse.engine.answer_stream import AnswerStream
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.options import Ask
 from ragfuse.engine.question import Question
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticCustomError, core_schema
 
+from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
+
 MAX_STOP_CHARS = 256
 """Most characters of a stop string."""
-MAX_TITLE_CHARS = 256
-"""Most characters of a document's title, which is stored with its chunk."""
 MAX_CHOICES = 8
 """Most answers to one request, and most prompts in one."""
 SEED_LIMIT = 2**63
@@ -88,6 +88,14 @@ class AnswerOptions(RequestBody):
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
     """For prompts in PML: whether some tokens of modules are recomputed, as those of chunks are."""
+    retrieved: Annotated[list[Document], FailFast] = Field(default=[], max_length=MAX_RETRIEVED)
+    """Retrieved documents that the prompt already contains, whole, cut or altered; there they are found as chunks."""
+    max_time_s: float | None = Field(default=None, ge=0)
+    """Seconds of generation, after which the answer ends unfinished."""
+    model_sampling: bool = False
+    """Whether a sampled answer takes the top_k of the model's generation config where the request gives none."""
+    token_ids: bool = False
+    """Whether each choice has the ids of its generated tokens, in a stream with its last event."""
 
 
 class StreamOptions(RequestBody):
@@ -266,8 +274,8 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """The body of `/v1/completions`: a request to continue one text, or each of several."""
 
-    prompt: str | Several[str] | Ids | Several[Ids]
-    """One text or several, or the token ids of one or several."""
+    prompt: str | Several[str] | Ids | Several[Ids] | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
+    """One text or several, the token ids of one or several, or one text in parts, some of which are documents."""
     max_tokens: int | None = Field(default=None, ge=0)
     """With 0 nothing is generated; together with `echo` and `logprobs` the prompt is scored."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -319,3 +327,14 @@ class SchemaRequest(RequestBody):
     """A schema in PML to register; it replaces a schema of the same name."""
 
     pml: str = Field(min_length=1)
+
+
+class TokensRequest(RequestBody):
+    """The body of `/v1/ragfuse/tokens`: a text, or messages with the tools that their prompt describes."""
+
+    text: str | None = None
+    special: bool = False
+    """Whether special tokens written in the text become such tokens."""
+    messages: Annotated[list[RequestMessage], FailFast] | None = None
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    pml: str | None = Field(default=None, min_length=1)

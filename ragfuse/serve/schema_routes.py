@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from ragfuse.engine.encoder import Ingested
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, outline, parse_schema
 from ragfuse.serve.body import BodyRoute
@@ -20,6 +19,7 @@ from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
+from ragfuse.types.ingested import Ingested
 
 MAX_NAME_CHARS = 256
 """Most characters of a schema's name."""

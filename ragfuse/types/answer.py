@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ragfuse.errors import InputError
-from ragfuse.types.keys import Encoded
-from ragfuse.types.prompt import Kind
+from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.reasons import ENCODING
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from blake3 import blake3
 
 FORMAT_VERSION = 2
 """Version of everything that is written: keys, headers, profiles. A change turns old entries into misses."""
 Encoded = Literal["alone", "prefix", "filler"]
+Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
 
 
 def digest(*parts: str | bytes) -> str:
@@ -38,7 +39,7 @@ def whole_text(text: str) -> str:
 
 def token_digest(tokens: Sequence[int]) -> str:
     """Return the digest of token ids, as little-endian int32."""
-    return digest("tokens", torch.tensor(list(tokens), dtype=torch.int32).numpy().astype("<i4").tobytes())
+    return digest("tokens", struct.pack(f"<{len(tokens)}i", *tokens))
 
 
 def filler_context(context: str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+AUTO = "auto"
+"""The policy name that stands for the model's own choice where it applies, else for the controller's `MEASURED`."""
 Needs = Literal["nothing", "all rows of a layer", "attention"]
 """What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or a pass over the
 first three quarters of the layers that measures the question's attention."""

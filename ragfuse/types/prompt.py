@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from ragfuse.types.keys import ChunkKey, Kind
 
-from ragfuse.types.keys import ChunkKey
-
-Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -116,6 +114,8 @@ class Prompt:
     @cached_property
     def positions(self) -> Tensor:
         """The position of every token, int64 `[T]`."""
+        import torch
+
         return torch.cat([torch.arange(s.start, s.stop) for s in self.segments])
 
     @cached_property
@@ -129,6 +129,8 @@ class Prompt:
 
         In a conversation, the rows after the last chunk may include earlier questions and answers.
         """
+        import torch
+
         placed = list(zip(self.segments, self.spans, strict=True))
         outside = torch.cat([torch.arange(lo, hi) for segment, (lo, hi) in placed if segment.kind != "chunk"])
         behind = max((hi for segment, (_, hi) in placed if segment.kind == "chunk"), default=0)

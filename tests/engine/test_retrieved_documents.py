@@ -1,8 +1,8 @@
 """Documents that were retrieved for a question: of very many the first ones are looked for."""
 
 from ragfuse import Ask
-from ragfuse.engine.prompt_builder import MAX_RETRIEVED
 from ragfuse.hf.model import HFModel
+from ragfuse.types.request_limits import MAX_RETRIEVED
 from tests.tiny import CHUNKS, messages
 
 

@@ -17,6 +17,8 @@ ASKED = {
     ("POST", "/v1/completions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
+    ("GET", "/v1/ragfuse/model"),
+    ("POST", "/v1/ragfuse/tokens"),
     ("GET", "/v1/ragfuse/store"),
     ("POST", "/v1/ragfuse/explain"),
     ("GET", "/v1/ragfuse/schemas"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ragfuse import Piece, StoreError
-from ragfuse.engine.options import Ask
+from ragfuse.engine.ask import Ask
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.requests import chat_messages_of, chat_requests, text_requests

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from ragfuse.engine.options import Ask
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder, control_tokens

@@ -64,7 +64,7 @@ class RagFuse:
         return {"disk_bytes": sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())}
 
     def _answer(self, ids: Sequence[int], max_tokens: int, told: SimpleQueue[int | BaseException | None]) -> None:
-        from ragfuse.engine.options import Ask
+        from ragfuse.engine.ask import Ask
 
         def tell(before: Any, scores: Any) -> Any:
             told.put(int(scores[0].argmax()))

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_serializer
 
 from langchain_ragfuse.callbacks import retrieved_for
-from ragfuse import Answer, AnswerStream, Ask, Engine, Grammar, InputError, Settings
+from langchain_ragfuse.places import ProcessPlace, ServerPlace
+from ragfuse import Answer, AnswerStream, Ask, Grammar, InputError, Settings
+from ragfuse.remote import Answerer, RemoteEngine, is_answerer
 
 CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -39,11 +41,17 @@ PER_CALL = ("model", *OVERRIDES, "model_kwargs", "response_format", "stream")
 """Options of one call: `llm.invoke(messages, ratio=1.0)` or `llm.bind(reuse=False)`."""
 
 
+def _checked_engine(engine: Any) -> Any:
+    if engine is not None and not is_answerer(engine):
+        raise ValueError(f"wanted a ragfuse.Engine or a ragfuse.RemoteEngine, found a {type(engine).__name__}")
+    return engine
+
+
 class RagFuseModel(BaseModel):
     """The fields that `ChatRagFuse` and `RagFuseLLM` share.
 
     The weights are loaded at the first question and shared by all models of the process with the same name, dtype and
-    device.
+    device. With `base_url` a server answers, and nothing is loaded here.
     """
 
     model_config = CONFIG
@@ -59,8 +67,14 @@ class RagFuseModel(BaseModel):
     """Folder of the chunk store; None: the folder in the settings."""
     settings: Settings | None = Field(default=None, repr=False)
     """All other settings; None: from the environment, ragfuse.toml and the defaults."""
-    engine: Engine | None = Field(default=None, exclude=True, repr=False)
+    engine: Annotated[Any, AfterValidator(_checked_engine)] = Field(default=None, exclude=True, repr=False)
     """An existing engine, used instead of one made from the fields above."""
+    base_url: str | None = None
+    """Address of a `ragfuse serve` that answers instead of an engine in this process."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
+    """The server's API key; None: RAGFUSE_API_KEY. An engine in this process needs none."""
+    max_retries: int | None = Field(default=None, ge=0)
+    """How often a request is sent again that found no server or a busy one; None: twice."""
 
     policy: str | None = None
     """Selects the tokens of cached chunks to recompute; None: the policy in the settings."""
@@ -103,15 +117,11 @@ class RagFuseModel(BaseModel):
     """Treat the last message as the beginning of the answer, which continues it."""
     streaming: bool = False
     """Whether `invoke` also streams, for callbacks that receive single tokens."""
-    max_retries: int | None = None
-    """Ignored, like `api_key`; accepted for compatibility, as a local model needs neither."""
-    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map, token, torch_dtype,
     quantization_config, ...); all others are passed to transformers' `generate`."""
 
-    _settings: Settings = PrivateAttr()
-    _loaded_model: Any = PrivateAttr(default=None)
+    _place: ProcessPlace | ServerPlace = PrivateAttr()
 
     @field_serializer("settings")
     def _public(self, settings: Settings | None) -> dict[str, Any] | None:
@@ -119,40 +129,26 @@ class RagFuseModel(BaseModel):
         return None if settings is None else settings.as_public()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Resolve the settings; model and store are opened at first use."""
+        """Resolve where the model is; it is loaded, or its server asked, at first use."""
         super().model_post_init(context)
+        if self.base_url is not None or isinstance(self.engine, RemoteEngine):
+            self._place = ServerPlace.of(self)
+            return
         loading = {name: value for name, value in self.model_kwargs.items() if name in Settings.LOADING}
         self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name not in Settings.LOADING}
-        base = self.settings or (Settings() if self.engine is None else self.engine.settings)
+        self._place = ProcessPlace.of(self, loading)
         if self.model is not None and not isinstance(self.model, str):
-            self._loaded_model = self.model if not isinstance(self.model, Path) else None
-            self.model = str(self.model) if self._loaded_model is None else None
-        named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
-        given = {name: value for name, value in named.items() if value is not None}
-        if loading:
-            given["model_kwargs"] = {**base.model_kwargs, **loading}
-        self._settings = base if self.engine is not None else _with(base, given)
-        if self._loaded_model is not None or self.tokenizer is not None or (self.engine is not None and loading):
-            self._adopt_loaded_model(loading)
+            self.model = str(self.model) if isinstance(self.model, Path) else None
 
-    def _adopt_loaded_model(self, loading: Mapping[str, Any]) -> None:
-        """Check a loaded model and take over its settings; raises InputError if other fields contradict it."""
-        if self.engine is not None:
-            raise InputError(
-                "An engine already has its model: with engine=, leave out model=, tokenizer= and loading options."
-            )
-        for name in ("dtype", "device"):
-            if self._loaded_model is not None and getattr(self, name) is not None:
-                raise InputError(
-                    f"A loaded model already has its {name}: leave out {name}=, or pass the model's name instead."
-                )
-        engine = Engine.shared(self._settings, self._loaded_model, tokenizer=self.tokenizer)
-        self._settings = engine.settings
+    @property
+    def lc_secrets(self) -> dict[str, str]:
+        """The environment variable of the API key."""
+        return {"api_key": "RAGFUSE_API_KEY"}
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings."""
-        return self._settings.model
+        """The model's name in the settings; that of a server's is known after the first question."""
+        return self._place.name
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without engine and weights: a copy in another process loads its own.
@@ -160,7 +156,7 @@ class RagFuseModel(BaseModel):
         Raises:
             InputError: The model was passed as a loaded object, which another process cannot load.
         """
-        if self._loaded_model is not None:
+        if self._place.is_loaded_object:
             raise InputError(
                 f"{self.model_name} was given as a loaded model, which cannot be copied to another process. Save it "
                 "to a folder, and pass that: model='folder'."
@@ -168,15 +164,13 @@ class RagFuseModel(BaseModel):
         bare = self.model_copy(update={"engine": None}) if self.engine is not None else self
         return super(RagFuseModel, bare).__getstate__()
 
-    def get_engine(self, model: str | None = None) -> Engine:
-        """Return the engine: the field `engine` if given, else the one that the process shares for these settings.
+    def get_engine(self, model: str | None = None) -> Answerer:
+        """Return what answers: the field `engine`, else an engine that the process shares, or a server's client.
 
         Args:
             model: Name of another model, for a call with `model=`; None: this one.
         """
-        if model in (None, self.model_name):
-            return self.engine or Engine.shared(self._settings, self._loaded_model, tokenizer=self.tokenizer)
-        return Engine.shared(_with(self._settings, {"model": model}))
+        return self._place.engine(self.engine, model)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the token ids of a text by the model's tokenizer."""
@@ -184,16 +178,9 @@ class RagFuseModel(BaseModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        settings = self._settings
         ask = self._ask(None, {})
         return {
-            "model": settings.model,
-            "dtype": settings.dtype,
-            "policy": ask.policy or settings.policy,
-            "ratio": settings.ratio if ask.ratio is None else ask.ratio,
-            "reuse": ask.reuse,
-            "overflow": ask.overflow or settings.overflow,
-            "max_tokens": ask.max_tokens or settings.max_tokens,
+            **self._place.params(ask),
             "seed": ask.seed,
             "stop_sequences": list(ask.stop),  # LangChain would overwrite a `stop` by that of the call
             **({"deadline_s": ask.deadline_s} if ask.deadline_s is not None else {}),
@@ -209,7 +196,7 @@ class RagFuseModel(BaseModel):
 
     def _retrieved(self, run_manager: Any, prompts: Sequence[Any]) -> tuple[tuple[str, str], ...]:
         """Return (text, source) of what was retrieved for messages or prompts; () if the setting `learn` is "off"."""
-        return () if self._settings.learn == "off" else retrieved_for(run_manager, prompts)
+        return retrieved_for(run_manager, prompts) if self._place.hears_retrievers else ()
 
     def _ask(
         self,
@@ -254,10 +241,10 @@ class RagFuseModel(BaseModel):
         )
 
 
-def metadata_of(answer: Answer, engine: Engine) -> dict[str, Any]:
+def metadata_of(answer: Answer, engine: Answerer) -> dict[str, Any]:
     """Return LangChain's response metadata of an answer; its key `ragfuse` holds the trace."""
     return {
-        "model_name": engine.settings.model,
+        "model_name": engine.card.name,
         "model_provider": "ragfuse",
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.finish_reason,
@@ -265,10 +252,10 @@ def metadata_of(answer: Answer, engine: Engine) -> dict[str, Any]:
     }
 
 
-def usage_of(answer: Answer, engine: Engine, ask: Ask) -> UsageMetadata:
+def usage_of(answer: Answer, engine: Answerer, ask: Ask) -> UsageMetadata:
     """Return the token counts; cache_read: reused from the store, cache_creation: misses that are encoded for later."""
     trace = answer.trace
-    saves = ask.reuse and not engine.model.profile.refusal
+    saves = ask.reuse and not engine.card.refusal
     missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
     return UsageMetadata(
         input_tokens=trace.tokens,
@@ -301,11 +288,6 @@ def _grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
             "'json_schema', 'json_schema': {'schema': {...}}}. Other grammars: grammar=ragfuse.Grammar.regex(...)."
         )
     return Grammar.json(schema)
-
-
-def _with(settings: Settings, given: Mapping[str, Any]) -> Settings:
-    """Return a copy of the settings with some values replaced."""
-    return Settings(**{**settings.model_dump(), **given}) if given else settings
 
 
 def _options(option: Callable[[str], Any]) -> dict[str, Any]:

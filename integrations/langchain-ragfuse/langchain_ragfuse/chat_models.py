@@ -20,7 +20,8 @@ from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, meta
 from langchain_ragfuse.messages import calls_of, to_ragfuse_messages
 from langchain_ragfuse.prompts import pml_of, ready
 from langchain_ragfuse.tools import choice_of, parsed_into, structured, tools_of
-from ragfuse import Answer, Ask, Engine
+from ragfuse import Answer, Ask
+from ragfuse.remote import Answerer
 
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "strict")
 
@@ -29,7 +30,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     """A local chat model that reuses the stored KV of retrieved chunks and computes only the rest of the prompt.
 
     Any prompt works unchanged: indexed chunks are found in its text. The weights are loaded at the first question and
-    shared by all models of the process with the same name, dtype and device.
+    shared by all models of the process with the same name, dtype and device. With `base_url` a `ragfuse serve` answers.
     """
 
     model_config = CONFIG
@@ -37,7 +38,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the number of tokens of the prompt for these messages, with chat template and tools."""
         engine = self.get_engine()
-        return len(engine.prompt(ready(_prompt_of(messages), engine), tools=tools_of(tools or ())))
+        return engine.count_tokens(ready(_prompt_of(messages), engine), tools_of(tools or ()))
 
     def bind_tools(
         self,
@@ -172,7 +173,7 @@ def _prompt_of(messages: Sequence[BaseMessage]) -> Any:
     return pml_of(messages) or to_ragfuse_messages(messages)
 
 
-def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:
+def _result(answer: Answer, engine: Answerer, ask: Ask) -> ChatResult:
     message = AIMessage(
         answer.text,
         additional_kwargs=_reasoning_kwargs(answer.reasoning),
@@ -185,7 +186,7 @@ def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:
     return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
 
-def _last(answer: Answer, streamed: str, engine: Engine, ask: Ask) -> ChatGenerationChunk:
+def _last(answer: Answer, streamed: str, engine: Answerer, ask: Ask) -> ChatGenerationChunk:
     """Return the last chunk: text not streamed yet (with beam search all of it), calls, usage and trace."""
     message = AIMessageChunk(
         content=answer.text[len(streamed) :],

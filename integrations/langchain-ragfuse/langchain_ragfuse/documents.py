@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.messages import BaseMessage, HumanMessage
@@ -15,7 +15,8 @@ from langchain_ragfuse.base import RagFuseModel
 from langchain_ragfuse.llms import RagFuseLLM
 from langchain_ragfuse.messages import source_of, to_ragfuse_messages
 from langchain_ragfuse.progress import Progress, shown
-from ragfuse import ChatMessage, Engine, Ingested, InputError
+from ragfuse import ChatMessage, Ingested, InputError
+from ragfuse.remote import Answerer, is_answerer
 
 PAGE = PromptTemplate.from_template("{page_content}")
 SAMPLE_DOCUMENT = (
@@ -110,17 +111,17 @@ def unbound(llm: Any) -> Any:
     return llm
 
 
-def engine_of(llm: Any) -> Engine:
+def engine_of(llm: Any) -> Answerer:
     """Return the engine of a ChatRagFuse or RagFuseLLM, bound or not, or the engine itself.
 
     Raises:
         InputError: It is none of these.
     """
     llm = unbound(llm)
-    if isinstance(llm, Engine):
-        return llm
     if isinstance(llm, RagFuseModel):
         return llm.get_engine()
+    if is_answerer(llm):
+        return cast(Answerer, llm)
     raise InputError(f"A {type(llm).__name__} has no chunk store; wanted a ChatRagFuse or a RagFuseLLM.")
 
 

@@ -15,7 +15,8 @@ from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
 from langchain_ragfuse.callbacks import batch_parents
 from langchain_ragfuse.prompts import ready
-from ragfuse import Answer, Ask, Engine, InputError
+from ragfuse import Answer, Ask, InputError
+from ragfuse.remote import Answerer
 
 COUNTED = ("input_tokens", "output_tokens", "total_tokens")
 
@@ -24,6 +25,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     """A local text model that reuses the stored KV of retrieved chunks and computes only the rest of the prompt.
 
     It uses no chat template: the answer continues the prompt. Several prompts passed together are decoded as a batch.
+    With `base_url` a `ragfuse serve` answers.
     """
 
     model_config = CONFIG
@@ -147,7 +149,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         return bool(call.get("stream", self.streaming))
 
 
-def _all_ready(prompts: Sequence[str], engine: Engine) -> list[Any]:
+def _all_ready(prompts: Sequence[str], engine: Answerer) -> list[Any]:
     return [ready(prompt, engine) for prompt in prompts]
 
 
@@ -157,16 +159,16 @@ def _check(prompts: Sequence[str]) -> None:
         raise InputError(f"Prompt {empty} of {len(prompts)} is empty; wanted at least one word to continue.")
 
 
-def _info(answer: Answer, engine: Engine, ask: Ask) -> dict[str, Any]:
+def _info(answer: Answer, engine: Answerer, ask: Ask) -> dict[str, Any]:
     return {**metadata_of(answer, engine), "usage_metadata": dict(usage_of(answer, engine, ask))}
 
 
-def _last(answer: Answer, streamed: str, engine: Engine, ask: Ask) -> GenerationChunk:
+def _last(answer: Answer, streamed: str, engine: Answerer, ask: Ask) -> GenerationChunk:
     """Return the last chunk: text not streamed yet (with beam search all of it), usage and trace."""
     return GenerationChunk(text=answer.text[len(streamed) :], generation_info=_info(answer, engine, ask))
 
 
-def _result(answers: Sequence[Answer], engine: Engine, ask: Ask) -> LLMResult:
+def _result(answers: Sequence[Answer], engine: Answerer, ask: Ask) -> LLMResult:
     return _llm_result([Generation(text=each.text, generation_info=_info(each, engine, ask)) for each in answers])
 
 

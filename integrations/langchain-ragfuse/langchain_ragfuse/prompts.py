@@ -16,7 +16,8 @@ from pydantic import ConfigDict, Field, PrivateAttr
 
 from langchain_ragfuse.base import RagFuseModel
 from langchain_ragfuse.progress import Progress, shown
-from ragfuse import Engine, Ingested, InputError, PMLTemplate
+from ragfuse import Ingested, InputError, PMLTemplate
+from ragfuse.remote import Answerer
 
 T = TypeVar("T")
 Filled = PMLTemplate.Filled
@@ -172,7 +173,7 @@ def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:
     return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
 
 
-def ready(prompt: T | Filled, engine: Engine) -> Any:
+def ready(prompt: T | Filled, engine: Answerer) -> Any:
     """Return a prompt as the engine takes it; the schema of a filled template is registered with it if necessary."""
     if not isinstance(prompt, Filled):
         return prompt

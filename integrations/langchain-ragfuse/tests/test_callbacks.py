@@ -372,7 +372,7 @@ async def test_nothing_is_told_where_nothing_is_to_be_learned(
     learning = engine.settings
     for learn, told in (("off", ()), ("retrieved", texts("harbour"))):
         llm = ChatRagFuse(engine=engine, max_tokens=4)
-        llm._settings = learning.model_copy(update={"learn": learn})
+        llm._place.settings = learning.model_copy(update={"learn": learn})
         await rag(Shelf(), llm).ainvoke("harbour")
         assert asks.pop().documents == told
 

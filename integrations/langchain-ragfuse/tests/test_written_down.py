@@ -38,7 +38,7 @@ def test_no_secret_is_written(tiny_settings: Settings, model: Any, secret: dict[
 def test_what_is_dumped_makes_the_same_model(tiny_settings: Settings, model: Any) -> None:
     llm = model(settings=tiny_settings, ratio=0.5)
     again = model(**json.loads(llm.model_dump_json()))
-    assert again._settings == llm._settings
+    assert again._place.settings == llm._place.settings
     assert again.ratio == 0.5
 
 
@@ -51,4 +51,4 @@ def test_copies_share_the_engine_and_go_on_with_the_settings(tiny_settings: Sett
             assert again.ratio == 0.25
     salted = model(settings=tiny_settings.model_copy(update={"salt": "blue"}))
     for again in (copy.deepcopy(salted), pickle.loads(pickle.dumps(salted))):
-        assert again._settings == salted._settings
+        assert again._place.settings == salted._place.settings

@@ -8,8 +8,19 @@ import pytest
 from llama_index.llms.ragfuse.events import QUERIES
 
 from integrations.tests.kit import engine, minilm, real_engine, smollm, tiny_path, tiny_settings
+from integrations.tests.served import served, served_embedded
 
-__all__ = ["engine", "minilm", "nothing_heard", "real_engine", "smollm", "tiny_path", "tiny_settings"]
+__all__ = [
+    "engine",
+    "minilm",
+    "nothing_heard",
+    "real_engine",
+    "served",
+    "served_embedded",
+    "smollm",
+    "tiny_path",
+    "tiny_settings",
+]
 
 
 @pytest.fixture(autouse=True)

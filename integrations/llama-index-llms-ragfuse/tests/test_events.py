@@ -360,7 +360,7 @@ async def test_a_query_engine_as_a_tool_tells_its_nodes(engine: Engine, asks: li
 @pytest.mark.parametrize("learn", ["off", "retrieved"])
 async def test_nothing_is_told_where_nothing_is_to_be_learned(engine: Engine, asks: list[Ask], learn: str) -> None:
     llm = RagFuseLLM(engine=engine, max_tokens=4)
-    llm._settings = engine.settings.model_copy(update={"learn": learn})
+    llm._place.settings = engine.settings.model_copy(update={"learn": learn})
     over(Shelf(), llm).query("harbour")
     await over(Shelf(), llm).aquery("harbour")
     assert [ask.documents for ask in asks] == [() if learn == "off" else texts("harbour")] * 2

@@ -35,16 +35,16 @@ def test_a_dict_and_json_carry_the_settings(settings: Settings, monkeypatch: pyt
     monkeypatch.setenv("RAGFUSE_MAX_TOKENS", "77")
     monkeypatch.chdir("/")
     for again in (RagFuseLLM.from_dict(told), RagFuseLLM.from_json(llm.to_json())):
-        assert again._settings == settings
+        assert again._place.settings == settings
         assert again.temperature == 0.5
         assert again.to_dict() == llm.to_dict()
 
 
 def test_what_is_named_beside_the_settings_is_carried(settings: Settings, tmp_path: Path) -> None:
     llm = RagFuseLLM(settings=settings, store=str(tmp_path / "other"), dtype="float32")
-    assert RagFuseLLM.from_dict(llm.to_dict())._settings == llm._settings
+    assert RagFuseLLM.from_dict(llm.to_dict())._place.settings == llm._place.settings
     with Engine(settings) as engine:
-        assert RagFuseLLM.from_dict(RagFuseLLM(engine=engine).to_dict())._settings == engine.settings
+        assert RagFuseLLM.from_dict(RagFuseLLM(engine=engine).to_dict())._place.settings == engine.settings
 
 
 @pytest.mark.parametrize("secret", SECRETS)
@@ -75,4 +75,4 @@ def test_copies_share_the_engine_and_go_on_with_the_settings(settings: Settings)
             assert again.ratio == 0.25
         salted = RagFuseLLM(settings=settings.model_copy(update={"salt": "blue"}))
         for again in (copy.deepcopy(salted), pickle.loads(pickle.dumps(salted))):
-            assert again._settings == salted._settings
+            assert again._place.settings == salted._place.settings

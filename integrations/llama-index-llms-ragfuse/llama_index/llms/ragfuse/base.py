@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -26,12 +25,15 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
 from llama_index.llms.ragfuse.convert import chat, completion, partial_chat, to_ragfuse_messages
 from llama_index.llms.ragfuse.events import retrieved_for
+from llama_index.llms.ragfuse.places import ProcessPlace, ServerPlace
 from llama_index.llms.ragfuse.prompts import pml_of, ready
 from llama_index.llms.ragfuse.structured import Structured
 from llama_index.llms.ragfuse.tools import ToolCalling
+from pydantic import AfterValidator, SecretStr
 
 import ragfuse
-from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, PMLTemplate, Settings
+from ragfuse import Answer, AnswerStream, Ask, InputError, PMLTemplate, Settings
+from ragfuse.remote import Answerer, RemoteEngine, is_answerer
 
 Prompt = Any
 """A prompt as an engine takes it: a text, messages, or a prompt in PML."""
@@ -46,11 +48,18 @@ PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "parallel_tool_
 """Options that only a call has, with their defaults."""
 
 
+def _checked_engine(engine: Any) -> Any:
+    if engine is not None and not is_answerer(engine):
+        raise ValueError(f"wanted a ragfuse.Engine or a ragfuse.RemoteEngine, found a {type(engine).__name__}")
+    return engine
+
+
 class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     """A local LLM that reuses the stored KV of retrieved nodes and computes only the rest of the prompt.
 
     Any query engine works unchanged: precomputed nodes are found in the text of the prompt. The weights are loaded at
-    first use and shared by all LLMs of the process with the same model, dtype and device.
+    first use and shared by all LLMs of the process with the same model, dtype and device. With `base_url` a server
+    answers, and nothing is loaded here.
     """
 
     model_config = ConfigDict(
@@ -74,7 +83,20 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     device: str | None = Field(default=None, description="cpu, cuda or cuda:N; None: as in the settings.")
     store: str | None = Field(default=None, description="Folder of the chunk store; None: as in the settings.")
     settings: Settings | None = Field(default=None, exclude=True, repr=False, description="All other settings.")
-    engine: Engine | None = Field(default=None, exclude=True, repr=False, description="An existing engine to use.")
+    engine: Annotated[Any, AfterValidator(_checked_engine)] = Field(
+        default=None, exclude=True, repr=False, description="An existing engine to use."
+    )
+    base_url: str | None = Field(
+        default=None, description="Address of a `ragfuse serve` that answers instead of an engine in this process."
+    )
+    api_key: SecretStr | None = Field(
+        default=None, exclude=True, repr=False, description="The server's API key; None: RAGFUSE_API_KEY."
+    )
+    max_retries: int | None = Field(
+        default=None,
+        ge=0,
+        description="How often a request is sent again that found no server or a busy one; None: twice.",
+    )
 
     policy: str | None = Field(default=None, description="How tokens of cached nodes are chosen to recompute.")
     ratio: float | None = Field(default=None, ge=0, le=1, description="Share of tokens to recompute, 0 to 1.")
@@ -116,45 +138,17 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         default=False, description="Treat the last message as the beginning of the answer, which continues it."
     )
 
-    _settings: Settings = PrivateAttr()
-    _loaded_model: Any = PrivateAttr(default=None)
+    _place: ProcessPlace | ServerPlace = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Resolve the settings; model and store are opened at first use."""
+        """Resolve where the model is; it is loaded, or its server asked, at first use."""
         super().model_post_init(context)
-        if self.engine is not None and (self.model_kwargs or self.tokenizer is not None):
-            raise InputError("An engine already has its model: with engine=, leave out tokenizer= and model_kwargs=.")
-        if self.model is not None and not isinstance(self.model, str):
-            self._loaded_model = self.model if not isinstance(self.model, Path) else None
-            self.model = str(self.model) if self._loaded_model is None else None
-        self._settings = self.engine.settings if self.engine is not None else self._resolve_settings()
-        if self._loaded_model is not None or self.tokenizer is not None:
-            self._settings = self._settings_of_loaded_model()
-        if self.engine is not None:
-            self.settings = self._settings
-        self.model_kwargs = {name: value for name, value in self._settings.model_kwargs.items() if name != "token"}
-        self.model, self.dtype, self.device = self._settings.model, self._settings.dtype, self._settings.device
-        self.store = None if self._settings.store is None else str(self._settings.store)
-
-    def _resolve_settings(self) -> Settings:
-        """Return the settings, with model, dtype, device, store and model_kwargs replaced by those of this LLM."""
-        named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
-        given = {name: value for name, value in named.items() if value is not None}
-        base = self.settings or Settings()
-        if self.model_kwargs:
-            given["model_kwargs"] = {**base.model_kwargs, **self.model_kwargs}
-        return Settings(**{**base.model_dump(), **given}) if given else base
-
-    def _settings_of_loaded_model(self) -> Settings:
-        """Return the settings for a loaded model; raises InputError if other fields contradict it."""
-        if self.engine is not None:
-            raise InputError("An engine already has its model: with engine=, leave out model= and tokenizer=.")
-        for name in ("dtype", "device"):
-            if self._loaded_model is not None and getattr(self, name) is not None:
-                raise InputError(
-                    f"A loaded model already has its {name}: leave out {name}=, or pass the model's name instead."
-                )
-        return Engine.shared(self._settings, self._loaded_model, tokenizer=self.tokenizer).settings
+        is_remote = self.base_url is not None or isinstance(self.engine, RemoteEngine)
+        self._place = ServerPlace.of(self) if is_remote else ProcessPlace.of(self)
+        if self.engine is not None and isinstance(self._place, ProcessPlace):
+            self.settings = self._place.settings
+        for name, value in self._place.fields.items():
+            setattr(self, name, value)
 
     @classmethod
     def class_name(cls) -> str:
@@ -163,8 +157,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @property
     def model_name(self) -> str:
-        """The model's name in the settings."""
-        return self._settings.model
+        """The model's name in the settings; that of a server's is known after the first question."""
+        return self._place.name
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Return all fields and settings, from which `from_dict` makes the same LLM again.
@@ -173,12 +167,12 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             SettingsError: The settings contain a secret, which is not serialised.
             InputError: The model was passed as a loaded object, which another process cannot load.
         """
-        if self._loaded_model is not None:
+        if self._place.is_loaded_object:
             raise InputError(
                 f"{self.model_name} was given as a loaded model, which cannot be serialised. Save it to a folder, and "
                 "pass that: model='folder'."
             )
-        return {**super().to_dict(**kwargs), "settings": self._settings.as_public()}
+        return {**super().to_dict(**kwargs), **self._place.as_public()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without engine and weights: a copy in another process loads its own.
@@ -186,7 +180,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         Raises:
             InputError: The model was passed as a loaded object, which another process cannot load.
         """
-        if self._loaded_model is not None:
+        if self._place.is_loaded_object:
             raise InputError(
                 f"{self.model_name} was given as a loaded model, which cannot be copied to another process. Save it "
                 "to a folder, and pass that: model='folder'."
@@ -194,22 +188,20 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         bare: Any = self.model_copy(update={"engine": None}) if self.engine is not None else self
         return super(RagFuseLLM, bare).__getstate__()
 
-    def get_engine(self) -> Engine:
-        """Return the engine: the field `engine` if given, else the one that the process shares for these settings."""
-        if self.engine is not None:
-            return self.engine
-        return Engine.shared(self._settings, self._loaded_model, tokenizer=self.tokenizer)
+    def get_engine(self) -> Answerer:
+        """Return what answers: the field `engine`, else an engine that the process shares, or a server's client."""
+        return self._place.engine(self.engine)
 
     @property
     def metadata(self) -> LLMMetadata:
-        """The limits that LlamaIndex's prompt helpers use; loads the model."""
-        model = self.get_engine().model
+        """The limits that LlamaIndex's prompt helpers use; loads the model, or asks the server once."""
+        card = self.get_engine().card
         return LLMMetadata(
-            context_window=self.context_window or model.max_context or 4096,
-            num_output=self.max_tokens or self._settings.max_tokens,
-            is_chat_model=self._has_template,
-            is_function_calling_model=self._has_template,
-            model_name=self.model_name,
+            context_window=self.context_window or card.max_context or 4096,
+            num_output=self.max_tokens or card.max_tokens,
+            is_chat_model=card.has_chat_template,
+            is_function_calling_model=card.has_chat_template,
+            model_name=card.name,
         )
 
     def to_payload(self) -> dict[str, Any]:
@@ -333,12 +325,12 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @property
     def _has_template(self) -> bool:
-        return bool(getattr(self.get_engine().model.tokenizer, "chat_template", None))
+        return self.get_engine().card.has_chat_template
 
-    def _loaded(self) -> Engine:
-        """Load the model if necessary and return the engine."""
+    def _loaded(self) -> Answerer:
+        """Load the model, or ask the server about it, if necessary; return what answers."""
         engine = self.get_engine()
-        _ = engine.model
+        _ = engine.card
         return engine
 
     def _prompt(self, prompt: str, formatted: bool) -> Prompt:
@@ -386,7 +378,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             tool_choice=values["tool_choice"] or "auto",
             parallel_tool_calls=values["parallel_tool_calls"] is not False,
             grammar=values["grammar"],
-            documents=() if self._settings.learn == "off" else retrieved_for(prompt),
+            documents=retrieved_for(prompt) if self._place.hears_retrievers else (),
             chat_template_kwargs=Ask.template_kwargs(vars(self), call),
             continue_final_message=bool(values["continue_final_message"]),
             **({"overflow": values["overflow"]} if values["overflow"] else {}),

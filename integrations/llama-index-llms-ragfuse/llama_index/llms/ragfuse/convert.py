@@ -19,7 +19,8 @@ from llama_index.core.schema import BaseNode, MetadataMode
 from llama_index.llms.ragfuse.trace_collector import note
 
 import ragfuse
-from ragfuse import Answer, Engine, InputError, ToolCall
+from ragfuse import Answer, InputError, ToolCall
+from ragfuse.remote import Answerer
 
 ASSISTANT_ROLES = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
 NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
@@ -79,13 +80,13 @@ def source_of(node: BaseNode) -> str:
     return str(node.metadata.get("file_name") or node.metadata.get("source") or node.ref_doc_id or node.node_id)
 
 
-def completion(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) -> CompletionResponse:
+def completion(answer: Answer, engine: Answerer, reuse: bool, delta: str | None = None) -> CompletionResponse:
     """Return an answer as a completion; delta: its text that was not streamed yet."""
     raw = raw_of(answer, engine, reuse)
     return CompletionResponse(text=answer.text, delta=delta, raw=raw, additional_kwargs=_flat(raw))
 
 
-def chat(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) -> ChatResponse:
+def chat(answer: Answer, engine: Answerer, reuse: bool, delta: str | None = None) -> ChatResponse:
     """Return an answer as an assistant message, with its tool calls as blocks and in OpenAI's form.
 
     delta: its text that was not streamed yet.
@@ -113,11 +114,11 @@ def _text_blocks(text: str, reasoning: str, always: bool = True) -> list[Thinkin
     return [*reasonings, *([TextBlock(text=text)] if text or always else [])]
 
 
-def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:
+def raw_of(answer: Answer, engine: Answerer, reuse: bool) -> dict[str, Any]:
     """Return usage and trace; cached_tokens: reused, cache_creation_tokens: misses that are encoded for later."""
     trace, n_generated = answer.trace, len(answer.token_ids)
     note(trace)
-    saves = reuse and not engine.model.profile.refusal
+    saves = reuse and not engine.card.refusal
     missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
     details = {"cached_tokens": trace.tokens_reused, "cache_creation_tokens": missed if saves else 0}
     usage = {
@@ -126,7 +127,7 @@ def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:
         "total_tokens": trace.tokens + n_generated,
     }
     return {
-        "model": engine.settings.model,
+        "model": engine.card.name,
         "finish_reason": answer.finish_reason,
         **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
         "usage": {**usage, "prompt_tokens_details": details},

@@ -14,7 +14,8 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.prompts import BasePromptTemplate
 from tqdm.auto import tqdm
 
-from ragfuse import Engine, Ingested, InputError, PMLTemplate
+from ragfuse import Ingested, InputError, PMLTemplate
+from ragfuse.remote import Answerer
 
 T = TypeVar("T")
 Filled = PMLTemplate.Filled
@@ -144,7 +145,7 @@ def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
     return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
 
 
-def ready(prompt: T | Filled, engine: Engine) -> Any:
+def ready(prompt: T | Filled, engine: Answerer) -> Any:
     """Return a prompt as the engine takes it; the schema of a filled template is registered with it if necessary."""
     if not isinstance(prompt, Filled):
         return prompt
@@ -153,7 +154,7 @@ def ready(prompt: T | Filled, engine: Engine) -> Any:
     return prompt.request
 
 
-def _registered(engine: Engine, schema: Any, shown: bool, progress: Progress | None, once: bool = False) -> Ingested:
+def _registered(engine: Answerer, schema: Any, shown: bool, progress: Progress | None, once: bool = False) -> Ingested:
     with tqdm(desc="Encoding modules", unit="module", disable=None if shown else True) as bar:
 
         def report(done: Ingested) -> None:

@@ -1,0 +1,186 @@
+"""Where the model of a `RagFuseModel` is: in this process, or at a server. Models ask their place, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragfuse import Ask, InputError, Settings
+from ragfuse.remote import Answerer, RemoteEngine
+
+IN_PROCESS = ("dtype", "device", "store", "settings", "tokenizer")
+"""Fields that a server has for itself, so that they have no effect beside `base_url`."""
+
+
+@dataclass
+class ProcessPlace:
+    """An engine of this process.
+
+    Args:
+        settings: Its settings.
+        loaded_model: A loaded model that was given as an object.
+        tokenizer: Its tokenizer.
+    """
+
+    settings: Settings
+    loaded_model: Any = None
+    tokenizer: Any = None
+
+    @classmethod
+    def of(cls, llm: Any, loading: Mapping[str, Any]) -> ProcessPlace:
+        """Return the place that the fields of a model describe.
+
+        Args:
+            llm: A `RagFuseModel`.
+            loading: Its options for loading the model.
+
+        Raises:
+            InputError: Fields contradict each other.
+        """
+        base = llm.settings or (Settings() if llm.engine is None else llm.engine.settings)
+        is_object = llm.model is not None and not isinstance(llm.model, str | Path)
+        name = None if is_object or llm.model is None else str(llm.model)
+        named = {"model": name, "dtype": llm.dtype, "device": llm.device, "store": llm.store}
+        given = {name: value for name, value in named.items() if value is not None}
+        if loading:
+            given["model_kwargs"] = {**base.model_kwargs, **loading}
+        settings = base if llm.engine is not None else _with(base, given)
+        if is_object or llm.tokenizer is not None or (llm.engine is not None and loading):
+            return cls._around(llm, settings, llm.model if is_object else None)
+        return cls(settings)
+
+    @classmethod
+    def _around(cls, llm: Any, settings: Settings, loaded_model: Any) -> ProcessPlace:
+        """Return the place of a loaded model; raise InputError if other fields contradict it."""
+        if llm.engine is not None:
+            raise InputError(
+                "An engine already has its model: with engine=, leave out model=, tokenizer= and loading options."
+            )
+        for name in ("dtype", "device"):
+            if loaded_model is not None and getattr(llm, name) is not None:
+                raise InputError(
+                    f"A loaded model already has its {name}: leave out {name}=, or pass the model's name instead."
+                )
+        from ragfuse import Engine  # loads torch
+
+        engine = Engine.shared(settings, loaded_model, tokenizer=llm.tokenizer)
+        return cls(engine.settings, loaded_model, llm.tokenizer)
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.settings.model
+
+    @property
+    def is_loaded_object(self) -> bool:
+        """Whether the model was given as an object, which another process cannot load."""
+        return self.loaded_model is not None
+
+    @property
+    def hears_retrievers(self) -> bool:
+        """Whether retrieved documents are recognised unasked."""
+        return self.settings.learn != "off"
+
+    def engine(self, given: Any, model: str | None) -> Answerer:
+        """Return the given engine, else the one that the process shares; `model` names another model."""
+        from ragfuse import Engine  # loads torch
+
+        if model in (None, self.name):
+            return given or Engine.shared(self.settings, self.loaded_model, tokenizer=self.tokenizer)
+        return Engine.shared(_with(self.settings, {"model": model}))
+
+    def params(self, ask: Ask) -> dict[str, Any]:
+        """Return what decides an answer beside the options of `ask` that are sent as they are."""
+        settings = self.settings
+        return {
+            "model": settings.model,
+            "dtype": settings.dtype,
+            "policy": ask.policy or settings.policy,
+            "ratio": settings.ratio if ask.ratio is None else ask.ratio,
+            "reuse": ask.reuse,
+            "overflow": ask.overflow or settings.overflow,
+            "max_tokens": ask.max_tokens or settings.max_tokens,
+        }
+
+
+@dataclass
+class ServerPlace:
+    """A server, asked through the client that the process shares.
+
+    Args:
+        base_url: Its address.
+        api_key: Its API key; "": none.
+        model: Name of the model that it must have; "": whichever it has.
+        max_retries: How often a request is sent again.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    max_retries: int
+
+    is_loaded_object = False
+    hears_retrievers = True
+
+    @classmethod
+    def of(cls, llm: Any) -> ServerPlace:
+        """Return the place that the fields of a model describe.
+
+        Raises:
+            InputError: A field is given that only an engine in this process has.
+        """
+        if isinstance(llm.engine, RemoteEngine):
+            if llm.base_url is not None:
+                raise InputError("engine= and base_url= both name a server; give one of them.")
+            address = llm.engine.address
+            return cls(address.base_url, address.api_key, address.model, address.max_retries)
+        found = [name for name in IN_PROCESS if getattr(llm, name) is not None]
+        found += ["engine"] if llm.engine is not None else []
+        found += [f"model_kwargs={{'{name}': ...}}" for name in llm.model_kwargs if name in Settings.LOADING]
+        found += ["model (an object or a folder)"] if not isinstance(llm.model, str | None) else []
+        if found:
+            raise InputError(
+                f"base_url= asks a server, where {found[0]} has no effect: leave it out, and set it where "
+                "`ragfuse serve` is started."
+            )
+        key = llm.api_key.get_secret_value() if llm.api_key is not None else Settings().api_key
+        retries = 2 if llm.max_retries is None else llm.max_retries
+        place = cls(llm.base_url, key, llm.model or "", retries)
+        place.base_url = place._client(place.model).address.base_url
+        return place
+
+    def __repr__(self) -> str:
+        return f"ServerPlace({self.base_url!r})"
+
+    @property
+    def name(self) -> str:
+        """The model's name; "" before the first question if none was given."""
+        return self._client(self.model).name
+
+    def engine(self, given: Any, model: str | None) -> Answerer:
+        """Return the given client, else the one that the process shares; a server refuses another model by name."""
+        if model in (None, self.model):
+            return given or self._client(self.model)
+        return self._client(str(model))
+
+    def params(self, ask: Ask) -> dict[str, Any]:
+        """Return what decides an answer beside the options of `ask` that are sent as they are."""
+        return {
+            "base_url": self.base_url,
+            "model": self.model,
+            "policy": ask.policy,
+            "ratio": ask.ratio,
+            "reuse": ask.reuse,
+            "overflow": ask.overflow,
+            "max_tokens": ask.max_tokens,
+        }
+
+    def _client(self, model: str) -> RemoteEngine:
+        return RemoteEngine.shared(self.base_url, self.api_key, model, self.max_retries)
+
+
+def _with(settings: Settings, given: Mapping[str, Any]) -> Settings:
+    """Return a copy of the settings with some values replaced."""
+    return Settings(**{**settings.model_dump(), **given}) if given else settings

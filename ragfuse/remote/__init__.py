@@ -1,0 +1,7 @@
+"""A client of `ragfuse serve` that answers prompts as an `Engine` in this process does, without a model or torch."""
+
+from ragfuse.engine.answerer import Answerer, is_answerer
+from ragfuse.errors import BusyError, ServerError
+from ragfuse.remote.remote_engine import RemoteEngine
+
+__all__ = ["Answerer", "BusyError", "RemoteEngine", "ServerError", "is_answerer"]

@@ -1,0 +1,279 @@
+"""An engine in another process: each question goes to `ragfuse serve`, and the answer is read as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cachetools import LRUCache
+from pydantic import TypeAdapter, ValidationError
+
+from ragfuse.engine.answer_stream import AnswerStream, Piece
+from ragfuse.engine.answerer import Progress
+from ragfuse.engine.ask import Ask
+from ragfuse.engine.question import Question
+from ragfuse.errors import InputError, ServerError
+from ragfuse.process.fork import ForkLock
+from ragfuse.process.shared import shared
+from ragfuse.remote.address import LOCAL, ServerAddress
+from ragfuse.remote.answer_reader import AnswerReader
+from ragfuse.remote.connection import Connection
+from ragfuse.remote.remote_schemas import RemoteSchema, RemoteSchemas
+from ragfuse.remote.request_body import CHAT, encoded, prompt_for, request_of
+from ragfuse.schemas.nodes import Schema
+from ragfuse.settings import Settings
+from ragfuse.text.chunks import Marker
+from ragfuse.types.answer import Answer, Trace
+from ragfuse.types.ingested import Ingested
+from ragfuse.types.model_card import ModelCard
+
+LOOK_S = 0.05
+"""Seconds between two looks whether a running answer is still wanted."""
+MAX_TOGETHER = 8
+"""Most prompts of a batch that are asked at the same time."""
+MAX_COUNTED = 1024
+"""Texts whose token ids are kept."""
+
+
+class RemoteEngine:
+    """A client of `ragfuse serve` with the interface of an `Engine` (`Answerer`). Thread-safe; it opens no store.
+
+    Documents keep their boundaries: marked chunks become documents of the request, and retrieved ones (`Ask.documents`)
+    are found in the prompt by the server, as an engine finds them.
+
+    Args:
+        base_url: The address that `ragfuse serve` prints.
+        api_key: The API key; "": none.
+        model: Name of the model that the server must have; "": whichever it has.
+        max_retries: How often a request is sent again that found no server or a busy one.
+        timeout_s: Seconds that the server may be silent.
+    """
+
+    def __init__(
+        self, base_url: str, api_key: str = "", model: str = "", max_retries: int = 2, timeout_s: float = 600.0
+    ) -> None:
+        self.address = ServerAddress(base_url, api_key, model, max_retries, timeout_s)
+        self._connection, self._lock = Connection(self.address), ForkLock()
+        self._card: ModelCard | None = None
+        self._ids: LRUCache[tuple[str, bool], tuple[int, ...]] = LRUCache(MAX_COUNTED)
+        self.schemas = RemoteSchemas(self._connection)
+        # One of the process, so that a prompt may be written for one model and asked of another.
+        self.marker: Marker = shared(("marker of remote engines",), lambda: Marker(secrets.token_bytes(32)))
+
+    @staticmethod
+    def shared(
+        base_url: str, api_key: str = "", model: str = "", max_retries: int = 2, timeout_s: float = 600.0
+    ) -> RemoteEngine:
+        """Return the process-wide client of this address, made at the first call."""
+        address = ServerAddress(base_url, api_key, model, max_retries, timeout_s)
+        return shared(
+            ("remote engine", address), lambda: RemoteEngine(base_url, api_key, model, max_retries, timeout_s)
+        )
+
+    @property
+    def name(self) -> str:
+        """The model's name as far as it is known without asking the server: "" before the first question."""
+        return self.address.model or (self._card.name if self._card is not None else "")
+
+    @property
+    def card(self) -> ModelCard:
+        """The model's name, window and limits, as the server says; asked once.
+
+        Raises:
+            ServerError: There is no ragfuse server at the address, or it has another model.
+        """
+        if self._card is None:
+            self._card = self._read_card()
+        return self._card
+
+    # questions
+
+    def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
+        """Return the answer to a prompt; as `Engine.answer`."""
+        with self.stream(prompt, ask) as stream:
+            return stream.answer
+
+    def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
+        """Return an iterator over the answer's text as it comes; as `Engine.stream`. Closing it ends the generation."""
+        return AnswerStream(partial(self._say, *request_of(prompt, ask or Ask(), self.marker)))
+
+    def batch(
+        self, prompts: Sequence[Question], ask: Ask | None = None, cancelled: threading.Event | None = None
+    ) -> list[Answer]:
+        """Return the answers to several prompts, asked together; the first failure ends the others and is raised."""
+        bodies = [request_of(prompt, ask or Ask(), self.marker) for prompt in prompts]
+        if not bodies:
+            return []
+        failed, given = threading.Event(), cancelled or threading.Event()
+        stop = _Either(given, failed)
+        with ThreadPoolExecutor(min(len(bodies), MAX_TOGETHER), "ragfuse-remote") as pool:
+            calls = [partial(self._say, path, body, _ignore, stop) for path, body in bodies]
+            futures = [pool.submit(copy_context().run, call) for call in calls]
+            return _results(futures, failed)
+
+    def tokens(self, text: str, special: bool = False) -> list[int]:
+        """Return the ids of a text in the middle of a prompt, by the server's tokenizer."""
+        name = text, special
+        with self._lock:
+            known = self._ids.get(name)
+        if known is None:
+            known = self._token_ids({"text": text, "special": special}) if text else ()
+            with self._lock:
+                self._ids[name] = known
+        return list(known)
+
+    def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
+        """Return the number of tokens of a prompt, with chat template and tools."""
+        body = prompt_for(prompt, self.marker)
+        return len(self._token_ids({**body, **({"tools": [dict(each) for each in tools]} if tools else {})}))
+
+    def register(self, schema: Schema | Path | str, progress: Progress | None = None) -> RemoteSchema:
+        """Register a schema at the server; as `Engine.register`."""
+        return self.schemas.register(schema, progress)
+
+    # documents: hints that a server needs not, and work that it has no route for
+
+    def know(self, texts: Iterable[tuple[str, str]]) -> None:
+        """Do nothing: retrieved documents come with each question, by which the server recognises them."""
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Do nothing: the server brings a question's KV to memory while it waits for its turn."""
+
+    def ingest(
+        self, texts: Iterable[tuple[str, str]], prefix: Sequence[int] = (), progress: Progress | None = None
+    ) -> Ingested:
+        """Raise InputError: chunks are encoded ahead by an engine on the server's store."""
+        raise self._needs_engine("Encoding documents ahead of questions")
+
+    def prefix(self, prompt: Question) -> tuple[int, ...]:
+        """Raise InputError: only `ingest` needs it."""
+        raise self._needs_engine("Encoding the beginning of prompts")
+
+    def forget(self, texts: Iterable[str]) -> int:
+        """Raise InputError: chunks are deleted by an engine on the server's store."""
+        raise self._needs_engine("Deleting KV")
+
+    @property
+    def digest(self) -> str:
+        """Raises InputError: the digest is the server's own."""
+        raise self._needs_engine("Looking after the entries of a store")
+
+    @property
+    def settings(self) -> Settings:
+        """Raises InputError: the settings are the server's own."""
+        raise self._needs_engine("Reading the settings of an engine")
+
+    # inside
+
+    def _say(
+        self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event | _Either
+    ) -> Answer:
+        """Ask, pass each piece to `say`, and return the answer; an event loop of this thread's own does the reading."""
+        try:
+            raw = encoded({**body, "model": self.card.name})  # the card raises for what is no ragfuse server
+            return asyncio.run(self._unless_stopped(path, raw, say, stop))
+        except ServerError:
+            self._card = None  # the server may come back with another model
+            raise
+
+    async def _unless_stopped(
+        self, path: str, body: bytes, say: Callable[[Piece], None], stop: threading.Event | _Either
+    ) -> Answer:
+        asking = asyncio.ensure_future(self._read(path, body, say))
+        while not asking.done():
+            await asyncio.wait({asking}, timeout=LOOK_S)
+            if stop.is_set() and not asking.done():
+                asking.cancel()
+                await asyncio.wait({asking})
+        if asking.cancelled():
+            if getattr(stop, "is_abandoned", True):
+                return Answer("", (), "stop", Trace())  # nobody reads it
+            raise InputError(
+                "An answer of a server cannot be cut short and kept. Bound it by max_tokens= or timeout= instead."
+            )
+        return asking.result()
+
+    async def _read(self, path: str, body: bytes, say: Callable[[Piece], None]) -> Answer:
+        reader = AnswerReader(is_chat=path == CHAT)
+        async with self._connection.events(path, body) as events:
+            async for event in events:
+                for piece in reader.read(event):
+                    say(piece)
+        return reader.answer
+
+    def _token_ids(self, body: dict[str, Any]) -> tuple[int, ...]:
+        found = self._connection.post("ragfuse/tokens", encoded(body)).get("tokens")
+        if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
+            raise self._no_ragfuse(f"tokens {found!r:.60}")
+        return tuple(found)
+
+    def _read_card(self) -> ModelCard:
+        found = self._connection.get("ragfuse/model")
+        try:
+            if found is None or found.get("object") != "ragfuse.model":
+                raise self._no_ragfuse(f"{found!r:.60}")
+            card = TypeAdapter(ModelCard).validate_python(found)
+        except ValidationError:
+            raise self._no_ragfuse(f"{found!r:.60}") from None
+        wanted = self.address.model
+        if wanted and Path(wanted).name != card.name:
+            raise ServerError(
+                f"The server at {self.address.base_url} has the model '{card.name:.80}', wanted '{wanted:.80}'. Leave "
+                "out model=, or ask the server that has it."
+            )
+        return card
+
+    def _no_ragfuse(self, found: str) -> ServerError:
+        return ServerError(
+            f"What answers at {self.address.base_url} is no ragfuse server of this version: found {found}. Wanted the "
+            f"address that `ragfuse serve` prints, such as {LOCAL}."
+        )
+
+    def _needs_engine(self, what: str) -> InputError:
+        return InputError(
+            f"{what} needs the engine, and this model asks the server at {self.address.base_url}. Run it on the "
+            "server's store, with a model without base_url= or with `ragfuse ingest`; or leave it out: the server "
+            "encodes what a question brings after its answer."
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RemoteEngine:
+        """Return the same client, so that copies of objects that hold one share it."""
+        return self
+
+    def __copy__(self) -> RemoteEngine:
+        return self
+
+
+class _Either:
+    """Whether one of two events is set."""
+
+    is_abandoned = True
+
+    def __init__(self, *events: threading.Event) -> None:
+        self._events = events
+
+    def is_set(self) -> bool:
+        return any(event.is_set() for event in self._events)
+
+
+def _ignore(piece: Piece) -> None:
+    """Ignore a piece of an answer that is read as a whole."""
+
+
+def _results(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
+    """Return all results; where one fails, or the wait is interrupted, end the others too."""
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        return [future.result() for future in futures]
+    except BaseException:
+        failed.set()
+        raise

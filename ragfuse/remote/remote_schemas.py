@@ -1,0 +1,81 @@
+"""The schemas that are registered at a server, for prompts in PML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ragfuse.engine.answerer import Progress
+from ragfuse.errors import PMLError, ServerError
+from ragfuse.remote.connection import Connection
+from ragfuse.remote.request_body import encoded
+from ragfuse.schemas.nodes import Schema
+from ragfuse.schemas.pml import parse_schema, read, to_pml
+from ragfuse.types.ingested import Ingested
+
+ROUTE = "ragfuse/schemas"
+
+
+@dataclass(frozen=True)
+class RemoteSchema:
+    """A schema that a server has registered, with the counts of its encoding."""
+
+    name: str
+    done: Ingested
+
+
+class RemoteSchemas:
+    """Registers schemas at a server.
+
+    Args:
+        connection: The connection to it.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def has(self, schema: Schema) -> bool:
+        """Return whether the server has an equal schema."""
+        found = self._connection.get(f"{ROUTE}/{quote(schema.name, safe='')}")
+        pml = found.get("pml") if found is not None else None
+        try:
+            return isinstance(pml, str) and parse_schema(pml) == schema
+        except PMLError:
+            return False
+
+    def ensure(self, schema: Schema, progress: Progress | None = None) -> RemoteSchema | None:
+        """Register a schema unless the server has it already; None where it does."""
+        return None if self.has(schema) else self.register(schema, progress)
+
+    def register(self, schema: Schema | Path | str, progress: Progress | None = None) -> RemoteSchema:
+        """Register a schema, which the server encodes; it replaces one of the same name.
+
+        Args:
+            schema: The schema; a text that begins with `<` is PML, any other names a file of this machine.
+            progress: Called once, at the end.
+        """
+        found = self._connection.post(ROUTE, encoded({"pml": to_pml(_parsed(schema))}))
+        done = Ingested(*(_count(found, name) for name in ("runs", "encoded", "tokens", "nbytes")))
+        if progress is not None:
+            progress(done)
+        return RemoteSchema(str(found.get("name")), done)
+
+
+def _parsed(schema: Schema | Path | str) -> Schema:
+    if isinstance(schema, Schema):
+        return schema
+    if isinstance(schema, str) and schema.lstrip().startswith("<"):
+        return parse_schema(schema)
+    found = read(Path(schema).expanduser())
+    if not isinstance(found, Schema):
+        raise found.at.error("<prompt>", "<schema>")
+    return found
+
+
+def _count(found: dict[str, Any], name: str) -> int:
+    value = found.get(name)
+    if not isinstance(value, int):
+        raise ServerError(f"The server's reply has {name} {value!r:.40}; wanted a number. Check its version.")
+    return value

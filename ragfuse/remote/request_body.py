@@ -1,0 +1,183 @@
+"""A question and its `Ask` as the body of a request to `ragfuse serve`. What the server cannot do is refused here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from ragfuse.engine.ask import Ask
+from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_documents, messages_of
+from ragfuse.errors import InputError
+from ragfuse.schemas.nodes import PMLPrompt
+from ragfuse.schemas.pml import to_pml
+from ragfuse.text.chat_messages import ChatMessage, Content
+from ragfuse.text.chunks import Marker, Piece
+from ragfuse.types.grammar import Grammar
+from ragfuse.types.keys import whole_text
+from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
+
+Json = dict[str, Any]
+CHAT, TEXT = "chat/completions", "completions"
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "presence_penalty": "presence_penalty",
+        "frequency_penalty": "frequency_penalty",
+        "repetition_penalty": "repetition_penalty",
+        "stop_token_ids": "stop_token_ids",
+        "min_new_tokens": "min_tokens",
+        "max_new_tokens": "max_tokens",
+    }
+)
+"""Options of `generate` that a server takes, with its names for them."""
+HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *SAMPLING, *FIELDS})
+
+
+def request_of(question: Question, ask: Ask, marker: Marker) -> tuple[str, Json]:
+    """Return the route of a question and the body of its request, which asks for a stream; the model is left out.
+
+    Args:
+        question: A text, messages, token ids or a prompt in PML.
+        ask: How it is to be answered.
+        marker: Reads the marks around chunks, which become documents in the server's own form.
+
+    Raises:
+        InputError: The question or an option cannot be sent to a server.
+    """
+    path, body = _asked(question, ask, marker)
+    return path, {**body, **_shared(ask), "stream": True}
+
+
+def messages_for(messages: Sequence[ChatMessage], marker: Marker) -> list[Json]:
+    """Return messages in the server's form, with chunks as parts of type "text-plain"."""
+    return [_message(each, marker) for each in messages]
+
+
+def prompt_for(question: Question, marker: Marker) -> Json:
+    """Return the fields of a question whose tokens are counted."""
+    if isinstance(question, PMLPrompt):
+        return {"pml": to_pml(question)}
+    return {"messages": messages_for(messages_of(question), marker)}
+
+
+def encoded(body: Json) -> bytes:
+    """Return a body as UTF-8 JSON, without lone surrogates; raise InputError for values that JSON does not have."""
+    try:
+        return whole_text(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"The request cannot be written as JSON ({error}). Use plain numbers, texts, lists and dicts."
+        ) from error
+
+
+def _asked(question: Question, ask: Ask, marker: Marker) -> tuple[str, Json]:
+    """Return the route, and the fields that depend on what kind of question it is."""
+    if isinstance(question, PMLPrompt):
+        if ask.tools or ask.session is not None:
+            raise InputError("A prompt in PML cannot have tools or a session. Leave these out, or ask with messages.")
+        return CHAT, {"messages": [], "pml": to_pml(question), **_max_tokens(ask)}
+    if is_ids(question) and not ask.tools and not ask.continue_final_message:
+        return TEXT, {"prompt": [int(id) for id in question], **_max_tokens(ask)}
+    if isinstance(question, str) and is_bare_text(question, ask, ask.tools):
+        return TEXT, {"prompt": _content(question, marker), **_max_tokens(ask)}
+    body: Json = {"messages": messages_for(messages_of(question), marker), **_max_tokens(ask)}
+    if ask.tools:
+        choice = ask.tool_choice
+        is_word = choice in ("auto", "none", "required")
+        body["tools"] = [dict(tool) for tool in ask.tools]
+        body["tool_choice"] = choice if is_word else {"type": "function", "function": {"name": choice}}
+        body["parallel_tool_calls"] = ask.parallel_tool_calls
+    if ask.chat_template_kwargs:
+        body["chat_template_kwargs"] = dict(ask.chat_template_kwargs)
+    if ask.continue_final_message:
+        body["continue_final_message"] = True
+    return CHAT, body
+
+
+def _max_tokens(ask: Ask) -> Json:
+    return {} if ask.max_tokens is None else {"max_tokens": int(ask.max_tokens)}
+
+
+def _shared(ask: Ask) -> Json:
+    """Return the fields that all kinds of requests have."""
+    body: Json = {"ragfuse": _reuse(ask), **_options(ask.options)}
+    if ask.stop:
+        body["stop"] = list(ask.stop)
+    if ask.seed is not None:
+        body["seed"] = int(ask.seed)
+    if ask.session is not None:
+        body["session_id"] = ask.session
+    if ask.grammar is not None:
+        body["structured_outputs"] = _grammar(ask.grammar)
+    return body
+
+
+def _reuse(ask: Ask) -> Json:
+    """Return the server's field `ragfuse`; retrieved documents are found in the prompt there, as in this process."""
+    named = {"policy": ask.policy, "ratio": ask.ratio, "overflow": ask.overflow, "deadline_s": ask.deadline_s}
+    found: Json = {name: value for name, value in named.items() if value is not None}
+    found |= {"reuse": ask.reuse, "blend": ask.blend, "token_ids": True, "model_sampling": True}
+    documents = [_document(text, source) for text, source in mended_documents(ask.documents) if text.strip()]
+    if documents:
+        found["retrieved"] = documents[:MAX_RETRIEVED]
+    if ask.options.get("max_time") is not None:
+        found["max_time_s"] = ask.options["max_time"]
+    return found
+
+
+def _options(options: Mapping[str, Any]) -> Json:
+    """Return the sampling options and penalties; raise InputError for one that a server does not have."""
+    unknown = next((name for name, value in options.items() if name not in HANDLED and value is not None), None)
+    if unknown is not None:
+        raise InputError(
+            f"A server takes no option '{unknown}' of transformers' `generate`; wanted "
+            f"{', '.join(sorted(HANDLED))}. Leave it out, or ask an engine in this process: without base_url=."
+        )
+    found = {FIELDS[name]: value for name, value in options.items() if name in FIELDS and value is not None}
+    if options.get("logit_bias"):
+        found["logit_bias"] = {str(id): value for id, value in options["logit_bias"].items()}
+    if options.get("do_sample"):
+        if not options.get("temperature"):
+            raise InputError("A server samples only at a temperature; found none. Set temperature=, such as 1.0.")
+        found |= {name: options[name] for name in SAMPLING if options.get(name) is not None}
+    return found
+
+
+def _grammar(grammar: Grammar) -> Json:
+    if grammar.kind == "json":
+        return {"json": json.loads(grammar.source)}
+    return {"regex" if grammar.kind == "regex" else "grammar": grammar.source}
+
+
+def _message(message: ChatMessage, marker: Marker) -> Json:
+    found: Json = {"role": message.role, "content": _content(message.content, marker)}
+    if message.tool_calls:
+        found["tool_calls"] = [call.as_openai() for call in message.tool_calls]
+    named = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": message.reasoning}
+    return {**found, **{name: value for name, value in named.items() if value}}
+
+
+def _content(content: Content, marker: Marker) -> str | list[Json]:
+    """Return a text as it is, or in parts where it holds marked chunks."""
+    given = [content] if isinstance(content, str) else content
+    pieces = [piece for each in given for piece in ([each] if isinstance(each, Piece) else marker.split(each))]
+    if all(piece.kind == "fresh" for piece in pieces) and len(pieces) < 2:
+        return "".join(piece.text for piece in pieces)
+    return [_part(piece) for piece in pieces]
+
+
+def _part(piece: Piece) -> Json:
+    if piece.kind == "fresh":
+        return {"type": "text", "text": piece.text}
+    named = {"title": _title(piece.source)} if piece.source else {}
+    return {"type": "text-plain", "text": piece.text, **named}
+
+
+def _document(text: str, source: str) -> Json:
+    return {"text": text, "title": _title(source)}
+
+
+def _title(source: str) -> str:
+    return whole_text(source)[:MAX_TITLE_CHARS]

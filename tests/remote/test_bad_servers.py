@@ -1,0 +1,318 @@
+"""Servers that are not there, want another key, are something else, break off, or send what nobody should believe."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragfuse import Ask, ChatMessage, InputError, Settings, SettingsError
+from ragfuse.remote import BusyError, RemoteEngine, ServerError, connection
+from tests.serve.kit import Served, process
+
+CARD = {
+    "object": "ragfuse.model",
+    "name": "tiny",
+    "max_context": 64,
+    "has_chat_template": True,
+    "max_tokens": 8,
+    "refusal": "",
+}
+TRACE = {"model": "tiny", "tokens": 3, "tokens_fresh": 3, "segments": []}
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+SECRET = "a-key-that-nobody-may-read"
+
+
+def reply(body: Any, status: str = "200 OK", kind: str = "application/json", more: str = "") -> bytes:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(raw)}\r\nconnection: close\r\n{more}\r\n"
+    return head.encode() + raw
+
+
+def event(choice: Any, **more: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [choice], **more}).encode() + b"\n\n"
+
+
+def said(text: Any = "Hi", **choice: Any) -> bytes:
+    return event({"index": 0, "delta": {"content": text}, "finish_reason": None, **choice})
+
+
+def end(reason: Any = "stop", trace: Any = TRACE, **choice: Any) -> bytes:
+    return event({"index": 0, "delta": {}, "finish_reason": reason, "token_ids": [1, 2], **choice}, ragfuse=trace)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@contextmanager
+def listening(*replies: bytes | Callable[[socket.socket], object]) -> Iterator[tuple[str, list[bytes]]]:
+    """A server of these replies, one a connection; the last one again and again. Yields its address and what came."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    seen: list[bytes] = []
+
+    def answer() -> None:
+        for number in range(1000):
+            try:
+                line, _ = listener.accept()
+            except OSError:
+                return
+            with line:
+                seen.append(_request(line))
+                found = replies[min(number, len(replies) - 1)]
+                try:
+                    found(line) if callable(found) else line.sendall(found)
+                except OSError:
+                    continue
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", seen
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+def _request(line: socket.socket) -> bytes:
+    raw = b""
+    while b"\r\n\r\n" not in raw:
+        piece = line.recv(1 << 16)
+        if not piece:
+            return raw
+        raw += piece
+    head, _, body = raw.partition(b"\r\n\r\n")
+    length = next((int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length")), 0)
+    while len(body) < length:
+        body += line.recv(1 << 16)
+    return head + b"\r\n\r\n" + body
+
+
+def ask(url: str, **more: Any) -> Any:
+    return RemoteEngine(url, SECRET, **{"max_retries": 0, **more}).answer([ChatMessage("user", "Who?")], Ask())
+
+
+def test_a_good_stream_is_an_answer() -> None:
+    with listening(reply(CARD), STREAM + said("Hel") + said("lo") + end() + DONE) as (url, seen):
+        answer = ask(url)
+    assert (answer.text, answer.token_ids, answer.trace.tokens) == ("Hello", (1, 2), 3)
+    assert json.loads(seen[1].partition(b"\r\n\r\n")[2])["model"] == "tiny"
+    assert all(f"authorization: Bearer {SECRET}".encode() in each for each in seen)
+
+
+def test_no_server_is_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ServerError, match=f"No server answers at http://127.0.0.1:{port}/v1 .*ragfuse serve") as caught:
+        ask(f"http://127.0.0.1:{port}")
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(("key", "found"), [("", "found none"), ("another-key-than-theirs", "found another one")])
+def test_a_wrong_key_is_named_as_such_and_not_printed(served: Served, key: str, found: str) -> None:
+    with pytest.raises(ServerError, match=f"wants one of its API keys, {found}. Give api_key=") as caught:
+        RemoteEngine(served.root, key, max_retries=0).answer("Who?")
+    assert key == "" or key not in str(caught.value)
+    assert key == "" or key not in repr(RemoteEngine(served.root, key).address)
+
+
+def test_another_model_is_named(served: Served, remote: RemoteEngine) -> None:
+    wanted = RemoteEngine(served.root, remote.address.api_key, "some-other-model", max_retries=0)
+    with pytest.raises(ServerError, match=f"has the model '{served.service.model}', wanted 'some-other-model'"):
+        wanted.answer("Who?")
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        reply(b"<html>hello</html>", kind="text/html"),
+        reply(b"<html>nothing</html>", "404 Not Found", "text/html"),
+        reply({"object": "list", "data": []}),
+        reply({**CARD, "max_context": "many"}),
+        reply([1, 2]),
+        reply(b"", "301 Moved Permanently", more="location: http://127.0.0.1:1/\r\n"),
+        reply({"error": {"message": 7, "type": None}}, "418 Teapot"),
+        reply({"error": {"message": "Unknown path.", "type": "not_found_error"}}, "404 Not Found"),
+    ],
+    ids=["page", "404 page", "other json", "wrong types", "list", "redirect", "odd error", "another api"],
+)
+def test_a_server_that_is_not_ragfuse_is_named_as_such(answered: bytes) -> None:
+    with (
+        listening(answered) as (url, _),
+        pytest.raises(ServerError, match=r"no ragfuse server|answers with status 404"),
+    ):
+        ask(url)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        b"data: {not json}\n\n",
+        b"data: [1, 2]\n\n",
+        b'data: "text"\n\n',
+        b"data: \xff\xfe\n\n",
+        b'data: {"choices": 7}\n\n',
+        b'data: {"choices": [7]}\n\n',
+        event({"index": 0, "delta": "Hi"}),
+        said(7),
+        said(["a"]),
+        event({"index": 0, "delta": {"tool_calls": [{"function": 7}]}}),
+        event({"index": 0, "delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}}),
+        end("because"),
+        end(trace=None),
+        end(trace={**TRACE, "segments": [{"kind": "strange"}]}),
+        end(trace={**TRACE, "tokens": "three"}),
+        end(token_ids=["a"]),
+        DONE,
+        said() + DONE,
+        b"data: " + b"[" * 100_000 + b"\n\n",
+    ],
+)
+def test_an_event_of_a_wrong_form_is_an_error_and_no_answer(stream: bytes) -> None:
+    with (
+        listening(reply(CARD), STREAM + stream + DONE) as (url, _),
+        pytest.raises(ServerError, match=r"Check|no ragfuse"),
+    ):
+        ask(url)
+
+
+@pytest.mark.parametrize("stream", [b"", said(), said() + end(), said() + b"data: {"])
+def test_a_stream_that_breaks_off_is_an_error(stream: bytes) -> None:
+    with listening(reply(CARD), STREAM + stream) as (url, _), pytest.raises(ServerError, match="broke off"):
+        ask(url)
+
+
+def test_an_error_within_a_stream_is_raised() -> None:
+    told = {"error": {"message": "The answer was cancelled.", "type": "server_error", "code": "x"}}
+    broken = STREAM + said() + b"data: " + json.dumps(told).encode() + b"\n\n"
+    with listening(reply(CARD), broken) as (url, _), pytest.raises(ServerError, match="The answer was cancelled"):
+        ask(url)
+
+
+def endless(piece: bytes) -> Callable[[socket.socket], None]:
+    def send(line: socket.socket) -> None:
+        line.sendall(STREAM)
+        for _ in range(100_000):
+            line.sendall(piece)
+
+    return send
+
+
+@pytest.mark.parametrize(
+    "piece", [b"a" * 4096, b": a comment\n" * 400, said("x") * 40], ids=["line", "lines", "events"]
+)
+def test_endless_lines_end_at_a_bound(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_LINE_NBYTES", 1 << 16)
+    monkeypatch.setattr(connection, "MAX_REPLY_NBYTES", 1 << 19)
+    with listening(reply(CARD), endless(piece)) as (url, _), pytest.raises(ServerError, match="sends more than"):
+        ask(url)
+
+
+def test_an_endless_reply_ends_at_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_REPLY_NBYTES", 1 << 19)
+    with listening(endless(b"a" * 4096)) as (url, _), pytest.raises(ServerError, match="sends more than"):
+        ask(url)
+
+
+def test_a_silent_server_is_given_up() -> None:
+    with (
+        listening(reply(CARD), lambda line: (line.sendall(STREAM), time.sleep(2))) as (url, _),
+        pytest.raises(ServerError, match="was silent for"),
+    ):
+        ask(url, timeout_s=0.5)
+
+
+def busy(status: str, more: str = "") -> bytes:
+    return reply(
+        {"error": {"message": "Too many wait.", "type": "rate_limit_error", "code": "busy"}}, status, more=more
+    )
+
+
+def test_a_busy_server_is_asked_again_after_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_WAIT_S", 0.01)
+    good = STREAM + said() + end() + DONE
+    refused = [busy("429 Too Many", "retry-after: 30\r\n"), busy("503 Unavailable")]
+    with listening(reply(CARD), *refused, good) as (url, seen):
+        assert ask(url, max_retries=2).text == "Hi"
+    assert len(seen) == 4
+    with listening(reply(CARD), busy("429 Too Many", "retry-after: 30\r\n")) as (url, seen):
+        with pytest.raises(BusyError, match=r"is busy: Too many wait\.") as caught:
+            ask(url, max_retries=1)
+        assert caught.value.wait_s == 30
+    assert len(seen) == 3
+
+
+def test_what_began_is_not_asked_again() -> None:
+    with listening(reply(CARD), STREAM + said()) as (url, seen), pytest.raises(ServerError, match="broke off"):
+        ask(url, max_retries=3)
+    assert len(seen) == 2
+
+
+def test_waiting_to_ask_again_ends_when_nobody_wants_the_answer() -> None:
+    with listening(reply(CARD), busy("429 Too Many", "retry-after: 30\r\n")) as (url, seen):
+        stream = RemoteEngine(url, max_retries=5).stream("Who?")
+        while len(seen) < 2:
+            time.sleep(0.01)
+        stream.close()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "host:8000", "http://", "http://u:p@host", "http://host?a=1", "http://h:x"]
+)
+def test_an_address_that_is_none_is_refused_at_once(url: str) -> None:
+    with pytest.raises(SettingsError, match="base_url") as caught:
+        RemoteEngine(url)
+    assert "u:p" not in str(caught.value)
+
+
+def test_a_key_or_number_that_is_none_is_refused_at_once() -> None:
+    for more in ({"api_key": "two words"}, {"api_key": "new\nline"}, {"max_retries": -1}, {"timeout_s": 0}):
+        with pytest.raises(SettingsError) as caught:
+            RemoteEngine("http://host", **more)
+        assert str(more.get("api_key", "nothing of it")) not in str(caught.value)
+
+
+def test_an_address_is_taken_with_and_without_its_path() -> None:
+    for given in ("http://host:80", "http://host:80/", "http://host:80/v1", " http://host:80/v1/ "):
+        assert RemoteEngine(given).address.base_url == "http://host:80/v1"
+
+
+def test_a_request_that_the_server_refuses_keeps_its_words() -> None:
+    refused = reply({"error": {"message": "There is no field 'x'.", "type": "invalid_request_error"}}, "400 Bad")
+    with listening(reply(CARD), refused) as (url, _), pytest.raises(InputError, match="There is no field 'x'"):
+        ask(url)
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_stream_is_an_error(varied_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
+    with process(settings) as (run, url):
+        stream = RemoteEngine(url, max_retries=0).stream("Once there", Ask(max_tokens=3500))
+        pieces = iter(stream)
+        assert next(pieces)
+        run.kill()
+        with pytest.raises(ServerError, match="broke"):
+            list(pieces)
+        run.wait()
+        with pytest.raises(ServerError, match="No server answers"):
+            RemoteEngine(url, max_retries=0).answer("Who?")
+
+
+def test_a_client_loads_neither_torch_nor_transformers() -> None:
+    with listening(reply(CARD), STREAM + said() + end() + DONE) as (url, _):
+        code = (
+            "import sys; from ragfuse.remote import RemoteEngine; "
+            f"print(RemoteEngine({url!r}).answer([('user', 'Who?')]).text); "
+            "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+        )
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert run.stdout.splitlines() == ["Hi", "[]"], run.stderr[-2000:]

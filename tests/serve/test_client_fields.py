@@ -1,0 +1,105 @@
+"""What a client with the engine's interface asks a server for: the model's card, token ids, prompts in parts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.kit import PATIENCE_S, Served, said
+from tests.tiny import CHUNKS
+
+
+def test_the_card_names_the_model_without_its_folder(served: Served) -> None:
+    card = served.get("/v1/ragfuse/model").json()
+    assert card["name"] == served.service.model
+    assert "/" not in card["name"]
+    assert (card["max_context"], card["has_chat_template"], card["refusal"]) == (4096, True, "")
+    assert card["max_tokens"] == served.service.settings.max_tokens
+
+
+def test_tokens_are_those_of_the_model(served: Served) -> None:
+    engine = served.service.engine(served.service.keys.tenants[0])
+    found = served.post("/v1/ragfuse/tokens", {"text": "A door <s>"}).json()["tokens"]
+    assert found == engine.tokens("A door <s>")
+    special = served.post("/v1/ragfuse/tokens", {"text": "A door <s>", "special": True}).json()["tokens"]
+    assert special == engine.tokens("A door <s>", special=True) != found
+    whole = served.post("/v1/ragfuse/tokens", {"messages": [said("Which door?")]}).json()["tokens"]
+    assert whole == engine.ids([("user", "Which door?")])
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({}, "Give either text"),
+        ({"text": "a", "messages": [said()]}, "Give either text"),
+        ({"messages": []}, "empty"),
+        ({"messages": [said()], "tools": [{"type": "function"}]}, "A tool must be"),
+        ({"text": 7}, "valid string"),
+        ({"words": "a"}, "There is no field 'words'"),
+    ],
+)
+def test_what_has_no_tokens_is_refused(served: Served, body: Any, why: str) -> None:
+    refused = served.post("/v1/ragfuse/tokens", body)
+    assert refused.status_code == 400
+    assert why in refused.json()["error"]["message"]
+
+
+def text(served: Served, prompt: Any, **fields: Any) -> httpx.Response:
+    return served.post("/v1/completions", {"model": served.service.model, "prompt": prompt, **fields})
+
+
+def test_a_text_in_parts_has_its_documents_as_chunks(served: Served) -> None:
+    parts = [
+        {"type": "text", "text": "Read: "},
+        {"type": "text-plain", "text": CHUNKS[4], "title": "shelf"},
+        {"type": "text", "text": " And so"},
+    ]
+    found = text(served, parts).json()
+    assert [(each["kind"], each["source"]) for each in found["ragfuse"]["segments"]] == [("chunk", "shelf")]
+    assert found["usage"]["prompt_tokens"] == len(f"Read: {CHUNKS[4]} And so".encode())
+    echoed = text(served, parts, echo=True).json()["choices"][0]["text"]
+    assert echoed.startswith(f"Read: {CHUNKS[4]} And so")
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([{"type": "image_url", "text": "a"}], "this model takes only text"),
+        ([{"type": "text"}], "this model takes only text"),
+        ([{"type": "text-plain", "text": "a b", "title": "t" * 257}], "prompt"),
+        ([{"type": "text", "text": ""}], "The prompt is empty"),
+        ([], "prompt"),
+    ],
+)
+def test_parts_that_are_no_text_are_refused(served: Served, parts: Any, why: str) -> None:
+    refused = text(served, parts)
+    assert refused.status_code == 400
+    assert why in refused.json()["error"]["message"]
+
+
+def test_token_ids_come_where_they_are_asked_for(served: Served) -> None:
+    wanted = {"ragfuse": {"token_ids": True}}
+    whole = served.chat(**wanted).json()["choices"][0]["token_ids"]
+    assert len(whole) == served.chat().json()["usage"]["completion_tokens"]
+    assert "token_ids" not in served.chat().json()["choices"][0]
+    body = {"model": served.service.model, "messages": [said()], "stream": True, **wanted}
+    streamed = httpx.post(f"{served.url}/chat/completions", json=body, timeout=PATIENCE_S).text
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert [event["choices"][0]["token_ids"] for event in events if "token_ids" in event["choices"][0]] == [whole]
+
+
+def test_an_answer_ends_after_its_seconds(served: Served) -> None:
+    ended = served.chat(ragfuse={"max_time_s": 0.0}).json()
+    assert 0 < ended["usage"]["completion_tokens"] < 12
+
+
+def test_retrieved_documents_are_found_in_the_text_that_holds_them(served: Served) -> None:
+    document = "A document that no other test of this server has, long enough to be a chunk of its own."
+    fields = {"messages": [said(f"So: {document} Why?")], "ragfuse": {"retrieved": [{"text": document, "title": "d"}]}}
+    found = served.chat(**fields).json()["ragfuse"]["segments"]
+    assert [(each["kind"], each["source"], each["hit"]) for each in found if each["kind"] == "chunk"] == [
+        ("chunk", "d", False)
+    ]
