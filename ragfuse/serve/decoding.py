@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from ragfuse.engine.decoder import DecoderError, Sampling
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.trace_builder import PreparedPrompt
-from ragfuse.errors import ModelError, SettingsError, TransferError
+from ragfuse.errors import ModelError, RagFuseError, SettingsError, TransferError
 from ragfuse.serve.decode_body import DecodedPiece, decode_body, piece_of
 from ragfuse.serve.logprobs import LogprobRecorder
 from ragfuse.serve.refusals import APIError
@@ -35,6 +35,8 @@ log = logging.getLogger("ragfuse.serve")
 
 PLACE = "transfer"
 """Folder below `home` where KV waits, where both servers are on one machine and no place is set."""
+BUSY = (408, 425, 429)
+"""Statuses below 500 with which a server says that it may do later what it does not do now."""
 MAX_REASONS = 32
 """Reasons for decoding an answer here that are told in the log."""
 PROBE = "The quick brown fox jumps over the lazy dog."
@@ -104,7 +106,7 @@ class RemoteDecoder:
         try:
             self._check(engine, salt)
         except VLLMError as error:
-            if error.status in (401, 403):
+            if 300 <= error.status < 500 and error.status not in BUSY:
                 raise SettingsError(str(error)) from error
             self.note_down(str(error))
         else:
@@ -116,7 +118,7 @@ class RemoteDecoder:
             return
         try:
             self.connect(engine, salt)
-        except (SettingsError, TransferError) as error:
+        except (RagFuseError, OSError) as error:
             with self._lock:
                 is_told, self._is_unfit_told = self._is_unfit_told, True
             if not is_told:
@@ -195,10 +197,6 @@ class RemoteDecoder:
             transfer.put_kv(kv, ids)
             body = decode_body(self.remote_model, ids, Sampling(1), transfer.params(), None)
             reply = self.client.complete({**body, "stream": False})
-        except VLLMError as error:
-            if not error.is_down and error.status not in (401, 403):
-                raise SettingsError(f"{error} Start the vLLM server with the connector of vllm-ragfuse.") from error
-            raise
         finally:
             transfer.withdraw()
         self._check_reply(reply)
@@ -233,7 +231,7 @@ class RemoteDecoder:
         if found.get("loaded") is not True:
             raise SettingsError(
                 f"Wanted the vLLM server at {self.client.root} to load KV from {self.place.label}, found that it "
-                f"does not: {said({'error': found.get('why')})}"
+                f"does not: {said({'error': found.get('why')})}. Set transfer_url of its connector to the same place."
             )
         choices = reply.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
@@ -318,7 +316,7 @@ class RemoteAnswer:
         except APIError as error:
             self.decline(error.message)
             raise DecoderError(error.message) from error
-        except (TransferError, OSError) as error:
+        except (RagFuseError, OSError) as error:
             self._remote.count("place")
             self._remote.note_place(str(error))
             raise DecoderError(str(error)) from error

@@ -223,7 +223,7 @@ class VLLMClient:
         if found is None:
             raise self._strange("an event that is no JSON object")
         if found.get("error"):
-            raise VLLMError(f"The vLLM server at {self.root} ended an answer: {said(found)}")
+            raise VLLMError(f"The vLLM server at {self.root} ended an answer: {said(found)}.")
         return found
 
     async def _read(self, response: httpx.Response, max_nbytes: int) -> bytes:
@@ -256,7 +256,7 @@ class VLLMClient:
                 True,
                 status,
             )
-        message = f"Wanted an answer of the vLLM server at {self.root}, found {status}: {said(found)}"
+        message = f"Wanted an answer of the vLLM server at {self.root}, found {status}: {said(found)}."
         return VLLMError(message, status >= 500 or status < 400, status)
 
     def _failed(self, error: Exception) -> VLLMError:
@@ -281,7 +281,7 @@ def said(found: Mapping[str, Any] | None) -> str:
     """Return a server's own words for an error, shortened."""
     error = (found or {}).get("error", found)
     message = error.get("message") if isinstance(error, Mapping) else error
-    return shortened(message if isinstance(message, str) else "no reason")
+    return shortened(message if isinstance(message, str) else "no reason").removesuffix(".")
 
 
 def shortened(text: str) -> str:
