@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def peer(alone: Served, place: TransferPlace) -> Iterator[VLLM]:
 @pytest.fixture(scope="module")
 def routing(settings: Settings, peer: VLLM) -> Iterator[Served]:
     """A server that has its answers decoded there."""
-    told = {"decode_at": f"{peer.root}/v1", "decode_key": KEY, "decode_timeout_s": 1.0}
+    told = {"decode_at": f"{peer.root}/v1", "decode_key": KEY, "decode_timeout_s": PATIENCE_S}
     with serving(Settings(**{**settings.model_dump(), **told})) as made:
         made.service.connect()
         yield made
@@ -91,6 +92,17 @@ def router(routing: Served, peer: VLLM) -> Iterator[Served]:
     peer.headers.clear()
     yield routing
     peer.spoil = None
+
+
+@contextmanager
+def impatient(router: Served, seconds: float = 5.0) -> Iterator[None]:
+    """Wait so long for a token."""
+    decoder = router.service.decoder
+    assert decoder is not None
+    before = decoder.settings
+    decoder.settings = before.model_copy(update={"decode_timeout_s": seconds})
+    yield
+    decoder.settings = before
 
 
 def outcomes(served: Served) -> dict[str, int]:
@@ -310,8 +322,15 @@ def drips(raw: bytes, wait_s: float = 0.05, n: int = 400) -> Any:
 
 def silence(reply: Reply, body: dict[str, Any]) -> bool:
     reply.begin()
-    time.sleep(3)
+    wait_until_gone(reply)
     return True
+
+
+def wait_until_gone(reply: Reply) -> bool:
+    """Wait until the client closes the connection; return whether it did."""
+    reply.connection.settimeout(PATIENCE_S)
+    reply.close_connection = True
+    return reply.connection.recv(1) == b""
 
 
 def choice(**fields: Any) -> bytes:
@@ -350,7 +369,8 @@ def test_what_fails_before_the_first_token_is_answered_here(
     name: str, router: Served, alone: Served, peer: VLLM, place: TransferPlace
 ) -> None:
     peer.spoil, outcome = SPOILT[name]
-    found, wanted = (events(server, "/v1/chat/completions", messages=[said()]) for server in (router, alone))
+    with impatient(router):
+        found, wanted = (events(server, "/v1/chat/completions", messages=[said()]) for server in (router, alone))
     same(joined(found), joined(wanted))
     same(found[-2:], wanted[-2:])
     assert outcomes(router) == {outcome: 1}
@@ -373,22 +393,28 @@ def breaks_after(n: int, how: str) -> Any:
             reply.event("[DONE]")
             reply.piece(b"")
         elif how == "hangs":
-            time.sleep(3)
+            wait_until_gone(reply)
         reply.close_connection = True
         return True
 
     return spoil
 
 
-@pytest.mark.parametrize("how", ["closes", "an error", "ends", "hangs"])
-@pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["zz"]}])
+@pytest.mark.parametrize(
+    ("how", "fields"),
+    [
+        *(("closes", fields) for fields in ({}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["zz"]})),
+        *((how, {}) for how in ("an error", "ends", "hangs")),
+    ],
+)
 def test_what_breaks_behind_some_tokens_goes_on_here(
     how: str, fields: dict[str, Any], router: Served, alone: Served, peer: VLLM
 ) -> None:
     peer.spoil = breaks_after(5, how)
     path, body = "/v1/chat/completions", {"messages": [said()], **with_documents(), **fields}
     warm(alone)
-    found, wanted = events(router, path, **body), events(alone, path, **body)
+    with impatient(router, 5.0 if how == "hangs" else PATIENCE_S):
+        found, wanted = events(router, path, **body), events(alone, path, **body)
     same(joined(found), joined(wanted))
     assert comparable(found[-1]["usage"]) == comparable(wanted[-1]["usage"])
     assert outcomes(router) == {"broken": 1}
@@ -401,9 +427,7 @@ def test_a_client_that_goes_ends_the_answer_there(router: Served, peer: VLLM, pl
         tokens, _ = reply.server.written(body)
         reply.begin()
         reply.event(next(iter(reply.server.events(tokens, body))))
-        reply.connection.settimeout(PATIENCE_S)
-        gone.append(reply.connection.recv(1) == b"")
-        reply.close_connection = True
+        gone.append(wait_until_gone(reply))
         return True
 
     peer.spoil = spoil
