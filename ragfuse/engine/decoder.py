@@ -37,7 +37,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Options of `generate` that other engines do not have, with the values besides None at which they change nothing."""
-MIN_TEMPERATURE = 0.01
+LEAST_TEMPERATURE = 0.01
 """Temperatures below this are raised by vLLM."""
 
 
@@ -152,7 +152,7 @@ def _check_order(sampling: Sampling, has_logprobs: bool) -> None:
     """Raise DecoderError for options that engines apply in another order than transformers does."""
     repeats = sampling.repetition_penalty != 1.0
     pairs = {
-        "a temperature near 0": 0 < sampling.temperature < MIN_TEMPERATURE,
+        "a temperature near 0": 0 < sampling.temperature < LEAST_TEMPERATURE,
         "min_p with top_p": sampling.min_p > 0 and sampling.top_p < 1,
         "repetition_penalty with logit_bias": repeats and bool(sampling.logit_bias),
         "log probabilities with repetition_penalty": has_logprobs and repeats,

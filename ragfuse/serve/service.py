@@ -16,10 +16,10 @@ from ragfuse.engine.context_window import largest_body
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.serve.admission import RETRY_S, AdmissionControl, Ticket
-from ragfuse.serve.decoding import RemoteDecoder, with_place
 from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.remote_decoder import RemoteDecoder, with_place
 from ragfuse.serve.request_queue import Job
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun
 from ragfuse.serve.stats import ServerCounts

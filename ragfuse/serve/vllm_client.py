@@ -37,7 +37,7 @@ LINGER_S = 2.0
 SHOWN_CHARS = 300
 """Characters of a server's own words that are shown."""
 EVENTS = "text/event-stream"
-DONE = "[DONE]"
+END_EVENT = "[DONE]"
 
 
 class VLLMError(Exception):
@@ -204,7 +204,7 @@ class VLLMClient:
                 del pending[: end + 1]
                 seen = 0
                 event = self._event(line)
-                if event == DONE:
+                if event == END_EVENT:
                     return
                 if isinstance(event, dict):
                     items.put(event)
@@ -217,8 +217,8 @@ class VLLMClient:
         name, _, value = line.rstrip(b"\r").partition(b":")
         if name != b"data":
             return None
-        if value.strip() == DONE.encode():
-            return DONE
+        if value.strip() == END_EVENT.encode():
+            return END_EVENT
         found = self._parsed(value)
         if found is None:
             raise self._strange("an event that is no JSON object")
