@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from platformdirs import user_cache_path
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator
@@ -329,6 +330,16 @@ class Settings(BaseSettings):
         default=300.0, ge=1, description="Seconds after which KV that no engine has decoded is deleted."
     )
 
+    decode_at: str = Field(
+        default="",
+        description="Address of a vLLM server with the connector of vllm-ragfuse that decodes what a server prefills, "
+        "such as http://127.0.0.1:8001. Empty: it decodes itself.",
+    )
+    decode_key: str = Field(default="", repr=False, description="API key of that vLLM server; empty: none.")
+    decode_timeout_s: float = Field(
+        default=30.0, gt=0, description="Seconds without a token of that vLLM server, after which this one goes on."
+    )
+
     @field_validator("api_keys", mode="before")
     @classmethod
     def _listed(cls, given: Any) -> Any:
@@ -397,6 +408,20 @@ class Settings(BaseSettings):
     def _absolute_transfer(cls, given: str) -> str:
         return _tier_placed(given)
 
+    @field_validator("decode_at", mode="after")
+    @classmethod
+    def _server_address(cls, given: str) -> str:
+        return _address(given) if given.strip() else ""
+
+    @field_validator("decode_key", mode="after")
+    @classmethod
+    def _header_value(cls, given: str) -> str:
+        """Refuse a key that no HTTP header can carry."""
+        key = given.strip()
+        if not key.isascii() or not key.isprintable():
+            raise ValueError("wanted an API key of printable ASCII characters, found others")
+        return key
+
     @field_validator("model", "embedder", mode="after")
     @classmethod
     def _absolute_model(cls, given: str) -> str:
@@ -406,10 +431,10 @@ class Settings(BaseSettings):
         """Return all settings in plain JSON types, to be saved: `Settings(**them)` restores them.
 
         Raises:
-            SettingsError: One holds a secret (a salt, API keys of a server, credentials in a tier's URL, a token for
-                loading the model), or an object without a JSON form.
+            SettingsError: One holds a secret (a salt, API keys, credentials in a tier's URL, a token for loading the
+                model), or an object without a JSON form.
         """
-        secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
+        secret = [name for name in ("salt", "api_keys", "decode_key") if getattr(self, name)]
         secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
         secret += ["transfer_url"] if _CREDENTIALS.search(self.transfer_url) else []
         secret += ["model_kwargs"] if isinstance(self.model_kwargs.get("token"), str) else []
@@ -480,6 +505,24 @@ def _tier_placed(url: str) -> str:
     if not mark:
         return str(_placed(url)) if url.strip() else url
     return f"{scheme}://{_placed(rest)}" if scheme.lower() in ("file", "local") and rest else url
+
+
+def _address(url: str) -> str:
+    """Return the address of a server without its path `/v1`; ValueError for anything but scheme, host and port."""
+    wanted = "wanted the address of a server, as http://HOST:PORT, found "
+    try:
+        parts = urlsplit(url.strip())
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{wanted}one that cannot be read ({error})") from None
+    if "@" in parts.netloc:
+        raise ValueError(f"{wanted}one with a user or password; set RAGFUSE_DECODE_KEY to the API key")
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"{wanted}{url!r:.80}")
+    if parts.path.rstrip("/") not in ("", "/v1") or parts.query or parts.fragment:
+        raise ValueError(f"{wanted}{url!r:.80}; leave out what follows the port")
+    name = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{name}" + (f":{port}" if port is not None else "")
 
 
 def _model_placed(name: str) -> str:

@@ -63,7 +63,8 @@ def settings_of(**given: Any) -> Settings:
             ) from error
         found = (
             ""
-            if name.partition(".")[0] in ("tiers", "salt", "api_key", "api_keys", "model_kwargs")
+            if name.partition(".")[0]
+            in ("tiers", "salt", "api_key", "api_keys", "decode_at", "decode_key", "model_kwargs")
             else f", found {first['input']!r}"
         )
         raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{found}.") from None

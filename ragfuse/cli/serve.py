@@ -44,6 +44,14 @@ def serve(
     timeout: Annotated[
         float | None, typer.Option(help="Most seconds that a request may take, including its time in the queue.")
     ] = None,
+    decode_at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Address of a vLLM server with the connector of vllm-ragfuse: this server prefills, that one decodes. "
+            "Its API key is RAGFUSE_DECODE_KEY.",
+        ),
+    ] = None,
 ) -> None:
     """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending writes."""
     folder = next((each for each in store or () if "://" not in each), None)
@@ -63,9 +71,11 @@ def serve(
         serve_together=together,
         serve_waiting=waiting,
         serve_timeout_s=timeout,
+        decode_at=decode_at,
     )
     try:
         import fastapi  # noqa: F401
+        import httpx  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
@@ -83,6 +93,7 @@ def serve(
     with console.status("loading the model") as status:
         from ragfuse.serve.server import serve as run
         from ragfuse.serve.service import Service
+        from ragfuse.store.urls import shown
 
         service = Service(settings, keys)
 
@@ -90,5 +101,10 @@ def serve(
             status.stop()
             message = f"{service.model} answers at {url} (Ctrl-C ends it)."
             console.print(message, highlight=False, markup=False, soft_wrap=True)
+            if service.decoder is not None:
+                how = "decodes" if service.decoder.is_up else "is to decode, and is awaited"
+                place = shown(service.settings.transfer_url)
+                message = f"vLLM at {service.settings.decode_at} {how}; KV is handed over in {place}."
+                console.print(message, highlight=False, markup=False, soft_wrap=True)
 
         run(service, host, port, allow_origin or (), announce)

@@ -1,24 +1,30 @@
 """Stage 5, generate: decode the answer of a prefilled prompt, streaming it while it is generated.
 
-Answers that are generated at the same time are decoded in one batch by `hf.decode`.
+Answers that are generated at the same time are decoded in one batch by `hf.decode`. Another engine may write one
+(`engine.decoder`); where it does not, or stops, the answer is written here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
 
 from ragfuse.engine.answer_stream import StopSignal
 from ragfuse.engine.constraints import OutputConstraints
+from ragfuse.engine.decoder import decode_elsewhere
 from ragfuse.engine.options import is_streamable, options_of
 from ragfuse.engine.placement import Placement
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import PreparedPrompt, trace_of
 from ragfuse.hf.common import SharedKV, SharedSpan
-from ragfuse.hf.handover import generate, sharing
+from ragfuse.hf.handover import Streamer, generate, sharing
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.stream import StopWhen
+from ragfuse.hf.resume import ForcedTokens, ResumedStream
+from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.settings import Settings
 from ragfuse.telemetry.otel import span
 from ragfuse.types.answer import Answer, Thought, Trace
@@ -60,16 +66,39 @@ class GenerateStage:
         options = options_of(ask, self.settings, prepared.room)
         sink = constraints.sink(say, options)
         streamer = sink if is_streamable(options, model) else None
-        stopping = [*map(StopWhen, request.ends), *constraints.stopping(options)]
         with span("decode"):
-            rows = generate(model, prepared.prefill, constraints.options(options), streamer, stopping, ask.seed)
-        answer = constraints.read(rows[0], options, self._trace(prepared, request, sink.first_s))
+            ids = self._decode(prepared, request, constraints, options, streamer)
+        answer = constraints.read(ids, options, self._trace(prepared, request, sink.first_s))
         is_whole = not any(map(_is_abandoned, request.ends))
         if streamer is None and say is not None:
             if answer.reasoning:
                 say(Thought(answer.reasoning))
             say(answer.text)
-        return Generated(answer, rows[0], is_whole)
+        return Generated(answer, ids, is_whole)
+
+    def _decode(
+        self,
+        prepared: PreparedPrompt,
+        request: Request,
+        constraints: OutputConstraints,
+        options: Mapping[str, Any],
+        sink: FirstToken | None,
+    ) -> Sequence[int]:
+        """Return the ids of the answer, or of the first of several; `sink` receives them as they come."""
+        prefill, ends, full = prepared.prefill, request.ends, constraints.options(dict(options))
+        streamer: Streamer | None = sink
+        if request.decoder is not None and sink is not None:
+            sink.put(torch.tensor(prefill.token_ids))
+            ids, is_over = decode_elsewhere(request.decoder, prepared, options, constraints, sink.put, ends)
+            if is_over:
+                sink.end()
+                return ids
+            request.decoder.resume(len(ids))
+            forced = ForcedTokens(len(prefill.token_ids), ids)
+            full = {**full, "logits_processor": [*(full.get("logits_processor") or ()), *([forced] if ids else ())]}
+            streamer = ResumedStream(sink, len(ids))
+        stopping = [*map(StopWhen, ends), *constraints.stopping(options)]
+        return generate(request.model, prefill, full, streamer, stopping, request.ask.seed)[0]
 
     def _share(self, prepared: PreparedPrompt, model: HFModel) -> None:
         (cache, wiring), plan = sharing(model, prepared.prefill), prepared.plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -124,7 +124,7 @@ async def _answer(
     service: Service,
     request: Request,
     body: CompletionRequest,
-    make: Callable[[Engine], list[AnswerRequest]],
+    make: Callable[[Engine], Sequence[AnswerRequest]],
     is_chat: bool,
     wants_logprobs: bool,
 ) -> Response:
@@ -136,6 +136,8 @@ async def _answer(
     transfer = transfer_of(body, service.transfers, service.model, tenant.salt, service.settings.transfer_level)
     if transfer is not None:
         make, wants_logprobs = transfer.instead_of(make), False
+    elif service.decoder is not None:
+        make = service.decoder.instead_of(make, tenant.salt)
     run = await unless_disconnected(request.receive, service.begin(tenant, make, body.session_id))
     try:
         engine = run.engine

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
+from ragfuse.engine.decoder import Decoder
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.question import Question
 from ragfuse.engine.trace_builder import PreparedPrompt
@@ -48,6 +49,7 @@ class AnswerRequest:
         n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not score it.
         writes: Whether to generate an answer; False for scoring a prompt only.
         transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
+        decoder: Another engine that writes the answer for this server; None: it is written here.
     """
 
     question: Question
@@ -57,6 +59,7 @@ class AnswerRequest:
     n_top: int | None = None
     writes: bool = True
     transfer: Transfer | None = None
+    decoder: Decoder | None = None
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
         """Return the log probabilities recorded since the last call; with the finished answer, all remaining ones."""
@@ -173,7 +176,11 @@ class AnswerRun:
             return
         transfer = request.transfer
         self._stream = stream = await asyncio.to_thread(
-            self.engine.stream, request.question, request.ask, prefilled=transfer.put if transfer is not None else None
+            self.engine.stream,
+            request.question,
+            request.ask,
+            prefilled=transfer.put if transfer is not None else None,
+            decoder=request.decoder,
         )
         if self._is_over:
             stream.cancel()

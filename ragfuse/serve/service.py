@@ -19,6 +19,7 @@ from ragfuse.serve.admission import RETRY_S, AdmissionControl, Ticket
 from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.remote_decoder import RemoteDecoder, with_place
 from ragfuse.serve.request_queue import Job
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun
 from ragfuse.serve.stats import ServerCounts
@@ -49,7 +50,7 @@ class Service:
     """
 
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
-        self.settings = settings
+        self.settings = settings = with_place(settings)
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
         self.model = Path(settings.model).name
         share = 2 if len(self.keys.tenants) > 1 else 1
@@ -60,6 +61,13 @@ class Service:
         self.counts = ServerCounts(self.admission)
         self.threads = Threads(settings.serve_together)
         self.transfers = TransferPlace.open(settings) if settings.transfer_url else None
+        self.decoder = (
+            RemoteDecoder(settings, self.transfers, self.model)
+            if settings.decode_at and self.transfers is not None
+            else None
+        )
+        if self.decoder is not None:
+            self.counts.show_decoder(self.decoder)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
@@ -97,6 +105,22 @@ class Service:
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # clients see no path of this machine
         return engine
+
+    def connect(self) -> None:
+        """Find out whether the vLLM server that decodes is there, if there is to be one. It may block.
+
+        Raises:
+            SettingsError: It is there and cannot decode what is prefilled here.
+        """
+        if self.decoder is not None:
+            tenant = self.keys.tenants[0]
+            self.decoder.connect(self.engine(tenant), tenant.salt)
+
+    def reconnect(self) -> None:
+        """Try again to reach the vLLM server that decodes, if it is away. It may block."""
+        if self.decoder is not None and not self.decoder.is_up and not self.stopping:
+            tenant = self.keys.tenants[0]
+            self.decoder.reconnect(self.engine(tenant), tenant.salt)
 
     async def begin(
         self, tenant: APITenant, make: Callable[[Engine], Sequence[AnswerRequest]], session: str | None
@@ -186,9 +210,13 @@ class Service:
                 engine.expect({name: at for at, (whose, name) in enumerate(conversations) if whose == salt})
 
     async def upkeep(self) -> None:
-        """Keep every tenant within its quota, for as long as the server runs."""
+        """Keep every tenant within its quota and the vLLM server in sight, for as long as the server runs."""
         while True:
             await asyncio.sleep(UPKEEP_S)
+            try:
+                await self.threads.run(self.threads.upkeep, self.reconnect)
+            except Exception as error:
+                log.warning("The vLLM server could not be asked now; it is tried again soon: %s", error)
             if self.transfers is not None:
                 await self.threads.run(self.threads.upkeep, self.transfers.sweep_if_due)
             for keeper in list(self.quotas.values()):
@@ -214,6 +242,8 @@ class Service:
             self.quotas.clear()
         for engine in engines:
             engine.close()
+        if self.decoder is not None:
+            self.decoder.close()
         if self.transfers is not None:
             self.transfers.close()
 

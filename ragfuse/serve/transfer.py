@@ -6,6 +6,7 @@ found. A proxy hands them to the engine that decodes, as they are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,9 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import CompletionRequest
 from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace
+from ragfuse.types.kv import ChunkKV
+
+log = logging.getLogger("ragfuse.serve")
 
 FIELD = "kv_transfer_params"
 
@@ -56,13 +60,27 @@ class PromptTransfer:
             )
         try:
             kv = prefill.kv
-            model = TransferModel.of(self._model, kv)
+            TransferModel.of(self._model, kv)
         except (ModelError, TransferError) as error:
             raise APIError(400, f"{error} Leave out {FIELD}.", "unusable", FIELD) from error
-        self._token_ids = tuple(prefill.token_ids)
+        self.put_kv(kv, prefill.token_ids)
+
+    def put_kv(self, kv: ChunkKV, token_ids: Sequence[int]) -> None:
+        """Put the KV of all of these tokens into the place; TransferError where it is not taken."""
+        model, self._token_ids = TransferModel.of(self._model, kv), tuple(token_ids)
         self._handle = self._place.put(kv, self._token_ids, model, self._tenant, self._level)
 
-    def instead_of(self, make: Callable[[Engine], list[AnswerRequest]]) -> Callable[[Engine], list[AnswerRequest]]:
+    def withdraw(self) -> None:
+        """Delete the KV again, if it is still there: no other engine wants it any more."""
+        if self._handle is not None:
+            try:
+                self._place.delete(self._handle)
+            except Exception:
+                log.warning("KV that no engine wants could not be deleted; it expires.", exc_info=True)
+
+    def instead_of(
+        self, make: Callable[[Engine], Sequence[AnswerRequest]]
+    ) -> Callable[[Engine], Sequence[AnswerRequest]]:
         """Return a function that makes the one request which prefills the prompt and writes a single token.
 
         How an answer is sampled and where it ends is for the engine that decodes. The function raises APIError (400)
