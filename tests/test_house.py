@@ -91,9 +91,9 @@ HUGGING_FACE = {"transformers", "tokenizers", "huggingface_hub", "accelerate", "
 FRAMEWORKS = {"llama_index", "faiss", "sentence_transformers", "langgraph"}  # and every langchain*
 BEHIND_EXTRAS = {*FRAMEWORKS, "accelerate", "gguf", "peft", "scipy", "rouge_score", "matplotlib", "pypdf", "bs4"}
 BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs", "llguidance", "opentelemetry", "prometheus_client"}
-WEB = {"fastapi", "starlette", "uvicorn"}  # the server's own, which is imported when it is asked for
-CLIENT = {"httpx", "tenacity"}  # the remote engine's own, likewise
-BEHIND_EXTRAS |= WEB | CLIENT
+# Room -> packages of an extra that it may import at module level, as it is imported itself only when it is asked for.
+OF_EXTRAS = {"serve": {"fastapi", "httpx", "starlette", "uvicorn"}, "remote": {"httpx", "tenacity"}}
+BEHIND_EXTRAS |= {name for names in OF_EXTRAS.values() for name in names}
 PUBLIC_PACKAGES = {"remote", "transfer"}  # for clients, and for engines that decode: what its __all__ names
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
@@ -200,7 +200,7 @@ def frameworks_are_for_few_doors(source: Source) -> Iterator[str]:
 def extras_are_imported_lazily(source: Source) -> Iterator[str]:
     for item in source.imports:
         extra = item.root in BEHIND_EXTRAS or item.root.startswith("langchain")
-        own = (source.room, item.root in CLIENT, item.root in WEB) in {("serve", False, True), ("remote", True, False)}
+        own = item.root in OF_EXTRAS.get(source.room, set())
         if extra and not item.lazy and not own:
             yield f"line {item.line}: imports '{item.path}' at module level"
 

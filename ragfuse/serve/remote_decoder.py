@@ -35,7 +35,7 @@ log = logging.getLogger("ragfuse.serve")
 
 PLACE = "transfer"
 """Folder below `home` where KV waits, where both servers are on one machine and no place is set."""
-BUSY = (408, 425, 429)
+COME_AGAIN = (408, 425, 429)
 """Statuses below 500 with which a server says that it may do later what it does not do now."""
 MAX_REASONS = 32
 """Reasons for decoding an answer here that are told in the log."""
@@ -106,7 +106,7 @@ class RemoteDecoder:
         try:
             self._check(engine, salt)
         except VLLMError as error:
-            if 300 <= error.status < 500 and error.status not in BUSY:
+            if 300 <= error.status < 500 and error.status not in COME_AGAIN:
                 raise SettingsError(str(error)) from error
             self.note_down(str(error))
         else:

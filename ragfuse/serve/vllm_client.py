@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import httpx
 
 T = TypeVar("T")
-CONNECT_S = 5.0
+DECODER_CONNECT_S = 5.0
 """Seconds that a connection may take to open."""
 POLL_S = 0.05
 """Seconds after which a reader of a stream hears that nothing has come."""
@@ -133,7 +133,7 @@ class VLLMClient:
     # on the event loop
 
     async def _opened(self) -> httpx.AsyncClient:
-        timeout = httpx.Timeout(self._timeout_s, connect=min(CONNECT_S, self._timeout_s))
+        timeout = httpx.Timeout(self._timeout_s, connect=min(DECODER_CONNECT_S, self._timeout_s))
         limits = httpx.Limits(max_connections=self._together + 1, max_keepalive_connections=self._together)
         # No proxy of the environment: a request carries the right to read a prompt's KV.
         return httpx.AsyncClient(
