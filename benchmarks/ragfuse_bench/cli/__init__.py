@@ -3,6 +3,7 @@
 import typer
 from ragfuse_bench.cli.codec import codec, stream
 from ragfuse_bench.cli.conversation import conversation, sessions
+from ragfuse_bench.cli.engines import engines
 from ragfuse_bench.cli.matching import matching
 from ragfuse_bench.cli.modules import modules
 from ragfuse_bench.cli.parameters import with_options
@@ -19,6 +20,6 @@ bench = typer.Typer(
 )
 SPEED = (ttft, load, controller, store, dropin)
 QUALITY = (quality, paper, codec, stream)
-REUSE = (conversation, throughput, sessions, modules, matching, prefix)
+REUSE = (conversation, throughput, sessions, modules, matching, prefix, engines)
 for command in (*SPEED, *QUALITY, *REUSE):
     bench.command(command.__name__)(with_options(command))

@@ -68,7 +68,11 @@ def offer(
 
 
 def one_by_one(
-    place: tuple[str, int], bodies: Sequence[Mapping[str, Any]], patience_s: float, together: int = 1
+    place: tuple[str, int],
+    bodies: Sequence[Mapping[str, Any]],
+    patience_s: float,
+    together: int = 1,
+    path: str = PATH,
 ) -> list[Heard]:
     """Send each body as soon as an answer has come, with so many at a time."""
     found: list[Heard] = []
@@ -81,7 +85,7 @@ def one_by_one(
                 if not left:
                     return
                 body = left.pop()
-            answer = ask(place, body, time.monotonic(), patience_s)
+            answer = ask(place, body, time.monotonic(), patience_s, path=path)
             with lock:
                 found.append(answer)
 
@@ -94,7 +98,12 @@ def one_by_one(
 
 
 def ask(
-    place: tuple[str, int], body: Mapping[str, Any], since_s: float, patience_s: float, due_s: float = 0.0
+    place: tuple[str, int],
+    body: Mapping[str, Any],
+    since_s: float,
+    patience_s: float,
+    due_s: float = 0.0,
+    path: str = PATH,
 ) -> Heard:
     """Send a request and read its answer as it comes; seconds count from `since_s` on, by the monotonic clock."""
     line = HTTPConnection(*place, timeout=patience_s)
@@ -102,7 +111,7 @@ def ask(
     first_s: float | None = None
     tokens, ended = 0, False
     try:
-        line.request("POST", PATH, json.dumps(told).encode(), {"content-type": "application/json"})
+        line.request("POST", path, json.dumps(told).encode(), {"content-type": "application/json"})
         answer = line.getresponse()
         if answer.status != 200:
             return Heard(due_s, wrong=f"{answer.status}: {answer.read(300)!r}")

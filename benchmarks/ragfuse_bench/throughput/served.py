@@ -34,6 +34,11 @@ class Serving:
         self.place, self.rss = place, list[tuple[float, int]]()
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
     @contextmanager
     def watched(self, every_s: float = 1.0) -> Iterator[None]:
         """Note how much memory the process has, again and again, by the monotonic clock."""
