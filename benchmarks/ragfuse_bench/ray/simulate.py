@@ -24,7 +24,7 @@ BUSY = 0.7
 """Of the replicas' time, what prefilling all tokens of a trace would take if nothing were reused."""
 DECODE_S = 2.0
 """Seconds for which a request counts in its replica's queue after its prefill."""
-REPORT_S = 2.0
+REPORT_S = 5.0
 """Seconds between two reports of a replica."""
 POLICIES = ("round robin", "least queue", "chunks")
 
