@@ -73,8 +73,9 @@ class ReplicaView:
         """Take the digests of all chunks that are in its memory now, in place of those reported before."""
         self._held = held if isinstance(held, frozenset) else frozenset(held)
         self._reports += 1
-        first_sure = self._reports - SURE_REPORTS
-        self._sent = {digest: sent for digest, sent in self._sent.items() if sent > first_sure}
+        first_sure, sent = self._reports - SURE_REPORTS, self._sent
+        while sent and sent[first := next(iter(sent))] <= first_sure:
+            del sent[first]
 
     def send(self, request: RoutedRequest) -> None:
         """Expect the chunks of a request in its memory, and count the work."""

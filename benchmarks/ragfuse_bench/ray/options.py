@@ -23,6 +23,7 @@ class RayOptions:
         corpus: Chunks of its corpus.
         questions: Questions over it.
         talks: Conversations of the trace where there is no folder of data.
+        turns: First requests of the trace that are simulated.
         chunks: Chunks that are encoded in bulk.
         requests: Requests that are sent to real replicas.
     """
@@ -38,8 +39,9 @@ class RayOptions:
     plot: Annotated[Path | None, typer.Option(help="Draw the simulations to this file (PNG).")] = None
     replicas: int = 64
     corpus: int = 1_000_000
-    questions: int = 60_000
+    questions: int = 40_000
     talks: int = 2000
+    turns: int = 4000
     chunks: int = 192
     requests: int = 120
 

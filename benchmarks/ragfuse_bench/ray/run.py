@@ -18,9 +18,9 @@ from ragfuse.calibration.runner import circumstances
 from ragfuse.ray.cluster import require_ray
 from ragfuse.telemetry.progress import progress
 
-MEMORY_SHARES = (0.02, 0.05, 0.1, 0.25)
+MEMORY_SHARES = (0.02, 0.05, 0.1, 0.2)
 """Of all chunks of the trace, what the memory of each of two replicas holds."""
-CORPUS_SHARE = 0.25
+CORPUS_SHARE = 0.1
 """Of the corpus, what the memories of all replicas hold together."""
 PER_S = 200.0
 """Questions a second over the corpus."""
@@ -59,6 +59,7 @@ def run_ray(options: RayOptions, console: Console) -> dict[str, Any]:
 def run_simulations(options: RayOptions, console: Console) -> dict[str, Any]:
     """Two replicas over a trace of conversations, by the size of their memory; many over a large corpus."""
     source, trace = conversations(options.data, options.talks, 1.0, options.seed)
+    trace = trace[: options.turns]
     distinct: dict[int, int] = {}
     for request in trace:
         distinct.update(request.chunks)
