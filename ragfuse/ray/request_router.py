@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from ragfuse.ray.chunk_router import ChunkRouter, RoutedRequest
 from ragfuse.ray.digests import unpacked
@@ -16,8 +16,11 @@ HELD = "held"
 """The field of a replica's routing statistics with the digests of the chunks in its memory, packed."""
 
 
-class ChunkRequestRouter(FIFOMixin, RequestRouter):
-    """Sends a request to the replica that holds most bytes of its chunks in memory, with a bound on imbalance."""
+class ChunkRequestRouter(RequestRouter):
+    """Sends a request to the replica that holds most bytes of its chunks in memory, with a bound on imbalance.
+
+    It is no `FIFOMixin`: that would give the replica which was chosen for one request to the one that came first.
+    """
 
     def initialize_state(self, max_over_mean: float = 1.25, slack: float = 2.0) -> None:
         """Take the options of `ChunkRouter`; Ray Serve calls it once."""
@@ -28,6 +31,8 @@ class ChunkRequestRouter(FIFOMixin, RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the candidates, each a rank of its own, the one to ask first first."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # or Ray asks again at once while all are full
         by_name = {str(replica.replica_id): replica for replica in candidate_replicas}
         self._router.keep_only(by_name)
         for name, replica in by_name.items():

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
-class RoundRobinRouter(FIFOMixin, RequestRouter):
+class RoundRobinRouter(RequestRouter):
     """Asks replicas in turn."""
 
     def initialize_state(self, **_: Any) -> None:
@@ -21,6 +21,8 @@ class RoundRobinRouter(FIFOMixin, RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the candidates in the order of their names, the one whose turn it is first."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # or Ray asks again at once while all are full
         ordered = sorted(candidate_replicas, key=lambda replica: str(replica.replica_id))
         self._turn += 1
         first = self._turn % max(1, len(ordered))
