@@ -145,6 +145,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             trace.plot([row["memory_share"] for row in rows], [each["hit_share"] for each in found], "o-", label=policy)
         trace.set_xscale("log")
         trace.set_xticks(MEMORY_SHARES, [f"{share:.0%}" for share in MEMORY_SHARES])
+        trace.minorticks_off()
         trace.set_xlabel("memory of each of 2 replicas, of all chunks")
         trace.set_ylabel("share of chunk bytes found in memory")
         trace.set_ylim(0, None)
