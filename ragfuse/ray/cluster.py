@@ -22,7 +22,7 @@ LOCAL = "local"
 """The address that stands for a new cluster on this machine."""
 ANSWER_S = 5.0
 """Seconds within which a cluster's address must accept a connection."""
-PROBE_S = 120.0
+PROBE_S = 600.0
 """Seconds within which each node must say what it sees of the store; starting Python there takes some."""
 DEFAULT_PORTS = MappingProxyType({"": 6379, "ray": 10001})
 """The ports of Ray: of a head node, and of its server for clients (ray://)."""
@@ -258,7 +258,12 @@ def _probed(settings: Settings, places: Sequence[str | None], name: str, members
     for node, reference in zip(members, asked, strict=True):
         try:
             views.append(ray.get(reference, timeout=PROBE_S))
-        except (GetTimeoutError, RayError, ImportError, RuntimeError) as error:
+        except GetTimeoutError as error:
+            raise SettingsError(
+                f"Wanted an answer from every node of the cluster within {PROBE_S:.0f} s, found none from {node.host}. Is "
+                "it overloaded? Try again when it is not."
+            ) from error
+        except (RayError, ImportError, RuntimeError) as error:
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise SettingsError(
                 f"Wanted ragfuse to run on every node of the cluster, found that {node.host} cannot: "
