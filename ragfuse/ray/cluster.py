@@ -260,8 +260,8 @@ def _probed(settings: Settings, places: Sequence[str | None], name: str, members
             views.append(ray.get(reference, timeout=PROBE_S))
         except GetTimeoutError as error:
             raise SettingsError(
-                f"Wanted an answer from every node of the cluster within {PROBE_S:.0f} s, found none from {node.host}. Is "
-                "it overloaded? Try again when it is not."
+                f"Wanted an answer from every node of the cluster within {PROBE_S:.0f} s, found none from {node.host}. "
+                "Is it overloaded? Try again when it is not."
             ) from error
         except (RayError, ImportError, RuntimeError) as error:
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
