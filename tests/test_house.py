@@ -60,6 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "adapt": {*BELOW_DOORS, "calibration"},
     "demo": {*BELOW_DOORS, "calibration"},
     "serve": {*VALUES, "admin", "engine", "plan.explanation", "sessions", "telemetry", "text", "transfer"},
+    "ray": {*VALUES, "admin", "engine", "serve", "store.urls"},
     "cli": {
         *VALUES,
         "adapt",
@@ -68,6 +69,7 @@ ROOMS: dict[str, set[str]] = {
         "demo",
         "engine",
         "models",
+        "ray",
         "serve",
         "store",
         "telemetry.progress",
@@ -93,7 +95,8 @@ BEHIND_EXTRAS = {*FRAMEWORKS, "accelerate", "gguf", "peft", "scipy", "rouge_scor
 BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs", "llguidance", "opentelemetry", "prometheus_client"}
 # Room -> packages of an extra that it may import at module level, as it is imported itself only when it is asked for.
 OF_EXTRAS = {"serve": {"fastapi", "httpx", "starlette", "uvicorn"}, "remote": {"httpx", "tenacity"}}
-BEHIND_EXTRAS |= {name for names in OF_EXTRAS.values() for name in names}
+LOADED_BY_RAY = {"ray/request_router.py", "ray/deployment.py"}  # which nothing imports but Ray, and functions
+BEHIND_EXTRAS |= {"ray"} | {name for names in OF_EXTRAS.values() for name in names}
 PUBLIC_PACKAGES = {"remote", "transfer"}  # for clients, and for engines that decode: what its __all__ names
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
@@ -200,8 +203,8 @@ def frameworks_are_for_few_doors(source: Source) -> Iterator[str]:
 def extras_are_imported_lazily(source: Source) -> Iterator[str]:
     for item in source.imports:
         extra = item.root in BEHIND_EXTRAS or item.root.startswith("langchain")
-        own = item.root in OF_EXTRAS.get(source.room, set())
-        if extra and not item.lazy and not own:
+        own = OF_EXTRAS["serve"] | {"ray"} if source.path in LOADED_BY_RAY else OF_EXTRAS.get(source.room, set())
+        if extra and not item.lazy and item.root not in own:
             yield f"line {item.line}: imports '{item.path}' at module level"
 
 
@@ -354,6 +357,7 @@ BAD = [
     ("extras_are_imported_lazily", "serve/a.py", "import prometheus_client"),
     ("extras_are_imported_lazily", "engine/a.py", "import httpx"),
     ("extras_are_imported_lazily", "remote/a.py", "import fastapi"),
+    ("extras_are_imported_lazily", "ray/a.py", "import ray"),
     ("nothing_unpickles", "store/a.py", "import pickle"),
     ("nothing_unpickles", "store/a.py", "from torch import load"),
     ("nothing_unpickles", "store/a.py", "import torch\ntorch.load('x')"),

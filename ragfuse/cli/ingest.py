@@ -28,6 +28,8 @@ from ragfuse.cli.options import (
     Json,
     Model,
     ModelKwargs,
+    Ray,
+    RayCPUs,
     Store,
     console_for,
     prepare_model,
@@ -41,6 +43,7 @@ from ragfuse.telemetry.progress import progress
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Engine, Ingested
+    from ragfuse.ray.bulk import BulkSummary
 
 TIER_SIZE_VARIABLES = MappingProxyType(
     {"disk": "RAGFUSE_DISK_BYTES", "memory": "RAGFUSE_MEMORY_BYTES", "gpu": "RAGFUSE_GPU_BYTES"}
@@ -61,12 +64,22 @@ def ingest(
     store: Store = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Size of a chunk, in tokens of the model.")] = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="Only index; compute KV when a question needs it.")] = False,
+    ray: Ray = None,
+    ray_workers: Annotated[
+        int | None,
+        typer.Option(help="Engines that encode on the Ray cluster; default: one for each node or GPU.", min=1),
+    ] = None,
+    ray_cpus: RayCPUs = None,
     json: Json = None,
 ) -> None:
     """Split documents into chunks, index them, and compute each chunk's KV. After an interruption, run it again."""
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens
     )
+    if ray is not None:
+        from ragfuse.ray.cluster import check_cluster
+
+        check_cluster(settings, ray)
     console, documents = console_for(json), find_files(paths)
     print_skipped(console, documents)
     prepare_model(settings)
@@ -77,7 +90,14 @@ def ingest(
         library, engine = Library(settings, index), Engine(settings)
     with engine:
         chunks, failed = add_files(library, engine, documents.files, console)
-        done = Ingested() if no_kv else encode(engine, chunks, console)
+        on_ray: BulkSummary | None = None
+        if no_kv:
+            done = Ingested()
+        elif ray is None:
+            done = encode(engine, chunks, console)
+        else:
+            on_ray = encode_on_ray(engine, chunks, console, ray, ray_workers, ray_cpus)
+            done = Ingested(on_ray.chunks, on_ray.encoded, on_ray.tokens, on_ray.nbytes, on_ray.seconds)
     skipped = [*documents.skipped, *failed]
     n_files = len({source for _, source in chunks})
     kv = f"; {done.encoded} encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB, {done.seconds:.1f} s)"
@@ -88,7 +108,8 @@ def ingest(
         console.print(f"[yellow]{_counted(len(skipped), 'file')} left out[/]: {escape(names)}.", highlight=False)
     console.print(f'Ask: ragfuse ask "..."{"" if index == "default" else f" --index {index}"}', highlight=False)
     result = {"index": index, "files": len(documents.files), "skipped": [[str(p), why] for p, why in skipped]}
-    write_json({**result, "chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}, json)
+    result |= {"chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}
+    write_json({**result, **({} if on_ray is None else {"ray": on_ray.as_dict()})}, json)
 
 
 def add_files(
@@ -156,6 +177,26 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
 
         done = engine.ingest(chunks, prefix, show)
     _print_refused(engine, before, chunks, console)
+    return done
+
+
+def encode_on_ray(
+    engine: Engine, chunks: Chunks, console: Console, address: str, workers: int | None, cpus: float | None
+) -> BulkSummary:
+    """Compute the KV of all chunks on a Ray cluster, and that of the prompt's prefix here; print what workers did."""
+    from ragfuse.cli.prompts import prefix_of
+    from ragfuse.ray.bulk import encode as encode_in_bulk
+
+    engine.ingest((), prefix_of(engine))
+    unique = list(dict(chunks).items())
+    done = encode_in_bulk(unique, engine.settings, address=address, workers=workers, cpus=cpus)
+    engine.know(unique)
+    for number, each in enumerate(done.workers, 1):
+        speed = f"{each.encoded:,} encoded, {each.nbytes / 1e6:,.0f} MB, {each.tokens_per_s:,.0f} tokens/s"
+        console.print(f"worker {number}: {_counted(each.chunks, 'chunk')}, {speed}", highlight=False)
+    if done.unsaved:
+        lost = f"{_counted(done.unsaved, 'chunk')} {'is' if done.unsaved == 1 else 'are'} in no shared tier"
+        console.print(f"[yellow]{lost}[/]; run it again to store them, else questions compute them.", highlight=False)
     return done
 
 

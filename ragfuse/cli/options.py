@@ -40,6 +40,15 @@ Overflow = Annotated[
     typer.Option("--overflow", help="For a prompt that is too long: error, or drop (leave out its last chunks)."),
 ]
 Deadline = Annotated[float | None, typer.Option("--deadline", help="Deadline of the first token, seconds.", min=0.0)]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", help="Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one on this machine."
+    ),
+]
+RayCPUs = Annotated[
+    float | None, typer.Option("--ray-cpus", help="CPUs of each engine on the Ray cluster; default: by its nodes.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-': stdout).")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 ONE_LINE = 320

@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ragfuse.cli.options import Device, Dtype, Model, ModelKwargs, Overflow, Policy, Ratio, prepare_model, settings_of
+from ragfuse.cli.options import (
+    Device,
+    Dtype,
+    Model,
+    ModelKwargs,
+    Overflow,
+    Policy,
+    Ratio,
+    Ray,
+    RayCPUs,
+    prepare_model,
+    settings_of,
+)
 from ragfuse.errors import InputError
 
 
@@ -52,6 +64,11 @@ def serve(
             "Its API key is RAGFUSE_DECODE_KEY.",
         ),
     ] = None,
+    ray: Ray = None,
+    replicas: Annotated[
+        str, typer.Option(help="With --ray: how many replicas answer, or LEAST:MOST by the length of their queues.")
+    ] = "1",
+    ray_cpus: RayCPUs = None,
 ) -> None:
     """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending writes."""
     folder = next((each for each in store or () if "://" not in each), None)
@@ -87,9 +104,24 @@ def serve(
     accepted = [*settings.api_keys, *(api_key or ()), *(read_keys(api_keys_file) if api_keys_file else ())]
     keys = Keys(accepted, settings.salt)
     check_host(host, keys)
+    if ray is not None:
+        from ragfuse.ray.application import ReplicaOptions
+        from ragfuse.ray.cluster import check_cluster
+
+        options = ReplicaOptions.parse(replicas, ray_cpus)
+        check_cluster(settings, ray)
     prepare_model(settings)
     logging.getLogger("ragfuse").setLevel(logging.INFO)  # logs a line per answer with what it reused
     console = Console(stderr=True)
+    if ray is not None:
+        from ragfuse.ray.application import serve as run_on_ray
+
+        def tell(url: str) -> None:
+            message = f"{Path(settings.model).name} answers at {url} (Ctrl-C ends it)."
+            console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+        run_on_ray(settings, accepted, host, port, allow_origin or (), options, ray, tell)
+        return
     with console.status("loading the model") as status:
         from ragfuse.serve.server import serve as run
         from ragfuse.serve.service import Service

@@ -9,6 +9,7 @@ from ragfuse_bench.cli.modules import modules
 from ragfuse_bench.cli.parameters import with_options
 from ragfuse_bench.cli.prefix import prefix
 from ragfuse_bench.cli.quality import paper, quality
+from ragfuse_bench.cli.ray import ray
 from ragfuse_bench.cli.speed import controller, dropin, load, store, ttft
 from ragfuse_bench.cli.throughput import throughput
 
@@ -20,6 +21,6 @@ bench = typer.Typer(
 )
 SPEED = (ttft, load, controller, store, dropin)
 QUALITY = (quality, paper, codec, stream)
-REUSE = (conversation, throughput, sessions, modules, matching, prefix, engines)
+REUSE = (conversation, throughput, sessions, modules, matching, prefix, engines, ray)
 for command in (*SPEED, *QUALITY, *REUSE):
     bench.command(command.__name__)(with_options(command))

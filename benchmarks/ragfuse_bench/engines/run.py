@@ -48,10 +48,10 @@ def run_engines(settings: Settings, options: EnginesOptions, console: Console | 
     with ExitStack() as stack, progress(console) as bar:
         task = bar.add_task("starting the servers", total=None)
         home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragfuse-engines-")))
-        folder, place = resolve_llm(settings.model, settings.home), home / "place"
+        folder, place = Path(resolve_llm(settings.model, settings.home)), home / "place"
         sizes = most, options.threads, options.memory_gib
         vllm, pid = stack.enter_context(vllm_serving(python, folder, name, settings.dtype, place, *sizes))
-        told = {"serve_together": most, "max_tokens": options.answer_tokens}
+        told: dict[str, Any] = {"serve_together": most, "max_tokens": options.answer_tokens}
         alone = stack.enter_context(serving(settings, options.threads, PATIENCE_S, **told))
         told |= {"decode_at": f"http://{vllm[0]}:{vllm[1]}", "transfer_url": str(place)}
         both = stack.enter_context(serving(settings, options.threads, PATIENCE_S, **told))

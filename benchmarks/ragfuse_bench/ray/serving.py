@@ -1,0 +1,119 @@
+"""Serving with two replicas on a cluster: the share of chunk bytes in the chosen replica's memory, by router.
+
+A trace of conversations is sent as it came, one request after the other: each block of a prompt is a document.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from ragfuse_bench.ray.options import RayOptions
+from ragfuse_bench.ray.workload import TimedRequest, conversations
+from rich.console import Console
+
+from ragfuse.ray.application import APPLICATION, ROUTER, ReplicaOptions, application
+from ragfuse.ray.cluster import shared_settings
+from ragfuse.settings import Settings
+from ragfuse.telemetry.progress import progress
+
+ROUND_ROBIN = "ragfuse_bench.ray.round_robin:RoundRobinRouter"
+ROUTERS = {"round robin": ROUND_ROBIN, "chunks": ROUTER}.items()
+MEMORY_SHARE = 0.1
+"""Of the KV of all blocks of the trace, what the memory of each replica holds."""
+BLOCK_WORDS = 40
+MOST_BLOCKS = 12
+"""Blocks of one prompt, the latest ones: as many as the tiny prompts of this benchmark hold."""
+TOKENS_A_WORD = 3
+ASK_S = 600.0
+
+
+def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str, Any]:
+    """Send the same requests through each router to two new replicas.
+
+    Returns:
+        For each router the share of chunk bytes found in the chosen replica's memory, and the requests of the busiest
+        replica over the mean.
+    """
+    from ray import serve
+
+    source, trace = conversations(options.data, options.talks, 1.0, options.seed)
+    trace = trace[: options.requests]
+    blocks = {chunk for request in trace for chunk in list(request.chunks)[-MOST_BLOCKS:]}
+    settings = Settings(prefix_cache=False, learn="retrieved", history="asked", placement="all", max_tokens=1)
+    probe = _token_nbytes(settings)
+    memory = int(MEMORY_SHARE * len(blocks) * BLOCK_WORDS * TOKENS_A_WORD * probe)
+    rows = []
+    for name, router in ROUTERS:
+        mine = settings.model_copy(
+            update={"store": folder / f"serving-{name.replace(' ', '-')}", "memory_bytes": memory}
+        )
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        try:
+            app = application(shared_settings(mine), (), options=ReplicaOptions(2, cpus=1), router=router)
+            serve.run(app, name=APPLICATION, route_prefix="/")
+            rows.append({"router": name, **_sent(trace, port, Path(mine.model).name, name, console)})
+        finally:
+            serve.shutdown()
+    shares = {row["router"]: row["held_share"] for row in rows}
+    over = shares["chunks"] / max(shares["round robin"], 1e-9)
+    for row in rows:
+        console.print(
+            f"{row['router']}: {row['held_share']:.1%} of chunk bytes in memory, busiest replica "
+            f"{row['requests_over_mean']:.2f} of the mean.",
+            highlight=False,
+        )
+    return {
+        "source": source,
+        "requests": len(trace),
+        "memory_share": MEMORY_SHARE,
+        "rows": rows,
+        "over_round_robin": over,
+    }
+
+
+def _sent(trace: list[TimedRequest], port: int, model: str, what: str, console: Console) -> dict[str, Any]:
+    held = wanted = 0
+    by_replica, began = Counter[str](), perf_counter()
+    with progress(console) as bar:
+        for request in bar.track(trace, description=what):
+            documents = [{"text": _block(chunk)} for chunk in list(request.chunks)[-MOST_BLOCKS:]]
+            question = {"role": "user", "content": "What is the last word?"}
+            body = {"model": model, "messages": [question], "documents": documents, "max_tokens": 1}
+            asked = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/chat/completions",
+                json.dumps(body).encode(),
+                {"content-type": "application/json"},
+            )
+            with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
+                by_replica[answer.headers["x-ragfuse-replica"]] += 1
+                found, _, of = (answer.headers.get("x-ragfuse-held-bytes") or "0/0").partition("/")
+                answer.read()
+            held, wanted = held + int(found), wanted + int(of)
+    return {
+        "held_share": held / max(1, wanted),
+        "requests_over_mean": 2 * max(by_replica.values()) / len(trace),
+        "by_replica": dict(by_replica),
+        "seconds": perf_counter() - began,
+    }
+
+
+def _block(number: int) -> str:
+    """The text of a block: words that no other block has in this order."""
+    return f"Block {number}. " + " ".join(f"w{(number * 7919 + at * 104729) % 9973}" for at in range(BLOCK_WORDS))
+
+
+def _token_nbytes(settings: Settings) -> int:
+    """Bytes of the KV of one token of the model."""
+    from ragfuse.engine.engine import Engine
+
+    with Engine(settings.model_copy(update={"disk_bytes": 0})) as engine:
+        return engine.model.nbytes_per_token

@@ -1,0 +1,185 @@
+"""The server as an application of Ray Serve: fronts, replicas behind the request router, and how many there are."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragfuse.errors import SettingsError
+from ragfuse.ray.cluster import LOCAL_CLUSTER, connected, nodes, places_of, shared_settings
+from ragfuse.serve.keys import LOOPBACK, Keys, check_host
+from ragfuse.settings import Settings
+
+APPLICATION = "ragfuse"
+"""The name of the application in Ray Serve."""
+ROUTER = "ragfuse.ray.request_router:ChunkRequestRouter"
+REPORT_S = 2.0
+"""Seconds between two reports of a replica's memory."""
+QUEUE_FACTOR = 2
+"""Requests that a replica accepts, as a multiple of those that it answers at once; others wait in the front."""
+SCALE_AFTER_S = 10.0
+"""Seconds for which a queue must be long before a replica is added; one is removed after `SCALE_DOWN_FACTOR` times."""
+SCALE_DOWN_FACTOR = 30
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How many replicas there are, and how requests are spread over them.
+
+    Args:
+        least: Replicas that always run.
+        most: Replicas that run where queues are long; None: as `least`.
+        cpus: CPUs of each; None: all but one of the smallest node, divided among the replicas, at least one.
+        max_over_mean: Most recent work of a replica, and most requests in its queue, as a multiple of the mean.
+        slack: Requests beyond that.
+
+    Raises:
+        SettingsError: A number makes no sense.
+    """
+
+    least: int = 1
+    most: int | None = None
+    cpus: float | None = None
+    max_over_mean: float = 1.25
+    slack: float = 2.0
+
+    def __post_init__(self) -> None:
+        most = self.least if self.most is None else self.most
+        if not 1 <= self.least <= most:
+            raise SettingsError(
+                f"Wanted a number of replicas of at least 1, or LEAST:MOST, found {self.least}:{most}. Give --replicas "
+                "2 or 1:4."
+            )
+        if self.cpus is not None and not self.cpus > 0:
+            raise SettingsError(f"Wanted CPUs of a replica above 0, found {self.cpus:g}.")
+
+    @classmethod
+    def parse(cls, text: str, cpus: float | None = None) -> ReplicaOptions:
+        """Return the options for "N" or "LEAST:MOST"; SettingsError for another text."""
+        least, colon, most = text.partition(":")
+        try:
+            return cls(int(least), int(most) if colon else None, cpus)
+        except ValueError:
+            raise SettingsError(
+                f"Wanted a number of replicas such as 2, or a range such as 1:4, found '{text}'."
+            ) from None
+
+
+def serve(
+    settings: Settings,
+    api_keys: Sequence[str],
+    host: str,
+    port: int,
+    origins: Sequence[str] = (),
+    options: ReplicaOptions | None = None,
+    address: str = LOCAL_CLUSTER,
+    ready: Callable[[str], object] = lambda url: None,
+) -> None:
+    """Serve on a Ray cluster until SIGTERM or Ctrl-C.
+
+    Args:
+        settings: All settings.
+        api_keys: The accepted keys, as `Keys` takes them.
+        host: Address to listen on, of every node with a replica.
+        port: Port to listen on.
+        origins: Origins of web pages that may call the server (CORS).
+        options: How many replicas there are; None: one.
+        address: The cluster: "local" for a new one on this machine, "auto", HOST:PORT or ray://HOST:PORT.
+        ready: Called with the server's URL once all replicas have loaded the model.
+
+    Raises:
+        SettingsError: Ray is missing, the cluster does not answer, its nodes do not share the store, or others could
+            reach the server without an API key.
+    """
+    check_host(host, Keys(api_keys, settings.salt))
+    places_of(settings)
+    stop = threading.Event()
+    with connected(address):
+        from ray import serve as ray_serve
+
+        settings = shared_settings(settings)
+        ray_serve.start(http_options={"host": host, "port": port})
+        ray_serve.run(application(settings, api_keys, host, origins, options), name=APPLICATION, route_prefix="/")
+        before = {sig: signal.signal(sig, lambda *_: stop.set()) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+            while not stop.wait(1.0):
+                pass
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+            ray_serve.delete(APPLICATION)
+            if address == LOCAL_CLUSTER:
+                ray_serve.shutdown()
+
+
+def application(
+    settings: Settings,
+    api_keys: Sequence[str],
+    host: str = "127.0.0.1",
+    origins: Sequence[str] = (),
+    options: ReplicaOptions | None = None,
+    router: str = ROUTER,
+) -> Any:
+    """Return the application, for `ray.serve.run`. This process must be connected to the cluster.
+
+    Args:
+        settings: The settings, with only those tiers that all replicas share (`shared_settings`).
+        api_keys: The accepted keys, as `Keys` takes them.
+        host: Address that the server listens on.
+        origins: Origins of web pages that may call the server (CORS).
+        options: How many replicas there are; None: one.
+        router: The request router of the replicas, as "module:class".
+    """
+    from ray import serve as ray_serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+    from ragfuse.ray.deployment import ChunkFront, EngineReplica
+
+    options = options or ReplicaOptions()
+    most, together = options.most or options.least, settings.serve_together
+    kwargs = {"max_over_mean": options.max_over_mean, "slack": options.slack} if router == ROUTER else {}
+    size: dict[str, Any] = {"num_replicas": options.least}
+    if most > options.least:
+        autoscaling = AutoscalingConfig(
+            min_replicas=options.least,
+            max_replicas=most,
+            target_ongoing_requests=together,
+            upscale_delay_s=SCALE_AFTER_S,
+            downscale_delay_s=SCALE_AFTER_S * SCALE_DOWN_FACTOR,
+        )
+        size = {"autoscaling_config": autoscaling}
+    on_gpu = settings.device.startswith("cuda")
+    replicas = ray_serve.deployment(
+        EngineReplica,
+        name="replicas",
+        max_ongoing_requests=QUEUE_FACTOR * together,
+        max_queued_requests=settings.serve_waiting,
+        graceful_shutdown_timeout_s=settings.serve_grace_s,
+        ray_actor_options={"num_cpus": _cpus(options), **({"num_gpus": 1} if on_gpu else {})},
+        request_router_config=RequestRouterConfig(
+            request_router_class=router, request_router_kwargs=kwargs, request_routing_stats_period_s=REPORT_S
+        ),
+        **size,
+    )
+    front = ray_serve.deployment(
+        ChunkFront,
+        name="front",
+        num_replicas=1,
+        max_ongoing_requests=QUEUE_FACTOR * together * most + settings.serve_waiting + 1,
+        ray_actor_options={"num_cpus": 0},
+    )
+    bound = replicas.bind(settings, tuple(api_keys), tuple(origins), host in LOOPBACK)
+    return front.bind(bound, tuple(api_keys), settings.salt)
+
+
+def _cpus(options: ReplicaOptions) -> float:
+    """Return the CPUs of each replica."""
+    if options.cpus is not None:
+        return options.cpus
+    members = [node.cpus for node in nodes() if node.cpus >= 1] or [1.0]
+    each_node = -(-(options.most or options.least) // len(members))
+    return max(1.0, (min(members) - 1) // each_node)

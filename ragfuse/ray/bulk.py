@@ -1,0 +1,237 @@
+"""Bulk encoding on a Ray cluster: Ray Data maps batches of chunks over workers, each with an engine on a shared store.
+
+Entries are found by their content, so a batch that is tried again writes what is missing and nothing else: killed
+workers, interrupted runs and several runs at once cost time, never an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Any
+
+from ragfuse.errors import InputError, RagFuseError, SettingsError
+from ragfuse.ray.cluster import LOCAL_CLUSTER, Node, connected, nodes, places_of, shared_settings
+from ragfuse.settings import Settings
+
+BATCH = 16
+"""Chunks of a batch; a worker that is killed repeats at most a block of batches, without what is stored already."""
+BLOCKS_A_WORKER = 4
+"""Blocks that a list of chunks is cut into for each worker, so that slow workers get fewer."""
+
+
+@dataclass(frozen=True)
+class WorkerSummary:
+    """What one worker did.
+
+    Args:
+        worker: Ray's id of its actor.
+        node: Ray's id of its node.
+        pid: The id of its process there.
+        chunks: Chunks that it handled.
+        encoded: Those that it encoded now.
+        tokens: Tokens of the encoded chunks.
+        nbytes: Bytes of their KV.
+        seconds: Time in which it handled them.
+        load_s: Time in which it loaded the model.
+    """
+
+    worker: str
+    node: str
+    pid: int = 0
+    chunks: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    load_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens encoded in a second of its work; 0 if it encoded none."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class BulkSummary:
+    """What a bulk encode came to.
+
+    A batch that was begun by a worker that was killed counts for the one that finished it; chunks that the first one
+    had stored are not among `encoded`.
+
+    Args:
+        chunks: Chunks handled.
+        encoded: Those that were encoded now; all others were stored before.
+        tokens: Tokens of the encoded chunks.
+        nbytes: Bytes of their KV.
+        unsaved: Chunks that no shared tier took; run again to try them again.
+        seconds: Time from the first batch to the last, start of the workers included.
+        workers: What each worker did, the one with most tokens first.
+    """
+
+    chunks: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    unsaved: int = 0
+    seconds: float = 0.0
+    workers: tuple[WorkerSummary, ...] = field(default=())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens encoded in a second, by all workers together, their start included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the summary in plain JSON types."""
+        workers = [{**asdict(each), "tokens_per_s": each.tokens_per_s} for each in self.workers]
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s, "workers": workers}
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]], seconds: float) -> BulkSummary:
+        """Add up the rows that workers return, one for each batch."""
+        workers: dict[str, WorkerSummary] = {}
+        unsaved = 0
+        for row in rows:
+            name, unsaved = str(row["worker"]), unsaved + int(row["unsaved"])
+            before = workers.get(name, WorkerSummary(name, str(row["node"])))
+            workers[name] = WorkerSummary(
+                name,
+                before.node,
+                int(row["pid"]),
+                before.chunks + int(row["chunks"]),
+                before.encoded + int(row["encoded"]),
+                before.tokens + int(row["tokens"]),
+                before.nbytes + int(row["nbytes"]),
+                before.seconds + float(row["seconds"]),
+                float(row["load_s"]),
+            )
+        made = sorted(workers.values(), key=lambda each: -each.tokens)
+        names = "chunks", "encoded", "tokens", "nbytes"
+        chunks, encoded, tokens, nbytes = (sum(getattr(each, name) for each in made) for name in names)
+        return cls(chunks, encoded, tokens, nbytes, unsaved, seconds, tuple(made))
+
+
+def encode(
+    dataset: Any,
+    settings: Settings | None = None,
+    *,
+    address: str = LOCAL_CLUSTER,
+    workers: int | None = None,
+    cpus: float | None = None,
+    batch: int = BATCH,
+    progress: Callable[[BulkSummary], object] = lambda done: None,
+) -> BulkSummary:
+    """Encode chunks on a Ray cluster and store their KV, except for those that are stored already.
+
+    Run it again after an interruption: it goes on where it stopped.
+
+    Args:
+        dataset: A `ray.data.Dataset` with a column `text` and perhaps `source`; or (text, source) pairs.
+        settings: All settings; None: read from the environment and ragfuse.toml. The store must be one that all nodes
+            share.
+        address: The cluster, unless this process is connected to one: "local" for a new one on this machine, "auto",
+            HOST:PORT or ray://HOST:PORT.
+        workers: How many engines encode; None: one for each GPU with a model on CUDA, else one for each node.
+        cpus: CPUs of each worker; None: all but one of the smallest node, at least one.
+        batch: Chunks of a batch.
+        progress: Called after each batch with the totals so far. Ray shows its own progress bars besides.
+
+    Returns:
+        The totals, and what each worker did.
+
+    Raises:
+        SettingsError: Ray is missing, the cluster does not answer, or its nodes do not share the store.
+        InputError: The dataset has no column `text`, or no rows.
+        RefusedError: KV of this model cannot be reused.
+    """
+    settings = (settings or Settings()).placed()
+    places_of(settings)
+    with connected(address):
+        return _encode(dataset, settings, workers, cpus, batch, progress)
+
+
+def _encode(
+    dataset: Any,
+    settings: Settings,
+    workers: int | None,
+    cpus: float | None,
+    batch: int,
+    progress: Callable[[BulkSummary], object],
+) -> BulkSummary:
+    import ray
+    from ray.exceptions import RayError
+
+    from ragfuse.ray.worker import EncodeWorker
+
+    settings, members = shared_settings(settings), nodes()
+    on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and any(node.gpus for node in members))
+    n_workers, n_cpus = worker_size(members, on_gpu, workers, cpus)
+    if not isinstance(dataset, ray.data.Dataset):
+        rows = [{"text": text, "source": source} for text, source in _pairs(dataset)]
+        if not rows:
+            raise InputError("Wanted (text, source) pairs to encode, found none.")
+        n_blocks = max(1, min(len(rows), n_workers * BLOCKS_A_WORKER))
+        dataset = ray.data.from_items(rows, override_num_blocks=n_blocks)
+    columns = dataset.columns() or []
+    if "text" not in columns:
+        found = ", ".join(map(str, columns)) or "no rows"
+        raise InputError(f"Wanted a dataset with a column 'text', found: {found}. Rename the column of the chunks.")
+    began = perf_counter()
+    counted = dataset.map_batches(
+        EncodeWorker,
+        fn_constructor_args=(settings,),
+        batch_size=batch,
+        compute=ray.data.ActorPoolStrategy(size=n_workers),
+        num_cpus=n_cpus,
+        **({"num_gpus": 1} if on_gpu else {}),
+    )
+    counts = list[Mapping[str, Any]]()
+    try:
+        for count in counted.iter_rows():
+            counts.append(count)
+            progress(BulkSummary.of(counts, perf_counter() - began))
+    except (RayError, RuntimeError) as error:
+        cause = _ragfuse_cause(error)
+        if cause is None:
+            raise
+        raise cause from error
+    return BulkSummary.of(counts, perf_counter() - began)
+
+
+def worker_size(members: list[Node], on_gpu: bool, workers: int | None, cpus: float | None) -> tuple[int, float]:
+    """Return how many workers there are, and the CPUs of each."""
+    n_gpus = int(sum(node.gpus for node in members))
+    if on_gpu and not n_gpus:
+        raise SettingsError("Wanted a GPU for a model on CUDA, found none in the cluster. Set --device cpu.")
+    n_workers = (
+        workers if workers is not None else n_gpus if on_gpu else max(1, sum(node.cpus >= 1 for node in members))
+    )
+    least = min((node.cpus for node in members if node.cpus >= 1), default=1.0)
+    n_cpus = cpus if cpus is not None else max(1.0, least - 1) if not on_gpu else 1.0
+    total = sum(node.cpus for node in members)
+    if n_workers < 1 or n_cpus <= 0 or n_workers * n_cpus > total:
+        raise SettingsError(
+            f"Wanted {n_workers} workers with {n_cpus:g} CPUs each, found a cluster of {total:g} CPUs. Ask for fewer "
+            "workers, or fewer CPUs for each."
+        )
+    return n_workers, n_cpus
+
+
+def _pairs(given: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    for each in given:
+        if isinstance(each, str) or len(each) != 2:
+            raise InputError(f"Wanted (text, source) pairs or a ray.data.Dataset, found {each!r:.60}.")
+        yield each[0], each[1]
+
+
+def _ragfuse_cause(error: BaseException | None) -> RagFuseError | None:
+    """Return the error of ragfuse that made a worker fail; None where something else did."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, RagFuseError):
+            return error
+        error = getattr(error, "cause", None) or error.__cause__ or error.__context__
+    return None

@@ -1,0 +1,58 @@
+"""Ray Serve's request router over `ChunkRouter`. Ray Serve loads this file by its name, wherever a handle is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from ragfuse.ray.chunk_router import ChunkRouter, RoutedRequest
+from ragfuse.ray.digests import unpacked
+
+ROUTED = "routed"
+"""The keyword argument of a handle's call that holds what the request asks: a mapping with `chunks` and `cost`."""
+HELD = "held"
+"""The field of a replica's routing statistics with the digests of the chunks in its memory, packed."""
+
+
+class ChunkRequestRouter(RequestRouter):
+    """Sends a request to the replica that holds most bytes of its chunks in memory, with a bound on imbalance.
+
+    It is no `FIFOMixin`: that would give the replica which was chosen for one request to the one that came first.
+    """
+
+    def initialize_state(self, max_over_mean: float = 1.25, slack: float = 2.0) -> None:
+        """Take the options of `ChunkRouter`; Ray Serve calls it once."""
+        self._router = ChunkRouter(max_over_mean, slack)
+        self._reports: dict[str, Any] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the candidates, each a rank of its own, the one to ask first first."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # or Ray asks again at once while all are full
+        by_name = {str(replica.replica_id): replica for replica in candidate_replicas}
+        self._router.keep_only(by_name)
+        for name, replica in by_name.items():
+            report = replica.routing_stats or {}
+            if report and report is not self._reports.get(name):  # a new object is a new report
+                self._reports[name] = report
+                self._router.report(name, unpacked(report.get(HELD, b"")))
+        for name in [name for name in self._reports if name not in by_name]:
+            del self._reports[name]
+        queues = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
+        return [[by_name[name]] for name in self._router.rank(_routed(pending_request), queues)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Note which replica got a request."""
+        self._router.send(str(replica_id), _routed(pending_request))
+
+
+def _routed(pending_request: PendingRequest | None) -> RoutedRequest:
+    """Return what a request asks; nothing for a call without the argument `routed`."""
+    told = pending_request.kwargs.get(ROUTED) if pending_request is not None else None
+    if not isinstance(told, Mapping):
+        return RoutedRequest()
+    return RoutedRequest(told.get("chunks", {}), int(told.get("cost", 1)))

@@ -1,0 +1,23 @@
+"""A Ray cluster of two nodes on this machine, which all tests here share; without Ray nothing here is collected."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from ragfuse_bench.ray.nodes import two_nodes
+
+collect_ignore_glob = [] if find_spec("ray") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def two_ray_nodes() -> Iterator[str]:
+    """The address of the cluster, which this process is connected to."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+        two_nodes(Path(folder)) as url,
+    ):
+        yield url

@@ -1,0 +1,126 @@
+"""Bulk encoding on a real cluster: the same entries as one process, nothing lost, nothing done twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ragfuse_bench.ray.bulk import contents, texts
+from typer.testing import CliRunner
+
+from ragfuse import Engine, InputError, Settings, SettingsError
+from ragfuse.cli.main import app
+from ragfuse.errors import OverlongError
+from ragfuse.ray import encode
+from ragfuse.ray.bulk import BulkSummary
+from ragfuse.ray.cluster import connected, nodes, shared_settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_ray_nodes")]
+SIZE: dict[str, Any] = {"workers": 2, "cpus": 1, "batch": 4}
+CHUNKS = texts(32)
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    home = tmp_path_factory.mktemp("home")
+    return Settings(model=str(tiny_path), dtype="float32", store=home / "store", home=home, threads=1)
+
+
+@pytest.fixture(scope="module")
+def alone(settings: Settings) -> dict[Any, str]:
+    """What one process stores."""
+    mine = settings.model_copy(update={"store": settings.home / "alone"})
+    with Engine(mine) as engine:
+        engine.ingest(CHUNKS)
+    return contents(mine)
+
+
+def test_a_worker_killed_in_the_middle_loses_nothing_and_a_second_run_encodes_nothing(
+    settings: Settings, alone: dict[Any, str]
+) -> None:
+    killed, told = list[int](), list[int]()
+
+    def kill(done: BulkSummary) -> None:
+        told.append(done.chunks)
+        if not killed:
+            killed.append(done.workers[0].pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    done = encode(CHUNKS, settings, progress=kill, **SIZE)
+    assert len(alone) == len(CHUNKS)
+    assert contents(settings) == alone
+    assert (done.chunks, done.unsaved) == (len(CHUNKS), 0)
+    assert told == sorted(told)
+    assert told[-1] == done.chunks
+    assert sum(each.chunks for each in done.workers) == done.chunks
+
+    again = encode(ray.data.from_items([{"text": text} for text, _ in CHUNKS]), settings, **SIZE)
+    assert (again.chunks, again.encoded, again.nbytes) == (len(CHUNKS), 0, 0)
+    assert contents(settings) == alone
+
+
+def test_the_command_encodes_on_the_cluster(
+    settings: Settings, two_ray_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.md").write_text("\n\n".join(text for text, _ in texts(6)))
+    for name in ("model", "dtype", "home"):
+        monkeypatch.setenv(f"RAGFUSE_{name.upper()}", str(getattr(settings, name)))
+    words = ["ingest", str(tmp_path / "notes.md"), "--store", str(tmp_path / "store"), "--ray", two_ray_nodes]
+    said = CliRunner().invoke(
+        app, [*words, "--ray-workers", "1", "--ray-cpus", "1", "--json", str(tmp_path / "r.json")]
+    )
+    assert said.exit_code == 0, said.output
+    assert "worker 1:" in said.output
+    assert '"tokens_per_s"' in (tmp_path / "r.json").read_text()
+    assert contents(settings.model_copy(update={"store": tmp_path / "store"}))
+
+
+def test_nodes_that_see_nothing_of_a_place_do_not_write_there(settings: Settings, tmp_path: Path) -> None:
+    shared = shared_settings(settings.model_copy(update={"tiers": (f"file://{tmp_path}/objects",)}))
+    assert shared.tiers == (f"file://{tmp_path}/objects",)
+    assert shared.disk_bytes
+    assert shared.placement == "all"
+    gone = settings.model_copy(update={"tiers": ("redis://127.0.0.1:1",), "tier_timeout_s": 0.2})
+    assert shared_settings(gone).tiers == ()
+    with pytest.raises(SettingsError, match="Wanted a store that all 2 nodes"):
+        _blind(settings)
+
+
+def _blind(settings: Settings) -> None:
+    """As if the nodes were machines of their own: they look into a folder that is not the caller's."""
+    from ragfuse.ray import cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "_probed", lambda settings, places, name, members: _views(members, len(places)))
+        shared_settings(settings)
+
+
+def _views(members: Any, n_places: int) -> list[Any]:
+    from ragfuse.ray.cluster import NodeView, ragfuse_version
+
+    return [NodeView(ragfuse_version(), (False,) * n_places) for _ in members]
+
+
+def test_what_is_no_dataset_of_texts_is_refused(settings: Settings) -> None:
+    for wrong, message in (
+        (ray.data.from_items([{"words": "x"}]), "column 'text'"),
+        ([], "found none"),
+        (["x"], "pairs"),
+    ):
+        with pytest.raises(InputError, match=message):
+            encode(wrong, settings, **SIZE)
+
+
+def test_an_error_of_ragfuse_in_a_worker_is_raised_as_itself(settings: Settings) -> None:
+    with pytest.raises(OverlongError):
+        encode([("word " * 5000, "long")], settings, **SIZE)
+
+
+def test_a_connected_process_stays_connected(two_ray_nodes: str) -> None:
+    with connected("local"):
+        assert len(nodes()) == 2
+    assert ray.is_initialized()

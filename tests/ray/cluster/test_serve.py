@@ -1,0 +1,96 @@
+"""Serving on a real cluster: two replicas, the one that has a request's chunks in memory answers, tenants are apart."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+
+from ragfuse import Settings
+from ragfuse.ray.application import APPLICATION, REPORT_S, ReplicaOptions, application
+from ragfuse.ray.cluster import shared_settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_ray_nodes")]
+KEYS = ("first:a-key-of-the-first-tenant", "second:a-key-of-the-second-tenant")
+PATIENCE_S = 600.0
+
+
+def documents(topic: str) -> list[str]:
+    return [f"The keeper of {topic} counted {number} ships in one night; the door is green." for number in range(3)]
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A server with two replicas."""
+
+    root: str
+    model: str
+
+    def ask(self, topic: str, key: str = KEYS[0], **fields: Any) -> httpx.Response:
+        texts = [{"text": text} for text in documents(topic)]
+        body = {"model": self.model, "messages": [{"role": "user", "content": "Who?"}], "documents": texts, **fields}
+        headers = {"authorization": f"Bearer {key.rpartition(':')[2]}"}
+        return httpx.post(f"{self.root}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def replicas(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory, two_ray_nodes: str) -> Iterator[Replicas]:
+    home = tmp_path_factory.mktemp("served")
+    settings = Settings(
+        model=str(tiny_path),
+        dtype="float32",
+        store=home / "store",
+        home=home,
+        threads=1,
+        max_tokens=4,
+        prefix_cache=False,
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(application(shared_settings(settings), KEYS, options=ReplicaOptions(2, cpus=1)), name=APPLICATION)
+    yield Replicas(f"http://127.0.0.1:{port}", tiny_path.name)
+    serve.shutdown()
+
+
+def asked(answer: httpx.Response) -> tuple[str, int, int]:
+    """The replica that answered, the bytes of the chunks that it held, and of all."""
+    assert answer.status_code == 200, answer.text
+    held, _, wanted = answer.headers["x-ragfuse-held-bytes"].partition("/")
+    return answer.headers["x-ragfuse-replica"], int(held), int(wanted)
+
+
+def test_a_topic_stays_with_the_replica_that_has_it_and_topics_are_spread(replicas: Replicas) -> None:
+    first = {topic: asked(replicas.ask(topic)) for topic in ("the north", "the south")}
+    assert {held for _, held, _ in first.values()} == {0}
+    assert len({name for name, _, _ in first.values()}) == 2
+    time.sleep(3 * REPORT_S)  # until both have reported
+    for _ in range(2):
+        for topic, (name, _, wanted) in first.items():
+            assert asked(replicas.ask(topic)) == (name, wanted, wanted)
+
+
+def test_another_tenant_finds_nothing_of_the_first(replicas: Replicas) -> None:
+    asked(replicas.ask("the east"))
+    _, held, wanted = asked(replicas.ask("the east", KEYS[1]))
+    assert held == 0 < wanted
+
+
+def test_answers_errors_and_streams_are_those_of_the_server(replicas: Replicas) -> None:
+    whole = replicas.ask("the west", temperature=0)
+    streamed = replicas.ask("the west", temperature=0, stream=True)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.text.strip().endswith("[DONE]")
+    assert whole.json()["choices"][0]["message"]["content"]
+    assert replicas.ask("the west", key="x:not-a-key-of-anybody").status_code == 401
+    assert replicas.ask("the west", max_tokens="many").status_code == 400
+    assert httpx.get(f"{replicas.root}/health", timeout=PATIENCE_S).json()["status"] == "ok"
+    assert httpx.get(f"{replicas.root}/no/such/path", timeout=PATIENCE_S).status_code == 401

@@ -1,0 +1,153 @@
+"""What cannot work on a cluster is said in one sentence before any work: Ray, the address, the store, the numbers."""
+
+from __future__ import annotations
+
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ragfuse import Settings, SettingsError
+from ragfuse.cli.main import app
+from ragfuse.ray import bulk, cluster
+from ragfuse.ray.application import ReplicaOptions
+from ragfuse.ray.bulk import BulkSummary, encode
+from ragfuse.ray.cluster import Node, check_address, check_cluster, places_of, require_ray
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(store=tmp_path / "store", home=tmp_path, model="nothing-is-loaded")
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None if name == "ray" else find_spec(name))
+
+
+@pytest.fixture
+def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: object())
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def is_one_sentence(message: str) -> bool:
+    """It says what was wanted, what was found and what to do, on one line."""
+    return message.startswith("Wanted ") and " found " in message and "\n" not in message
+
+
+def test_without_ray_the_package_is_named(without_ray: None, settings: Settings) -> None:
+    with pytest.raises(SettingsError, match=r"pip install 'ragfuse-kv\[ray\]'") as refused:
+        require_ray()
+    assert is_one_sentence(str(refused.value))
+    with pytest.raises(SettingsError, match="Wanted the package ray"):
+        encode([("text", "source")], settings)
+
+
+@pytest.mark.parametrize("command", [["ingest", "FILE", "--ray", "local"], ["serve", "--ray", "local"]])
+def test_the_commands_say_so_before_a_model_is_loaded(
+    command: list[str], without_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.md").write_text("A text.")
+    monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
+    monkeypatch.setenv("RAGFUSE_MODEL", "nothing-is-loaded")
+    said = CliRunner().invoke(app, [str(tmp_path / "notes.md") if word == "FILE" else word for word in command])
+    assert said.exit_code == 1
+    assert "Wanted the package ray" in said.output
+
+
+def test_an_address_that_answers_nothing_is_refused(with_ray: None, settings: Settings, closed_port: int) -> None:
+    for address in (f"127.0.0.1:{closed_port}", f"ray://127.0.0.1:{closed_port}"):
+        with pytest.raises(SettingsError, match="nothing that answers there") as refused:
+            check_cluster(settings, address)
+        assert is_one_sentence(str(refused.value))
+        assert address in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["host:port", "http://127.0.0.1", "127.0.0.1:"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(SettingsError, match="Wanted the address of a Ray cluster") as refused:
+        check_address(address)
+    assert is_one_sentence(str(refused.value))
+
+
+def test_an_address_that_answers_is_let_through() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        check_address(f"127.0.0.1:{listener.getsockname()[1]}")
+    check_address("local")
+    check_address("auto")
+
+
+def test_a_store_in_memory_alone_is_refused(with_ray: None, settings: Settings) -> None:
+    alone = settings.model_copy(update={"disk_bytes": 0})
+    with pytest.raises(SettingsError, match="found the memory tier alone") as refused:
+        check_cluster(alone, "local")
+    assert is_one_sentence(str(refused.value))
+    assert places_of(settings) == (None,)
+    assert places_of(alone.model_copy(update={"tiers": ("redis://cache",)})) == ("redis://cache",)
+
+
+@pytest.mark.parametrize("text", ["0", "3:2", "many", "1:", ":2", "1:x"])
+def test_numbers_of_replicas_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="Wanted") as refused:
+        ReplicaOptions.parse(text)
+    assert is_one_sentence(str(refused.value))
+
+
+def test_numbers_of_replicas_are_read() -> None:
+    assert ReplicaOptions.parse("2") == ReplicaOptions(2)
+    assert ReplicaOptions.parse("1:4", 2.0) == ReplicaOptions(1, 4, 2.0)
+    with pytest.raises(SettingsError, match="CPUs of a replica"):
+        ReplicaOptions(cpus=0)
+
+
+@pytest.mark.parametrize(
+    ("members", "on_gpu", "workers", "cpus", "wanted"),
+    [
+        ([4.0, 4.0], False, None, None, (2, 3.0)),
+        ([1.0, 1.0], False, None, None, (2, 1.0)),
+        ([8.0, 0.0], False, None, None, (1, 7.0)),
+        ([8.0], False, 4, 2.0, (4, 2.0)),
+    ],
+)
+def test_workers_are_sized_by_the_nodes(
+    members: list[float], on_gpu: bool, workers: int | None, cpus: float | None, wanted: Any
+) -> None:
+    found = [Node(str(at), "host", each, 0.0) for at, each in enumerate(members)]
+    assert bulk.worker_size(found, on_gpu, workers, cpus) == wanted
+
+
+def test_more_workers_than_the_cluster_has_room_for_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"found a cluster of 4 CPUs") as refused:
+        bulk.worker_size([Node("a", "host", 4.0, 0.0)], False, 3, 2.0)
+    assert is_one_sentence(str(refused.value))
+    with pytest.raises(SettingsError, match="Wanted a GPU"):
+        bulk.worker_size([Node("a", "host", 4.0, 0.0)], True, None, None)
+    assert bulk.worker_size([Node("a", "host", 4.0, 2.0)], True, None, None) == (2, 1.0)
+
+
+def test_a_summary_adds_up_what_workers_say() -> None:
+    row = {"node": "n", "chunks": 4, "nbytes": 100, "seconds": 2.0, "load_s": 1.0, "unsaved": 0, "pid": 7}
+    rows = [
+        {**row, "worker": "a", "encoded": 4, "tokens": 40},
+        {**row, "worker": "b", "encoded": 2, "tokens": 20, "unsaved": 1},
+        {**row, "worker": "b", "encoded": 4, "tokens": 60},
+    ]
+    done = BulkSummary.of(rows, 10.0)
+    assert (done.chunks, done.encoded, done.tokens, done.nbytes, done.unsaved) == (12, 10, 120, 300, 1)
+    assert [(each.worker, each.tokens, each.tokens_per_s) for each in done.workers] == [
+        ("b", 80, 20.0),
+        ("a", 40, 20.0),
+    ]
+    assert done.tokens_per_s == 12.0
+    assert done.as_dict()["workers"][0]["tokens_per_s"] == 20.0
+    assert BulkSummary.of([], 0.0).tokens_per_s == 0.0
