@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any
 
+from ragfuse import errors
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.ray.cluster import LOCAL_CLUSTER, Node, connected, nodes, places_of, shared_settings
 from ragfuse.settings import Settings
@@ -161,7 +162,6 @@ def _encode(
     progress: Callable[[BulkSummary], object],
 ) -> BulkSummary:
     import ray
-    from ray.exceptions import RayError
 
     from ragfuse.ray.worker import EncodeWorker
 
@@ -188,15 +188,11 @@ def _encode(
         **({"num_gpus": 1} if on_gpu else {}),
     )
     counts = list[Mapping[str, Any]]()
-    try:
-        for count in counted.iter_rows():
-            counts.append(count)
-            progress(BulkSummary.of(counts, perf_counter() - began))
-    except (RayError, RuntimeError) as error:
-        cause = _ragfuse_cause(error)
-        if cause is None:
-            raise
-        raise cause from error
+    for count in counted.iter_rows():
+        if count.get("error"):
+            raise _error_of(count)
+        counts.append(count)
+        progress(BulkSummary.of(counts, perf_counter() - began))
     return BulkSummary.of(counts, perf_counter() - began)
 
 
@@ -226,12 +222,8 @@ def _pairs(given: Iterable[Any]) -> Iterator[tuple[str, str]]:
         yield each[0], each[1]
 
 
-def _ragfuse_cause(error: BaseException | None) -> RagFuseError | None:
-    """Return the error of ragfuse that made a worker fail; None where something else did."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, RagFuseError):
-            return error
-        error = getattr(error, "cause", None) or error.__cause__ or error.__context__
-    return None
+def _error_of(row: Mapping[str, Any]) -> RagFuseError:
+    """Return the error that a worker reports, as an error of the same class where a text makes one."""
+    kind = getattr(errors, str(row["error"]), RagFuseError)
+    is_plain = isinstance(kind, type) and issubclass(kind, RagFuseError) and "__init__" not in vars(kind)
+    return (kind if is_plain else RagFuseError)(str(row["message"]))

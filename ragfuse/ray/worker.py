@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import RefusedError, StoreError
+from ragfuse.errors import RagFuseError, RefusedError, StoreError
 from ragfuse.settings import Settings
 
 ATTEMPTS = 3
@@ -20,23 +20,40 @@ PAUSE_S = 1.0
 class EncodeWorker:
     """Encodes batches of chunks into the shared store. What is stored already is not encoded again.
 
+    Errors of ragfuse go back in a row: Ray would tell their text alone, and start a worker again that cannot begin.
+
     Args:
         settings: The settings, with only those tiers that all workers share.
-
-    Raises:
-        RefusedError: KV of this model cannot be reused.
     """
 
     def __init__(self, settings: Settings) -> None:
         began = time.perf_counter()
-        self._engine = Engine(settings)
-        refusal = self._engine.model.profile.refusal
-        if refusal:
-            raise RefusedError(f"No KV is stored for this model: {refusal}")
+        self._engine: Engine | None = None
+        self._failure: RagFuseError | None = None
+        try:
+            self._engine = Engine(settings)
+            if refusal := self._engine.model.profile.refusal:
+                raise RefusedError(f"No KV is stored for this model: {refusal}")
+        except RagFuseError as error:
+            self._failure = error
         self._load_s = time.perf_counter() - began
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Encode the chunks in the columns `text` and, if there is one, `source`; return one row of counts."""
+        """Encode the chunks in the columns `text` and, if there is one, `source`.
+
+        Returns:
+            One row: of counts, or of an error's class and text.
+        """
+        try:
+            if self._failure is not None or self._engine is None:
+                raise self._failure or RefusedError("The worker has no engine.")
+            row = self._encode(self._engine, batch)
+        except RagFuseError as error:
+            row = {"error": type(error).__name__, "message": str(error)}
+        return {name: [value] for name, value in row.items()}
+
+    def _encode(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Encode a batch and return its counts."""
         import ray
 
         texts = [str(text) for text in batch["text"]]
@@ -46,18 +63,18 @@ class EncodeWorker:
             if attempt:
                 time.sleep(PAUSE_S * 2 ** (attempt - 1))
             try:
-                now = self._engine.ingest(zip(texts, sources, strict=True))
+                now = engine.ingest(zip(texts, sources, strict=True))
             except StoreError:
                 if attempt + 1 == ATTEMPTS:
                     raise
                 continue
             done = now if done is None else done
-            unsaved = self._n_unsaved(texts)
+            unsaved = _n_unsaved(engine, texts)
             if not unsaved:
                 break
         assert done is not None
         context = ray.get_runtime_context()
-        row = {
+        return {
             "worker": context.get_actor_id() or context.get_worker_id(),
             "node": context.get_node_id(),
             "pid": os.getpid(),
@@ -69,12 +86,12 @@ class EncodeWorker:
             "load_s": self._load_s,
             "unsaved": unsaved,
         }
-        return {name: [value] for name, value in row.items()}
 
-    def _n_unsaved(self, texts: Sequence[str]) -> int:
-        """Count the chunks that no shared tier holds, of those that are long enough to be stored."""
-        engine, encoder = self._engine, self._engine.encoder
-        runs = [ids for text in texts if len(ids := engine.tokens(text.strip())) >= engine.settings.min_chunk_tokens]
-        keys = {encoder.key(ids, encoder.context) for ids in runs}
-        held = {key for tier in engine.store.tiers if tier.slow for key in tier.entries(keys)}
-        return len(keys - held)
+
+def _n_unsaved(engine: Engine, texts: Sequence[str]) -> int:
+    """Count the chunks that no shared tier holds, of those that are long enough to be stored."""
+    encoder = engine.encoder
+    runs = [ids for text in texts if len(ids := engine.tokens(text.strip())) >= engine.settings.min_chunk_tokens]
+    keys = {encoder.key(ids, encoder.context) for ids in runs}
+    held = {key for tier in engine.store.tiers if tier.slow for key in tier.entries(keys)}
+    return len(keys - held)

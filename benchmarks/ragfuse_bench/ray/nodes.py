@@ -42,19 +42,24 @@ START_S = 600.0
 ATTEMPTS = 2
 
 
+def be_patient() -> None:
+    """Set `PATIENCE`, where it is not set otherwise: call it before anything imports `ray`, which reads it then."""
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
+
+
 @contextmanager
 def two_nodes(folder: Path, console: Console | None = None) -> Iterator[str]:
-    """Start a cluster of two nodes and connect to it; yield its address.
+    """Start a cluster of two nodes and connect to it; yield its address. Call `be_patient` first.
 
     Args:
         folder: Where Ray keeps its files. The path must be short, as sockets lie there.
         console: Says what is waited for.
 
     Raises:
-        SettingsError: Ray is imported already, so that its variables cannot be set; or the nodes do not start.
+        SettingsError: The nodes do not start.
     """
-    for name, value in PATIENCE.items():
-        os.environ.setdefault(name, value)
+    be_patient()
     os.environ["RAY_TMPDIR"] = str(folder)
     import ray
     from ray.cluster_utils import Cluster
