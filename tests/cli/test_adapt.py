@@ -154,6 +154,10 @@ def test_the_outcome_is_one_sentence() -> None:
         "Safe at ratio 0% (none), 6.0 times faster; beside full prefill, which the adapter leaves as it was, KL is "
         "0.040 nats a token and F1 0.81."
     )
+    other = {**CALIBRATED["tried"][0], "policy": "lego", "ratio": 0.06, "ttft_x": 7.5}
+    assert outcome_text({**CALIBRATED, "tried": [*CALIBRATED["tried"], other]}, outcome).endswith(
+        "F1 0.81. Farther from full prefill, but safe too, and the fastest: lego at 6%, 7.5 times."
+    )
     unsafe = {**CALIBRATED, "safe": False, "policy": "full", "ratio": 1.0}
     assert outcome_text(unsafe, outcome).startswith(
         "Not safe at any ratio that was tried; at ratio 0 (6.0 times faster)"
