@@ -229,6 +229,44 @@ def _peers_note(run: Result) -> str:
     return f"{versions}.{took}{room}"
 
 
+def _engines(run: Result) -> Iterator[str]:
+    yield (
+        "Chunks x tokens of a chunk, which recur in changing order and have been met before; over HTTP, answers of "
+        f"{run['options']['answer_tokens']} tokens. tokens/s: of all answers, over the whole load; of one answer: the "
+        "median one's, behind its first token. "
+        f"vLLM wrote {run['decoded'].get('decoded', 0):.0f} of ragfuse's answers."
+    )
+    yield ""
+    columns = ("prompts", "at once", "server", "first token", "faster than vLLM", "tokens/s", "of one answer")
+    yield from table(
+        columns,
+        [
+            [
+                row["shape"],
+                str(row["together"]),
+                way,
+                f"{found['ttft_s']:.2f} s",
+                "" if way == "vllm" else f"{row['ways']['vllm']['ttft_s'] / found['ttft_s']:.1f}x",
+                f"{found['tokens_per_s']:.1f}",
+                f"{found['decode_tokens_per_s']:.1f}",
+            ]
+            for row in run["measured"]
+            for way, found in row["ways"].items()
+        ],
+    )
+
+
+def _adapt(run: Result) -> Iterator[str]:
+    yield (
+        f"{run['steps']} steps in {run['seconds'] / 60:.0f} minutes. KL to full prefill on held-out documents, nothing "
+        "recomputed, nats a token: "
+        + ", ".join(f"{each['kl']:.3f} ({each['step']})" for each in run["evaluations"])
+        + " (behind so many steps). Calibration with the adapter:"
+    )
+    yield ""
+    yield from _calibration(run["calibration"])
+
+
 def _dropin(run: Result) -> Iterator[str]:
     yield f"Chains of {run['chunks']} chunks, the model swapped; by the wall, {run['timed']}."
     yield ""
@@ -371,6 +409,8 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("Prompts over modules", _has("speedup_2k"), modules),
     ("The figures of the Prompt Cache paper", lambda run: run.get("figure", "").startswith("pc-"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
+    ("Whole servers: vLLM, ragfuse, both", _has("measured", "ways"), _engines),
+    ("Adapters that encode chunks", _has("evaluations"), _adapt),
     ("Nothing indexed, one line changed", _has("by_framework"), unprepared),
     ("Prefix caching", _has("identical_share"), prefix),
     ("Known passages, altered", _has("ms_per_8k"), matching),
