@@ -238,7 +238,7 @@ class HFModel:
         kv = self._encoded(token_ids, context, self.chunk_adapter)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
-    def _context_kv(self, context: tuple[int, ...], adapter: ChunkAdapter | None) -> tuple[LayerKV, ...]:
+    def _context_kv(self, context: tuple[int, ...], adapter: ChunkAdapter | None = None) -> tuple[LayerKV, ...]:
         """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in memory.
 
         It is computed in steps, between which the lock is released for questions.

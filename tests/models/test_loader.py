@@ -200,7 +200,7 @@ def test_loading_options_reach_the_model(door: Any, tiny_settings: Settings) -> 
 def test_other_options_of_langchains_models_are_those_of_generate(tiny_settings: Settings) -> None:
     llm = ChatRagFuse(settings=tiny_settings, model_kwargs={"repetition_penalty": 1.5, "revision": "main"})
     assert llm.model_kwargs == {"repetition_penalty": 1.5}
-    assert llm._settings.model_kwargs == {"revision": "main"}
+    assert llm._place.settings.model_kwargs == {"revision": "main"}
 
 
 def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant() -> None:
