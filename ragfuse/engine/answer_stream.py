@@ -6,7 +6,8 @@ import asyncio
 import contextvars
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 from ragfuse.errors import InputError
 from ragfuse.process.fork import at_fork
@@ -25,6 +26,23 @@ class StopSignal(threading.Event):
     """
 
     is_abandoned = False
+
+
+def answers_of(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
+    """Return the answers that several threads make; where one fails, or the wait is interrupted, end the others too.
+
+    Args:
+        futures: The answers to come.
+        failed: The event that ends them.
+    """
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        return [future.result() for future in futures]
+    except BaseException:
+        failed.set()
+        raise
 
 
 class AnswerStream:

@@ -6,13 +6,13 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ragfuse.engine.answer_stream import AnswerStream
+from ragfuse.engine.answer_stream import AnswerStream, answers_of
 from ragfuse.engine.ask import Ask, known_policy
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.constraints import Tool, offered_tools
@@ -227,7 +227,7 @@ class Engine:
                 )
                 for prompt, each in zip(built, requests, strict=True)
             ]
-            return _results(futures, failed)
+            return answers_of(futures, failed)
 
     def _request(
         self,
@@ -539,18 +539,6 @@ class Engine:
 def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
     """Return the answer, with what could not be read or written in its trace."""
     return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
-
-
-def _results(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
-    """Return all results; where one fails, or the wait is interrupted, end the others too."""
-    try:
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        return [future.result() for future in futures]
-    except BaseException:
-        failed.set()
-        raise
 
 
 def _closed_at_exit(settings: Settings, model: Given = None, tokenizer: Tokens = None) -> Engine:

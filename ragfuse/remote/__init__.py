@@ -2,6 +2,7 @@
 
 from ragfuse.engine.answerer import Answerer, is_answerer
 from ragfuse.errors import BusyError, ServerError
+from ragfuse.remote.address import ServerAddress, address_of
 from ragfuse.remote.remote_engine import RemoteEngine
 
-__all__ = ["Answerer", "BusyError", "RemoteEngine", "ServerError", "is_answerer"]
+__all__ = ["Answerer", "BusyError", "RemoteEngine", "ServerAddress", "ServerError", "address_of", "is_answerer"]

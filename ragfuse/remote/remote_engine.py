@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from cachetools import LRUCache
 from pydantic import TypeAdapter, ValidationError
 
-from ragfuse.engine.answer_stream import AnswerStream, Piece
+from ragfuse.engine.answer_stream import AnswerStream, Piece, answers_of
 from ragfuse.engine.answerer import Progress
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question
@@ -116,7 +116,7 @@ class RemoteEngine:
         with ThreadPoolExecutor(min(len(bodies), MAX_TOGETHER), "ragfuse-remote") as pool:
             calls = [partial(self._say, path, body, _ignore, stop) for path, body in bodies]
             futures = [pool.submit(copy_context().run, call) for call in calls]
-            return _results(futures, failed)
+            return answers_of(futures, failed)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of a text in the middle of a prompt, by the server's tokenizer."""
@@ -265,15 +265,3 @@ class _Either:
 
 def _ignore(piece: Piece) -> None:
     """Ignore a piece of an answer that is read as a whole."""
-
-
-def _results(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
-    """Return all results; where one fails, or the wait is interrupted, end the others too."""
-    try:
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        return [future.result() for future in futures]
-    except BaseException:
-        failed.set()
-        raise

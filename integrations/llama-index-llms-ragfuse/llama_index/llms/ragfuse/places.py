@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse import InputError, Settings
-from ragfuse.remote import Answerer, RemoteEngine
+from ragfuse.remote import Answerer, RemoteEngine, ServerAddress, address_of
 
 IN_PROCESS = ("dtype", "device", "store", "settings", "tokenizer")
 """Fields that a server has for itself, so that they have no effect beside `base_url`."""
@@ -98,16 +98,10 @@ class ServerPlace:
     """A server, asked through the client that the process shares.
 
     Args:
-        base_url: Its address.
-        api_key: Its API key; "": none.
-        model: Name of the model that it must have; "": whichever it has.
-        max_retries: How often a request is sent again.
+        address: Its address, with the API key and the name of the model that it must have.
     """
 
-    base_url: str
-    api_key: str
-    model: str
-    max_retries: int
+    address: ServerAddress
 
     is_loaded_object = False
     hears_retrievers = True
@@ -119,27 +113,15 @@ class ServerPlace:
         Raises:
             InputError: A field is given that only an engine in this process has.
         """
-        if isinstance(llm.engine, RemoteEngine):
-            if llm.base_url is not None:
-                raise InputError("engine= and base_url= both name a server; give one of them.")
-            address = llm.engine.address
-            return cls(address.base_url, address.api_key, address.model, address.max_retries)
         found = [name for name in IN_PROCESS if getattr(llm, name) is not None]
         found += [name for name in ("engine", "model_kwargs") if getattr(llm, name)]
         found += ["model (an object or a folder)"] if not isinstance(llm.model, str | None) else []
-        if found:
-            raise InputError(
-                f"base_url= asks a server, where {found[0]} has no effect: leave it out, and set it where "
-                "`ragfuse serve` is started."
-            )
-        key = llm.api_key.get_secret_value() if llm.api_key is not None else Settings().api_key
-        retries = 2 if llm.max_retries is None else llm.max_retries
-        place = cls(llm.base_url, key, llm.model or "", retries)
-        place.base_url = place._client.address.base_url
-        return place
+        key = llm.api_key.get_secret_value() if llm.api_key is not None else None
+        model = llm.model if isinstance(llm.model, str) else ""
+        return cls(address_of(llm.engine, llm.base_url, key, model, llm.max_retries, found))
 
     def __repr__(self) -> str:
-        return f"ServerPlace({self.base_url!r})"
+        return f"ServerPlace({self.address.base_url!r})"
 
     @property
     def name(self) -> str:
@@ -149,7 +131,7 @@ class ServerPlace:
     @property
     def fields(self) -> dict[str, Any]:
         """The values of the LLM's fields that follow from the place."""
-        return {"base_url": self.base_url, "model": self.model or None}
+        return {"base_url": self.address.base_url, "model": self.address.model or None}
 
     def engine(self, given: Any) -> Answerer:
         """Return the given client, else the one that the process shares."""
@@ -161,7 +143,9 @@ class ServerPlace:
 
     @property
     def _client(self) -> RemoteEngine:
-        return RemoteEngine.shared(self.base_url, self.api_key, self.model, self.max_retries)
+        return RemoteEngine.shared(
+            self.address.base_url, self.address.api_key, self.address.model, self.address.max_retries
+        )
 
 
 def _resolved(llm: Any, is_object: bool) -> Settings:
