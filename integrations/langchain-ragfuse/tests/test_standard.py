@@ -12,12 +12,9 @@ import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
 from langchain_ragfuse import ChatRagFuse
-from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
-PASSAGE = "The lighthouse keeper counted forty ships that night and wrote all of their names into a blue book."
-ASKED = "\n\nHow many ships were there?"
-DETAILS = ["cache_read_input", "cache_creation_input"]
+from integrations.tests.langchain_suite import ASKED, PASSAGE, EmbeddedChatModel
 
 
 class Common:
@@ -53,7 +50,7 @@ class TestUnit(Common, ChatModelUnitTests):
 
 
 @pytest.mark.embedded
-class TestEmbedded(Common, ChatModelIntegrationTests):
+class TestEmbedded(Common, EmbeddedChatModel):
     """With weights, over a store of the class's own."""
 
     @pytest.fixture(autouse=True, scope="class")
@@ -66,29 +63,9 @@ class TestEmbedded(Common, ChatModelIntegrationTests):
     def chat_model_params(self) -> dict[str, Any]:
         return {"model": "smollm2-135m", "dtype": "float32", "max_tokens": 48}
 
-    @pytest.mark.xfail(reason="Where it may choose, a model this small answers in words.")
-    def test_agent_loop(self, model: BaseChatModel) -> None:
-        super().test_agent_loop(model)
-
-    @property
-    def supported_usage_metadata_details(self) -> Any:
-        return {"invoke": DETAILS, "stream": DETAILS}
-
-    def invoke_with_cache_creation_input(self, *, stream: bool = False) -> AIMessage:
-        new = f"{PASSAGE} {'So it was told later.' if stream else ''}"
-        block = {"type": "text", "text": new, "extras": {"ragfuse": {"chunk": True}}}
-        return self._asked([("user", [block, ASKED])], stream)
-
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         ChatRagFuse(**self.chat_model_params).get_engine().ingest([(PASSAGE, "log.txt")])
-        return self._asked([("user", PASSAGE + ASKED)], stream)
-
-    def _asked(self, messages: Any, stream: bool) -> AIMessage:
-        llm = ChatRagFuse(**{**self.chat_model_params, "max_tokens": 8})
-        if not stream:
-            return llm.invoke(messages)
-        chunks: Iterator[Any] = llm.stream(messages)
-        return sum(chunks, next(chunks))
+        return self.asked([("user", PASSAGE + ASKED)], stream)
 
 
-del ChatModelUnitTests, ChatModelIntegrationTests
+del ChatModelUnitTests, EmbeddedChatModel
