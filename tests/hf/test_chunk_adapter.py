@@ -16,10 +16,11 @@ from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_chunk_adapter
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.packed import PackedLinear, can_pack
+from ragfuse.hf.packed import PackedLinear
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from tests.hf.test_lora import filled, model_at
+from tests.hf.test_packed import packs
 
 CHUNK, FILLER = list(range(5, 45)), list(range(60, 80))
 
@@ -48,7 +49,7 @@ def test_chunks_are_those_of_the_adapted_model_and_all_else_is_the_plain_one(fol
     assert torch.equal(again.layers[-1].values, found.layers[-1].values)
 
 
-@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.bfloat16), reason="this CPU has no bfloat16 units")
+@packs
 def test_packed_layers_take_it_too(folder: Path, tiny_path: Path) -> None:
     packed, loose = load_model(folder, "bfloat16"), load_model(folder, "bfloat16", pack=False)
     assert any(isinstance(module, PackedLinear) for module in packed.model.modules())
