@@ -169,7 +169,7 @@ class Adaptation:
         self.engine.store.clear()
         branch = Branch(prompt.token_ids[len(context.token_ids) :], (0,))
         error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
-        if error > 2 * logits_bound(self.plain.dtype):
+        if error > 2 * logits_bound(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
                 f"Wanted the logits that the engine computes over separately encoded chunks, found others with "
                 f"{self.plain.name} (relative error {error:.2g}): its forward does not take a mask over them. Take "

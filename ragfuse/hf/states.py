@@ -224,15 +224,15 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
         whole, logits = run_forward(model, ids, None, 0)
         if probe.is_whole(whole, n_layers, _PROBED):
             return ""
-        if not list(tensors(whole)) or not _is_answered(model, ids, logits):
+        if not list(tensors(whole)) or not _is_answered(model, ids, logits, n_layers):
             return "whole"
-        same = [_is_same(model, ids, cut, (whole, logits)) for cut in _CUTS]
+        same = [_is_same(model, ids, cut, (whole, logits), n_layers) for cut in _CUTS]
     except probe.UNFIT:
         return "whole"
     return "run" if all(same) else "token" if same[0] else "whole"
 
 
-def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor) -> bool:
+def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor, n_layers: int) -> bool:
     """Whether `generate`, given a copy of the cache before the last token, gets the same logits as one forward."""
     before, _ = run_forward(model, ids[:, :-1], None, 0)
     out: Any = model.generate(
@@ -244,10 +244,10 @@ def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor) -> bool:
         return_dict_in_generate=True,
         past_key_values=copied(before),
     )
-    return probe.logits_error(out.logits[0][0], logits) <= probe.logits_bound(model.dtype)
+    return probe.logits_error(out.logits[0][0], logits) <= probe.logits_bound(model.dtype, n_layers)
 
 
-def _is_same(model: PreTrainedModel, ids: Tensor, cut: int, wanted: tuple[Any, Tensor]) -> bool:
+def _is_same(model: PreTrainedModel, ids: Tensor, cut: int, wanted: tuple[Any, Tensor], n_layers: int) -> bool:
     """Whether computing the ids from `cut` on after a copied cache gives the same cache and logits as one forward."""
     found = run_forward(model, ids[:, cut:], copied(run_forward(model, ids[:, :cut], None, 0)[0]), cut)
     found_tensors, wanted_tensors = list(tensors(found[0])), list(tensors(wanted[0]))
@@ -256,8 +256,8 @@ def _is_same(model: PreTrainedModel, ids: Tensor, cut: int, wanted: tuple[Any, T
     errors = [
         probe.relative(*pair) for pair in zip(found_tensors, wanted_tensors, strict=True) if pair[0].is_floating_point()
     ]
-    bound = probe.tolerance_of(model.dtype)
-    return max(errors) <= bound and probe.logits_error(found[1], wanted[1]) <= probe.logits_bound(model.dtype)
+    bound = probe.tolerance_of(model.dtype, n_layers)
+    return max(errors) <= bound and probe.logits_error(found[1], wanted[1]) <= probe.logits_bound(model.dtype, n_layers)
 
 
 def _array(token_ids: Sequence[int]) -> Ids:

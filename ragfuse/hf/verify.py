@@ -23,6 +23,7 @@ from ragfuse.fuse.select import policy_named
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.hf.probe import (
     DELTA,
+    bound_of,
     is_routed,
     last_logits,
     logits_error,
@@ -129,24 +130,6 @@ def _with_progress(checks: Iterator[Check], progress: Progress) -> Iterator[Chec
     for check in checks:
         progress(check.name)
         yield check
-
-
-def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
-    """Return the relative error that rounding explains for keys, values and logits of a prompt of `n_tokens`.
-
-    Two ways of computing the same numbers differ by roundings of random sign, which add up like a random walk. In 16
-    bits, sums are kept in float32 and about a dozen results per layer are rounded once each, by at most half an
-    epsilon: the bound is 6 half epsilons times the square root of the layers (2 were seen with 30 layers). In float32
-    the sums themselves round, over hundreds to thousands of terms: 256 half epsilons instead of 6. In addition, the
-    rotation angle at position p is computed in float32, off by up to p half epsilons, and the fastest pair turns by a
-    radian per position.
-
-    Real mistakes exceed the bound: keys off by one position give an error of a quarter or more, a row that misses a
-    key or sees one too many a tenth or more.
-    """
-    steps = 256 if dtype == torch.float32 else 6
-    rounding = steps * torch.finfo(dtype).eps / 2 * n_layers**0.5
-    return float(rounding + n_tokens * torch.finfo(torch.float32).eps / 2)
 
 
 class _Checks:

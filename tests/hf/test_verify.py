@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from ragfuse.hf.verify import bound_of, verify
+from ragfuse.hf.probe import bound_of
+from ragfuse.hf.verify import verify
 from tests.hf import kit
 from tests.hf.broken import BREAKS, WINDOW_BREAKS
 
