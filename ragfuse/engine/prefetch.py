@@ -18,7 +18,7 @@ from ragfuse.process.fork import at_fork
 from ragfuse.process.worker import Worker, close_at_exit
 from ragfuse.sessions.conversation_index import Name
 from ragfuse.store import KVStore, Tier
-from ragfuse.store.tier import Touches
+from ragfuse.store.tier import Touches, occupied
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -188,11 +188,13 @@ class Prefetcher:
         for tier in fast.values():
             if isinstance(tier, Touches):
                 tier.touch([entry.key for entry in there])
-        room = min((MAX_TIER_SHARE * _free(tier) for tier in fast.values()), default=0.0) - sum(e.nbytes for e in there)
+        room = min((MAX_TIER_SHARE * _free(tier) for tier in fast.values()), default=0.0)
+        room -= sum(_occupied(entry, fast.values()) for entry in there)
         chosen = []
         for entry in entries:
-            if entry.tier not in fast and entry.nbytes <= room:
-                room -= entry.nbytes
+            nbytes = _occupied(entry, fast.values())
+            if entry.tier not in fast and nbytes <= room:
+                room -= nbytes
                 chosen.append(entry)
         return chosen
 
@@ -212,7 +214,7 @@ def entries_to_prefetch(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name]
 
     def nbytes(name: Any) -> int | None:
         found[name] = list(store.lookup(keys_of(name), counts=False).values())
-        return sum(entry.nbytes for entry in found[name]) or None
+        return sum(_occupied(entry, fast.values()) for entry in found[name]) or None
 
     room = min((int(_free(tier) - free_share * tier.capacity) for tier in fast.values()), default=0)
     for name in to_prefetch(waiting, nbytes, (), room):
@@ -221,4 +223,9 @@ def entries_to_prefetch(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name]
 
 def _free(tier: Tier) -> int:
     """Return a tier's capacity in bytes without its pinned entries."""
-    return tier.capacity - sum(entry.nbytes for entry in tier.entries().values() if entry.pinned)
+    return tier.capacity - sum(occupied(tier, entry.nbytes) for entry in tier.entries().values() if entry.pinned)
+
+
+def _occupied(entry: Entry, tiers: Iterable[Tier]) -> int:
+    """Return the most bytes that an entry occupies in any of the tiers."""
+    return max((occupied(tier, entry.nbytes) for tier in tiers), default=0)

@@ -174,7 +174,10 @@ class MemoryTier:
 
     def _size(self, blobs: Sequence[Tensor]) -> int:
         """Return the bytes that these pieces occupy in this tier."""
-        nbytes = _ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs)
+        return self.occupied(_ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs))
+
+    def occupied(self, nbytes: int) -> int:
+        """Return the bytes that an entry of `nbytes` occupies: if pinned, the next power of two."""
         return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
 
     def _stored_here(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -209,7 +212,7 @@ class MemoryTier:
     def _doomed(self, key: ChunkKey, excess: int) -> list[ChunkKey] | None:
         for wanted in dict.fromkeys((excess + self._free_bytes, excess)):
             others = (slot.entry for other, slot in self._slots.items() if other != key)
-            doomed = victims(self._evict, others, wanted)
+            doomed = victims(self._evict, others, wanted, lambda entry: self._slots[entry.key].nbytes)
             if doomed is not None:
                 return doomed
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,22 +63,28 @@ class WholeEvictor(Protocol):
         ...
 
 
-def victims(evict: Evictor, candidates: Iterable[Entry], excess: int) -> list[ChunkKey] | None:
+def victims(
+    evict: Evictor,
+    candidates: Iterable[Entry],
+    excess: int,
+    nbytes_of: Callable[[Entry], int] = operator.attrgetter("nbytes"),
+) -> list[ChunkKey] | None:
     """Choose the entries to evict so that `excess` bytes come free.
 
     Args:
         evict: The eviction policy.
         candidates: Entries that may be evicted, least recently used first; pinned ones are skipped.
         excess: Bytes to free.
+        nbytes_of: Returns the bytes that an entry occupies in the tier.
 
     Returns:
         The keys to evict, or None if the policy does not free enough.
     """
     if isinstance(evict, WholeEvictor):
-        return _whole_victims(evict, evict.together, list(candidates), excess)
+        return _whole_victims(evict, evict.together, list(candidates), excess, nbytes_of)
     chosen: list[ChunkKey] = []
     for window in windows(candidates) if excess > 0 else ():
-        nbytes = {entry.key: entry.nbytes for entry in window}
+        nbytes = {entry.key: nbytes_of(entry) for entry in window}
         for key in evict(window):
             if key in nbytes:
                 chosen.append(key)
@@ -88,10 +95,14 @@ def victims(evict: Evictor, candidates: Iterable[Entry], excess: int) -> list[Ch
 
 
 def _whole_victims(
-    evict: Evictor, together: Callable[[ChunkKey, ChunkKey], bool], entries: Sequence[Entry], excess: int
+    evict: Evictor,
+    together: Callable[[ChunkKey, ChunkKey], bool],
+    entries: Sequence[Entry],
+    excess: int,
+    nbytes_of: Callable[[Entry], int],
 ) -> list[ChunkKey] | None:
     chosen: list[ChunkKey] = []
-    nbytes = {entry.key: entry.nbytes for entry in entries if not entry.pinned}
+    nbytes = {entry.key: nbytes_of(entry) for entry in entries if not entry.pinned}
     for key in evict(entries) if excess > 0 else ():
         if excess <= 0 and not together(chosen[-1], key):
             break
@@ -415,6 +426,20 @@ def answers(tier: Tier) -> bool:
     failed = tier.counts["failed"]
     tier.nbytes  # noqa: B018 - makes the tier ask its medium
     return tier.counts["failed"] == failed and not (isinstance(tier, Breaks) and tier.breaker.is_open)
+
+
+@runtime_checkable
+class Pads(Protocol):
+    """What a tier also has in which an entry occupies more bytes than were written."""
+
+    def occupied(self, nbytes: int) -> int:
+        """Return the bytes that an entry of `nbytes` occupies, about."""
+        ...
+
+
+def occupied(tier: object, nbytes: int) -> int:
+    """Return the bytes that an entry of `nbytes` occupies in a tier."""
+    return tier.occupied(nbytes) if isinstance(tier, Pads) else nbytes
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ import pytest
 
 from ragfuse import Ask, Engine
 from ragfuse.engine.prefetch import MAX_TIER_SHARE, MAX_WAITING_REQUESTS
+from ragfuse.store import MemoryTier
 from ragfuse.types.keys import filler_context
 from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
 
@@ -172,6 +173,19 @@ def test_it_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old)
         there = [name == "memory" for name in tiers(engine.answer(messages()).trace)]
         assert there[:3] == [True] * 3
         assert not any(there[4:])
+
+
+def test_what_memory_adds_to_an_entry_counts(old, monkeypatch):
+    monkeypatch.setattr(MemoryTier, "occupied", lambda self, nbytes: 1 << (nbytes - 1).bit_length())
+    with again(old) as engine:
+        room = 6 * (1 << (size_of(engine) - 1).bit_length())
+    with again(old, memory_bytes=room) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        tier = engine.store.tier("memory")
+        assert 0 < tier.nbytes <= MAX_TIER_SHARE * room
+        assert tier.nbytes > sum(entry.nbytes for entry in tier.entries().values())
+        assert tier.counts["evicted"] == 0
 
 
 def test_what_is_pinned_leaves_it_less_room(old):

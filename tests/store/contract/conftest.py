@@ -25,6 +25,17 @@ def pinned_memory(path: Path, capacity: int, evict: Evictor) -> Tier:
     return MemoryTier(capacity, evict, clock=ticks(), pin_memory=True)
 
 
+class PaddedTier(MemoryTier):
+    """Memory in which an entry occupies the next power of two, as in pinned memory."""
+
+    def occupied(self, nbytes: int) -> int:
+        return 1 << (nbytes - 1).bit_length()
+
+
+def padded_memory(path: Path, capacity: int, evict: Evictor) -> Tier:
+    return PaddedTier(capacity, evict, clock=ticks())
+
+
 def gpu(path: Path, capacity: int, evict: Evictor) -> Tier:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
@@ -51,7 +62,7 @@ def s3(path: Path, capacity: int, evict: Evictor) -> Tier:
     return shared().tier(shared().new_url(), capacity, evict, clock=ticks())
 
 
-TIERS = [memory, pinned_memory, gpu, disk, redis, objects_in_memory, objects_in_files, s3]
+TIERS = [memory, padded_memory, pinned_memory, gpu, disk, redis, objects_in_memory, objects_in_files, s3]
 
 
 @pytest.fixture(params=TIERS, ids=lambda make: make.__name__)
