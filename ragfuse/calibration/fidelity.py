@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,3 +47,6 @@ class _Encoded:
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
         return {index: chunk.layers[layer] for index, chunk in self.chunks.items()}
+
+    def ready(self) -> int:
+        return sys.maxsize

@@ -64,7 +64,8 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
         axes.set_ylabel("first token, times faster than full prefill")
         clock = "CPU time" if result["clock"] == "cpu" else "wall time"
         options = result["options"]
-        axes.set_title(f"{options['model']}, {options['dtype']}, threads: {result['threads']}, {clock}")
+        where = result["machine"]["gpu"] or f"threads: {result['threads']}"
+        axes.set_title(f"{options['model']}, {options['dtype']}, {where}, {clock}")
         axes.grid(True, alpha=0.3)
         figure.legend(fontsize=8, loc="outside lower center", ncols=2)
 

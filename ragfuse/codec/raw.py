@@ -43,10 +43,8 @@ class RawCodec:
             raise ValueError(
                 f"The layer should have {meta.decoded_nbytes} bytes, found {tuple(blob.shape)} {blob.dtype}."
             )
-        dtype = DTYPES[meta.dtype]
-        split = prod(meta.key_shape) * dtype.itemsize
-        keys, values = blob[:split].view(dtype), blob[split:].view(dtype)
-        return LayerKV(keys.view(meta.key_shape), values.view(meta.value_shape))
+        numbers, split = blob.view(DTYPES[meta.dtype]), prod(meta.key_shape)
+        return LayerKV(numbers[:split].view(meta.key_shape), numbers[split:].view(meta.value_shape))
 
 
 RAW: Final = RawCodec()

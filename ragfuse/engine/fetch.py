@@ -221,6 +221,10 @@ class SlicedSource:
         found = self.source.read(layer)
         return {at: _part(kv, *self.rows[at]) if at in self.rows else kv for at, kv in found.items()}
 
+    def ready(self) -> int:
+        """Return how many of the next layers need no waiting."""
+        return self.source.ready()
+
 
 def _part(kv: LayerKV | None, lo: int, hi: int) -> LayerKV | None:
     return LayerKV(kv.keys[:, lo:hi], kv.values[:, lo:hi]) if kv is not None else None

@@ -113,6 +113,10 @@ class StreamedSource:
             found |= {at: kv for at, kv in self.stream.read(layer).items() if at in self.streamed}
         return found
 
+    def ready(self) -> int:
+        """Return how many of the next layers need no waiting; 0 where some are still decoded from a stream."""
+        return self.reader.ready() if self.stream is None else 0
+
 
 @dataclass(frozen=True)
 class KVStreamer:

@@ -8,8 +8,9 @@ stores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Protocol
 
 import torch
@@ -52,6 +53,10 @@ class LayerSource(Protocol):
         """
         ...
 
+    def ready(self) -> int:
+        """Return how many of the next layers `read` returns without waiting; it may exceed the layers there are."""
+        ...
+
 
 class LostRun(Exception):
     """A cached run became unreadable during the prefill, which must be restarted without it."""
@@ -73,6 +78,8 @@ class Buffers:
         rope: The rotation of each layer; None where keys carry no position.
         device: Where the buffers lie.
         room: Extra rows for the tokens of the answer.
+        at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are ready. 0: layer by
+            layer, best on a CPU. On a GPU a layer's copies take less time than starting them.
     """
 
     def __init__(
@@ -83,12 +90,13 @@ class Buffers:
         rope: Sequence[RopeLayout | None],
         device: torch.device,
         room: int = 0,
+        at_once_nbytes: int = 0,
     ) -> None:
         self.n_tokens = n_tokens
         self.keys: list[Tensor | None] = [None] * len(rope)
         self.values: list[Tensor | None] = [None] * len(rope)
         self._runs, self._source, self._rope = runs, source, rope
-        self._device, self._room = device, room
+        self._device, self._room, self._at_once_nbytes = device, room, at_once_nbytes
         self._angles: dict[RopeLayout, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -102,15 +110,54 @@ class Buffers:
         """
         if self.keys[layer] is not None or not self._runs:
             return
+        found = [self._read(layer)]
+        for follows in range(layer + 1, layer + self._at_once(layer, found[0])):
+            found.append(self._read(follows))
+        for at, alike in _alike(found, self._rope[layer : layer + len(found)]):
+            self._copy(layer + at, alike)
+
+    def _read(self, layer: int) -> list[LayerKV]:
+        """Return one layer of every cached run, in their order."""
         found = self._source.read(layer)
+        read = list[LayerKV]()
         for run in self._runs:
             kv = found.get(run.segment)
             if kv is None or kv.n_tokens != run.hi - run.lo:
                 raise LostRun(run.segment)
-            keys, values = self._allocated(layer, kv.keys, kv.values, run)
-            keys[0].narrow(1, run.lo, kv.n_tokens).copy_(kv.keys, non_blocking=True)
-            values[0].narrow(1, run.lo, kv.n_tokens).copy_(kv.values, non_blocking=True)
-        self._rotate(layer)
+            read.append(kv)
+        return read
+
+    def _at_once(self, layer: int, first: Sequence[LayerKV]) -> int:
+        """Return how many layers are copied together: `layer`, which was read (`first`), and those that follow."""
+        if not self._at_once_nbytes:
+            return 1
+        keys = first[0].keys
+        nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
+        most = min(len(self) - layer, max(1, self._at_once_nbytes // nbytes))
+        return min(most, 1 + self._source.ready())
+
+    def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
+        """Copy consecutive layers of every run, alike in shape and rotation, to their rows, and rotate them there.
+
+        Args:
+            layer: The first of them.
+            found: By layer, every run's KV.
+        """
+        n_layers, length = len(found), self.n_tokens + self._room
+        keys, values = (
+            torch.empty((n_layers, 1, *_row(part, length)), dtype=part.dtype, device=self._device)
+            for part in (found[0][0].keys, found[0][0].values)
+        )
+        for run, kv in zip(self._runs, found[0], strict=True):
+            if not (_same_shape(keys[0], kv.keys) and _same_shape(values[0], kv.values)):
+                raise LostRun(run.segment)
+        all_keys, all_values = keys[:, 0], values[:, 0]
+        for at, run in enumerate(self._runs):
+            _copy_to(all_keys.narrow(2, run.lo, run.hi - run.lo), [kv[at].keys for kv in found])
+            _copy_to(all_values.narrow(2, run.lo, run.hi - run.lo), [kv[at].values for kv in found])
+        self._rotate(all_keys, all_values, self._rope[layer])
+        for at in range(n_layers):
+            self.keys[layer + at], self.values[layer + at] = keys[at], values[at]
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1, H, T, D] of a layer."""
@@ -160,20 +207,74 @@ class Buffers:
             raise LostRun(run.segment)
         return keys, values
 
-    def _rotate(self, layer: int) -> None:
-        """Rotate the copied runs to their positions, all at once; rows that do not move rotate by 0, which is exact."""
-        layout = self._rope[layer]
+    def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
+        """Rotate the copied runs to their positions, all at once; rows that do not move rotate by 0, which is exact.
+
+        Args:
+            keys: [layers, H, T + room, D].
+            values: [layers, H, T + room, Dv].
+            layout: The rotation of all these layers.
+        """
         shifted = [run for run in self._runs if run.shift]
         if layout is None or not shifted:
             return
         lo, hi = min(run.lo for run in shifted), max(run.hi for run in shifted)
         if layout not in self._angles:
-            deltas = torch.zeros(hi - lo, dtype=torch.float64)
-            for run in shifted:
-                deltas[run.lo - lo : run.hi - lo] = run.shift
-            self._angles[layout] = angles(layout, deltas[:, None], self._device)
-        part = self.get(layer)[0 if layout.part == "keys" else 1][0, :, lo:hi]
+            which = torch.zeros(hi - lo, dtype=torch.int64)  # 0: rows that do not move
+            for number, run in enumerate(shifted, 1):
+                which[run.lo - lo : run.hi - lo] = number
+            deltas = torch.tensor([0, *(run.shift for run in shifted)], dtype=torch.float64)
+            cos, sin = angles(layout, deltas[:, None], self._device)
+            which = which.to(self._device)
+            self._angles[layout] = cos.index_select(0, which), sin.index_select(0, which)
+        part = (keys if layout.part == "keys" else values)[:, :, lo:hi]
         place(part, part, self._angles[layout], layout)
+
+
+def _row(part: Tensor, length: int) -> tuple[int, int, int]:
+    """Return the shape of a buffer of `length` rows for a part [H, n, D]."""
+    return part.shape[0], length, part.shape[-1]
+
+
+def _alike(
+    found: Sequence[Sequence[LayerKV]], rope: Sequence[RopeLayout | None]
+) -> Iterator[tuple[int, Sequence[Sequence[LayerKV]]]]:
+    """Cut consecutive layers where shape, dtype or rotation change; yield each part with the index of its first layer.
+
+    Args:
+        found: By layer, every run's KV.
+        rope: The rotation of each layer.
+    """
+    kinds = [
+        (layout, *((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in layer))
+        for layer, layout in zip(found, rope, strict=True)
+    ]
+    first = 0
+    for _, alike in groupby(kinds):
+        end = first + len(list(alike))
+        yield first, found[first:end]
+        first = end
+
+
+def _copy_to(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Copy one tensor [H, n, D] per layer into `out` [layers, H, n, D], in one copy where they lie evenly spaced."""
+    spaced = parts[0] if len(parts) == 1 else _spaced(parts)
+    if spaced is not None:
+        out.copy_(spaced, non_blocking=True)
+        return
+    for layer, part in zip(out, parts, strict=True):
+        layer.copy_(part, non_blocking=True)
+
+
+def _spaced(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return a view [layers, H, n, D] of tensors that lie in one storage at even distances; None if they do not."""
+    first, step = parts[0], parts[1].storage_offset() - parts[0].storage_offset()
+    storage, strides = first.untyped_storage().data_ptr(), first.stride()
+    for before, part in pairwise(parts):
+        even = part.storage_offset() - before.storage_offset() == step > 0 and part.stride() == strides
+        if not even or part.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(parts), *first.shape), (step, *strides))
 
 
 def _same_shape(buffer: Tensor, part: Tensor) -> bool:
@@ -222,9 +323,11 @@ class Fusion:
         for run in runs:
             cached[run.lo : run.hi] = True
         cached[-1] = False
+        candidates = candidate_rows(runs, len(positions))
+        chunk, offset = (part[candidates].to(positions.device) for part in _places(runs, len(positions)))
         self._forced = (~cached).nonzero()[:, 0].to(positions.device)
-        self.candidates = candidate_rows(runs, len(positions)).to(positions.device)
-        self.candidate_set = _candidate_set(len(buffers), ratio, len(self._forced), runs, self.candidates, score)
+        self.candidates = candidates.to(positions.device)
+        self.candidate_set = Candidates(len(buffers), ratio, len(self._forced), chunk, offset, score)
         self._active = torch.arange(len(self.candidates), device=positions.device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()
@@ -304,11 +407,10 @@ class Fusion:
         return total[torch.searchsorted(self.rows, self.candidates[self._active])]
 
 
-def _candidate_set(
-    n_layers: int, ratio: float, forced: int, runs: Sequence[CachedRun], candidates: Tensor, score: Tensor | None
-) -> Candidates:
-    chunk, offset = torch.zeros_like(candidates), torch.zeros_like(candidates)
+def _places(runs: Sequence[CachedRun], n_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return every row's segment and its row in it, int64 [T] each; 0 outside of runs."""
+    segment, offset = torch.zeros(2, n_tokens, dtype=torch.int64)
     for run in runs:
-        in_run = (candidates >= run.lo) & (candidates < run.hi)
-        chunk[in_run], offset[in_run] = run.segment, candidates[in_run] - run.lo
-    return Candidates(n_layers, ratio, forced, chunk, offset, score)
+        segment[run.lo : run.hi] = run.segment
+        offset[run.lo : run.hi] = torch.arange(run.hi - run.lo)
+    return segment, offset

@@ -116,8 +116,9 @@ class Wiring:
 
         A constant offset does not change a softmax, so the first position does not matter.
         """
-        has_gaps = positions is not None and int(positions[-1] - positions[0]) >= len(positions)
-        return self.biases if self.biases is not None and has_gaps else None
+        if self.biases is None or positions is None:
+            return None
+        return self.biases if int(positions[-1] - positions[0]) >= len(positions) else None
 
     def forward_options(self, positions: Tensor) -> dict[str, Any]:
         """Return those of `position_ids` and `logits_to_keep` that the model's forward accepts."""
@@ -136,6 +137,7 @@ class FusedPrefill:
         self._done = False
         self._question_rows, self._layer = torch.empty(0, dtype=torch.int64), 0
         self._biases = dict[str, Tensor]()
+        self._narrowed = dict[int, tuple[Any, Tensor, Any]]()
 
     def run(self, token_ids: Tensor) -> None:
         """Prefill the prompt int64 [1, T] and set `logits` [V] of its last row."""
@@ -200,7 +202,7 @@ class FusedPrefill:
     def _arguments(self, layer: int, inputs: _Inputs) -> dict[str, Any]:
         """Return the layer's keyword arguments for the current rows."""
         rows, mask = self.fusion.rows, self.fusion.mask()
-        changed = {name: _rows_of(inputs.kwargs[name], rows) for name in _PER_ROW if name in inputs.kwargs}
+        changed = {name: self._rows_of(inputs.kwargs[name], rows) for name in _PER_ROW if name in inputs.kwargs}
         if self.wiring.mode == "rows":
             if self.score is not None and layer in watched_layers(len(self.wiring.layers)):
                 mask.watch = partial(self._watch, mask)
@@ -213,6 +215,14 @@ class FusedPrefill:
                 changed["attention_mask"] = mask.dense(inputs.dtype, self.wiring.windows[layer])
         changed = {**inputs.kwargs, **changed}
         return {**changed, **placed(changed, self._biases)}
+
+    def _rows_of(self, value: Any, rows: Tensor) -> Any:
+        """Narrow an argument to the given rows, once for all layers that are given the same one for the same rows."""
+        known, its_rows, narrowed = self._narrowed.get(id(value), (None, None, None))
+        if known is not value or its_rows is not rows:
+            narrowed = _rows_of(value, rows)
+            self._narrowed[id(value)] = value, rows, narrowed
+        return narrowed
 
     def _only_kv(self, layer: int, module: nn.Module, inputs: _Inputs) -> tuple[Tensor, Tensor]:
         self._capture = True

@@ -42,6 +42,8 @@ __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
+AT_ONCE_NBYTES = 32 << 20
+"""Most bytes of cached keys that are copied into a GPU's buffers and rotated at once."""
 CONTEXTS = 2
 """Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same prefix."""
 ENCODE_STEP_TOKENS = 128
@@ -295,8 +297,8 @@ class HFModel:
 
     def _explicit_positions(self, positions: Tensor) -> Tensor | None:
         """Return positions int64 [T] on the model's device; None if they are 0..T-1."""
-        positions = positions.to(self.device)
-        return None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
+        usual = torch.arange(len(positions), device=positions.device)
+        return None if torch.equal(positions, usual) else positions.to(self.device)
 
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
         """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes the prefill."""
@@ -361,9 +363,11 @@ class HFModel:
         profile = profile or self.profile
         if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
             raise RefusedError(f"{self.name} cannot reuse stored KV: {profile.refusal}")
-        ids, positions = torch.tensor([list(token_ids)], device=self.device), positions.to(self.device)
+        ids, at = torch.tensor([list(token_ids)], device=self.device), self._explicit_positions(positions)
+        positions = positions.to(self.device)
         chosen = policy_named(policy if ratio > 0 else "none")
-        buffers = Buffers(len(positions), runs, source, profile.rope, self.device, SPARE_ROWS)
+        at_once = 0 if self.device.type == "cpu" else AT_ONCE_NBYTES
+        buffers = Buffers(len(positions), runs, source, profile.rope, self.device, SPARE_ROWS, at_once)
         with self.lock, torch.no_grad():
             score = None
             if chosen.wants == "words":
@@ -376,7 +380,6 @@ class HFModel:
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
-        at = self._explicit_positions(positions)
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
     def _nearness(
@@ -466,7 +469,7 @@ class HFModel:
         windows = probe.windows(config, len(layers))
         tokens = probe.probe_tokens(config.vocab_size, probe.RUN_TOKENS, self.device)
         try:
-            rope = probe.find_rope(self.model, tokens, probe.tolerance_of(self.dtype))
+            rope = probe.find_rope(self.model, tokens, probe.tolerance_of(self.dtype, self.n_layers))
         except (FixedError, RefusedError):
             raise
         except probe.UNFIT as failure:
@@ -482,7 +485,7 @@ class HFModel:
             except probe.UNFIT as failure:
                 worst = f"its own forward cannot do a fused prefill ({type(failure).__name__}: {failure})"
                 continue
-            if error <= probe.logits_bound(self.dtype):
+            if error <= probe.logits_bound(self.dtype, self.n_layers):
                 return ModelProfile(self.fingerprint, len(layers), rope, windows, mode, errors={"ratio_one": error})
             worst = f"a fused prefill that recomputes all (ratio 1) differs from a full one by {error:.2g}"
         raise RefusedError(f"Its self-test of fused prefill failed: {worst}.")
@@ -501,7 +504,7 @@ class HFModel:
                 error = probe.logits_error(fused.logits, self.full_prefill(ids).logits)
             except probe.UNFIT:
                 continue
-            if error <= probe.logits_bound(self.dtype):
+            if error <= probe.logits_bound(self.dtype, self.n_layers):
                 return replace(profile, errors={"fixed": error})
         return refused
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -80,6 +81,10 @@ class NoSource:
         """Return no KV."""
         return {}
 
+    def ready(self) -> int:
+        """Return 0: there is none."""
+        return 0
+
 
 @dataclass(frozen=True)
 class KVSource:
@@ -90,3 +95,7 @@ class KVSource:
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
         """Return one layer of every chunk, by its index."""
         return {index: chunk.layers[layer] for index, chunk in enumerate(self.chunks)}
+
+    def ready(self) -> int:
+        """Return the largest number: all layers are there."""
+        return sys.maxsize

@@ -30,6 +30,8 @@ ALIVE_CHECK_S = 0.5
 """Seconds between two checks that the reading thread is still alive."""
 
 CPU = torch.device("cpu")
+NEAR_LAYERS = 8
+"""Most layers that are read at once from the memory of the fusing GPU."""
 SPARE_NBYTES = 1 << 16
 """Bytes of a buffer for the padding between the layers of a read."""
 
@@ -68,13 +70,16 @@ class LayerReader:
     ) -> None:
         self.load_s = self.wait_s = self.last_s = 0.0
         self._store, self._fetches = store, fetches
-        max_layers = max_layers or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), n_layers)
+        far = {tier.name for tier in store.tiers if is_far(tier, device)}
+        ahead = any(fetch.tier in far for fetch in fetches)
+        nbytes = max((fetch.nbytes for fetch in fetches), default=0)
+        if device.type != "cpu" and not ahead:  # all of it lies on the device: reading copies nothing
+            max_layers = min(n_layers, NEAR_LAYERS)
+        max_layers = max_layers or layers_a_read(nbytes, n_layers)
         self._spans = deque(spans(steps(n_layers, max_layers)))
         self._read_ahead: Queue[PendingCopy] = Queue(room_for(before, n_layers, max_layers))
         self._ready_layers: deque[Layer] = deque()
         self._stop = threading.Event()
-        far = {tier.name for tier in store.tiers if is_far(tier, device)}
-        ahead = any(fetch.tier in far for fetch in fetches)
         self._staging = StagingBuffer(
             device, sum(fetch.nbytes for fetch in fetches) * max_layers // n_layers + SPARE_NBYTES
         )
@@ -114,6 +119,10 @@ class LayerReader:
             self._ready_layers.extend(self._staging.landed(sent))
             self.wait_s += time.perf_counter() - began
         return self._ready_layers.popleft()
+
+    def ready(self) -> int:
+        """Return how many of the next layers `read` returns without waiting: those of the latest read."""
+        return len(self._ready_layers)
 
     def _wait(self, thread: threading.Thread) -> PendingCopy:
         """Wait for the next layers that are read ahead; if the thread has died, every segment counts as unreadable."""

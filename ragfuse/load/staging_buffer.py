@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -34,10 +35,12 @@ class PendingCopy:
     Args:
         layers: The layers on the device.
         event: The CUDA event after which they may be used; None: at once.
+        block: The memory of the device that they were copied into, uint8.
     """
 
     layers: Sequence[Layer]
     event: torch.cuda.Event | None = None
+    block: Tensor | None = None
 
 
 class StagingBuffer:
@@ -49,6 +52,8 @@ class StagingBuffer:
     """
 
     def __init__(self, device: torch.device, nbytes: int = 0) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._buffers = deque(_Buffer(nbytes) for _ in range(BUFFERS))
@@ -73,32 +78,37 @@ class StagingBuffer:
         if sent.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(sent.event)
-            for part in _parts(sent.layers):
-                part.record_stream(stream)
+            if sent.block is not None:
+                sent.block.record_stream(stream)
         return sent.layers
 
     def _send(self, layers: Sequence[Layer]) -> PendingCopy:
+        """Copy what is not on the device yet into one block there, in as few copies as its place in memory allows."""
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
-        parts = {id(part): part for part in _parts(layers)}
-        pinned = iter(buffer.room([part.nbytes for part in parts.values() if _is_pageable(part)]))
-        sent: dict[int, Tensor] = {}
-
-        def on_device(part: Tensor) -> Tensor:
-            """Return a tensor on the device, copied only once for all segments that share it."""
-            at = id(part)
-            if at not in sent:
-                if _is_pageable(part):
-                    part = next(pinned).view(part.dtype).view(part.shape).copy_(part)
-                sent[at] = part.to(self._device, non_blocking=True)
-            return sent[at]
-
+        ranges = _ranges({id(part): part for part in _parts(layers) if part.device != self._device}.values())
+        ends = _ends([each.source.numel() for each in ranges])
+        block = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=self._device)
+        if all(_is_pageable(each.source) for each in ranges):
+            pinned = buffer.room(block.numel())
+            for room, each in zip(_rooms(pinned, ranges, ends), ranges, strict=True):
+                room.copy_(each.source)
+            block.copy_(pinned, non_blocking=True)
+        else:
+            for room, each in zip(_rooms(block, ranges, ends), ranges, strict=True):
+                room.copy_(each.source, non_blocking=True)
+        sent = dict[int, Tensor]()
+        for room, each in zip(_rooms(block, ranges, ends), ranges, strict=True):
+            sent |= {id(part): part_of(room) for part, part_of in each.parts}
         moved = [
-            {at: None if kv is None else LayerKV(on_device(kv.keys), on_device(kv.values)) for at, kv in layer.items()}
+            {
+                at: None if kv is None else LayerKV(sent.get(id(kv.keys), kv.keys), sent.get(id(kv.values), kv.values))
+                for at, kv in layer.items()
+            }
             for layer in layers
         ]
         buffer.sent = torch.cuda.current_stream(self._device).record_event()
-        return PendingCopy(moved, buffer.sent)
+        return PendingCopy(moved, buffer.sent, block)
 
 
 class _Buffer:
@@ -108,15 +118,75 @@ class _Buffer:
         self._min_nbytes, self._bytes = nbytes, torch.empty(0, dtype=torch.uint8)
         self.sent: torch.cuda.Event | None = None
 
-    def room(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return a separate part of the buffer, uint8 `[size]`, for each size."""
-        ends = list(accumulate(-(-size // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for size in sizes))
+    def room(self, nbytes: int) -> Tensor:
+        """Return the first `nbytes` of the buffer, uint8, which grows if it must."""
         if self.sent is not None:
             self.sent.synchronize()
-        if ends and ends[-1] > self._bytes.numel():
-            nbytes = max(ends[-1], self._min_nbytes)
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        return [self._bytes[at : at + size] for at, size in zip([0, *ends], sizes, strict=False)]
+        if nbytes > self._bytes.numel():
+            size = max(nbytes, self._min_nbytes)
+            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return self._bytes[:nbytes]
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Return where the room of each part of `sizes` bytes ends; each begins at a multiple of `LAYER_ALIGNMENT`."""
+    return list(accumulate(-(-size // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for size in sizes))
+
+
+def _rooms(block: Tensor, ranges: Sequence[_Range], ends: Sequence[int]) -> list[Tensor]:
+    """Return the part of a block, uint8, for each range of bytes."""
+    return [block[at : at + each.source.numel()] for at, each in zip([0, *ends], ranges, strict=False)]
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Bytes that are copied at once.
+
+    Args:
+        source: The bytes, uint8 [n].
+        parts: Each tensor in them, with a function that returns it from a copy of the bytes.
+    """
+
+    source: Tensor
+    parts: Sequence[tuple[Tensor, Callable[[Tensor], Tensor]]]
+
+
+def _ranges(parts: Iterable[Tensor]) -> list[_Range]:
+    """Return the bytes of all tensors, those of a storage in one range unless too much lies between them."""
+    by_storage: dict[int, list[Tensor]] = {}
+    alone = list[_Range]()
+    for part in parts:
+        if part.is_contiguous():
+            by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
+        else:
+            alone.append(_range([part.contiguous()], [part]))
+    return [*chain.from_iterable(map(_whole_or_apart, by_storage.values())), *alone]
+
+
+def _whole_or_apart(parts: Sequence[Tensor]) -> list[_Range]:
+    """Return one range for tensors of one storage, or one for each where a quarter of it would be other bytes."""
+    wanted, whole = sum(part.nbytes for part in parts), _range(parts, parts)
+    return [whole] if whole.source.numel() <= 1.25 * wanted else [_range([part], [part]) for part in parts]
+
+
+def _range(parts: Sequence[Tensor], names: Sequence[Tensor]) -> _Range:
+    """Return the range from the first to the last byte of contiguous tensors of one storage.
+
+    Args:
+        parts: The tensors.
+        names: The tensors that they stand for.
+    """
+    begins = [int(part.storage_offset()) * part.element_size() for part in parts]
+    lo, hi = min(begins), max(begin + part.nbytes for begin, part in zip(begins, parts, strict=True))
+    storage = parts[0].untyped_storage()
+    source = torch.empty(0, dtype=torch.uint8, device=parts[0].device).set_(storage, lo, (hi - lo,))  # type: ignore[call-overload]
+    views = [partial(_view, begin=begin - lo, like=part) for begin, part in zip(begins, parts, strict=True)]
+    return _Range(source, list(zip(names, views, strict=True)))
+
+
+def _view(room: Tensor, begin: int, like: Tensor) -> Tensor:
+    """Return the bytes of `room` from `begin` on as a tensor of the dtype and shape of `like`."""
+    return room[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _is_pageable(part: Tensor) -> bool:

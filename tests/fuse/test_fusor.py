@@ -32,6 +32,9 @@ class Shelf:
     lost: tuple[int, int] | None = None
     reads: list[int] = field(default_factory=list)
 
+    def ready(self) -> int:
+        return N_LAYERS
+
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
         self.reads.append(layer)
         gone = self.lost is not None and layer >= self.lost[1]
@@ -70,6 +73,28 @@ def test_runs_stand_turned_in_their_rows() -> None:
             wanted = placed(layer, shelf.chunks[segment].layers[layer], start)
             same(keys[0, :, lo:hi], wanted[0])
             same(values[0, :, lo:hi], wanted[1])
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_layers_that_are_opened_together_are_those_opened_one_by_one(spaced: bool, layers: int) -> None:
+    chunks = {1: kv(5, 1), 3: kv(7, 3), 6: kv(1, 4)}
+    if spaced:
+        chunks = {
+            segment: ChunkKV(tuple(LayerKV(*pair) for pair in torch.randn(N_LAYERS, 2, 2, chunk.n_tokens, 6)))
+            for segment, chunk in chunks.items()
+        }
+    runs = [run(1, 2, 7), run(3, 10, 17, start=40), run(6, 17, 18, start=0)]
+    nbytes = layers * 2 * 20 * 6 * 4
+    for rope in (ROPE, (LAYOUT,) * N_LAYERS, (LAYOUT, LAYOUT, None, LAYOUT)):
+        one, together = (Buffers(20, runs, Shelf(chunks), rope, CPU, 3, at_once) for at_once in (0, nbytes))
+        for layer in range(N_LAYERS):
+            one.open(layer)
+            together.open(layer)
+            assert sum(keys is not None for keys in together.keys) == min(N_LAYERS, layers * (layer // layers + 1))
+            for found, wanted in zip(together.get(layer), one.get(layer), strict=True):
+                for each in runs:
+                    assert torch.equal(found[0, :, each.lo : each.hi], wanted[0, :, each.lo : each.hi])
 
 
 def test_the_same_chunk_may_stand_twice() -> None:

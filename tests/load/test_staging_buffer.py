@@ -1,10 +1,12 @@
 """Layers on their way to a device: as they are on a CPU, whole and unchanged on a GPU, from any kind of memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ragfuse.load.layers import LayerReader, is_far
-from ragfuse.load.staging_buffer import StagingBuffer, _Buffer
+from ragfuse.load.staging_buffer import StagingBuffer, _Buffer, _ranges
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.kv import LayerKV
@@ -24,16 +26,41 @@ def test_on_a_cpu_nothing_is_copied():
     assert staging.landed(staging.send(sent)) is sent
 
 
-def test_parts_in_a_buffer_lie_apart_and_the_buffer_grows_only_when_it_must():
-    buffer = _Buffer()
-    parts = buffer.room([10, 64, 0, 100])
-    for number, part in enumerate(parts):
-        part.fill_(number + 1)
-    assert [part.tolist() for part in parts] == [[1] * 10, [2] * 64, [], [4] * 100]
-    assert all(part.data_ptr() % 2 == 0 for part in parts)
-    assert buffer.room([64])[0].data_ptr() == parts[0].data_ptr()
-    assert buffer.room([1000])[0].numel() == 1000
-    assert buffer.room([]) == []
+def test_the_buffer_grows_only_when_it_must():
+    buffer = _Buffer(50)
+    first = buffer.room(10)
+    assert (first.numel(), buffer.room(0).numel()) == (10, 0)
+    assert buffer.room(50).data_ptr() == first.data_ptr()
+    assert buffer.room(1000).numel() == 1000
+
+
+def in_one_block(*sizes: int, gap: int = 0) -> list[torch.Tensor]:
+    """Tensors of random bfloat16 values that lie in one storage, `gap` values apart, behind three others."""
+    block = torch.randn(3 + sum(sizes) + gap * len(sizes)).to(torch.bfloat16)
+    starts = [3 + sum(sizes[:at]) + gap * at for at in range(len(sizes))]
+    return [block[start : start + size].view(1, size, 1) for start, size in zip(starts, sizes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "copies"),
+    [
+        (in_one_block(8, 8, 16), 1),
+        (in_one_block(64, 64, 64, gap=4), 1),
+        (in_one_block(8, 8, gap=100), 2),
+        (in_one_block(8, 8) + in_one_block(5), 2),
+        ([torch.randn(4, 6, 2)[:, 1:4]], 1),
+        (in_one_block(0, 4), 1),
+        ([], 0),
+    ],
+)
+def test_what_lies_close_together_is_copied_at_once_and_comes_out_as_it_was(parts, copies):
+    ranges = _ranges(parts)
+    assert len(ranges) == copies
+    found = {id(part): part_of(each.source.clone()) for each in ranges for part, part_of in each.parts}
+    assert len(found) == len(parts)
+    for part in parts:
+        assert found[id(part)].dtype == part.dtype
+        assert torch.equal(found[id(part)], part)
 
 
 def steps_of(count: int, n: int, pin: bool = False) -> list[list[dict[int, LayerKV | None]]]:
@@ -72,7 +99,8 @@ def test_what_is_on_the_device_is_not_copied():
 
 
 def test_a_tier_is_read_ahead_if_it_is_slow_or_on_another_device(tmp_path):
-    disk, memory, gpu = DiskTier(tmp_path, 1, lru), MemoryTier(1, lru), MemoryTier(1, lru, device="cuda:1")
+    disk, memory = DiskTier(tmp_path, 1, lru), MemoryTier(1, lru)
+    gpu = SimpleNamespace(slow=False, device=torch.device("cuda:1"))
     assert [is_far(tier, CPU) for tier in (disk, memory, gpu)] == [True, False, True]
     assert [is_far(tier, torch.device("cuda:1")) for tier in (disk, memory, gpu)] == [True, True, False]
     assert is_far(gpu, torch.device("cuda:0"))
