@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-slow lint format docs notebooks results clean
+.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-gpu test-slow lint format docs notebooks results clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -90,6 +90,12 @@ $(RAY_READY): $(RAY_INPUTS)
 
 test-ray: $(RAY_READY) ## the tests of ragfuse.ray, over a Ray cluster that really runs
 	@$(ONE) $(RAY_VENV)/bin/python -m pytest -m '' tests/ray $(ARGS)
+
+# Tiers of the GPU's own are left out, so that what engines keep goes through the host's memory and over to the GPU; the tests of
+# stores and of reading ahead have tiers on the GPU themselves.
+test-gpu: $(READY) ## on a machine with a CUDA device: the tests of models, engines and stores, on it
+	@$(ONE) RAGFUSE_DEVICE=cuda RAGFUSE_GPU_BYTES=0 $(BIN)/python -m pytest -m 'not slow and not embedded' tests/hf tests/fuse tests/load \
+	  tests/store tests/codec tests/engine tests/sessions -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)

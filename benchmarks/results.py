@@ -297,8 +297,20 @@ def _dropin(run: Result) -> Iterator[str]:
     )
 
 
+_PLACES = {
+    "memory": "in memory",
+    "pinned": "in pinned memory of the host",
+    "gpu": "in the memory of the GPU",
+    "disk": "on disk",
+}
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.2 else f"{1e3 * seconds:.0f} ms"
+
+
 def _ttft(run: Result) -> Iterator[str]:
-    yield f"`{run['policy']}` at {run['options']['ratio']:.0%}."
+    yield f"`{run['policy']}` at {run['options']['ratio']:.0%}, KV {_PLACES[run['options'].get('kv', 'memory')]}."
     yield ""
     columns = ("chunks", "tokens", "full", "fused", "faster", "plain reuse", "prefix caching", "of the ideal")
     yield from table(
@@ -307,8 +319,8 @@ def _ttft(run: Result) -> Iterator[str]:
             [
                 str(each["chunks"]),
                 f"{each['tokens']:,}",
-                f"{each['full_s']:.2f} s",
-                f"{each['fused_s']:.2f} s",
+                _duration(each["full_s"]),
+                _duration(each["fused_s"]),
                 f"{each['speedup']:.2f}x",
                 f"{each['reuse_x']:.1f}x",
                 f"{each['prefix_x']:.2f}x",

@@ -30,7 +30,7 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """float64 [R, Hq, Dv] of query [Hq, R, D] standing `at` positions over keys [H, T, D]: one weight at a time."""
-    query, keys, values = query.double(), keys.double(), values.double()
+    query, keys, values = query.double().cpu(), keys.double().cpu(), values.double().cpu()
     heads, rows = query.shape[:2]
     out = torch.zeros(rows, heads, values.shape[-1], dtype=torch.float64)
     for head in range(heads):
@@ -145,7 +145,7 @@ class LlamaTwin:
 
     def __init__(self, model: PreTrainedModel, says: Callable[[int], str] = str) -> None:
         self.says = says
-        self.weights = {name: value.detach().double() for name, value in model.state_dict().items()}
+        self.weights = {name: value.detach().double().cpu() for name, value in model.state_dict().items()}
         self.config = model.config
         inv_freq = model.model.rotary_emb.inv_freq.double().tolist()
         self.layout = RopeLayout(tuple(inv_freq))
@@ -248,7 +248,7 @@ class LlamaTwin:
             for run in runs:
                 kv = run.kv.layers[layer]
                 keys[:, run.lo : run.hi] = shifted(kv.keys, run.start, self.layout)
-                values[:, run.lo : run.hi] = kv.values.double()
+                values[:, run.lo : run.hi] = kv.values.double().cpu()
             placed.append((keys, values))
         return placed
 
@@ -379,9 +379,9 @@ def prefill_by_hand(
     cache, lo, out = DynamicCache(), 0, None
     knows = "position_ids" in inspect.signature(type(model).forward).parameters
     for ids, cached in parts:
-        at = torch.tensor(positions[lo : lo + len(ids)])[None]
+        at = torch.tensor([positions[lo : lo + len(ids)]], device=model.device)
         options = {"position_ids": at} if knows else {}
-        tokens, alone = torch.tensor([list(ids)]), DynamicCache()
+        tokens, alone = torch.tensor([list(ids)], device=model.device), DynamicCache()
         with torch.no_grad():
             out = model(input_ids=tokens, past_key_values=alone if cached else cache, use_cache=True, **options)
         if cached:

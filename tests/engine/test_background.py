@@ -304,7 +304,11 @@ def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for
 def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engine: Engine) -> None:
     model, ids = engine.model, engine.tokens(CHUNKS[0])
     context = (engine.tokens(CHUNKS[1]) * 8)[: 2 * ENCODE_STEP_TOKENS + 7]
-    whole = probe.plain_kv(model.model, torch.tensor([[*context]]), torch.arange(-len(context), 0))
+    whole = probe.plain_kv(
+        model.model,
+        torch.tensor([[*context]], device=model.device),
+        torch.arange(-len(context), 0, device=model.device),
+    )
     held = []
     real = type(model.lock).acquire
 
@@ -323,7 +327,9 @@ def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine: Engine) ->
     model, context = engine.model, engine.tokens(CHUNKS[1])
     ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * ENCODE_STEP_TOKENS + 5]
     before = model._context_kv(tuple(context))
-    whole = probe.plain_kv(model.model, torch.tensor([[*ids]]), torch.arange(len(ids)), before)
+    whole = probe.plain_kv(
+        model.model, torch.tensor([[*ids]], device=model.device), torch.arange(len(ids), device=model.device), before
+    )
     for kv, wanted in zip(model.encode(ids, context).layers, whole, strict=True):
         torch.testing.assert_close(kv.keys, wanted.keys[:, len(context) :], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(kv.values, wanted.values[:, len(context) :], rtol=1e-4, atol=1e-5)

@@ -508,7 +508,7 @@ def test_engines_of_equal_settings_are_one_until_it_is_closed(tiny_settings):
 def test_models_of_one_name_are_loaded_once(tiny_settings, tmp_path):
     with Engine(tiny_settings) as one, Engine(tiny_settings.model_copy(update={"store": tmp_path / "b"})) as two:
         assert one.model is two.model
-    assert shared(("model", tiny_settings.model, "float32", "cpu"), lambda: None) is one.model
+    assert shared(("model", tiny_settings.model, "float32", tiny_settings.device), lambda: None) is one.model
 
 
 def test_a_store_folder_that_is_a_file_is_refused(tiny_settings, tmp_path):

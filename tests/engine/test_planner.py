@@ -248,5 +248,10 @@ def _all(model, tiers):
     speeds = {tier.name: TierSpeed(0.0, 0.0, 1e-9) for tier in tiers}
     assert len(tiers) == 3
     return replace(
-        machine(), model=model.fingerprint, n_layers=3, threads=torch.get_num_threads(), tiers=speeds, device="cpu"
+        machine(),
+        model=model.fingerprint,
+        n_layers=3,
+        threads=torch.get_num_threads(),
+        tiers=speeds,
+        device=str(model.device),
     )

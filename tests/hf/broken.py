@@ -40,7 +40,7 @@ def attend_wrongly(hides: Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
         at, keys = attention_mask.positions[attention_mask.rows][:, None], attention_mask.positions[None]
         hidden = hides(attention_mask.rows, at, keys, sliding_window)
         scores = query @ key.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-        weights = torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min).float(), -1)
+        weights = torch.softmax(scores.masked_fill(hidden.to(scores.device), torch.finfo(scores.dtype).min).float(), -1)
         return (weights.to(query.dtype) @ value.repeat_interleave(groups, 1)).transpose(1, 2), None
 
     @contextmanager
@@ -132,6 +132,9 @@ class MutatingSource:
             if kv is not None:
                 kv.keys.copy_(shifted(kv.keys, 1, self.model.profile.rope[layer]))
         return found
+
+    def ready(self) -> int:
+        return 0
 
 
 @contextmanager

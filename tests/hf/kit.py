@@ -7,6 +7,7 @@ one position, or masked wrongly, changes the answer by percents.
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,9 @@ from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.types.kv import ChunkKV
 from tests.hf.families import BASE, FAMILIES, HYBRIDS, REFUSED, VOCABULARY
 
+DEVICE = torch.device(os.environ.get("RAGFUSE_DEVICE", "cpu"))
+"""Where the tests of models run: `make test-gpu` runs them on a GPU."""
+
 
 def build(kind: str, options: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model of a family, wide weights."""
@@ -36,7 +40,8 @@ def build(kind: str, options: dict[str, Any], seed: int = 0, dtype: torch.dtype 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     widen(model)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    return model if DEVICE.type == "cpu" else model.to(DEVICE)
 
 
 def widen(model: PreTrainedModel) -> None:
@@ -70,6 +75,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
     )
+
+
+def tensor(values: object) -> Tensor:
+    """A tensor on the device of the models."""
+    return torch.tensor(values, device=DEVICE)
+
+
+def random_state() -> Tensor:
+    """The state of the random numbers that sampling draws on the device of the models."""
+    return torch.cuda.get_rng_state(DEVICE) if DEVICE.type == "cuda" else torch.random.get_rng_state()
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -163,7 +178,8 @@ def states(prefill: Prefill) -> list[tuple[Tensor, Tensor]]:
 
 def off(found: Tensor, wanted: Tensor) -> float:
     """Relative error, root mean square."""
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12))
+    found, wanted = found.double().cpu(), wanted.double().cpu()
+    return float((found - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
 def worst(found: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[tuple[Tensor, Tensor]]) -> float:

@@ -142,7 +142,7 @@ def test_logits_of_a_shared_step_are_those_of_the_whole_text(name: str, monkeypa
     ]
     for prefill, note, (row,) in zip(prefills(model), notes, kit.together(model, asked), strict=True):
         for count, scores in enumerate(note.scores):
-            text = torch.tensor([[*prefill.token_ids, *row[:count]]])
+            text = kit.tensor([[*prefill.token_ids, *row[:count]]])
             with torch.no_grad():
                 logits = model.model(text, past_key_values=DynamicCache()).logits[:, -1]
             assert float((scores - logits).abs().max() / logits.std()) < 1e-4
@@ -232,13 +232,13 @@ def test_an_answer_held_to_a_grammar_goes_beside_free_ones(model: HFModel) -> No
 def test_a_seed_draws_the_same_alone_and_among_others(model: HFModel) -> None:
     each = prefills(model, (30, 14, 22, 8, 45))
     alone = generate(model, each[0].copy(), SAMPLED, seed=9)
-    state = torch.random.get_rng_state()
+    state = kit.random_state()
     ways = [{"options": SAMPLED, "seed": 9 + number} for number in range(5)]
     assert kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0] == alone
-    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(kit.random_state(), state)
     ways = [ways[0], *({"options": SAMPLED} for _ in range(4))]
     assert kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0] == alone
-    assert not torch.equal(torch.random.get_rng_state(), state)
+    assert not torch.equal(kit.random_state(), state)
     assert generate(model, each[0].copy(), SAMPLED, seed=10) != alone
 
 
@@ -364,7 +364,7 @@ def test_a_request_that_fails_in_a_shared_step_fails_alone() -> None:
 
     class Forced(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            return scores.index_fill(1, torch.tensor([bad]), 1e9) if input_ids.shape[1] == SIZES[1] + 4 else scores
+            return scores.index_fill(1, kit.tensor([bad]), 1e9) if input_ids.shape[1] == SIZES[1] + 4 else scores
 
     def refuse(module: object, args: tuple[Any, ...]) -> None:
         if args[0].shape[1] == 1 and bool((args[0] == bad).any()):

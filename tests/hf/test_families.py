@@ -63,7 +63,7 @@ def test_a_later_token_never_changes_an_earlier_row(name: str) -> None:
 @some
 def test_the_answer_goes_on_as_after_the_models_own_prefill(name: str) -> None:
     model, scene = kit.family(name), kit.usual()
-    ids = torch.tensor([scene.token_ids])
+    ids = kit.tensor([scene.token_ids])
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
     wanted = model.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
     assert generate(model, kit.fuse(model, scene, CHECKING, 1.0), options) == [wanted]
@@ -82,7 +82,7 @@ def test_a_refused_model_still_answers_right(name: str) -> None:
     model = kit.family(name)
     tokens = kit.ids(40)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = model.model.generate(torch.tensor([tokens]), **options)[0, 40:].tolist()
+    wanted = model.model.generate(kit.tensor([tokens]), **options)[0, 40:].tolist()
     prefill = model.full_prefill(tokens)
     assert int(prefill.logits.argmax()) == wanted[0]
     assert generate(model, prefill, options) == [wanted]
@@ -97,6 +97,15 @@ def test_the_probe_looks_at_the_weights_and_not_at_the_name() -> None:
                 weight.fill_(1.0)
     assert kit.HFModel(model).profile.refusal == ""
     assert "rotation" in kit.family("hunyuan").profile.refusal
+
+
+def test_a_deep_model_in_bfloat16_is_not_refused_for_its_rounding() -> None:
+    """What rounds differs between two positions by more than 6e-2 in the last layers; float32 finds the same layout."""
+    options = {"num_hidden_layers": 160}
+    deep, exact = (kit.HFModel(kit.build("llama", options, dtype=each)) for each in (torch.bfloat16, torch.float32))
+    assert (deep.profile.refusal, deep.profile.mode) == ("", "rows")
+    pairs = zip(deep.profile.rope, exact.profile.rope, strict=True)  # their frequencies are rounded, too
+    assert all((a.lo, a.pairing, a.part) == (b.lo, b.pairing, b.part) for a, b in pairs)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,9 @@ def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer: int, pol
             found = dict(kv.read(at))
             return {**found, 2: None if at >= layer else found[2]}
 
+        def ready(self) -> int:
+            return 0
+
     with pytest.raises(LostRun) as caught:
         model.fuse(scene.token_ids, scene.positions, scene.runs, Losing(), policy, 0.3)
     assert caught.value.segment == 2

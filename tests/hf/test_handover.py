@@ -42,7 +42,7 @@ def theirs(model: HFModel, tokens: Sequence[int], options: Mapping[str, Any], se
     if "stop_strings" in options:
         options = {**options, "tokenizer": model.tokenizer}
     torch.manual_seed(seed)
-    out = model.model.generate(torch.tensor([list(tokens)]), pad_token_id=0, **options)
+    out = model.model.generate(kit.tensor([list(tokens)]), pad_token_id=0, **options)
     return (out if isinstance(out, torch.Tensor) else out.sequences)[:, len(tokens) :].tolist()
 
 
@@ -121,7 +121,7 @@ def test_a_streamer_gets_every_token_as_it_comes() -> None:
 def test_a_stopping_criterion_is_asked_after_every_token() -> None:
     class After(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
-            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= length + 5)
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= length + 5, device=input_ids.device)
 
     length = len(kit.usual().token_ids)
     model = kit.family("llama")
@@ -178,9 +178,9 @@ def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
     logits = prefill.logits
     for step in range(LENGTH):
         written.append(int(logits.argmax()))
-        at = torch.tensor([[len(scene.token_ids) + step]])
+        at = kit.tensor([[len(scene.token_ids) + step]])
         with torch.no_grad():
-            logits = model.model(torch.tensor([written[-1:]]), past_key_values=cache, position_ids=at).logits[0, -1]
+            logits = model.model(kit.tensor([written[-1:]]), past_key_values=cache, position_ids=at).logits[0, -1]
     options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
     assert generate(model, kit.fuse(model, scene, "hkvd", ratio, kv), options) == [written]
 
@@ -192,7 +192,7 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
     scene = kit.scene([6, 18, 8], ["prefix", "chunk", "fresh"], gaps=[0, 40, 25])
     ids, positions, written = list(scene.token_ids), scene.positions.tolist(), []
     for _ in range(LENGTH):
-        tokens, at = torch.tensor([ids + written]), torch.tensor([positions])
+        tokens, at = kit.tensor([ids + written]), kit.tensor([positions])
         with torch.no_grad():
             logits = model.model(tokens, position_ids=at, past_key_values=DynamicCache()).logits[0, -1]
         written.append(int(logits.argmax()))
@@ -246,14 +246,14 @@ def test_a_models_own_wish_for_another_cache_is_overruled(name: str, value: obje
 def test_a_seed_touches_nobody_elses_random_numbers() -> None:
     model, options = kit.family("llama"), {"max_new_tokens": 6, "do_sample": True}
     prefills = [fused(model) for _ in range(4)]
-    before = torch.random.get_rng_state()
+    before = kit.random_state()
     one, two, other = (
         generate(model, prefill, options, seed=seed) for prefill, seed in zip(prefills, (1, 1, 2), strict=False)
     )
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(kit.random_state(), before)
     assert one == two != other
     generate(model, prefills[3], options)
-    assert not torch.equal(torch.random.get_rng_state(), before)
+    assert not torch.equal(kit.random_state(), before)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -73,6 +73,9 @@ def test_nothing_stays_behind_when_the_store_raises(name: str) -> None:
         def read(self, layer: int) -> dict[int, None]:
             raise Sudden
 
+        def ready(self) -> int:
+            return 0
+
     with pytest.raises(Sudden):
         model.fuse(scene.token_ids, scene.positions, scene.runs, Broken(), "hkvd", 0.3)
     assert traces(model) == before
@@ -125,8 +128,8 @@ def test_hooks_of_the_reader_are_still_called() -> None:
 @families
 def test_a_look_is_the_attention_of_the_question_and_runs_nothing_behind_it(name: str) -> None:
     model, scene = kit.family(name), kit.usual()
-    ids, profile = torch.tensor([list(scene.token_ids)]), model.profile
-    positions = torch.arange(ids.shape[1])
+    ids, profile = kit.tensor([list(scene.token_ids)]), model.profile
+    positions = torch.arange(ids.shape[1], device=ids.device)
     buffers = Buffers(len(positions), (), NoSource(), profile.rope, model.device)
     before = traces(model)
     watched = watched_layers(model.n_layers)

@@ -35,7 +35,7 @@ def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None
     assert reason in model.profile.refusal
     assert not verify(model).passed
     ids = kit.ids(40)
-    given = torch.tensor([ids])
+    given = kit.tensor([ids])
     with torch.no_grad():
         own = model.model.generate(
             input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=8, do_sample=False
@@ -47,7 +47,7 @@ def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None
 def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
     """All its keys are there, and dropping the state beside them would change the answer."""
     kind, options = HYBRIDS["falcon-h1-both-in-a-layer"][:2]
-    model, ids = kit.build(kind, options), torch.tensor([kit.ids(12)])
+    model, ids = kit.build(kind, options), kit.tensor([kit.ids(12)])
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
         plain = kit.build("llama", {})(input_ids=ids, use_cache=True).past_key_values

@@ -18,7 +18,10 @@ from tests.hf import kit
 from tests.hf.families import FAMILIES, REFUSED
 
 CPU = torch.device("cpu")
-packs = pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="this CPU has no bfloat16 products to pack for")
+packs = pytest.mark.skipif(
+    not can_pack(CPU, torch.bfloat16) or kit.DEVICE != CPU,
+    reason="the tests run on a GPU, or this CPU has no bfloat16 products to pack for",
+)
 SHAPE = {
     "model_type": "llama",
     "num_hidden_layers": 3,

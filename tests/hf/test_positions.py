@@ -29,7 +29,7 @@ def own(name: str, ids: list[int], positions: list[int]) -> list[tuple[torch.Ten
     """The KV of the family's own forward at these positions."""
     model = kit.family(name).model
     with torch.no_grad():
-        out = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=True)
+        out = model(input_ids=kit.tensor([ids]), position_ids=kit.tensor([positions]), use_cache=True)
     return [(layer.keys[0], layer.values[0]) for layer in out.past_key_values.layers]
 
 
@@ -50,7 +50,7 @@ def among(name: str, ids: list[int], positions: list[int], n_more: int = 0) -> t
     try:
         with torch.no_grad():
             for _ in range(n_more + 1):
-                out = model(input_ids=torch.tensor([row]), use_cache=True)
+                out = model(input_ids=kit.tensor([row]), use_cache=True)
                 row.append(int(out.logits[0, -1].argmax()))
     finally:
         for handle in handles:

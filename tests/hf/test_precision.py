@@ -36,7 +36,7 @@ def test_both_ends_are_right_within_rounding(name: str, dtype: torch.dtype) -> N
 def test_an_answer_is_written_in_low_precision(dtype: torch.dtype) -> None:
     model, scene = kit.family("llama", dtype), kit.usual()
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    ids = torch.tensor([scene.token_ids])
+    ids = kit.tensor([scene.token_ids])
     wanted = model.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
     assert generate(model, model.full_prefill(scene.token_ids), options) == [wanted]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ragfuse.hf.queries import query_sizes
+from tests.hf import kit
 from tests.hf.families import FAMILIES
 from tests.hf.kit import family
 
@@ -22,7 +23,7 @@ def projected(model, runs) -> list[torch.Tensor]:
     ]
     for run in runs:
         with torch.no_grad():
-            model.model(input_ids=torch.tensor([run]))
+            model.model(input_ids=kit.tensor([run]))
     for handle in handles:
         handle.remove()
     return [sums[at] for at in sorted(sums)]
@@ -37,7 +38,7 @@ def test_sizes_are_what_the_projections_give_head_by_head(name):
         heads, dim = size.shape
         by_head = power.view(heads, -1, dim).mean(1) / sum(map(len, RUNS))
         pairs = by_head.view(heads, 2, dim // 2).sum(1)
-        assert torch.allclose(size.double().square().view(heads, 2, dim // 2).sum(1), pairs, rtol=1e-4)
+        assert torch.allclose(size.double().square().view(heads, 2, dim // 2).sum(1).cpu(), pairs.cpu(), rtol=1e-4)
 
 
 def test_the_model_is_left_as_it_was():

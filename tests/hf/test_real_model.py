@@ -74,7 +74,7 @@ def test_ratio_one_writes_what_transformers_writes(model: HFModel, prompt, optio
     ids, options = prompt[0], {"max_new_tokens": 24, **options}
     extra = {"tokenizer": model.tokenizer} if "stop_strings" in options else {}
     torch.manual_seed(3)
-    wanted = model.model.generate(torch.tensor([ids]), **options, **extra)[:, len(ids) :].tolist()
+    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options, **extra)[:, len(ids) :].tolist()
     found = generate(model, fused(model, prompt), options, seed=3)
     count = None if model.dtype == torch.float32 else 3
     assert [row[:count] for row in found] == [row[:count] for row in wanted]

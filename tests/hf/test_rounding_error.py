@@ -8,6 +8,7 @@ from ragfuse.engine.codec_tables import made_tables
 from ragfuse.hf import rounding_error as rounding
 from ragfuse.hf.rounding_error import rounding_costs
 from ragfuse.types.kv import ChunkKV, LayerKV
+from tests.hf import kit
 from tests.hf.families import FAMILIES, all_when_slow
 from tests.hf.kit import family
 
@@ -24,7 +25,7 @@ def log_words(model, layers) -> torch.Tensor:
     for at, layer in enumerate(layers):
         cache.update(layer.keys[None].clone(), layer.values[None].clone(), at)
     with torch.no_grad():
-        out = model.model(input_ids=torch.tensor([FOLLOW[:-1]]), past_key_values=cache, use_cache=True)
+        out = model.model(input_ids=kit.tensor([FOLLOW[:-1]]), past_key_values=cache, use_cache=True)
     return torch.log_softmax(out.logits[0].double(), -1)
 
 

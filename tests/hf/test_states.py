@@ -201,7 +201,7 @@ def test_a_run_is_found_where_tokens_begin_alone() -> None:
 def test_a_copy_shares_no_tensor() -> None:
     model = kit.build(*MODELS["qwen3-next"][:2])
     with torch.no_grad():
-        cache = model(input_ids=torch.tensor([kit.ids(20)]), use_cache=True).past_key_values
+        cache = model(input_ids=kit.tensor([kit.ids(20)]), use_cache=True).past_key_values
     places = {each.data_ptr() for each in tensors(cache)}
     mine = list(tensors(copied(cache)))
     assert len(places) == len(mine) >= 8

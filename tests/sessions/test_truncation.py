@@ -50,7 +50,7 @@ def test_a_shortened_prompt_equals_attention_over_the_kept_rows_at_their_new_pos
             at += n
         assert prompt.token_ids[:at] == tuple(whole[row] for row in kept)
         wanted = twin.fuse(prompt.token_ids, range(len(prompt)), runs, "none", 0.0)
-        error = (ready.prefill.logits.double() - wanted.logits).abs().max() / wanted.logits.abs().max()
+        error = (ready.prefill.logits.double().cpu() - wanted.logits).abs().max() / wanted.logits.abs().max()
         assert float(error) < 1e-4
 
 
@@ -82,8 +82,8 @@ def test_shortening_changes_no_byte_and_no_key(said):
         assert engine.sessions.show("one").dropped == 120
         for key, layers in before.items():
             after = engine.store.read_layers(key, 0, engine.model.n_layers)
-            assert all(torch.equal(a.keys, b.keys) for a, b in zip(layers, after, strict=True))
-            assert all(torch.equal(a.values, b.values) for a, b in zip(layers, after, strict=True))
+            assert all(torch.equal(a.keys.cpu(), b.keys.cpu()) for a, b in zip(layers, after, strict=True))
+            assert all(torch.equal(a.values.cpu(), b.values.cpu()) for a, b in zip(layers, after, strict=True))
 
 
 def test_only_what_is_new_is_computed_after_shortening(said):
