@@ -7,17 +7,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ragfuse.calibration import palette
 from ragfuse.calibration.plots import saved
 
 STYLES = MappingProxyType(
     {
         "hf": ("black", "o-"),
-        "hf-prefix": ("tab:grey", "o:"),
+        "hf-prefix": (palette.FULL_PREFILL, "o:"),
         "llama.cpp": ("tab:green", "s-"),
         "llama.cpp-bf16": ("tab:olive", "s--"),
         "llama.cpp-reuse": ("tab:olive", "s:"),
-        "vllm": ("tab:blue", "^-"),
-        "ragfuse": ("tab:orange", "D-"),
+        "vllm": (palette.PREFIX_CACHING, "^-"),
+        "ragfuse": (palette.RAGFUSE, "D-"),
         "ragfuse-disk": ("tab:red", "D:"),
     }
 )

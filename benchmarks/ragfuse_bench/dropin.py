@@ -43,6 +43,7 @@ from ragfuse_bench.unprepared import (
 from rich.console import Console
 from rich.table import Table
 
+from ragfuse.calibration import palette
 from ragfuse.calibration.metrics import is_right, normalise
 from ragfuse.calibration.plots import saved
 from ragfuse.calibration.runner import Times, circumstances, speedup, thread_count
@@ -346,7 +347,7 @@ def _draw_swap(result: Mapping[str, Any], figure: Any) -> None:
     for axes, name in zip(panels, FRAMEWORKS, strict=True):
         row = result[name]
         for index, asked in enumerate(row["questions"]):
-            for side, color, shift in (("theirs", "tab:grey", -0.2), ("ours", "tab:orange", 0.2)):
+            for side, color, shift in (("theirs", palette.FULL_PREFILL, -0.2), ("ours", palette.RAGFUSE, 0.2)):
                 spread = asked[side]["wall_s"]
                 label = (THEIRS if side == "theirs" else OURS)[name] if not index else None
                 axes.bar(index + shift, spread["median"], 0.38, color=color, label=label)

@@ -378,25 +378,33 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
-    """Draw KL over plain reuse's against speed, with safe choices in colour, as a picture at `path`."""
+    """Draw KL over plain reuse's against speed as a picture at `path`: safe choices filled, the one taken in a ring."""
+    from ragfuse.calibration import palette
     from ragfuse.calibration.plots import saved
 
-    with saved(path, (7, 4.5)) as figure:
+    policies = list(dict.fromkeys(each["policy"] for each in result["tried"]))
+    with saved(path, (7.5, 5)) as figure:
         axes = figure.add_subplot()
-        for each in result["tried"]:
-            chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
-            color = "tab:orange" if chosen else "tab:green" if each["is_safe"] else "tab:grey"
-            spread = [[each["kl_over_reuse"] - each["low"]], [each["high"] - each["kl_over_reuse"]]]
-            axes.errorbar(each["ttft_x"], each["kl_over_reuse"], yerr=spread, fmt="o", color=color, capsize=3)
-            label = f"{each['policy']} {each['ratio']:.0%}"
-            axes.annotate(
-                label, (each["ttft_x"], each["kl_over_reuse"]), (5, 5), textcoords="offset points", fontsize=8
-            )
+        for at, policy in enumerate(policies):
+            words, color, mark = palette.method_style("none@filler" if policy == "none" else policy, at)
+            for n, each in enumerate(each for each in result["tried"] if each["policy"] == policy):
+                point = each["ttft_x"], each["kl_over_reuse"]
+                axes.vlines(point[0], each["low"], each["high"], color=color, alpha=0.35)
+                face = color if each["is_safe"] else "white"
+                axes.plot(*point, mark, color=color, markerfacecolor=face, label=None if n else words, markersize=6)
+                if (policy, each["ratio"]) == (result["policy"], result["ratio"]):
+                    axes.plot(*point, "o", color="black", markerfacecolor="none", markersize=14, label="taken")
+                if each["ratio"]:
+                    where = {"textcoords": "offset points", "fontsize": 7, "color": color}
+                    axes.annotate(f"{each['ratio']:.0%}", point, (5, 3), **where)
         axes.axhline(MAX_KL_OVER_REUSE, color="black", linewidth=0.8, linestyle="--")
-        left = axes.get_xlim()[0]
-        axes.annotate("safe below", (left, MAX_KL_OVER_REUSE), (4, 4), textcoords="offset points", fontsize=8)
+        right = axes.get_xlim()[1]
+        where = {"textcoords": "offset points", "fontsize": 8, "ha": "right"}
+        axes.annotate("a safe choice lies below", (right, MAX_KL_OVER_REUSE), (-4, 4), **where)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("first token, times faster than full prefill")
-        axes.set_ylabel("KL to full prefill, plain reuse = 1")
-        axes.set_title(f"{result['model']}, {result['questions']} questions")
+        axes.set_ylabel("KL to full prefill, plain reuse = 1, with its 95% interval")
+        model = str(result["model"]).removesuffix(".gguf")
+        axes.set_title(f"{model}, {result['questions']} questions (filled: safe; lower right is better)", fontsize=11)
         axes.grid(True, alpha=0.3)
+        figure.legend(fontsize=8, loc="outside lower center", ncols=2)

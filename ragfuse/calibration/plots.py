@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ragfuse.calibration import palette
 from ragfuse.errors import SettingsError
 
 NO_FRONTIER = "--plot shows KL relative to plain reuse: the methods must include `none` and at least one policy."
@@ -43,10 +44,10 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
     rows = sorted(result["by_chunks"], key=lambda row: int(row["tokens"]))
     tokens = [row["tokens"] for row in rows]
     lines = (
-        ("reuse_x", "plain reuse (nothing recomputed)", "tab:grey", "o:"),
-        ("ideal_speedup", "ragfuse at best (every row as dear as in full prefill)", "tab:orange", "--"),
-        ("speedup", f"ragfuse, {result['policy']} at {result['mean_ratio']:.0%}", "tab:orange", "o-"),
-        ("prefix_x", "prefix caching (first chunk only)", "tab:blue", "s-."),
+        ("reuse_x", "plain reuse (nothing recomputed)", palette.FULL_PREFILL, "o:"),
+        ("ideal_speedup", "ragfuse at best (every row as dear as in full prefill)", palette.RAGFUSE, "--"),
+        ("speedup", f"ragfuse, {result['policy']} at {result['mean_ratio']:.0%}", palette.RAGFUSE, "o-"),
+        ("prefix_x", "prefix caching (first chunk only)", palette.PREFIX_CACHING, "s-."),
     )
     with saved(path, (7, 5)) as figure:
         axes = figure.add_subplot()
@@ -83,23 +84,24 @@ def plot_frontier(result: Mapping[str, Any], path: Path) -> None:
         raise SettingsError(NO_FRONTIER)
     sets = list(dict.fromkeys(row["dataset"] for row in drawn))
     names = dict.fromkeys(row["method"] for row in drawn)
-    styles = {method: (f"C{i}", "osD^vPX*"[i % 8]) for i, method in enumerate(names)}
+    styles = {method: palette.method_style(method, at) for at, method in enumerate(names)}
     with saved(path, (7.5, 5.0 * len(sets))) as figure:
         for at, dataset in enumerate(sets):
             axes = figure.add_subplot(len(sets), 1, at + 1)
             _frontier(axes, [row for row in drawn if row["dataset"] == dataset], styles)
             axes.legend(fontsize=8)
-        figure.axes[0].set_title(f"{result['model']}, {result['dtype']}, threads: {result['threads']}")
+        model = str(result["model"]).removesuffix(".gguf")
+        figure.axes[0].set_title(f"{model}, {result['dtype']}, threads: {result['threads']} (lower right is better)")
 
 
-def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]], styles: Mapping[str, tuple[str, str]]) -> None:
+def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]], styles: Mapping[str, tuple[str, str, str]]) -> None:
     ticks = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-    for method, (color, mark) in styles.items():
+    for method, (label, color, mark) in styles.items():
         points = sorted((row for row in rows if row["method"] == method), key=lambda row: row["ratio"] or 0)
         if not points:
             continue
         x, y = [row["ttft_x"] for row in points], [row["kl_over_reuse"] for row in points]
-        axes.plot(x, y, f"{mark}-", color=color, label=method, markersize=5)
+        axes.plot(x, y, f"{mark}-", color=color, label=label, markersize=5)
         for row in points if len(points) > 1 else ():
             at = (row["ttft_x"], row["kl_over_reuse"])
             axes.annotate(f"{row['ratio']:.0%}", at, (4, 4), textcoords="offset points", fontsize=7, color=color)
@@ -109,5 +111,5 @@ def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]], styles: Mapping[str,
     axes.minorticks_off()
     axes.set_ylim(max(0.005, 0.8 * min(found)), max(1.3, 1.2 * max(found)))
     axes.set_xlabel("first token, times faster than full prefill")
-    axes.set_ylabel(f"{rows[0]['dataset']} (n = {rows[0]['n']}): KL to full prefill, plain reuse = 1")
+    axes.set_ylabel(f"KL to full prefill, plain reuse = 1 ({rows[0]['dataset']}, n = {rows[0]['n']})")
     axes.grid(True, alpha=0.3)

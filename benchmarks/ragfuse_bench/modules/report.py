@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragfuse.calibration import palette
 from ragfuse.calibration.plots import saved
 
 Result = Mapping[str, Any]
@@ -114,7 +115,7 @@ def draw_modules(result: Result, path: Path) -> None:
         uses = [(row["name"], row["ttft_x"]) for row in result["cases"] if not row["dataset"]]
         bars = [*uses, *((f"{row['dataset']}, n = {row['n']}", row["ttft_x"]) for row in result["by_set"])]
         names, factors = [name for name, _ in bars], [factor for _, factor in bars]
-        right.bar_label(right.barh(names, factors, color="tab:blue"), fmt="%.1f", padding=3, fontsize=8)
+        right.bar_label(right.barh(names, factors, color=palette.RAGFUSE), fmt="%.1f", padding=3, fontsize=8)
         right.set_xlim(0, 1.12 * max(factors, default=1.0))
         right.invert_yaxis()
         right.set_xlabel(f"first token, times faster than full prefill ({_clock(result)})")
@@ -123,7 +124,10 @@ def draw_modules(result: Result, path: Path) -> None:
 
 def draw_slope(axes: Any, rows: Sequence[Result]) -> None:
     """Seconds against tokens, both ways."""
-    for key, label, color in (("full_s", "all computed", "tab:gray"), ("cached_s", "modules cached", "tab:blue")):
+    for key, label, color in (
+        ("full_s", "all computed", palette.FULL_PREFILL),
+        ("cached_s", "modules cached", palette.RAGFUSE),
+    ):
         axes.plot([row["tokens"] for row in rows], [row[key] for row in rows], "o-", color=color, label=label)
     axes.set_xlabel("tokens of the prompt")
     axes.set_ylabel("seconds to the first token")
