@@ -30,6 +30,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
+from ragfuse.settings import Settings
 
 RECIPE = 1
 """Version of what `prepare` writes; folders of another version are prepared again."""
@@ -169,9 +170,20 @@ def resolve_llm(name_or_path: str, home: Path, console: Console | None = None) -
     return _resolve(name_or_path, "llm", home, console)
 
 
-def resolve_embedder(name_or_path: str, home: Path, console: Console | None = None) -> Path | str:
-    """Return what to load for an embedder: a folder, or a Hugging Face id unchanged; arguments as in `resolve_llm`."""
-    return _resolve(name_or_path, "embedder", home, console)
+def resolve_embedder(
+    name_or_path: str = "minilm-l6", home: Path | None = None, console: Console | None = None
+) -> Path | str:
+    """Return what to load for an embedder: a folder, or a Hugging Face id unchanged.
+
+    Args:
+        name_or_path: An embedded name, a folder or a Hugging Face id.
+        home: Folder in which models are prepared; None: that of the settings.
+        console: Where progress is shown; None: standard error.
+
+    Raises:
+        ModelError: There is no such embedder, or it cannot be prepared.
+    """
+    return _resolve(name_or_path, "embedder", home or Settings().home, console)
 
 
 def prepare(name: str, home: Path, console: Console | None = None) -> Path:
