@@ -26,8 +26,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 DRAIN_FACTOR = 8
 """A body over the limit is read up to this many times the limit, as its sender reads the error only after sending."""
 CROWDED = "There are too many connections with open requests. Close some, or retry later."
-PUBLIC = ("/health",)
+PUBLIC = ("/health", "/", "/docs")
 """Paths that need no key."""
+PAGE_FILES = "/page/"
+"""Where the paths of the web page's files begin, which need no key either: they hold no data."""
 PATHS_WHILE_STOPPING = ("/health", "/metrics")
 """Paths that are answered while the server stops."""
 
@@ -119,7 +121,7 @@ class Guard:
                 "host",
             )
         tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
-        if tenant is None and path not in PUBLIC:
+        if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             found = "another one" if b"authorization" in headers else "none"
             raise APIError(
                 401, f"Wanted one of the server's API keys, found {found}. Send it as 'Bearer KEY'.", "api_key"

@@ -15,6 +15,7 @@ from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.engine.context_window import largest_body
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
+from ragfuse.models.embedder import Embedder
 from ragfuse.serve.admission import RETRY_S, AdmissionControl, Ticket
 from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import APITenant, Keys
@@ -52,7 +53,8 @@ class Service:
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
         self.settings = settings = with_place(settings)
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
-        self.model = Path(settings.model).name
+        self.names = settings.served_model_name or (Path(settings.model).name,)
+        self.model = self.names[0]
         share = 2 if len(self.keys.tenants) > 1 else 1
         max_each = max(1, settings.serve_waiting // share) if share > 1 else None
         self.admission = AdmissionControl(settings.serve_together, settings.serve_waiting, max_each)
@@ -68,6 +70,7 @@ class Service:
         )
         if self.decoder is not None:
             self.counts.show_decoder(self.decoder)
+        self.embedder = Embedder(settings.embedder, settings.home)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
