@@ -21,6 +21,7 @@ from ragfuse.serve.entry_routes import entry_routes
 from ragfuse.serve.guard import Guard
 from ragfuse.serve.page_routes import page_routes
 from ragfuse.serve.refusals import APIError, api_error_of, unreadable
+from ragfuse.serve.response_routes import response_routes
 from ragfuse.serve.routes import router
 from ragfuse.serve.schema import ErrorBody
 from ragfuse.serve.schema_routes import schema_routes
@@ -63,6 +64,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     app.state.threads = service.threads
     app.include_router(router(service))
     app.include_router(schema_routes(service))
+    app.include_router(response_routes(service))
     app.include_router(embedding_routes(service))
     app.include_router(entry_routes(service))
     app.include_router(page_routes())

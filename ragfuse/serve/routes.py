@@ -48,7 +48,7 @@ def router(service: Service) -> APIRouter:
     """Return the routes of a service."""
     routes = APIRouter(route_class=BodyRoute)
 
-    @routes.post("/v1/chat/completions", responses=_media_type_response("text/event-stream"))
+    @routes.post("/v1/chat/completions", responses=media_type_response("text/event-stream"))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer chat messages."""
 
@@ -59,7 +59,7 @@ def router(service: Service) -> APIRouter:
 
         return await _answer(service, request, body, make, True, bool(body.logprobs))
 
-    @routes.post("/v1/completions", responses=_media_type_response("text/event-stream"))
+    @routes.post("/v1/completions", responses=media_type_response("text/event-stream"))
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
 
@@ -113,7 +113,7 @@ def router(service: Service) -> APIRouter:
         payload = {"status": "stopping" if service.stopping else "ok", "model": service.model}
         return JSONResponse(payload, 503 if service.stopping else 200)
 
-    @routes.get("/metrics", responses=_media_type_response("text/plain"))
+    @routes.get("/metrics", responses=media_type_response("text/plain"))
     async def metrics(request: Request) -> Response:
         """Report Prometheus metrics of all requests and of the client's tenant."""
         threads = service.threads
@@ -157,8 +157,8 @@ async def _answer(
         items = token_counts_of(request).counted(run.read())
         if not body.stream:
             return JSONResponse(await unless_disconnected(request.receive, _whole(writer, items)))
-        first = await unless_disconnected(request.receive, _first(items))
-        return Events(writer.events(_prepend(first, items)), run, service.settings.serve_timeout_s + HARD_S + SLOW_S)
+        ready = await unless_disconnected(request.receive, first_then(items))
+        return Events(writer.events(ready), run, service.settings.serve_timeout_s + HARD_S + SLOW_S)
     except BaseException:
         run.cancel()
         raise
@@ -174,8 +174,9 @@ async def _whole(writer: ResponseWriter, items: AsyncIterator[TextDelta | Comple
     return writer.whole(completed, token_logprobs)
 
 
-async def _first(items: AsyncIterator[T]) -> T:
-    return await anext(items)
+async def first_then(items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Wait for the first item, so that an error before it is still a response of its own; return all items."""
+    return _prepend(await anext(items), items)
 
 
 async def _prepend(first: T, items: AsyncIterator[T]) -> AsyncIterator[T]:
@@ -252,7 +253,7 @@ def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
     return [*engine.prompt(question, offered_tools(ask)).token_ids]
 
 
-def _media_type_response(kind: str) -> dict[int | str, dict[str, Any]]:
+def media_type_response(kind: str) -> dict[int | str, dict[str, Any]]:
     """Return an OpenAPI response entry for a route that may answer with text of this media type."""
     return {200: {"description": "The text.", "content": {kind: {"schema": {"type": "string"}}}}}
 

@@ -19,6 +19,10 @@ ASKED = {
     ("GET", "/v1/models/{model}"),
     ("GET", "/v1/ragfuse/model"),
     ("POST", "/v1/ragfuse/tokens"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{id}"),
+    ("GET", "/v1/responses/{id}/input_items"),
+    ("DELETE", "/v1/responses/{id}"),
     ("POST", "/v1/embeddings"),
     ("GET", "/v1/ragfuse/entries"),
     ("DELETE", "/v1/ragfuse/entries"),
@@ -77,7 +81,7 @@ def _ask_little(body: dict, service: Service) -> None:
     """So that an example takes no time: a model that there is, short answers."""
     if "model" in body and len(str(body["model"])) % 3:
         body["model"] = service.model
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and body[name] > 8:
             body[name] = 8
 
