@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
 from ragfuse.serve.access_log import AccessLog
+from ragfuse.serve.document_routes import document_routes
 from ragfuse.serve.embeddings import embedding_routes
 from ragfuse.serve.entry_routes import entry_routes
 from ragfuse.serve.guard import Guard
@@ -67,6 +68,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     app.include_router(response_routes(service))
     app.include_router(embedding_routes(service))
     app.include_router(entry_routes(service))
+    app.include_router(document_routes(service))
     app.include_router(page_routes())
     for kind in (APIError, RagFuseError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _error_response)
@@ -76,7 +78,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
         Guard(
             app,
             service.keys,
-            lambda: service.body_bytes,
+            service.max_body,
             settings.serve_patience_s,
             lambda: service.stopping,
             service.counts.count,

@@ -89,6 +89,12 @@ def entry_routes(service: Service) -> APIRouter:
         tenant = tenant_of(request)
         return await look(request, lambda engine: use_of(service.quotas[tenant.salt], engine))
 
+    @routes.get("/live")
+    async def live(request: Request) -> dict[str, Any]:
+        """Show requests that run and wait, and what the client's tenant reused in the last hour."""
+        tenant = tenant_of(request)
+        return await look(request, lambda _: service.live(tenant))
+
     @routes.get("/sessions")
     async def sessions(request: Request) -> dict[str, Any]:
         """List the stored conversations of the client's tenant, most recently used first."""

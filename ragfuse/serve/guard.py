@@ -48,7 +48,7 @@ class Guard:
     Args:
         app: The app that answers the requests that pass.
         keys: The API keys.
-        max_nbytes: Returns the largest body allowed, in bytes.
+        max_nbytes: Returns the largest body allowed at a path, in bytes.
         timeout_s: Seconds that a body may take to arrive.
         stopping: Returns whether the server is stopping.
         observer: Called with path and status for each response.
@@ -61,7 +61,7 @@ class Guard:
         self,
         app: App,
         keys: Keys,
-        max_nbytes: Callable[[], int],
+        max_nbytes: Callable[[str], int],
         timeout_s: float,
         stopping: Callable[[], bool],
         observer: RequestObserver,
@@ -131,14 +131,14 @@ class Guard:
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise APIError(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
-            if _content_length(scope) > self._max_nbytes():
-                raise self._too_large()
+            if _content_length(scope) > self._max_nbytes(path):
+                raise self._too_large(path)
 
     async def _body(self, scope: Scope, receive: Receive, request_bytes: _RequestBytes) -> bytes:
         """Read the whole body; APIError where it is too large or too slow, or all held bodies exceed their limit."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return b""
-        max_bytes, body, tenant = self._max_nbytes(), bytearray(), scope["state"]["tenant"]
+        max_bytes, body, tenant = self._max_nbytes(scope["path"]), bytearray(), scope["state"]["tenant"]
         name = tenant.name if tenant is not None else ""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -151,19 +151,21 @@ class Guard:
                     request_bytes.add(name, len(piece))
                     body += piece
                     if len(body) > max_bytes:
-                        raise self._too_large()
+                        raise self._too_large(scope["path"])
                     more = message.get("more_body", False)
         except TimeoutError:
             text = f"The body did not arrive within {self._timeout_s:g} seconds. Send it faster."
             raise APIError(408, text, "slow") from None
         return bytes(body)
 
-    def _too_large(self) -> APIError:
-        return APIError(413, f"The body is larger than {self._max_nbytes():,} bytes. Send less at once.", "too_large")
+    def _too_large(self, path: str) -> APIError:
+        return APIError(
+            413, f"The body is larger than {self._max_nbytes(path):,} bytes. Send less at once.", "too_large"
+        )
 
     async def _drain(self, scope: Scope, incoming: _IncomingBody) -> None:
         """Read and drop the rest of a refused body unless it is long: many clients read only after sending."""
-        remaining = DRAIN_FACTOR * self._max_nbytes()
+        remaining = DRAIN_FACTOR * self._max_nbytes(scope["path"])
         if _content_length(scope) > remaining:
             return
         try:

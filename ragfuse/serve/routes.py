@@ -37,9 +37,11 @@ from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextD
 from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest, TokensRequest
 from ragfuse.serve.service import Service
 from ragfuse.serve.stats import store_of
+from ragfuse.serve.token_trace import TokenRecorder
 from ragfuse.serve.transfer import transfer_of
 
 T = TypeVar("T")
+MakeRequests = Callable[[Engine], Sequence[AnswerRequest]]
 SLOW_S = 30.0
 """Seconds that a client may take to read a stream, beyond the time that the answer may take."""
 
@@ -127,7 +129,7 @@ async def _answer(
     service: Service,
     request: Request,
     body: CompletionRequest,
-    make: Callable[[Engine], Sequence[AnswerRequest]],
+    make: MakeRequests,
     is_chat: bool,
     wants_logprobs: bool,
 ) -> Response:
@@ -136,6 +138,8 @@ async def _answer(
     if body.stream_options is not None and not body.stream:
         raise APIError(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
     tenant = tenant_of(request)
+    if body.ragfuse.token_trace:
+        make = _with_token_trace(make)
     transfer = transfer_of(body, service.transfers, service.model, tenant.salt, service.settings.transfer_level)
     if transfer is not None:
         make, wants_logprobs = transfer.instead_of(make), False
@@ -162,6 +166,10 @@ async def _answer(
     except BaseException:
         run.cancel()
         raise
+
+
+def _with_token_trace(make: MakeRequests) -> MakeRequests:
+    return lambda engine: [replace(each, tokens=TokenRecorder()) for each in make(engine)]
 
 
 async def _whole(writer: ResponseWriter, items: AsyncIterator[TextDelta | Completed]) -> dict[str, Any]:

@@ -96,6 +96,8 @@ class AnswerOptions(RequestBody):
     """Whether a sampled answer takes the top_k of the model's generation config where the request gives none."""
     token_ids: bool = False
     """Whether each choice has the ids of its generated tokens, in a stream with its last event."""
+    token_trace: bool = False
+    """Whether the trace says what became of each token of the prompt, with its text."""
 
 
 class StreamOptions(RequestBody):
