@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-slow lint format docs notebooks results clean
+.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-browser test-slow lint format docs notebooks results clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -94,6 +94,11 @@ test-ray: $(RAY_READY) ## the tests of ragfuse.ray, over a Ray cluster that real
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)
 	@$(BIN)/python -m pytest --nbmake -m '' notebooks
+
+# Playwright drives the system's own chromium: no browser is downloaded.
+test-browser: $(READY) ## the server's page in a real browser (chromium), with pictures in docs/pictures/page
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	@$(ONE) PAGE_PICTURES=docs/pictures/page $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/python -m ruff check .

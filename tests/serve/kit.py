@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,12 +121,17 @@ def process(settings: Settings, *arguments: str, **environment: str) -> Iterator
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert run.stderr is not None
+    reading = threading.Thread(target=deque, args=(run.stderr, 0), name="test-log")  # a full pipe would stop the server
     try:
-        yield run, _address(run)
+        address = _address(run)
+        reading.start()
+        yield run, address
     finally:
         run.kill()
         run.wait()
-        assert run.stderr is not None
+        if reading.ident is not None:
+            reading.join()
         run.stderr.close()
 
 

@@ -18,6 +18,7 @@ from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.split import passages
 from ragfuse.telemetry.counters import TTFT_S, CounterSnapshot
 from tests.serve.kit import Served, said, serving, wait_for
+from tests.serve.pdf import pdf
 from tests.tiny import CHUNKS
 
 pytest.importorskip("sentence_transformers", reason="the extra of embedded models is not installed")
@@ -50,27 +51,6 @@ def sent(served: Served, name: str, key: dict[str, str] = BLUE, **fields: Any) -
     id = answer.json()["id"]
     wait_for(lambda: served.get(f"{PATH}/{id}", **key).json()["status"] in ("ready", "failed"))
     return served.get(f"{PATH}/{id}", **key).json()
-
-
-def pdf(text: str) -> bytes:
-    """A PDF of one page, by hand."""
-    stream = f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET".encode()
-    objects = [
-        b"<</Type/Catalog/Pages 2 0 R>>",
-        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 400 200]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
-        b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream),
-        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
-    ]
-    body, places = b"%PDF-1.4\n", list[int]()
-    for number, each in enumerate(objects, 1):
-        places.append(len(body))
-        body += b"%d 0 obj%s endobj\n" % (number, each)
-    table = b"".join(b"%010d 00000 n \n" % at for at in places)
-    return body + b"xref\n0 6\n0000000000 65535 f \n%strailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % (
-        table,
-        len(body),
-    )
 
 
 def test_a_document_is_split_encoded_and_found(two: Served) -> None:

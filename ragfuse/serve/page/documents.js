@@ -57,7 +57,10 @@ async function send(files) {
 
 function state(each) {
   if (each.status === "failed") return each.error;
-  if (each.status === "ready") return `${many(each.passages, "passage")}, ${bytes(each.nbytes)} of KV, encoded in ${each.seconds} s`;
+  if (each.status === "ready") {
+    const done = each.nbytes ? `${bytes(each.nbytes)} of KV, encoded in ${each.seconds.toFixed(1)} s` : "whose KV was stored already";
+    return `${many(each.passages, "passage")}, ${done}`;
+  }
   if (each.status === "encoding") return `encoding ${each.encoded} of ${each.passages} passages`;
   return each.status === "reading" ? "reading" : "waiting";
 }

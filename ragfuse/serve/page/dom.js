@@ -25,7 +25,7 @@ export function show(element, ...children) {
 export function table(caption, columns, rows, numbers = []) {
   const cell = (tag, content, at, extra = {}) =>
     make(tag, { class: numbers.includes(at) ? "number" : undefined, ...extra }, content);
-  return make("div", { class: "table", tabIndex: 0, role: "region", "aria-label": caption },
+  return make("div", { class: "table", tabIndex: 0, role: "region", "aria-label": `Table: ${caption}` },
     make("table", {},
       make("caption", { class: "hidden-text" }, caption),
       make("thead", {}, make("tr", {}, columns.map((name, at) => cell("th", name, at, { scope: "col" })))),

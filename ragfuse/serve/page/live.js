@@ -28,6 +28,10 @@ function times(found) {
     shown.length ? histogram(shown) : make("p", { class: "quiet" }, "No question was answered yet."));
 }
 
+function minutesOf(s) {
+  return s < 90 ? "minute" : `${Math.round(s / 60)} minutes`;
+}
+
 function reuse(found) {
   const { reused, recomputed, fresh, minutes } = found.hour;
   const all = reused + recomputed + fresh;
@@ -36,7 +40,7 @@ function reuse(found) {
     title: `${Math.round(each.ago_s / 60)} minutes ago: ${count(each.reused)} reused, ${count(each.recomputed)} recomputed, ${count(each.fresh)} fresh`,
     parts: [["f", each.fresh], ["c", each.recomputed], ["r", each.reused]],
   }));
-  const told = `${share(reused, all)} of ${many(all, "prompt token")} reused in the last ${Math.max(1, Math.round(found.hour.seconds / 60))} minutes`;
+  const told = `${share(reused, all)} of ${many(all, "prompt token")} reused in the last ${minutesOf(found.hour.seconds)}`;
   return make("section", { class: "card stack", "aria-label": "Reuse" },
     make("h2", {}, "Reuse, last hour"), make("p", {}, all ? `${told}.` : "No question was answered yet."),
     all ? columns(told, bars, most) : null,

@@ -46,7 +46,7 @@ function tiers(store, usage, live) {
     count(each.entries), count(each.n_tokens), count(each.pinned), share(live.hits[each.name] || 0, hits + live.missed)]);
   const limit = usage.limits.bytes ? `, of at most ${bytes(usage.limits.bytes)} in a tier` : "";
   return make("section", { class: "card stack", "aria-label": "Tiers" }, make("h2", {}, "Tiers"),
-    table("Tiers", ["tier", "filled by you", "entries", "tokens", "pinned", "hits"], rows, [2, 3, 4, 5]),
+    table("Tiers", ["tier", "filled by you", "entries", "tokens", "pinned", "hit rate"], rows, [2, 3, 4, 5]),
     make("p", { class: "quiet" }, `Hits: of ${many(hits + live.missed, "lookup")} since the server started, found in this tier; `
       + `${count(live.missed)} were found in none. You keep ${many(usage.texts, "known text")} and ${many(usage.sessions, "conversation")}${limit}.`));
 }

@@ -67,8 +67,7 @@ async function askQuestion(fail) {
   turns.push(turn);
   byId("empty").hidden = true;
   byId("question").value = "";
-  byId("turns").append(turn.element);
-  turn.element.scrollIntoView({ block: "start" });
+  byId("turns").prepend(turn.element);
   await answer(turn);
 }
 

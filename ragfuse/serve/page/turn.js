@@ -8,12 +8,12 @@ import { Side } from "./side.js";
 import { strip } from "./strip.js";
 
 const POLICIES = [
-  ["", "auto: the safe choice for this model"],
-  ["query", "query: what the question attends to"],
-  ["lexical", "lexical: words of the question"],
-  ["hkvd", "hkvd: where KV differs most (CacheBlend)"],
-  ["hybrid", "hybrid: words, then differences"],
-  ["lego", "lego: the first tokens of each chunk"],
+  ["", "auto: safe for this model"],
+  ["query", "query: the question's attention"],
+  ["lexical", "lexical: the question's words"],
+  ["hkvd", "hkvd: where KV differs most"],
+  ["hybrid", "hybrid: words and differences"],
+  ["lego", "lego: the start of each chunk"],
 ];
 const WAITS = "waits for ragfuse, so that neither slows the other";
 let number = 0;
