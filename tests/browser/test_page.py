@@ -23,7 +23,7 @@ def test_the_whole_way_from_a_document_to_the_tokens_of_its_answer(page: Page, a
     turn = asked(page)
     for side in ("ragfuse", "Full prefill"):
         expect(turn.get_by_label(side, exact=True).locator(".answer")).to_contain_text("Bo")
-        expect(turn.get_by_label(side, exact=True).locator(".clock")).to_have_text(re.compile(r"^\d+\.\d+ s$"))
+        expect(turn.get_by_label(side, exact=True).locator(".clock")).to_have_text(re.compile(r"^\d+\.\d+\ss$"))
     expect(turn.locator(".verdict")).to_contain_text(re.compile(r"First token \d+\.\d times sooner"))
     expect(turn.locator(".verdict")).to_contain_text("6 of 6 passages")
     n_cells = turn.locator(".strip .cell").count()

@@ -23,11 +23,15 @@ function typeOf(schema) {
 }
 
 function limits(schema) {
-  const words = { minimum: "at least", maximum: "at most", exclusiveMinimum: "above", exclusiveMaximum: "below",
-    minLength: "characters, at least", maxLength: "characters, at most", minItems: "items, at least", maxItems: "items, at most" };
+  const words = {
+    minimum: (n) => `at least ${n}`, maximum: (n) => `at most ${n}`,
+    exclusiveMinimum: (n) => `above ${n}`, exclusiveMaximum: (n) => `below ${n}`,
+    minLength: (n) => `at least ${n} characters`, maxLength: (n) => `at most ${n} characters`,
+    minItems: (n) => `at least ${n} items`, maxItems: (n) => `at most ${n} items`,
+  };
   const all = [schema, ...(schema.anyOf || [])];
-  return all.flatMap((each) => Object.entries(words).filter(([name]) => name in each)
-    .map(([name, word]) => `${word} ${each[name]}`)).join("; ");
+  const found = all.flatMap((each) => Object.entries(words).filter(([name]) => name in each).map(([name, word]) => word(each[name])));
+  return found.length ? `(${found.join(", ").replace(/\b1 (character|item)s/g, "1 $1")})` : "";
 }
 
 function fields(name, schema) {

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { byId, make, show } from "./dom.js";
 import { EXAMPLE } from "./example.js";
-import { bytes, many } from "./format.js";
+import { bytes, many, seconds } from "./format.js";
 
 const MAX_PDF_NBYTES = 8 * 1024 * 1024;
 const POLL_MS = 700;
@@ -58,7 +58,7 @@ async function send(files) {
 function state(each) {
   if (each.status === "failed") return each.error;
   if (each.status === "ready") {
-    const done = each.nbytes ? `${bytes(each.nbytes)} of KV, encoded in ${each.seconds.toFixed(1)} s` : "whose KV was stored already";
+    const done = each.nbytes ? `${bytes(each.nbytes)} of KV, encoded in ${seconds(each.seconds)}` : "whose KV was stored already";
     return `${many(each.passages, "passage")}, ${done}`;
   }
   if (each.status === "encoding") return `encoding ${each.encoded} of ${each.passages} passages`;

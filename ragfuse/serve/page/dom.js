@@ -24,7 +24,7 @@ export function show(element, ...children) {
 // A table with a head; each row is a list of texts or elements. `numbers` are the columns that are right-aligned.
 export function table(caption, columns, rows, numbers = []) {
   const cell = (tag, content, at, extra = {}) =>
-    make(tag, { class: numbers.includes(at) ? "number" : undefined, ...extra }, content);
+    make(tag, { class: numbers.includes(at) ? "number" : undefined, "data-column": columns[at], ...extra }, content);
   return make("div", { class: "table", tabIndex: 0, role: "region", "aria-label": `Table: ${caption}` },
     make("table", {},
       make("caption", { class: "hidden-text" }, caption),

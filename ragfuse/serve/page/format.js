@@ -1,4 +1,4 @@
-// Numbers for people.
+// Numbers for people; a unit stays on the line of its number.
 
 export function bytes(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -7,7 +7,7 @@ export function bytes(n) {
     n /= 1024;
     at += 1;
   }
-  return `${n < 10 && at ? n.toFixed(1) : Math.round(n)} ${units[at]}`;
+  return `${n < 10 && at ? n.toFixed(1) : Math.round(n)}\u00a0${units[at]}`;
 }
 
 export function count(n) {
@@ -19,7 +19,7 @@ export function many(n, one, several = `${one}s`) {
 }
 
 export function seconds(s) {
-  return s < 10 ? `${s.toFixed(2)} s` : `${s.toFixed(1)} s`;
+  return `${s.toFixed(s < 10 ? 2 : 1)}\u00a0s`;
 }
 
 export function share(part, whole) {

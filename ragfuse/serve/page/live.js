@@ -6,6 +6,7 @@ import { columns, histogram } from "./figures.js";
 import { count, many, share } from "./format.js";
 
 const POLL_MS = 2000;
+const SHOWN_MINUTES = 60;
 let timer = null;
 
 function number(label, value, note = "") {
@@ -36,6 +37,7 @@ function reuse(found) {
   const { reused, recomputed, fresh, minutes } = found.hour;
   const all = reused + recomputed + fresh;
   const most = Math.max(0, ...minutes.map((each) => each.reused + each.recomputed + each.fresh));
+  const empty = Array.from({ length: Math.max(0, SHOWN_MINUTES - minutes.length) }, () => ({ title: "", parts: [] }));
   const bars = minutes.map((each) => ({
     title: `${Math.round(each.ago_s / 60)} minutes ago: ${count(each.reused)} reused, ${count(each.recomputed)} recomputed, ${count(each.fresh)} fresh`,
     parts: [["f", each.fresh], ["c", each.recomputed], ["r", each.reused]],
@@ -43,7 +45,8 @@ function reuse(found) {
   const told = `${share(reused, all)} of ${many(all, "prompt token")} reused in the last ${minutesOf(found.hour.seconds)}`;
   return make("section", { class: "card stack", "aria-label": "Reuse" },
     make("h2", {}, "Reuse, last hour"), make("p", {}, all ? `${told}.` : "No question was answered yet."),
-    all ? columns(told, bars, most) : null,
+    all ? columns(told, [...empty, ...bars], most) : null,
+    all ? make("div", { class: "axis quiet", "aria-hidden": "true" }, make("span", {}, "an hour ago"), make("span", {}, "now")) : null,
     make("ul", { class: "legend" },
       [["r", `reused ${count(reused)}`], ["c", `recomputed ${count(recomputed)}`], ["f", `fresh ${count(fresh)}`]]
         .map(([name, text]) => make("li", {}, make("i", { class: `cell ${name}` }), ` ${text}`))));
