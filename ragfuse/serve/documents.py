@@ -63,6 +63,7 @@ class StoredDocument:
     tokens: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    replaced: list[str] = field(default_factory=list)
     is_deleted: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,8 +92,8 @@ class TenantDocuments:
         self._waiting: deque[StoredDocument] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, document: StoredDocument) -> list[StoredDocument]:
-        """Add a document and begin to encode it; return the ones of the same name, which it replaces.
+    def add(self, document: StoredDocument) -> None:
+        """Add a document and begin to encode it. It replaces one of the same name, whose KV goes once it is ready.
 
         Raises:
             APIError: There are too many documents (400).
@@ -106,11 +107,11 @@ class TenantDocuments:
             )
         for each in replaced:
             self._remove(each)
+            document.replaced += each.passages
         self.all[document.id] = document
         self._waiting.append(document)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._encode_all())
-        return replaced
 
     def get(self, id: str) -> StoredDocument:
         """Return a document; APIError (404) where there is none."""
@@ -124,8 +125,7 @@ class TenantDocuments:
         """Remove a document from the list; return what deletes its KV, and returns the bytes freed."""
         document = self.get(id)
         self._remove(document)
-        kept = {passage for each in self.all.values() for passage in each.passages}
-        texts = [passage for passage in document.passages if passage not in kept]
+        texts = self._unused(document.passages)
         return lambda engine: engine.forget(texts)
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -139,12 +139,12 @@ class TenantDocuments:
         best = np.argsort(-scores, kind="stable")[:top_k]
         return [_hit(found[at][0], found[at][1], float(scores[at])) for at in best.tolist()]
 
-    def close(self) -> None:
-        """Stop encoding."""
-        if self._task is not None:
-            self._task.cancel()
-
     # inside
+
+    def _unused(self, texts: Sequence[str]) -> list[str]:
+        """Return those of these passages that no document of the list has."""
+        kept = {passage for each in self.all.values() for passage in each.passages}
+        return [text for text in texts if text not in kept]
 
     def _remove(self, document: StoredDocument) -> None:
         document.is_deleted = True
@@ -168,11 +168,14 @@ class TenantDocuments:
         document.passages = await self._turn(lambda engine: _split(engine, document.text))
         document.text, document.status = "", "encoding"
         for at in range(0, len(document.passages), BATCH_PASSAGES):
-            if document.is_deleted:
-                return
             await self._batch(document, document.passages[at : at + BATCH_PASSAGES])
             document.seconds = time.monotonic() - began_s
+            if document.is_deleted:
+                break
         document.status = "ready"
+        texts = self._unused([*document.replaced, *(document.passages if document.is_deleted else ())])
+        if texts:
+            await self._turn(lambda engine: engine.forget(texts))
 
     async def _batch(self, document: StoredDocument, texts: list[str]) -> None:
         done = await self._turn(lambda engine: engine.ingest([(text, document.name) for text in texts]))

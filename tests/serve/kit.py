@@ -111,8 +111,10 @@ def all_of(line: socket.socket) -> bytes:
 
 
 @contextmanager
-def process(settings: Settings, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`ragfuse serve` in a process of its own, and its address."""
+def process(
+    settings: Settings, *arguments: str, log: list[str] | None = None, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`ragfuse serve` in a process of its own, and its address; what it logs after that goes to `log`."""
     told = ("model", "dtype", "store", "home", "max_tokens")
     variables = {f"RAGFUSE_{name.upper()}": str(getattr(settings, name)) for name in told}
     run = subprocess.Popen(
@@ -122,7 +124,8 @@ def process(settings: Settings, *arguments: str, **environment: str) -> Iterator
         text=True,
     )
     assert run.stderr is not None
-    reading = threading.Thread(target=deque, args=(run.stderr, 0), name="test-log")  # a full pipe would stop the server
+    lines = deque[str](maxlen=0) if log is None else log
+    reading = threading.Thread(target=lines.extend, args=(run.stderr,), name="test-log")  # a full pipe would stop it
     try:
         address = _address(run)
         reading.start()

@@ -84,6 +84,21 @@ def test_a_document_of_the_same_name_replaces_the_one_before(two: Served) -> Non
     ids = [each["id"] for each in two.get(PATH, **BLUE).json()["data"]]
     assert second["id"] in ids
     assert first["id"] not in ids
+    entries = f"/v1/ragfuse/entries?source={second['name']}"
+    wait_for(lambda: len(two.get(entries, **BLUE).json()["data"]) == 1)
+    assert "second version" in two.get(entries, **BLUE).json()["data"][0]["text"]
+
+
+def test_a_document_that_is_deleted_while_it_is_encoded_leaves_nothing(two: Served) -> None:
+    text = "\n\n".join(
+        f"Ship {at} passed the lighthouse in the night, and nobody waved to it from land." for at in range(60)
+    )
+    id = two.post(PATH, {"name": "ships.txt", "text": text}, **BLUE).json()["id"]
+    wait_for(lambda: two.get(f"{PATH}/{id}", **BLUE).json()["encoded"] > 0)
+    assert two.delete(f"{PATH}/{id}", **BLUE).json()["deleted"] is True
+    last = sent(two, "after.txt", text="The next document is encoded after the one that was deleted.")
+    assert last["status"] == "ready"
+    assert two.get("/v1/ragfuse/entries?source=ships.txt", **BLUE).json()["data"] == []
 
 
 def test_a_deleted_document_takes_its_kv_with_it_but_not_what_another_has(two: Served) -> None:
