@@ -12,7 +12,7 @@ import pytest
 from ragfuse import Settings
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.page_routes import HEADERS
-from tests.serve.kit import Served, said, serving
+from tests.serve.kit import Served, process, said, serving, wait_for
 
 KEY = "blue:a-key-of-the-blue-tenant"
 
@@ -68,6 +68,14 @@ def test_a_request_leaves_one_line_without_its_key_and_its_question(
     assert lines[0].endswith(f" ms, {tokens}")
     assert lines[1].startswith("GET /v1/mod%0Aels 401, ")
     assert not any(secret in "".join(lines) for secret in (KEY, "a-key-of", "lighthouse"))
+
+
+def test_the_command_takes_names_and_says_where_the_page_is(tiny_settings: Settings) -> None:
+    log, names = list[str](), ("--served-model-name", "reader", "--served-model-name", "chat")
+    with process(tiny_settings, *names, log=log) as (_, root):
+        found = httpx.get(f"{root}/v1/models").json()["data"]
+        assert [each["id"] for each in found][:2] == ["reader", "chat"]
+        wait_for(lambda: f"Try it in a browser: {root}/\n" in list(log))
 
 
 def test_names_that_are_no_names_are_refused() -> None:
