@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-gpu test-slow lint format docs notebooks results clean
+.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-gpu test-slow lint format docs notebooks results clean test-browser
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -100,6 +100,11 @@ test-gpu: $(READY) ## on a machine with a CUDA device: the tests of models, engi
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)
 	@$(BIN)/python -m pytest --nbmake -m '' notebooks
+
+# Playwright drives the system's own chromium: no browser is downloaded.
+test-browser: $(READY) ## the server's page in a real browser (chromium), with pictures in docs/pictures/page
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	@$(ONE) PAGE_PICTURES=docs/pictures/page $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/python -m ruff check .

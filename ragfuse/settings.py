@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from platformdirs import user_cache_path
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -265,6 +265,11 @@ class Settings(BaseSettings):
         default=None, gt=0, description="Seconds after which unused sessions are deleted; none: never."
     )
 
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Names under which a server offers its model, separated by commas; the first is the one in "
+        "responses, the others are aliases. Empty: the last part of `model`.",
+    )
     api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         repr=False,
@@ -340,16 +345,16 @@ class Settings(BaseSettings):
         default=30.0, gt=0, description="Seconds without a token of that vLLM server, after which this one goes on."
     )
 
-    @field_validator("api_keys", mode="before")
+    @field_validator("api_keys", "served_model_name", mode="before")
     @classmethod
-    def _listed(cls, given: Any) -> Any:
+    def _listed(cls, given: Any, info: ValidationInfo) -> Any:
         """Accept a list of strings, or one string with commas."""
         parts = given.split(",") if isinstance(given, str) else given
         if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-            raise ValueError(
-                "wanted keys with commas between them, found something else; example: RAGFUSE_API_KEYS=KEY,SALT:KEY"
-            )
-        return tuple(part.strip() for part in parts if part.strip())
+            wanted = "keys" if info.field_name == "api_keys" else "names"
+            example = "RAGFUSE_API_KEYS=KEY,SALT:KEY" if wanted == "keys" else "RAGFUSE_SERVED_MODEL_NAME=reader,chat"
+            raise ValueError(f"wanted {wanted} with commas between them, found something else; example: {example}")
+        return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
     @field_validator("tiers", mode="before")
     @classmethod

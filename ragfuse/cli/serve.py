@@ -49,6 +49,13 @@ def serve(
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Allow web pages of this origin (CORS); repeat for several.")
     ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name under which clients find the model; repeat for aliases. Responses have the first. Default: the "
+            "last part of --model."
+        ),
+    ] = None,
     together: Annotated[int | None, typer.Option(help="Requests answered at the same time.", min=1)] = None,
     waiting: Annotated[
         int | None, typer.Option(help="Requests that may wait in the queue; more get a 429.", min=1)
@@ -85,6 +92,7 @@ def serve(
         **given,
         store=Path(folder) if folder else None,
         tiers=[each for each in store or () if each != folder] or None,
+        served_model_name=served_model_name or None,
         serve_together=together,
         serve_waiting=waiting,
         serve_timeout_s=timeout,
@@ -117,7 +125,8 @@ def serve(
         from ragfuse.ray.application import serve as run_on_ray
 
         def tell(url: str) -> None:
-            message = f"{Path(settings.model).name} answers at {url} (Ctrl-C ends it)."
+            name = next(iter(settings.served_model_name), Path(settings.model).name)
+            message = f"{name} answers at {url} (Ctrl-C ends it)."
             console.print(message, highlight=False, markup=False, soft_wrap=True)
 
         run_on_ray(settings, accepted, host, port, allow_origin or (), options, ray, tell)
@@ -133,6 +142,8 @@ def serve(
             status.stop()
             message = f"{service.model} answers at {url} (Ctrl-C ends it)."
             console.print(message, highlight=False, markup=False, soft_wrap=True)
+            page = f"Try it in a browser: {url.removesuffix('/v1')}/"
+            console.print(page, highlight=False, markup=False, soft_wrap=True)
             if service.decoder is not None:
                 how = "decodes" if service.decoder.is_up else "is to decode, and is awaited"
                 place = shown(service.settings.transfer_url)

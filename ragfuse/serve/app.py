@@ -15,8 +15,14 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
+from ragfuse.serve.access_log import AccessLog
+from ragfuse.serve.document_routes import document_routes
+from ragfuse.serve.embeddings import embedding_routes
+from ragfuse.serve.entry_routes import entry_routes
 from ragfuse.serve.guard import Guard
+from ragfuse.serve.page_routes import page_routes
 from ragfuse.serve.refusals import APIError, api_error_of, unreadable
+from ragfuse.serve.response_routes import response_routes
 from ragfuse.serve.routes import router
 from ragfuse.serve.schema import ErrorBody
 from ragfuse.serve.schema_routes import schema_routes
@@ -59,19 +65,26 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     app.state.threads = service.threads
     app.include_router(router(service))
     app.include_router(schema_routes(service))
+    app.include_router(response_routes(service))
+    app.include_router(embedding_routes(service))
+    app.include_router(entry_routes(service))
+    app.include_router(document_routes(service))
+    app.include_router(page_routes())
     for kind in (APIError, RagFuseError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _error_response)
     app.openapi = lambda: _without_422(FastAPI.openapi(app))  # type: ignore[method-assign]
     settings = service.settings
-    guarded = Guard(
-        app,
-        service.keys,
-        lambda: service.body_bytes,
-        settings.serve_patience_s,
-        lambda: service.stopping,
-        service.counts.count,
-        loopback_only and not len(service.keys),
-        service.held,
+    guarded = AccessLog(
+        Guard(
+            app,
+            service.keys,
+            service.max_body,
+            settings.serve_patience_s,
+            lambda: service.stopping,
+            service.counts.count,
+            loopback_only and not len(service.keys),
+            service.held,
+        )
     )
     return (
         CORSMiddleware(guarded, list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])

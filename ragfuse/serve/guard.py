@@ -26,8 +26,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 DRAIN_FACTOR = 8
 """A body over the limit is read up to this many times the limit, as its sender reads the error only after sending."""
 CROWDED = "There are too many connections with open requests. Close some, or retry later."
-PUBLIC = ("/health",)
+PUBLIC = ("/health", "/", "/docs")
 """Paths that need no key."""
+PAGE_FILES = "/page/"
+"""Where the paths of the web page's files begin, which need no key either: they hold no data."""
 PATHS_WHILE_STOPPING = ("/health", "/metrics")
 """Paths that are answered while the server stops."""
 
@@ -46,7 +48,7 @@ class Guard:
     Args:
         app: The app that answers the requests that pass.
         keys: The API keys.
-        max_nbytes: Returns the largest body allowed, in bytes.
+        max_nbytes: Returns the largest body allowed at a path, in bytes.
         timeout_s: Seconds that a body may take to arrive.
         stopping: Returns whether the server is stopping.
         observer: Called with path and status for each response.
@@ -59,7 +61,7 @@ class Guard:
         self,
         app: App,
         keys: Keys,
-        max_nbytes: Callable[[], int],
+        max_nbytes: Callable[[str], int],
         timeout_s: float,
         stopping: Callable[[], bool],
         observer: RequestObserver,
@@ -119,7 +121,7 @@ class Guard:
                 "host",
             )
         tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
-        if tenant is None and path not in PUBLIC:
+        if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             found = "another one" if b"authorization" in headers else "none"
             raise APIError(
                 401, f"Wanted one of the server's API keys, found {found}. Send it as 'Bearer KEY'.", "api_key"
@@ -129,14 +131,14 @@ class Guard:
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise APIError(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
-            if _content_length(scope) > self._max_nbytes():
-                raise self._too_large()
+            if _content_length(scope) > self._max_nbytes(path):
+                raise self._too_large(path)
 
     async def _body(self, scope: Scope, receive: Receive, request_bytes: _RequestBytes) -> bytes:
         """Read the whole body; APIError where it is too large or too slow, or all held bodies exceed their limit."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return b""
-        max_bytes, body, tenant = self._max_nbytes(), bytearray(), scope["state"]["tenant"]
+        max_bytes, body, tenant = self._max_nbytes(scope["path"]), bytearray(), scope["state"]["tenant"]
         name = tenant.name if tenant is not None else ""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -149,19 +151,21 @@ class Guard:
                     request_bytes.add(name, len(piece))
                     body += piece
                     if len(body) > max_bytes:
-                        raise self._too_large()
+                        raise self._too_large(scope["path"])
                     more = message.get("more_body", False)
         except TimeoutError:
             text = f"The body did not arrive within {self._timeout_s:g} seconds. Send it faster."
             raise APIError(408, text, "slow") from None
         return bytes(body)
 
-    def _too_large(self) -> APIError:
-        return APIError(413, f"The body is larger than {self._max_nbytes():,} bytes. Send less at once.", "too_large")
+    def _too_large(self, path: str) -> APIError:
+        return APIError(
+            413, f"The body is larger than {self._max_nbytes(path):,} bytes. Send less at once.", "too_large"
+        )
 
     async def _drain(self, scope: Scope, incoming: _IncomingBody) -> None:
         """Read and drop the rest of a refused body unless it is long: many clients read only after sending."""
-        remaining = DRAIN_FACTOR * self._max_nbytes()
+        remaining = DRAIN_FACTOR * self._max_nbytes(scope["path"])
         if _content_length(scope) > remaining:
             return
         try:

@@ -47,7 +47,7 @@ class ResponseWriter:
     def whole(self, completed: Sequence[Completed], token_logprobs: dict[int, list[TokenLogprob]]) -> Json:
         """Return the response with all answers; `token_logprobs` is by index of the answer."""
         choices = [self._choice(each, token_logprobs.get(each.index, [])) for each in completed]
-        traces = [self.trace(each.answer) for each in completed]
+        traces = [self.trace(each) for each in completed]
         kind = "chat.completion" if self.is_chat else "text_completion"
         usage = usage_of([each.answer for each in completed])
         trace = traces[0] if len(traces) == 1 else traces
@@ -76,11 +76,11 @@ class ResponseWriter:
             yield _data({**self._head(self._chunk_kind), "choices": [], "usage": usage_of(answers)})
         yield DONE
 
-    def trace(self, answer: Answer) -> Json:
-        """Return the answer's trace without `recomputed_rows`, which may be thousands of numbers."""
-        trace = answer.trace.as_dict()
+    def trace(self, completed: Completed) -> Json:
+        """Return the trace without `recomputed_rows`, which may be thousands of numbers; with the tokens if wanted."""
+        trace = completed.answer.trace.as_dict()
         del trace["recomputed_rows"]
-        return trace
+        return trace if completed.token_trace is None else {**trace, "token_trace": completed.token_trace}
 
     # inside
 
@@ -97,7 +97,7 @@ class ResponseWriter:
             if calls := self._calls(item.answer):
                 yield self._event(item.index, {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
             delta: Json | str = {} if self.is_chat else ""
-            yield self._event(item.index, delta, _reason(item), trace=self.trace(item.answer), ids=self._ids(item))
+            yield self._event(item.index, delta, _reason(item), trace=self.trace(item), ids=self._ids(item))
 
     @property
     def _chunk_kind(self) -> str:

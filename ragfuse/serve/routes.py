@@ -17,10 +17,10 @@ from ragfuse.engine.question import Question
 from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.guard import unless_disconnected
-from ragfuse.serve.keys import APITenant
 from ragfuse.serve.logprobs import TokenLogprob
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.replies import ResponseWriter
+from ragfuse.serve.request_state import tenant_of, token_counts_of
 from ragfuse.serve.requests import (
     allowed_of,
     chat_requests,
@@ -37,9 +37,11 @@ from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextD
 from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest, TokensRequest
 from ragfuse.serve.service import Service
 from ragfuse.serve.stats import store_of
+from ragfuse.serve.token_trace import TokenRecorder
 from ragfuse.serve.transfer import transfer_of
 
 T = TypeVar("T")
+MakeRequests = Callable[[Engine], Sequence[AnswerRequest]]
 SLOW_S = 30.0
 """Seconds that a client may take to read a stream, beyond the time that the answer may take."""
 
@@ -48,7 +50,7 @@ def router(service: Service) -> APIRouter:
     """Return the routes of a service."""
     routes = APIRouter(route_class=BodyRoute)
 
-    @routes.post("/v1/chat/completions", responses=_media_type_response("text/event-stream"))
+    @routes.post("/v1/chat/completions", responses=media_type_response("text/event-stream"))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer chat messages."""
 
@@ -59,7 +61,7 @@ def router(service: Service) -> APIRouter:
 
         return await _answer(service, request, body, make, True, bool(body.logprobs))
 
-    @routes.post("/v1/completions", responses=_media_type_response("text/event-stream"))
+    @routes.post("/v1/completions", responses=media_type_response("text/event-stream"))
     async def completions(request: Request, body: TextRequest) -> Response:
         """Continue a text."""
 
@@ -70,38 +72,41 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """List the one model that is served."""
-        return {"object": "list", "data": [_model_card(service)]}
+        """List the model that answers, under each of its names, and the embedder."""
+        names = (*service.names, service.embedder.name)
+        return {"object": "list", "data": [_model_card(service, name) for name in dict.fromkeys(names)]}
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """Describe the model of this name."""
-        _check_model(service, model)
-        return _model_card(service)
+        if model == service.embedder.name:
+            return _model_card(service, model)
+        check_model(service, model)
+        return _model_card(service, model if model in service.names else service.model)
 
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
         """Show what a client needs to know of the model: its window, whether it has a chat template, its refusal."""
         found = await unless_disconnected(
-            request.receive, service.lookup(_tenant(request), lambda engine: asdict(engine.card))
+            request.receive, service.lookup(tenant_of(request), lambda engine: asdict(engine.card))
         )
         return {"object": "ragfuse.model", **found, "name": service.model}
 
     @routes.post("/v1/ragfuse/tokens")
     async def tokens(request: Request, body: TokensRequest) -> dict[str, Any]:
         """Return the token ids of a text in the middle of a prompt, or of the whole prompt that messages make."""
-        work = service.lookup(_tenant(request), lambda engine: _tokens(engine, body))
+        work = service.lookup(tenant_of(request), lambda engine: _tokens(engine, body))
         return {"object": "ragfuse.tokens", "tokens": await unless_disconnected(request.receive, work)}
 
     @routes.get("/v1/ragfuse/store")
     async def store(request: Request) -> dict[str, Any]:
         """Show the client's tenant's entries in the store, by tier."""
-        return await unless_disconnected(request.receive, service.lookup(_tenant(request), store_of))
+        return await unless_disconnected(request.receive, service.lookup(tenant_of(request), store_of))
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         """Show what a request would read and compute, how long that would take, and why, without answering it."""
-        work = service.work(_tenant(request), lambda engine, check: _explain(engine, body, check), computes=False)
+        work = service.work(tenant_of(request), lambda engine, check: _explain(engine, body, check), computes=False)
         return await unless_disconnected(request.receive, work)
 
     @routes.get("/health")
@@ -110,11 +115,11 @@ def router(service: Service) -> APIRouter:
         payload = {"status": "stopping" if service.stopping else "ok", "model": service.model}
         return JSONResponse(payload, 503 if service.stopping else 200)
 
-    @routes.get("/metrics", responses=_media_type_response("text/plain"))
+    @routes.get("/metrics", responses=media_type_response("text/plain"))
     async def metrics(request: Request) -> Response:
         """Report Prometheus metrics of all requests and of the client's tenant."""
         threads = service.threads
-        text = await threads.run(threads.control, service.counts.text, _tenant(request).salt)
+        text = await threads.run(threads.control, service.counts.text, tenant_of(request).salt)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return routes
@@ -124,15 +129,17 @@ async def _answer(
     service: Service,
     request: Request,
     body: CompletionRequest,
-    make: Callable[[Engine], Sequence[AnswerRequest]],
+    make: MakeRequests,
     is_chat: bool,
     wants_logprobs: bool,
 ) -> Response:
     """Return the response with the answers to the `AnswerRequest`s that `make` returns."""
-    _check_model(service, body.model)
+    check_model(service, body.model)
     if body.stream_options is not None and not body.stream:
         raise APIError(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
-    tenant = _tenant(request)
+    tenant = tenant_of(request)
+    if body.ragfuse.token_trace:
+        make = _with_token_trace(make)
     transfer = transfer_of(body, service.transfers, service.model, tenant.salt, service.settings.transfer_level)
     if transfer is not None:
         make, wants_logprobs = transfer.instead_of(make), False
@@ -151,14 +158,18 @@ async def _answer(
             usage,
             body.ragfuse.token_ids,
         )
-        items = run.read()
+        items = token_counts_of(request).counted(run.read())
         if not body.stream:
             return JSONResponse(await unless_disconnected(request.receive, _whole(writer, items)))
-        first = await unless_disconnected(request.receive, _first(items))
-        return Events(writer.events(_prepend(first, items)), run, service.settings.serve_timeout_s + HARD_S + SLOW_S)
+        ready = await unless_disconnected(request.receive, first_then(items))
+        return Events(writer.events(ready), run, service.settings.serve_timeout_s + HARD_S + SLOW_S)
     except BaseException:
         run.cancel()
         raise
+
+
+def _with_token_trace(make: MakeRequests) -> MakeRequests:
+    return lambda engine: [replace(each, tokens=TokenRecorder()) for each in make(engine)]
 
 
 async def _whole(writer: ResponseWriter, items: AsyncIterator[TextDelta | Completed]) -> dict[str, Any]:
@@ -171,8 +182,9 @@ async def _whole(writer: ResponseWriter, items: AsyncIterator[TextDelta | Comple
     return writer.whole(completed, token_logprobs)
 
 
-async def _first(items: AsyncIterator[T]) -> T:
-    return await anext(items)
+async def first_then(items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Wait for the first item, so that an error before it is still a response of its own; return all items."""
+    return _prepend(await anext(items), items)
 
 
 async def _prepend(first: T, items: AsyncIterator[T]) -> AsyncIterator[T]:
@@ -249,25 +261,20 @@ def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
     return [*engine.prompt(question, offered_tools(ask)).token_ids]
 
 
-def _media_type_response(kind: str) -> dict[int | str, dict[str, Any]]:
+def media_type_response(kind: str) -> dict[int | str, dict[str, Any]]:
     """Return an OpenAPI response entry for a route that may answer with text of this media type."""
     return {200: {"description": "The text.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 
-def _tenant(request: Request) -> APITenant:
-    tenant: APITenant = request.state.tenant
-    return tenant
-
-
-def _check_model(service: Service, name: str) -> None:
-    if name not in (service.model, service.settings.model):
+def check_model(service: Service, name: str) -> None:
+    """Raise APIError (404) for a model that this server does not have."""
+    if name not in service.names and (service.settings.served_model_name or name != service.settings.model):
+        names = ", ".join(f"'{each}'" for each in service.names)
         raise APIError(
-            404,
-            f"This server has the model '{service.model}', not '{name:.80}'. Ask for that one.",
-            "model_not_found",
-            "model",
+            404, f"This server has the model {names}, not '{name:.80}'. Ask for that one.", "model_not_found", "model"
         )
 
 
-def _model_card(service: Service) -> dict[str, Any]:
-    return {"id": service.model, "object": "model", "created": service.since, "owned_by": "ragfuse"}
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    alias = {"root": service.model} if name in service.names[1:] else {}
+    return {"id": name, "object": "model", "created": service.since, "owned_by": "ragfuse", **alias}

@@ -19,6 +19,7 @@ from ragfuse.engine.question import Question
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.token_trace import TokenRecorder
 from ragfuse.types.answer import Answer, Thought, Trace
 
 HARD_S = 5.0
@@ -50,6 +51,7 @@ class AnswerRequest:
         writes: Whether to generate an answer; False for scoring a prompt only.
         transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
         decoder: Another engine that writes the answer for this server; None: it is written here.
+        tokens: Records what becomes of the prompt's tokens; None: that is not wanted.
     """
 
     question: Question
@@ -60,6 +62,14 @@ class AnswerRequest:
     writes: bool = True
     transfer: Transfer | None = None
     decoder: Decoder | None = None
+    tokens: TokenRecorder | None = None
+
+    def prefilled(self, prepared: PreparedPrompt) -> None:
+        """Hand on the prefilled prompt to whoever wants it."""
+        if self.tokens is not None:
+            self.tokens.put(prepared)
+        if self.transfer is not None:
+            self.transfer.put(prepared)
 
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
         """Return the log probabilities recorded since the last call; with the finished answer, all remaining ones."""
@@ -97,6 +107,7 @@ class Completed:
         is_late: Whether its deadline cut it off.
         echo: The prompt, if it is repeated before the answer.
         transfer_params: How another engine finds the prompt's KV; None: it was not handed over.
+        token_trace: What became of the prompt's tokens; None: that was not wanted.
     """
 
     index: int
@@ -106,6 +117,7 @@ class Completed:
     is_late: bool = False
     echo: str = ""
     transfer_params: dict[str, Any] | None = None
+    token_trace: dict[str, Any] | None = None
 
 
 class AnswerRun:
@@ -179,7 +191,7 @@ class AnswerRun:
             self.engine.stream,
             request.question,
             request.ask,
-            prefilled=transfer.put if transfer is not None else None,
+            prefilled=request.prefilled,
             decoder=request.decoder,
         )
         if self._is_over:
@@ -195,7 +207,11 @@ class AnswerRun:
             answer = stream.answer
             rest, token_logprobs = answer.text[n_sent:], request.take_logprobs(answer)
             params = transfer.params() if transfer is not None else None
-            self._items.put_nowait(Completed(index, answer, rest, token_logprobs, self._is_late, echo.text, params))
+            recorder = request.tokens
+            tokens = await asyncio.to_thread(recorder.as_dict, self.engine, answer.trace) if recorder else None
+            self._items.put_nowait(
+                Completed(index, answer, rest, token_logprobs, self._is_late, echo.text, params, tokens)
+            )
         finally:
             for timer in timers:
                 timer.cancel()

@@ -68,7 +68,13 @@ class OnlyValues:
 class RequestBody(BaseModel):
     """The base of request bodies: unknown fields, wrong types, NaN and infinity are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,  # they are in the OpenAPI document
+    )
 
 
 class Document(RequestBody):
@@ -96,6 +102,8 @@ class AnswerOptions(RequestBody):
     """Whether a sampled answer takes the top_k of the model's generation config where the request gives none."""
     token_ids: bool = False
     """Whether each choice has the ids of its generated tokens, in a stream with its last event."""
+    token_trace: bool = False
+    """Whether the trace says what became of each token of the prompt, with its text."""
 
 
 class StreamOptions(RequestBody):
@@ -111,7 +119,7 @@ class StreamOptions(RequestBody):
 class RequestToolCall(BaseModel):
     """A tool call in a message of an earlier turn."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     class Function(BaseModel):
         """The function that was called; `arguments` is a JSON object as text."""
@@ -127,7 +135,7 @@ class RequestToolCall(BaseModel):
 class ContentPart(BaseModel):
     """A part of a message's content. A part of type "text-plain" is a document, as is one marked so in `extras`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     type: str
     text: str | None = None
@@ -138,7 +146,7 @@ class ContentPart(BaseModel):
 class RequestMessage(BaseModel):
     """One message. Unknown fields are ignored, as clients send back answers with fields of their own."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart], FailFast] | None = None
@@ -304,7 +312,7 @@ class ErrorBody(BaseModel):
 class ExplainRequest(BaseModel):
     """The body of `/v1/ragfuse/explain`: messages or a prompt, and the fields that change its plan."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
     messages: Annotated[list[RequestMessage], FailFast] | None = None
     prompt: str | Ids | None = None

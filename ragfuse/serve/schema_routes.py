@@ -15,8 +15,8 @@ from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, outline, parse_schema
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.guard import unless_disconnected
-from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError
+from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
 from ragfuse.types.ingested import Ingested
@@ -34,7 +34,7 @@ def schema_routes(service: Service) -> APIRouter:
         """Register a schema, and compute the KV of its modules that is not stored yet. Waits in the request queue."""
         max_schemas = service.settings.serve_schemas
         work = service.work(
-            _tenant(request), lambda engine, check: _register(engine, _checked(body.pml), max_schemas, check)
+            tenant_of(request), lambda engine, check: _register(engine, _checked(body.pml), max_schemas, check)
         )
         found = await unless_disconnected(request.receive, work)
         return _as_dict(found)
@@ -42,7 +42,7 @@ def schema_routes(service: Service) -> APIRouter:
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the schemas of the client's tenant."""
-        work = service.lookup(_tenant(request), lambda engine: engine.schemas.ls())
+        work = service.lookup(tenant_of(request), lambda engine: engine.schemas.ls())
         schemas = [
             {
                 "object": "ragfuse.schema",
@@ -58,13 +58,13 @@ def schema_routes(service: Service) -> APIRouter:
     @routes.get("/{name:path}")
     async def show(request: Request, name: str) -> dict[str, Any]:
         """Show a schema's text, and the positions of its modules."""
-        work = service.lookup(_tenant(request), lambda engine: _show(engine, name))
+        work = service.lookup(tenant_of(request), lambda engine: _show(engine, name))
         return await unless_disconnected(request.receive, work)
 
     @routes.delete("/{name:path}")
     async def remove(request: Request, name: str) -> dict[str, Any]:
         """Remove a schema, and its KV unless another schema of the tenant uses it."""
-        work = service.lookup(_tenant(request), lambda engine: _remove(engine, name))
+        work = service.lookup(tenant_of(request), lambda engine: _remove(engine, name))
         nbytes = await unless_disconnected(request.receive, work)
         return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
 
@@ -125,8 +125,3 @@ def _stored_schema(engine: Engine, name: str) -> StoredSchema:
         wanted = engine.schemas.describe_names()
         raise APIError(404, f"There is no schema '{name:.80}'; wanted {wanted}.", "schema_not_found", "name")
     return found
-
-
-def _tenant(request: Request) -> APITenant:
-    tenant: APITenant = request.state.tenant
-    return tenant

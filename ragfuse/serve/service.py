@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.engine.context_window import largest_body
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
+from ragfuse.models.embedder import Embedder
 from ragfuse.serve.admission import RETRY_S, AdmissionControl, Ticket
 from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import APITenant, Keys
+from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.remote_decoder import RemoteDecoder, with_place
 from ragfuse.serve.request_queue import Job
@@ -34,6 +36,10 @@ log = logging.getLogger("ragfuse.serve")
 T = TypeVar("T")
 UNKNOWN_BYTES = 4 << 20
 """Largest request body in bytes while no model is loaded."""
+DOCUMENTS_PATH = "/v1/ragfuse/documents"
+"""The path that takes documents, whose bodies may be larger than a prompt."""
+DOCUMENT_NBYTES = 12 << 20
+"""Largest body with a document: 8 MiB of PDF in base64, and some room."""
 UPKEEP_S = 5.0
 """Seconds between two checks of the tenants' quotas."""
 _INTERRUPTED = (
@@ -52,7 +58,8 @@ class Service:
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
         self.settings = settings = with_place(settings)
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
-        self.model = Path(settings.model).name
+        self.names = settings.served_model_name or (Path(settings.model).name,)
+        self.model = self.names[0]
         share = 2 if len(self.keys.tenants) > 1 else 1
         max_each = max(1, settings.serve_waiting // share) if share > 1 else None
         self.admission = AdmissionControl(settings.serve_together, settings.serve_waiting, max_each)
@@ -68,11 +75,13 @@ class Service:
         )
         if self.decoder is not None:
             self.counts.show_decoder(self.decoder)
+        self.embedder = Embedder(settings.embedder, settings.home)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
         self._lock, self._look_ahead_lock = threading.Lock(), threading.Lock()
         self._index, self._engines_expect = ConversationIndex(), False
+        self._recent: dict[str, RecentCounts] = {}
         self._runs: set[AnswerRun] = set()
         self._body_bytes: int | None = None
 
@@ -93,6 +102,17 @@ class Service:
                 return UNKNOWN_BYTES
             self._body_bytes = largest_body(engine.model)
         return self._body_bytes
+
+    def max_body(self, path: str) -> int:
+        """Return the bytes of the largest body of a request to this path."""
+        return max(self.body_bytes, DOCUMENT_NBYTES) if path == DOCUMENTS_PATH else self.body_bytes
+
+    def live(self, tenant: APITenant) -> dict[str, Any]:
+        """Return what the tenant's engine did lately, and how many requests of all tenants run and wait."""
+        snapshot = self.engine(tenant).counters.now()
+        found = self._recent.setdefault(tenant.salt, RecentCounts()).as_dict(time.monotonic(), snapshot)
+        jobs = self.admission.jobs
+        return {"object": "ragfuse.live", "running": jobs.running, "waiting": len(jobs), **found}
 
     def engine(self, tenant: APITenant) -> Engine:
         """Return a tenant's engine with its model loaded. It may block: do not call it on the event loop."""
@@ -219,6 +239,8 @@ class Service:
                 log.warning("The vLLM server could not be asked now; it is tried again soon: %s", error)
             if self.transfers is not None:
                 await self.threads.run(self.threads.upkeep, self.transfers.sweep_if_due)
+            for salt, engine in list(self._engines.items()):
+                self._recent.setdefault(salt, RecentCounts()).add(time.monotonic(), engine.counters.now())
             for keeper in list(self.quotas.values()):
                 try:
                     await self.threads.run(self.threads.upkeep, keeper.enforce)

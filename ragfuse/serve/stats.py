@@ -12,13 +12,17 @@ from ragfuse.engine.engine import Engine
 from ragfuse.telemetry.prometheus import metrics
 
 SCHEMAS = "/v1/ragfuse/schemas"
+FAMILIES = (SCHEMAS, "/v1/ragfuse/documents", "/v1/ragfuse/entries", "/v1/ragfuse/sessions", "/v1/responses")
+"""Paths whose longer forms, of single schemas and the like, are counted with them."""
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/embeddings",
     "/v1/models",
     "/v1/ragfuse/store",
     "/v1/ragfuse/explain",
-    SCHEMAS,
+    "/v1/ragfuse/usage",
+    *FAMILIES,
     "/health",
     "/metrics",
 )
@@ -172,8 +176,8 @@ class _DecodeMetrics:
 
 
 def _path_label(path: str) -> str:
-    """Return the path to count a request under; paths of single schemas count as `SCHEMAS`."""
-    path = SCHEMAS if path.startswith(f"{SCHEMAS}/") else path
+    """Return the path to count a request under; paths of single schemas and the like count as their family."""
+    path = next((family for family in FAMILIES if path.startswith(f"{family}/")), path)
     return path if path in PATHS else "other"
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,8 +111,10 @@ def all_of(line: socket.socket) -> bytes:
 
 
 @contextmanager
-def process(settings: Settings, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`ragfuse serve` in a process of its own, and its address."""
+def process(
+    settings: Settings, *arguments: str, log: list[str] | None = None, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`ragfuse serve` in a process of its own, and its address; what it logs after that goes to `log`."""
     told = ("model", "dtype", "store", "home", "max_tokens")
     variables = {f"RAGFUSE_{name.upper()}": str(getattr(settings, name)) for name in told}
     run = subprocess.Popen(
@@ -120,12 +123,18 @@ def process(settings: Settings, *arguments: str, **environment: str) -> Iterator
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert run.stderr is not None
+    lines = deque[str](maxlen=0) if log is None else log
+    reading = threading.Thread(target=lines.extend, args=(run.stderr,), name="test-log")  # a full pipe would stop it
     try:
-        yield run, _address(run)
+        address = _address(run)
+        reading.start()
+        yield run, address
     finally:
         run.kill()
         run.wait()
-        assert run.stderr is not None
+        if reading.ident is not None:
+            reading.join()
         run.stderr.close()
 
 

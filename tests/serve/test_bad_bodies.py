@@ -103,7 +103,7 @@ async def test_who_sent_all_of_a_body_is_told_at_once(headers: dict[str, str], b
         said.append(message)
 
     sent = [(name.encode(), value.encode()) for name, value in headers.items()]
-    guard = Guard(said.append, Keys(), lambda: 100, 60.0, lambda: False, lambda path, status: None, False)
+    guard = Guard(said.append, Keys(), lambda path: 100, 60.0, lambda: False, lambda path, status: None, False)
     await guard({"type": "http", "method": "POST", "path": "/v1/completions", "headers": sent}, receive, send)
     assert [message.get("status") for message in said] == [status, None]
 

@@ -624,10 +624,9 @@ def test_a_place_is_needed_where_machines_differ(host: str, is_here: bool, varie
 
 def test_the_command_says_who_decodes(settings: Settings, peer: VLLM, router: Served) -> None:
     variables = {"RAGFUSE_DECODE_KEY": KEY, "RAGFUSE_TRANSFER_URL": settings.transfer_url}
-    with process(settings, "--decode-at", peer.root, **variables) as (run, root):
-        assert run.stderr is not None
-        line = run.stderr.readline()
-        assert f"vLLM at {peer.root} decodes" in line
+    log = list[str]()
+    with process(settings, "--decode-at", peer.root, log=log, **variables) as (_, root):
+        wait_for(lambda: any(f"vLLM at {peer.root} decodes" in line for line in list(log)))
         body = {"model": router.service.model, "messages": [said()], "max_tokens": 3}
         answer = httpx.post(f"{root}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
         assert answer["usage"]["completion_tokens"] == 3

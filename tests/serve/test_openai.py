@@ -220,8 +220,8 @@ def test_documents_before_a_text_are_chunks_too(client: Any, model: str) -> None
     assert [each["source"] for each in answer.model_extra["ragfuse"]["segments"]] == ["book-0", "book-1"]
 
 
-def test_the_one_model_is_listed(client: Any, model: str) -> None:
-    assert [each.id for each in client.models.list()] == [model]
+def test_the_model_and_the_embedder_are_listed(client: Any, model: str) -> None:
+    assert [each.id for each in client.models.list()] == [model, "minilm-l6"]
     assert client.models.retrieve(model).id == model
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")

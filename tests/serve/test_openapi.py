@@ -19,6 +19,24 @@ ASKED = {
     ("GET", "/v1/models/{model}"),
     ("GET", "/v1/ragfuse/model"),
     ("POST", "/v1/ragfuse/tokens"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{id}"),
+    ("GET", "/v1/responses/{id}/input_items"),
+    ("DELETE", "/v1/responses/{id}"),
+    ("POST", "/v1/embeddings"),
+    ("GET", "/v1/ragfuse/documents"),
+    ("POST", "/v1/ragfuse/documents"),
+    ("POST", "/v1/ragfuse/documents/search"),
+    ("GET", "/v1/ragfuse/documents/{id}"),
+    ("DELETE", "/v1/ragfuse/documents/{id}"),
+    ("GET", "/v1/ragfuse/live"),
+    ("GET", "/v1/ragfuse/entries"),
+    ("DELETE", "/v1/ragfuse/entries"),
+    ("POST", "/v1/ragfuse/entries/pin"),
+    ("POST", "/v1/ragfuse/entries/unpin"),
+    ("GET", "/v1/ragfuse/usage"),
+    ("GET", "/v1/ragfuse/sessions"),
+    ("DELETE", "/v1/ragfuse/sessions/{id}"),
     ("GET", "/v1/ragfuse/store"),
     ("POST", "/v1/ragfuse/explain"),
     ("GET", "/v1/ragfuse/schemas"),
@@ -69,7 +87,7 @@ def _ask_little(body: dict, service: Service) -> None:
     """So that an example takes no time: a model that there is, short answers."""
     if "model" in body and len(str(body["model"])) % 3:
         body["model"] = service.model
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if isinstance(body.get(name), int) and body[name] > 8:
             body[name] = 8
 

@@ -1,0 +1,244 @@
+"""Documents that a tenant sends: split into passages, encoded in the background, and searched by their embeddings.
+
+The list of documents and their embeddings are in this process; the KV of their passages is in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragfuse.engine.engine import Engine
+from ragfuse.errors import InputError, RagFuseError
+from ragfuse.serve.keys import APITenant
+from ragfuse.serve.pdf_text import text_of_pdf
+from ragfuse.serve.refusals import APIError, api_error_of
+from ragfuse.serve.service import Service
+from ragfuse.serve.split import passages
+
+log = logging.getLogger("ragfuse.serve")
+
+MAX_LISTED = 100
+"""Most documents in a tenant's list."""
+MAX_DOCUMENT_CHARS = 400_000
+"""Most characters of a document."""
+BATCH_PASSAGES = 4
+"""Passages that are encoded in one turn; between two turns other requests are answered."""
+BUSY_S = 2.0
+"""Seconds after which a turn is asked for again where the queue was full."""
+BUSY_STATUSES = (429, 504)
+"""Statuses of a queue that has no turn now."""
+
+
+@dataclass(eq=False)
+class StoredDocument:
+    """One document and how far its passages are.
+
+    Args:
+        name: Its name, for people.
+        text: Its text; "" until it is read from `pdf`.
+        pdf: The PDF that it is to be read from.
+    """
+
+    name: str
+    text: str = ""
+    pdf: bytes = b""
+    id: str = field(default_factory=lambda: f"doc_{uuid4().hex[:24]}")
+    status: str = "waiting"
+    error: str = ""
+    passages: list[str] = field(default_factory=list)
+    vectors: list[NDArray[np.float32]] = field(default_factory=list)
+    encoded: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    replaced: list[str] = field(default_factory=list)
+    is_deleted: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain JSON types, without its text."""
+        names = ("id", "name", "status", "error", "encoded", "tokens", "nbytes")
+        fields = {name: getattr(self, name) for name in names}
+        return {
+            "object": "ragfuse.document",
+            **fields,
+            "passages": len(self.passages),
+            "seconds": round(self.seconds, 2),
+        }
+
+
+class TenantDocuments:
+    """The documents of one tenant, encoded one after the other. Use it from the event loop.
+
+    Args:
+        service: The service.
+        tenant: The tenant.
+    """
+
+    def __init__(self, service: Service, tenant: APITenant) -> None:
+        self._service, self._tenant = service, tenant
+        self.all: dict[str, StoredDocument] = {}
+        self._waiting: deque[StoredDocument] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, document: StoredDocument) -> None:
+        """Add a document and begin to encode it. It replaces one of the same name, whose KV goes once it is ready.
+
+        Raises:
+            APIError: There are too many documents (400).
+        """
+        replaced = [each for each in self.all.values() if each.name == document.name]
+        if len(self.all) - len(replaced) >= MAX_LISTED:
+            raise APIError(
+                400,
+                f"There are {len(self.all)} documents already, of at most {MAX_LISTED}. Delete one first.",
+                "many",
+            )
+        for each in replaced:
+            self._remove(each)
+            document.replaced += each.passages
+        self.all[document.id] = document
+        self._waiting.append(document)
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._encode_all())
+
+    def get(self, id: str) -> StoredDocument:
+        """Return a document; APIError (404) where there is none."""
+        if id not in self.all:
+            raise APIError(
+                404, f"There is no document '{id:.80}' here. List them at /v1/ragfuse/documents.", "not_found"
+            )
+        return self.all[id]
+
+    def remove(self, id: str) -> Callable[[Engine], int]:
+        """Remove a document from the list; return what deletes its KV, and returns the bytes freed."""
+        document = self.get(id)
+        self._remove(document)
+        texts = self._unused(document.passages)
+        return lambda engine: engine.forget(texts)
+
+    def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
+        """Return the passages that are closest to a query, closest first. It may block."""
+        chosen = [self.get(id) for id in ids] if ids is not None else list(self.all.values())
+        found = [(each, at) for each in chosen for at in range(len(each.vectors))]
+        if not found:
+            return []
+        table = np.stack([each.vectors[at] for each, at in found])
+        scores = table @ self._service.embedder.embed([query])[0]
+        best = np.argsort(-scores, kind="stable")[:top_k]
+        return [_hit(found[at][0], found[at][1], float(scores[at])) for at in best.tolist()]
+
+    # inside
+
+    def _unused(self, texts: Sequence[str]) -> list[str]:
+        """Return those of these passages that no document of the list has."""
+        kept = {passage for each in self.all.values() for passage in each.passages}
+        return [text for text in texts if text not in kept]
+
+    def _remove(self, document: StoredDocument) -> None:
+        document.is_deleted = True
+        self.all.pop(document.id, None)
+
+    async def _encode_all(self) -> None:
+        while self._waiting:
+            document = self._waiting.popleft()
+            if document.is_deleted:
+                continue
+            try:
+                await self._encode(document)
+            except Exception as error:
+                document.status, document.error = "failed", api_error_of(error).message
+
+    async def _encode(self, document: StoredDocument) -> None:
+        began_s, document.status = time.monotonic(), "reading"
+        if document.pdf:
+            document.text = checked(await asyncio.to_thread(text_of_pdf, document.pdf))
+            document.pdf = b""
+        document.passages = await self._turn(lambda engine: _split(engine, document.text))
+        document.text, document.status = "", "encoding"
+        for at in range(0, len(document.passages), BATCH_PASSAGES):
+            await self._batch(document, document.passages[at : at + BATCH_PASSAGES])
+            document.seconds = time.monotonic() - began_s
+            if document.is_deleted:
+                break
+        document.status = "ready"
+        texts = self._unused([*document.replaced, *(document.passages if document.is_deleted else ())])
+        if texts:
+            await self._turn(lambda engine: engine.forget(texts))
+
+    async def _batch(self, document: StoredDocument, texts: list[str]) -> None:
+        done = await self._turn(lambda engine: engine.ingest([(text, document.name) for text in texts]))
+        document.tokens += done.tokens
+        document.nbytes += done.nbytes
+        document.vectors += list(await self._turn(lambda _: self._service.embedder.embed(texts)))
+        document.encoded += len(texts)
+
+    async def _turn(self, do: Callable[[Engine], Any]) -> Any:
+        """Return the result of `do`, run when its turn in the request queue has come."""
+        while True:
+            try:
+                return await self._service.work(self._tenant, lambda engine, _: do(engine))
+            except APIError as error:
+                if error.status not in BUSY_STATUSES:
+                    raise
+                await asyncio.sleep(error.retry_s or BUSY_S)
+
+
+class DocumentLists:
+    """The documents of all tenants."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._by_tenant: dict[str, TenantDocuments] = {}
+
+    def of(self, tenant: APITenant) -> TenantDocuments:
+        """Return a tenant's documents."""
+        if tenant.salt not in self._by_tenant:
+            self._by_tenant[tenant.salt] = TenantDocuments(self._service, tenant)
+        return self._by_tenant[tenant.salt]
+
+
+def checked(text: str) -> str:
+    """Return a document's text; InputError where it is empty or too long."""
+    if not text.strip():
+        raise InputError("The document has no text; leave it out.")
+    if len(text) > MAX_DOCUMENT_CHARS:
+        raise InputError(
+            f"The document has {len(text):,} characters; wanted {MAX_DOCUMENT_CHARS:,} at most. Send it in parts, or "
+            "use `ragfuse ingest` on the server's machine."
+        )
+    return text
+
+
+def pdf_of(encoded: str) -> bytes:
+    """Return the PDF in a base64 text; InputError where it is none."""
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise InputError("pdf is not valid base64; encode the file's bytes.") from None
+    if not data.lstrip()[:5].startswith(b"%PDF-"):
+        raise InputError("pdf is not a PDF: it does not begin with %PDF-. Send other files as text.")
+    return data
+
+
+def _split(engine: Engine, text: str) -> list[str]:
+    found = list(passages(text, engine.settings.chunk_tokens, lambda each: len(engine.tokens(each))))
+    if not found:
+        raise RagFuseError("The document has no text; leave it out.")
+    return list(dict.fromkeys(found))
+
+
+def _hit(document: StoredDocument, at: int, score: float) -> dict[str, Any]:
+    place = {"document": document.id, "name": document.name, "number": at + 1}
+    return {"object": "ragfuse.passage", **place, "text": document.passages[at], "score": round(score, 4)}

@@ -1,0 +1,149 @@
+"""A tenant's stored chunks as a client sees them: rows by chunk, bytes by source, pins, deletion.
+
+Only entries of the tenant's own digest are ever listed, pinned or deleted: another tenant's key selects nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragfuse.admin.quotas import QuotaKeeper
+from ragfuse.engine.engine import Engine
+from ragfuse.serve.refusals import APIError
+from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks
+from ragfuse.types.kv import Entry
+
+ENTRY_CHARS = 200
+"""Characters of a chunk's text that a row shows."""
+MIN_SELECTING_CHARS = 8
+"""Fewest characters of the beginning of a key that may select chunks."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chunks that a request is about: by the beginnings of their keys, by source, or all of them."""
+
+    keys: Sequence[str] = ()
+    source: str | None = None
+    all: bool = False
+
+    def checked(self) -> Selection:
+        """Return it; APIError (400) unless exactly one condition is given."""
+        if (bool(self.keys) + (self.source is not None) + self.all) != 1:
+            raise APIError(400, "Give one of keys, source and all: true; found none or several.", "unusable", "keys")
+        short = next((key for key in self.keys if len(key) < MIN_SELECTING_CHARS), None)
+        if short is not None:
+            raise APIError(
+                400,
+                f"The key '{short}' is too short; wanted at least its first {MIN_SELECTING_CHARS} characters.",
+                "unusable",
+                "keys",
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class StoredChunks:
+    """The entries of one tenant, by chunk, with the sources and texts that the catalog has for them."""
+
+    entries: Mapping[Chunk, Sequence[Entry]]
+    texts: Mapping[Chunk, tuple[str, str]]
+
+    @classmethod
+    def of(cls, engine: Engine) -> StoredChunks:
+        """Return what a tenant's engine has in all tiers."""
+        found = defaultdict[Chunk, list[Entry]](list)
+        for entry in engine.store.entries():
+            if entry.key.model == engine.digest:
+                found[chunk_of(entry.key)].append(entry)
+        texts = {chunk_named(known.key): (known.source, known.text) for known in engine.catalog.texts(engine.digest)}
+        return cls(found, texts)
+
+    def rows(self, source: str | None = None) -> list[dict[str, Any]]:
+        """Return a row for each chunk, most recently used first; `source`: only of that source."""
+        rows = [self._row(chunk) for chunk in self.entries if source is None or self._source(chunk) == source]
+        return sorted(rows, key=lambda row: -row["last_used"])
+
+    def sources(self) -> list[dict[str, Any]]:
+        """Return bytes, chunks and hits of each source, largest first; "" is what has no known text."""
+        nbytes, chunks, hits = Counter[str](), Counter[str](), Counter[str]()
+        for chunk, entries in self.entries.items():
+            source = self._source(chunk)
+            nbytes[source] += sum(entry.nbytes for entry in entries)
+            chunks[source] += 1
+            hits[source] += sum(entry.hits for entry in entries)
+        return [
+            {"source": source, "nbytes": n, "chunks": chunks[source], "hits": hits[source]}
+            for source, n in nbytes.most_common()
+        ]
+
+    def selected(self, selection: Selection) -> set[Chunk]:
+        """Return the selected chunks; APIError (404) for a key that selects none."""
+        if selection.all:
+            return set(self.entries)
+        if selection.source is not None:
+            return {chunk for chunk in self.entries if self._source(chunk) == selection.source}
+        found = set[Chunk]()
+        for key in selection.keys:
+            matches = {chunk for chunk in self.entries if chunk[1].startswith(key)}
+            if not matches:
+                raise APIError(
+                    404, f"There is no chunk '{key:.80}' here. List them at /v1/ragfuse/entries.", "not_found", "keys"
+                )
+            found |= matches
+        return found
+
+    def _row(self, chunk: Chunk) -> dict[str, Any]:
+        entries = self.entries[chunk]
+        source, text = self.texts.get(chunk, ("", ""))
+        return {
+            "object": "ragfuse.entry",
+            "key": chunk[1],
+            "source": source,
+            "text": text[:ENTRY_CHARS],
+            "n_tokens": entries[0].n_tokens,
+            "nbytes": sum(entry.nbytes for entry in entries),
+            "tiers": sorted({entry.tier for entry in entries}),
+            "levels": sorted({level for entry in entries for level in entry.sizes}),
+            "encoded": sorted({entry.key.encoded for entry in entries}),
+            "hits": sum(entry.hits for entry in entries),
+            "last_used": max(entry.last_used for entry in entries),
+            "pinned": any(entry.pinned for entry in entries),
+        }
+
+    def _source(self, chunk: Chunk) -> str:
+        return self.texts.get(chunk, ("", ""))[0]
+
+
+def pin(engine: Engine, selection: Selection, pinned: bool) -> int:
+    """Pin or unpin the selected chunks, and return how many they are."""
+    stored = StoredChunks.of(engine)
+    chunks = stored.selected(selection)
+    keys = [entry.key for chunk in chunks for entry in stored.entries[chunk]]
+    (engine.store.pin if pinned else engine.store.unpin)(*keys)
+    return len(chunks)
+
+
+def delete(engine: Engine, selection: Selection) -> dict[str, Any]:
+    """Delete the selected chunks from every tier, with their texts; return how many, and the bytes freed."""
+    stored = StoredChunks.of(engine)
+    chunks = stored.selected(selection)
+    texts = [stored.texts[chunk][1] for chunk in chunks if chunk in stored.texts]
+    nbytes = engine.forget(texts) if texts else 0
+    rest = {chunk for chunk in chunks if chunk not in stored.texts}
+    nbytes += forget_chunks(engine.store, engine.catalog.strict, rest)
+    return {"object": "ragfuse.deleted", "chunks": len(chunks), "nbytes": nbytes}
+
+
+def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
+    """Return what a tenant keeps, its limits, and what was evicted for them."""
+    return {
+        "object": "ragfuse.usage",
+        **keeper.enforce().as_dict(),
+        "limits": keeper.limits(),
+        "evicted": {kind: keeper.evicted[kind] for kind in ("bytes", "texts", "sessions")},
+        "sources": StoredChunks.of(engine).sources(),
+    }

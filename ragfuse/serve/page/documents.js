@@ -1,0 +1,125 @@
+// The documents of this key: chosen or dropped, encoded by the server, and which of them are searched.
+
+import { ask } from "./api.js";
+import { byId, make, show } from "./dom.js";
+import { EXAMPLE } from "./example.js";
+import { bytes, many, seconds } from "./format.js";
+
+const MAX_PDF_NBYTES = 8 * 1024 * 1024;
+const POLL_MS = 700;
+const PATH = "/v1/ragfuse/documents";
+const left = new Set(); // ids that are not to be searched
+let documents = [];
+let polling = null;
+
+export function chosenDocuments() {
+  return documents.filter((each) => !left.has(each.id) && each.encoded > 0);
+}
+
+function fail(message) {
+  byId("document-error").textContent = message;
+}
+
+async function base64(file) {
+  const url = await new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.onload = () => resolve(reader.result);
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
+  return url.slice(url.indexOf(",") + 1);
+}
+
+async function bodyOf(file) {
+  const name = file.name.slice(0, 256);
+  if (file.name.toLowerCase().endsWith(".pdf")) {
+    if (file.size > MAX_PDF_NBYTES) throw new Error(`${file.name} has ${bytes(file.size)}; wanted ${bytes(MAX_PDF_NBYTES)} at most.`);
+    return { name, pdf: await base64(file) };
+  }
+  const text = await file.text();
+  if (text.includes("\u0000")) throw new Error(`${file.name} is not text. Wanted text or PDF files.`);
+  return { name, text };
+}
+
+async function send(files) {
+  fail("");
+  const failures = [];
+  for (const file of files) {
+    try {
+      await ask(PATH, { body: await bodyOf(file) });
+    } catch (error) {
+      failures.push(error.message);
+    }
+    await refresh();
+  }
+  fail(failures.join(" "));
+}
+
+function state(each) {
+  if (each.status === "failed") return each.error;
+  if (each.status === "ready") {
+    const done = each.nbytes ? `${bytes(each.nbytes)} of KV, encoded in ${seconds(each.seconds)}` : "whose KV was stored already";
+    return `${many(each.passages, "passage")}, ${done}`;
+  }
+  if (each.status === "encoding") return `encoding ${each.encoded} of ${each.passages} passages`;
+  return each.status === "reading" ? "reading" : "waiting";
+}
+
+function row(each) {
+  const box = make("input", { type: "checkbox", checked: !left.has(each.id), disabled: each.encoded === 0 });
+  box.addEventListener("change", () => {
+    if (box.checked) left.delete(each.id);
+    else left.add(each.id);
+  });
+  const isRunning = ["waiting", "reading", "encoding"].includes(each.status);
+  return make("li", { "data-status": each.status },
+    make("div", { class: "row" },
+      make("label", { class: "grow name" }, box, make("span", {}, each.name)),
+      make("button", { class: "small", "aria-label": `Delete ${each.name}`, onclick: () => remove(each) }, "Delete")),
+    isRunning ? make("progress", { max: each.passages || 1, value: each.encoded, "aria-label": `Encoding ${each.name}` }) : null,
+    make("div", { class: each.status === "failed" ? "error" : "quiet" }, state(each)));
+}
+
+async function remove(each) {
+  try {
+    await ask(`${PATH}/${encodeURIComponent(each.id)}`, { method: "DELETE" });
+  } catch (error) {
+    fail(error.message);
+  }
+  await refresh();
+}
+
+// Show the list, and ask again for as long as something is being encoded. A focused button keeps the focus.
+export async function refresh() {
+  clearTimeout(polling);
+  documents = (await ask(PATH)).data;
+  const list = byId("documents");
+  const at = [...list.querySelectorAll("input, button")].indexOf(document.activeElement);
+  show(list, documents.map(row));
+  if (at >= 0) [...list.querySelectorAll("input, button")][at]?.focus();
+  if (documents.some((each) => !["ready", "failed"].includes(each.status))) {
+    polling = setTimeout(() => refresh().catch((error) => fail(error.message)), POLL_MS);
+  }
+}
+
+export async function startDocuments() {
+  const drop = byId("drop");
+  byId("files").addEventListener("change", async (event) => {
+    await send([...event.target.files]);
+    event.target.value = "";
+  });
+  byId("example").addEventListener("click", () => send([new File([EXAMPLE], "The lighthouse of Skarholm.txt")]));
+  for (const kind of ["dragover", "dragenter"]) {
+    drop.addEventListener(kind, (event) => {
+      event.preventDefault();
+      drop.classList.add("over");
+    });
+  }
+  drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+  drop.addEventListener("drop", (event) => {
+    event.preventDefault();
+    drop.classList.remove("over");
+    send([...event.dataTransfer.files]);
+  });
+  await refresh();
+}

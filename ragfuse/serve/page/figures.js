@@ -1,0 +1,29 @@
+// Small figures without a library: a filled bar, a histogram, shares over time. Each has its numbers as text, too.
+
+import { make } from "./dom.js";
+
+export function meter(value, most, text) {
+  const bar = make("span", { class: "fill" });
+  bar.style.width = `${most ? Math.min(100, (100 * value) / most) : 0}%`;
+  return make("div", { class: "meter" }, make("span", { class: "track", "aria-hidden": "true" }, bar), make("span", { class: "told" }, text));
+}
+
+// Rows of [label, count] as horizontal bars.
+export function histogram(rows) {
+  const most = Math.max(1, ...rows.map(([, n]) => n));
+  return make("ul", { class: "histogram" }, rows.map(([label, n]) => {
+    const bar = make("span", { class: "fill" });
+    bar.style.width = `${(100 * n) / most}%`;
+    return make("li", {}, make("span", { class: "label" }, label), make("span", { class: "track", "aria-hidden": "true" }, bar), make("span", { class: "n" }, String(n)));
+  }));
+}
+
+// Columns over time; each column is a list of [class, amount], stacked. `most` is the height of a full column.
+export function columns(caption, found, most) {
+  return make("div", { class: "columns", role: "img", "aria-label": caption }, found.map(({ title, parts }) =>
+    make("div", { class: "column", title }, parts.map(([name, amount]) => {
+      const part = make("span", { class: `cell ${name}` });
+      part.style.height = `${most ? (100 * amount) / most : 0}%`;
+      return part;
+    }))));
+}

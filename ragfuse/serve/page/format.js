@@ -1,0 +1,34 @@
+// Numbers for people; a unit stays on the line of its number.
+
+export function bytes(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (n >= 1024 && at < units.length - 1) {
+    n /= 1024;
+    at += 1;
+  }
+  return `${n < 10 && at ? n.toFixed(1) : Math.round(n)}\u00a0${units[at]}`;
+}
+
+export function count(n) {
+  return Math.round(n).toLocaleString("en");
+}
+
+export function many(n, one, several = `${one}s`) {
+  return `${count(n)} ${n === 1 ? one : several}`;
+}
+
+export function seconds(s) {
+  return `${s.toFixed(s < 10 ? 2 : 1)}\u00a0s`;
+}
+
+export function share(part, whole) {
+  return whole ? `${Math.round((100 * part) / whole)}%` : "none yet";
+}
+
+export function ago(unix) {
+  const s = Math.max(0, Date.now() / 1000 - unix);
+  if (s < 90) return `${Math.round(s)} s ago`;
+  if (s < 5400) return `${Math.round(s / 60)} min ago`;
+  return s < 172800 ? `${Math.round(s / 3600)} h ago` : `${Math.round(s / 86400)} days ago`;
+}

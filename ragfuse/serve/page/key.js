@@ -1,0 +1,38 @@
+// The API key: asked for where the server has keys, and kept for this browser tab only (sessionStorage).
+
+import { byId } from "./dom.js";
+
+const NAME = "ragfuse-key";
+let asking = null;
+
+export function key() {
+  return sessionStorage.getItem(NAME) || "";
+}
+
+export function forgetKey() {
+  sessionStorage.removeItem(NAME);
+}
+
+// Ask for the key, and return once one was given. Several callers share one dialog.
+export function askForKey(reason) {
+  if (asking) return asking;
+  const dialog = byId("key-dialog");
+  byId("key-reason").textContent = reason;
+  byId("key-input").value = "";
+  asking = new Promise((resolve) => {
+    byId("key-form").onsubmit = (event) => {
+      event.preventDefault();
+      const given = byId("key-input").value.trim();
+      if (!given) return;
+      sessionStorage.setItem(NAME, given);
+      dialog.close();
+      asking = null;
+      byId("forget-key").hidden = false;
+      resolve();
+    };
+  });
+  dialog.oncancel = (event) => event.preventDefault();
+  dialog.showModal();
+  byId("key-input").focus();
+  return asking;
+}

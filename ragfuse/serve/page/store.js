@@ -1,0 +1,119 @@
+// The view of the store: tiers, sources, entries, conversations and schemas of this key, and what may be done to them.
+
+import { ask } from "./api.js";
+import { byId, make, show, table } from "./dom.js";
+import { refresh as refreshDocuments } from "./documents.js";
+import { ago, bytes, count, many, share } from "./format.js";
+import { meter } from "./figures.js";
+
+const SHOWN = 50;
+let source = null; // the source whose entries are shown; null: all
+
+function sure(text, yes) {
+  byId("sure-text").textContent = text;
+  byId("sure-yes").textContent = yes;
+  const dialog = byId("sure-dialog");
+  dialog.returnValue = "no";
+  dialog.showModal();
+  byId("sure-no").focus();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}
+
+function action(name, label, work, { danger, question } = {}) {
+  return make("button", { class: danger ? "small danger" : "small", "aria-label": label, onclick: async () => {
+    if (question && !(await sure(question, name))) return;
+    try {
+      byId("failure").textContent = "";
+      await work();
+      await showStore();
+      await refreshDocuments();
+    } catch (error) {
+      byId("failure").textContent = error.message;
+    }
+  } }, name);
+}
+
+function remove(query) {
+  return () => ask(`/v1/ragfuse/entries?${new URLSearchParams(query)}`, { method: "DELETE" });
+}
+
+function tiers(store, usage, live) {
+  const hits = Object.values(live.hits).reduce((sum, each) => sum + each, 0);
+  const rows = store.tiers.map((each) => [
+    each.name, meter(each.nbytes, each.capacity, `${bytes(each.nbytes)} of ${bytes(each.capacity)}`),
+    count(each.entries), count(each.n_tokens), count(each.pinned), share(live.hits[each.name] || 0, hits + live.missed)]);
+  const limit = usage.limits.bytes ? `, of at most ${bytes(usage.limits.bytes)} in a tier` : "";
+  return make("section", { class: "card stack", "aria-label": "Tiers" }, make("h2", {}, "Tiers"),
+    table("Tiers", ["tier", "filled by you", "entries", "tokens", "pinned", "hit rate"], rows, [2, 3, 4, 5]),
+    make("p", { class: "quiet" }, `Hits: of ${many(hits + live.missed, "lookup")} since the server started, found in this tier; `
+      + `${count(live.missed)} were found in none. You keep ${many(usage.texts, "known text")} and ${many(usage.sessions, "conversation")}${limit}.`));
+}
+
+function sources(usage) {
+  const most = Math.max(1, ...usage.sources.map((each) => each.nbytes));
+  const rows = usage.sources.map((each) => [
+    make("button", { class: "plain", onclick: () => { source = each.source; showStore(); } }, each.source || "not from a document"),
+    meter(each.nbytes, most, bytes(each.nbytes)), count(each.chunks), count(each.hits),
+    make("div", { class: "row" }, each.source ? [
+      action("Pin", `Pin ${each.source}`, () => ask("/v1/ragfuse/entries/pin", { body: { source: each.source } })),
+      action("Unpin", `Unpin ${each.source}`, () => ask("/v1/ragfuse/entries/unpin", { body: { source: each.source } })),
+      action("Delete", `Delete ${each.source}`, remove({ source: each.source }),
+        { danger: true, question: `Delete the KV of ${each.source} from every tier?` })] : [])]);
+  return make("section", { class: "card stack", "aria-label": "Bytes by source" },
+    make("div", { class: "row" }, make("h2", { class: "grow" }, "Bytes by source"),
+      action("Delete all", "Delete all entries", remove({ all: "true" }),
+        { danger: true, question: "Delete all of your KV from every tier? Documents have to be encoded again." })),
+    rows.length ? table("Bytes by source", ["source", "bytes", "chunks", "hits", ""], rows, [2, 3])
+      : make("p", { class: "quiet" }, "Nothing is stored yet."));
+}
+
+function entries(found) {
+  const rows = found.data.map((each) => [
+    make("div", {}, make("div", {}, each.source || "not from a document"), make("div", { class: "quiet clip" }, each.text)),
+    count(each.n_tokens), bytes(each.nbytes), `${each.tiers.join(", ")}; ${each.levels.join(", ")}`, count(each.hits),
+    ago(each.last_used), make("div", { class: "row" },
+      each.pinned
+        ? action("Unpin", `Unpin entry ${each.key.slice(0, 8)}`, () => ask("/v1/ragfuse/entries/unpin", { body: { keys: [each.key] } }))
+        : action("Pin", `Pin entry ${each.key.slice(0, 8)}`, () => ask("/v1/ragfuse/entries/pin", { body: { keys: [each.key] } })),
+      action("Delete", `Delete entry ${each.key.slice(0, 8)}`, remove({ key: each.key }), { danger: true }))]);
+  const title = source === null ? "Entries" : `Entries of ${source || "no document"}`;
+  const told = found.total > rows.length ? `The ${rows.length} used last of ${count(found.total)}.` : "";
+  return make("section", { class: "card stack", "aria-label": "Entries" },
+    make("div", { class: "row" }, make("h2", { class: "grow" }, title),
+      source === null ? null : make("button", { class: "small", onclick: () => { source = null; showStore(); } }, "Show all")),
+    rows.length ? table("Entries", ["chunk", "tokens", "bytes", "tiers; levels", "hits", "used", ""], rows, [1, 2, 4])
+      : make("p", { class: "quiet" }, "None."),
+    told ? make("p", { class: "quiet" }, told) : null);
+}
+
+function sessions(found) {
+  const rows = found.data.slice(0, SHOWN).map((each) => [
+    each.id, count(each.turns), count(each.tokens), ago(each.used), each.persistent ? "yes" : "in memory only",
+    action("Delete", `Delete conversation ${each.id}`,
+      () => ask(`/v1/ragfuse/sessions/${encodeURIComponent(each.id)}`, { method: "DELETE" }),
+      { danger: true, question: `Delete the conversation ${each.id} and its KV?` })]);
+  return make("section", { class: "card stack", "aria-label": "Conversations" }, make("h2", {}, "Conversations"),
+    rows.length ? table("Conversations", ["session", "turns", "tokens", "used", "saved", ""], rows, [1, 2])
+      : make("p", { class: "quiet" }, "None is stored. Requests with session_id, and /v1/responses, store theirs."));
+}
+
+function schemas(found) {
+  const rows = found.data.map((each) => [each.name, count(each.modules), ago(each.added),
+    action("Delete", `Delete schema ${each.name}`,
+      () => ask(`/v1/ragfuse/schemas/${encodeURIComponent(each.name)}`, { method: "DELETE" }),
+      { danger: true, question: `Delete the schema ${each.name}, and the KV of its modules?` })]);
+  return make("section", { class: "card stack", "aria-label": "Schemas" }, make("h2", {}, "Schemas"),
+    rows.length ? table("Schemas", ["schema", "modules", "added", ""], rows, [1])
+      : make("p", { class: "quiet" }, "None is registered. POST /v1/ragfuse/schemas registers one."));
+}
+
+export async function showStore() {
+  const query = source === null ? { limit: SHOWN } : { limit: SHOWN, source };
+  const [store, usage, live, rows, talks, forms] = await Promise.all([
+    ask("/v1/ragfuse/store"), ask("/v1/ragfuse/usage"), ask("/v1/ragfuse/live"),
+    ask(`/v1/ragfuse/entries?${new URLSearchParams(query)}`), ask("/v1/ragfuse/sessions"), ask("/v1/ragfuse/schemas")]);
+  const waiting = store.waiting_to_be_encoded ? make("p", { class: "quiet" }, `${many(store.waiting_to_be_encoded, "run")} of tokens wait to be encoded.`) : null;
+  show(byId("store"), waiting, tiers(store, usage, live), sources(usage), entries(rows), sessions(talks), schemas(forms));
+}

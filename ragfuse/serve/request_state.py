@@ -1,0 +1,39 @@
+"""What goes along with a request from the guard to its route and back to the log: its tenant and its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from ragfuse.serve.keys import APITenant
+from ragfuse.serve.run import Completed, TextDelta
+
+
+@dataclass
+class TokenCounts:
+    """The tokens that a request took: of its prompts, and of its answers."""
+
+    prompt: int = 0
+    answer: int = 0
+
+    async def counted(self, items: AsyncIterator[TextDelta | Completed]) -> AsyncIterator[TextDelta | Completed]:
+        """Yield the items, and add up the tokens of completed answers."""
+        async for item in items:
+            if isinstance(item, Completed):
+                self.prompt += item.answer.trace.tokens
+                self.answer += len(item.answer.token_ids)
+            yield item
+
+
+def tenant_of(request: Request) -> APITenant:
+    """Return the tenant whose key a request came with."""
+    tenant: APITenant = request.state.tenant
+    return tenant
+
+
+def token_counts_of(request: Request) -> TokenCounts:
+    """Return the counts that the request's log line will show."""
+    counts: TokenCounts = request.state.token_counts
+    return counts

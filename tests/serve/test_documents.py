@@ -1,0 +1,221 @@
+"""Documents over HTTP: split, encoded in the background, searched, deleted; PDFs; what became of each token."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragfuse import Settings
+from ragfuse.errors import InputError
+from ragfuse.serve import documents, pdf_text
+from ragfuse.serve.keys import Keys
+from ragfuse.serve.live import RecentCounts
+from ragfuse.serve.split import passages
+from ragfuse.telemetry.counters import TTFT_S, CounterSnapshot
+from tests.serve.kit import Served, said, serving, wait_for
+from tests.serve.pdf import pdf
+from tests.tiny import CHUNKS
+
+pytest.importorskip("sentence_transformers", reason="the extra of embedded models is not installed")
+
+PATH = "/v1/ragfuse/documents"
+BLUE, RED = ({"authorization": f"Bearer a-key-of-the-{name}-tenant"} for name in ("blue", "red"))
+
+
+@pytest.fixture(scope="module")
+def two(varied_path: Path, minilm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of two tenants, whose model reads bytes: a passage of ours has about a hundred."""
+    home = tmp_path_factory.mktemp("documents")
+    settings = Settings(
+        model=str(varied_path),
+        dtype="float32",
+        store=home / "store",
+        home=Settings().home,
+        max_tokens=4,
+        chunk_tokens=150,
+        filler_tokens=0,
+    )
+    with serving(settings, Keys(["blue:a-key-of-the-blue-tenant", "red:a-key-of-the-red-tenant"])) as served:
+        yield served
+
+
+def sent(served: Served, name: str, key: dict[str, str] = BLUE, **fields: Any) -> dict[str, Any]:
+    """Send a document and wait until it is done."""
+    answer = served.post(PATH, {"name": name, **fields}, **key)
+    assert answer.status_code == 200, answer.text
+    id = answer.json()["id"]
+    wait_for(lambda: served.get(f"{PATH}/{id}", **key).json()["status"] in ("ready", "failed"))
+    return served.get(f"{PATH}/{id}", **key).json()
+
+
+def test_a_document_is_split_encoded_and_found(two: Served) -> None:
+    done = sent(two, "lights.txt", text="\n\n".join(CHUNKS))
+    assert (done["status"], done["passages"], done["encoded"]) == ("ready", len(CHUNKS), len(CHUNKS))
+    assert done["tokens"] > 0 < done["nbytes"]
+    found = two.post(f"{PATH}/search", {"query": "Which lighthouse has a blue door?", "top_k": 2}, **BLUE).json()[
+        "data"
+    ]
+    assert found[0]["text"] == CHUNKS[3]
+    assert len(found) == 2
+    assert found[0]["score"] >= found[1]["score"]
+    ask = {"model": two.service.model, "messages": [said()], "documents": [{"text": each["text"]} for each in found]}
+    trace = two.post("/v1/chat/completions", ask, **BLUE).json()["ragfuse"]
+    assert [each["hit"] for each in trace["segments"] if each["kind"] == "chunk"] == [True, True]
+
+
+def test_no_tenant_sees_or_finds_another_ones_documents(two: Served) -> None:
+    done = sent(two, "secret.txt", RED, text="The red tenant keeps a secret lighthouse of its own on the far side.")
+    assert done["id"] not in [each["id"] for each in two.get(PATH, **BLUE).json()["data"]]
+    assert two.get(f"{PATH}/{done['id']}", **BLUE).status_code == 404
+    assert two.delete(f"{PATH}/{done['id']}", **BLUE).status_code == 404
+    body = {"query": "a secret lighthouse", "top_k": 50}
+    assert not any("secret" in each["text"] for each in two.post(f"{PATH}/search", body, **BLUE).json()["data"])
+    assert two.post(f"{PATH}/search", {**body, "documents": [done["id"]]}, **BLUE).status_code == 404
+
+
+def test_a_document_of_the_same_name_replaces_the_one_before(two: Served) -> None:
+    first = sent(two, "same.txt", text="The first version tells of a bridge over the river.")
+    second = sent(two, "same.txt", text="The second version tells of a tunnel below the river.")
+    ids = [each["id"] for each in two.get(PATH, **BLUE).json()["data"]]
+    assert second["id"] in ids
+    assert first["id"] not in ids
+    entries = f"/v1/ragfuse/entries?source={second['name']}"
+    wait_for(lambda: len(two.get(entries, **BLUE).json()["data"]) == 1)
+    assert "second version" in two.get(entries, **BLUE).json()["data"][0]["text"]
+
+
+def test_a_document_that_is_deleted_while_it_is_encoded_leaves_nothing(two: Served) -> None:
+    text = "\n\n".join(
+        f"Ship {at} passed the lighthouse in the night, and nobody waved to it from land." for at in range(60)
+    )
+    id = two.post(PATH, {"name": "ships.txt", "text": text}, **BLUE).json()["id"]
+    wait_for(lambda: two.get(f"{PATH}/{id}", **BLUE).json()["encoded"] > 0)
+    assert two.delete(f"{PATH}/{id}", **BLUE).json()["deleted"] is True
+    last = sent(two, "after.txt", text="The next document is encoded after the one that was deleted.")
+    assert last["status"] == "ready"
+    assert two.get("/v1/ragfuse/entries?source=ships.txt", **BLUE).json()["data"] == []
+
+
+def test_a_deleted_document_takes_its_kv_with_it_but_not_what_another_has(two: Served) -> None:
+    shared, own = "The keeper paints both doors in the spring of every year.", "Nobody knows the name of the painter."
+    first, second = sent(two, "a.txt", text=f"{shared}\n\n{own}"), sent(two, "b.txt", text=f"{shared}")
+    done = two.delete(f"{PATH}/{second['id']}", **BLUE).json()
+    assert (done["deleted"], done["nbytes"]) == (True, 0) or first["passages"] == 1
+    assert two.delete(f"{PATH}/{first['id']}", **BLUE).json()["nbytes"] > 0
+    assert two.get(f"{PATH}/{first['id']}", **BLUE).status_code == 404
+
+
+def test_a_pdf_is_read_and_a_broken_one_says_so(two: Served) -> None:
+    data = base64.b64encode(pdf("The lamp was lit in the year of the great storm.")).decode()
+    done = sent(two, "lamp.pdf", pdf=data)
+    assert done["status"] == "ready", done
+    found = two.post(f"{PATH}/search", {"query": "When was the lamp lit?", "top_k": 1}, **BLUE).json()["data"]
+    assert found[0]["text"] == "The lamp was lit in the year of the great storm."
+    broken = sent(two, "broken.pdf", pdf=base64.b64encode(b"%PDF-1.4 broken").decode())
+    assert broken["status"] == "failed"
+    assert broken["error"].startswith("The PDF cannot be read")
+
+
+def test_a_pdf_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdf_text, "TIMEOUT_S", 0.01)
+    with pytest.raises(InputError, match="could not be read within"):
+        pdf_text.text_of_pdf(pdf("x"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"text": "x", "pdf": "eA=="},
+        {"text": "  \n "},
+        {"text": "x" * (documents.MAX_DOCUMENT_CHARS + 1)},
+        {"pdf": "***"},
+        {"pdf": base64.b64encode(b"<html>").decode()},
+        {"text": "x", "name": ""},
+        {"text": "x", "nonsense": 1},
+    ],
+)
+def test_what_is_no_document_is_refused(two: Served, fields: dict[str, Any]) -> None:
+    answer = two.post(PATH, {"name": "x.txt", **fields}, **BLUE)
+    assert answer.status_code == 400, answer.text
+
+
+def test_a_list_has_an_end(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "MAX_LISTED", 0)
+    answer = two.post(PATH, {"name": "one more.txt", "text": "x"}, **BLUE)
+    assert answer.status_code == 400
+    assert "of at most 0" in answer.json()["error"]["message"]
+
+
+def test_passages_hold_all_words_within_their_bound() -> None:
+    text = "A short one. " * 30 + "\n\n" + "word " * 500 + "x" * 900 + "\r\n\r\nLast 3.5 words! Really?"
+    found = list(passages(text, 40, lambda each: len(each) // 4))
+    assert "".join("".join(found).split()) == "".join(text.split())
+    assert all(len(each) // 4 <= 42 for each in found)
+    assert len(found) < 60
+    assert list(passages(" \n\n ", 40, len)) == []
+
+
+def test_what_became_of_each_token_adds_up(two: Served) -> None:
+    done = sent(two, "three.txt", text="\n\n".join(CHUNKS[:3]))
+    assert done["status"] == "ready"
+    documents = [{"text": text, "title": f"p{at}"} for at, text in enumerate(CHUNKS[:3])]
+    body = {
+        "model": two.service.model,
+        "messages": [said("Which?")],
+        "documents": documents,
+        "ragfuse": {"token_trace": True, "policy": "hkvd", "ratio": 0.3},
+    }
+    trace = two.post("/v1/chat/completions", body, **BLUE).json()["ragfuse"]
+    told = trace["token_trace"]
+    assert len(told["texts"]) == len(told["fates"]) == told["tokens"] == trace["tokens"]
+    assert "Which?" in "".join(told["texts"])
+    assert told["fates"].count("f") == trace["tokens_fresh"]
+    assert told["fates"].count("p") == trace["tokens_prefix"]
+    assert told["fates"].count("c") == sum(each["recomputed"] for each in trace["segments"]) > 0
+    assert told["segments"][0]["from"] == 0
+    assert told["segments"][-1]["to"] == trace["tokens"]
+    for each in told["segments"]:
+        if each["at"] is not None:
+            segment = trace["segments"][each["at"]]
+            assert (segment["n_tokens"], segment["kind"]) == (each["to"] - each["from"], each["kind"])
+            letters = set(told["fates"][each["from"] : each["to"]])
+            assert letters <= ({"r", "c"} if each["kind"] == "chunk" else {"p"} if segment["hit"] else {"f"})
+    again = two.post("/v1/chat/completions", {**body, "ragfuse": {"token_trace": True, "reuse": False}}, **BLUE).json()
+    assert set(again["ragfuse"]["token_trace"]["fates"]) == {"f"}
+    two.service.engine(two.service.keys.tenants[0]).flush()
+    last = two.post("/v1/chat/completions", body, **BLUE).json()["ragfuse"]
+    assert last["token_trace"]["fates"].count("p") == last["tokens_prefix"] > 0
+    plain = two.post("/v1/chat/completions", {**body, "ragfuse": {}}, **BLUE).json()["ragfuse"]
+    assert "token_trace" not in plain
+
+
+def test_the_last_hour_is_told_by_minutes() -> None:
+    def at(n: int) -> CounterSnapshot:
+        sums = Counter({"reused": 2 * n, "fresh": n, "written": n, "hit memory": n})
+        return CounterSnapshot(sums, (n, *[0] * len(TTFT_S)), 0.1 * n)
+
+    recent = RecentCounts()
+    for second in range(0, 7200, 5):
+        recent.add(float(second), at(second))
+    found = recent.as_dict(7200.0, at(7200))
+    assert found["hour"]["reused"] == 2 * found["hour"]["fresh"] == 2 * found["hour"]["seconds"]
+    assert 3600 <= found["hour"]["seconds"] <= 3660
+    assert len(found["hour"]["minutes"]) in (60, 61)
+    assert found["minute"]["answer_tokens_per_s"] == 1.0
+    assert found["hour"]["ttft"][0] == found["hour"]["seconds"]
+    assert found["hits"] == {"memory": 7200}
+    assert RecentCounts().as_dict(1.0, at(5))["minute"]["answer_tokens_per_s"] == 0
+
+
+def test_live_tells_of_the_asker_alone(two: Served) -> None:
+    found = two.get("/v1/ragfuse/live", **BLUE).json()
+    assert found["running"] == found["waiting"] == 0
+    assert len(found["hour"]["ttft"]) == len(found["ttft_bounds_s"]) + 1
+    assert sum(found["hits"].values()) > 0
+    assert not two.get("/v1/ragfuse/live", **RED).json()["hits"]

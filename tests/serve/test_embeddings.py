@@ -1,0 +1,74 @@
+"""`/v1/embeddings`, by OpenAI's own client, with the embedded embedder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.serve.kit import Served
+
+openai = pytest.importorskip("openai", reason="the client is not installed")
+pytest.importorskip("sentence_transformers", reason="the extra of embedded models is not installed")
+
+MODEL = "minilm-l6"
+TEXTS = ["A lighthouse stands in the north.", "The keeper counts ships at night.", "Bread is made of flour."]
+
+
+@pytest.fixture
+def client(served: Served, minilm_path: Path) -> Any:
+    return openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=120)
+
+
+def test_texts_become_the_vectors_that_the_embedder_makes_of_them(client: Any, served: Served) -> None:
+    found = client.embeddings.create(model=MODEL, input=TEXTS)  # the client asks for base64
+    floats = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
+    vectors = np.array([each.embedding for each in found.data], dtype=np.float32)
+    assert np.array_equal(vectors, np.array([each.embedding for each in floats.data], dtype=np.float32))
+    assert np.allclose(vectors, served.service.embedder.embed(TEXTS), atol=1e-6)
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert [each.index for each in found.data] == [0, 1, 2]
+    assert found.usage.prompt_tokens == found.usage.total_tokens == sum(served.service.embedder.lengths(TEXTS))
+    ships, other = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
+    assert ships > other
+
+
+def test_one_text_is_embedded_as_among_others(client: Any) -> None:
+    alone = client.embeddings.create(model=MODEL, input=TEXTS[1]).data[0].embedding
+    among = client.embeddings.create(model=MODEL, input=TEXTS).data[1].embedding
+    assert np.allclose(alone, among, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1, 2]}, "input"),
+        ({"input": [[1, 2]]}, "input"),
+        ({"input": ["x"] * 2049}, "input"),
+        ({"input": "word " * 600}, "input"),
+        ({"input": "x", "dimensions": 64}, "dimensions"),
+        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "x", "nonsense": 1}, "nonsense"),
+    ],
+)
+def test_what_cannot_be_embedded_is_refused_by_name(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = served.post("/v1/embeddings", {"model": MODEL, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+def test_the_beginning_of_a_long_text_is_embedded_where_that_is_asked_for(served: Served) -> None:
+    body = {"model": MODEL, "input": "word " * 600, "truncate_prompt_tokens": -1}
+    answer = served.post("/v1/embeddings", body).json()
+    assert answer["usage"]["prompt_tokens"] == served.service.embedder.max_tokens
+
+
+def test_another_model_is_not_found(served: Served) -> None:
+    answer = served.post("/v1/embeddings", {"model": served.service.model, "input": "x"})
+    assert answer.status_code == 404
+    assert MODEL in answer.json()["error"]["message"]
