@@ -70,6 +70,7 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "models",
         "ray",
+        "remote",
         "serve",
         "store",
         "telemetry.progress",

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ragfuse.cli.loaded import loaded_engine, require_writable
 from ragfuse.cli.options import (
     Device,
     Dtype,
     Model,
     Policy,
     Ratio,
-    prepare_model,
     settings_of,
     write_json,
 )
@@ -34,7 +34,9 @@ def demo(
     device: Device = None,
     policy: Policy = None,
     ratio: Ratio = None,
-    out: Annotated[Path, typer.Option(help="JSON report to write, with a PNG beside it.")] = Path("demo-report.json"),
+    out: Annotated[Path, typer.Option("--out", help="JSON report to write, with a PNG beside it.")] = Path(
+        "demo-report.json"
+    ),
 ) -> None:
     """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse side by side."""
     missing = [name for name in DEMO_NEEDS if find_spec(name) is None]
@@ -43,14 +45,13 @@ def demo(
         raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
     from ragfuse.demo.picture import draw
     from ragfuse.demo.run import run
-    from ragfuse.engine.engine import Engine
 
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
     memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
     settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": memory})
     console = Console()
-    prepare_model(settings)
-    with Engine(settings) as engine:
+    require_writable(out, out.with_suffix(".png"))
+    with loaded_engine(settings, console) as engine:
         report = run(engine, console)
     write_json(report, out)
     draw(report, out.with_suffix(".png"))

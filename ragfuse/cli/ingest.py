@@ -21,6 +21,7 @@ from rich.progress import (
 )
 
 from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, find_files
+from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -32,7 +33,8 @@ from ragfuse.cli.options import (
     RayCPUs,
     Store,
     console_for,
-    prepare_model,
+    default_of,
+    option,
     settings_of,
     write_json,
 )
@@ -62,12 +64,14 @@ def ingest(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Size of a chunk, in tokens of the model.")] = None,
+    chunk_tokens: Annotated[
+        int | None, option("--chunk-tokens", "Size of a chunk, in tokens of the model.", default_of("chunk_tokens"))
+    ] = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="Only index; compute KV when a question needs it.")] = False,
     ray: Ray = None,
     ray_workers: Annotated[
         int | None,
-        typer.Option(help="Engines that encode on the Ray cluster; default: one for each node or GPU.", min=1),
+        option("--ray-workers", "Engines that encode on the Ray cluster.", "one for each node or GPU", min=1),
     ] = None,
     ray_cpus: RayCPUs = None,
     json: Json = None,
@@ -82,14 +86,12 @@ def ingest(
         check_cluster(settings, ray)
     console, documents = console_for(json), find_files(paths)
     print_skipped(console, documents)
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.cli.library import Library
-        from ragfuse.engine.engine import Engine, Ingested
+    from ragfuse.cli.library import Library
+    from ragfuse.types.ingested import Ingested
 
-        library, engine = Library(settings, index), Engine(settings)
-    with engine:
-        chunks, failed = add_files(library, engine, documents.files, console)
+    library = Library(settings, index)
+    with loaded_engine(settings, console) as engine:
+        chunks, failed = add_files(library, engine.model.tokenizer, documents.files, console)
         on_ray: BulkSummary | None = None
         if no_kv:
             done = Ingested()
@@ -113,9 +115,15 @@ def ingest(
 
 
 def add_files(
-    library: Library, engine: Engine, files: Sequence[Path], console: Console
+    library: Library, tokenizer: Any, files: Sequence[Path], console: Console
 ) -> tuple[list[tuple[str, str]], list[tuple[Path, str]]]:
     """Index files with a progress bar; print which ones cannot be parsed or contain no text.
+
+    Args:
+        library: The index.
+        tokenizer: The LLM's, by which chunks are measured.
+        files: The files.
+        console: Where the bar and the left-out files are shown.
 
     Returns:
         (text, source) of all chunks, and (file, reason) of the files that were left out.
@@ -126,8 +134,6 @@ def add_files(
     from ragfuse.types.keys import whole_text
 
     chunks, failed = list[tuple[str, str]](), list[tuple[Path, str]]()
-    with console.status("loading the model"):
-        tokenizer = engine.model.tokenizer
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
     with progress(console, *columns) as bar:
         task = bar.add_task("indexing", total=sum(file.stat().st_size for file in files))

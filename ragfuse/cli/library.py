@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +37,9 @@ SPLIT_BLOCK_CHARS = 1 << 17
 """Most characters that are split into chunks in one call."""
 SPLIT_SHARE = 0.1
 """Share of a file's progress bar for splitting it; the rest is for embedding."""
+
+DOCS_INDEX = "docs-"
+"""What the names of indexes of `--docs` begin with."""
 
 Progress = Callable[[float], object]
 """A function that is called with the share of a file that is done, 0 to 1."""
@@ -93,6 +97,11 @@ class FilePart:
         return vectors
 
 
+def index_of(docs: Path) -> str:
+    """Return the name of the index that `--docs` fills with a file or folder."""
+    return f"{DOCS_INDEX}{digest('docs', str(docs.resolve()))[:12]}"
+
+
 class Library:
     """One search index: the chunks of documents, with their vectors."""
 
@@ -132,14 +141,37 @@ class Library:
         wanted = {str(source.resolve()) for source in sources}
         self._drop(part for part in self._parts() if part.source not in wanted)
 
+    def require(self) -> None:
+        """Raise InputError if nothing was ingested into this index; its texts and the embedder are not loaded."""
+        if not any(self.folder.glob("*.json")):
+            raise self._empty()
+
+    def sources(self) -> dict[str, int]:
+        """Return the number of chunks of each document, in the order of their paths."""
+        counts = Counter[str]()
+        for part in self._parts():
+            counts[part.source] += len(part.texts)
+        return dict(sorted(counts.items()))
+
+    def search(self, question: str) -> list[tuple[str, str]]:
+        """Return (text, source) of the chunks that are nearest to a question, `top_k` of the settings at most."""
+        found = self.vector_store().similarity_search(question, k=self.settings.top_k)
+        return [(document.page_content, document.metadata["source"]) for document in found]
+
+    def _empty(self) -> InputError:
+        name = "" if self.name == "default" else f" --index {self.name}"
+        folders = self.folder.parent.glob("[!.]*") if self.folder.parent.is_dir() else ()
+        others = sorted(each.name for each in folders if not each.name.startswith(DOCS_INDEX) and any(each.iterdir()))
+        there = f" Others are not: {', '.join(others[:8])} (choose one with --index)." if others else ""
+        return InputError(f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest PATH{name}")
+
     def vector_store(self) -> Any:
         """Return LangChain's FAISS store over all chunks; InputError if nothing was ingested."""
         parts = [part for part in self._parts() if part.recipe[:1] == self._recipe()[:1]]
         pairs = [(part, vectors) for part in parts if (vectors := part.vectors()) is not None]
         pairs = [(part, vectors) for part, vectors in pairs if vectors.shape[1] == pairs[0][1].shape[1]]
         if not pairs:
-            name = "" if self.name == "default" else f" --index {self.name}"
-            raise InputError(f"The index '{self.name}' is empty. Fill it first: ragfuse ingest PATH{name}")
+            raise self._empty()
 
         from langchain_community.vectorstores import FAISS
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ragfuse.cli.ask import prompt_for
 from ragfuse.cli.ingest import target_tiers
+from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -26,13 +27,13 @@ from ragfuse.cli.options import (
     Policy,
     Ratio,
     Store,
+    TopK,
     console_for,
-    prepare_model,
+    option,
     settings_of,
     write_json,
 )
 from ragfuse.errors import InputError
-from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.telemetry.progress import progress
 
 READS_IN_WORDS = MappingProxyType(
@@ -56,7 +57,7 @@ def measure(
     model_kwargs: ModelKwargs = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(help="Folder or URL of a tier to measure; repeat for several. Default: those in the settings."),
+        option("--store", "Folder or URL of a tier to measure; repeat for several.", "those in the settings"),
     ] = None,
     json: Json = None,
 ) -> None:
@@ -66,14 +67,8 @@ def measure(
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=folder),
         console_for(json),
     )
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.engine.engine import Engine
-
-        engine = Engine(settings)
-    with engine:
-        with console.status("loading the model"):
-            name = engine.model.name
+    with loaded_engine(settings, console) as engine:
+        name = engine.model.name
         columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeElapsedColumn()
         with progress(console, *columns) as bar:
             task = bar.add_task("measuring", total=1.0)
@@ -105,7 +100,7 @@ def explain(
     store: Store = None,
     policy: Policy = None,
     ratio: Ratio = None,
-    top_k: Annotated[int | None, typer.Option(help="Number of chunks to retrieve.")] = None,
+    top_k: TopK = None,
     overflow: Overflow = None,
     deadline: Deadline = None,
     json: Json = None,
@@ -123,14 +118,15 @@ def explain(
         "ratio": ratio,
     }
     settings, console = settings_of(**given, top_k=top_k, overflow=overflow), console_for(json)
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.cli.library import Library
-        from ragfuse.engine.engine import Ask, Engine
+    from ragfuse.cli.library import Library
+    from ragfuse.engine.ask import Ask
 
-        library, engine = Library(settings, index), Engine(settings)
-    with engine:
+    library = Library(settings, index)
+    library.require()
+    with loaded_engine(settings, console) as engine:
         plan = engine.plan(prompt_for(engine, library, question, console), Ask(deadline_s=deadline))
+    from ragfuse.plan.explanation import as_dict, in_words
+
     console.print(in_words(plan), markup=False, highlight=False, soft_wrap=True)
     write_json({"question": question, **as_dict(plan), "words": in_words(plan)}, json)
 

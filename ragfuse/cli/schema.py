@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.entries import counted, plain
+from ragfuse.cli.loaded import loaded_engine, require_writable
 from ragfuse.cli.opened import open_admin
 from ragfuse.cli.options import (
     Device,
@@ -22,16 +22,13 @@ from ragfuse.cli.options import (
     ModelKwargs,
     Store,
     console_for,
-    prepare_model,
+    option,
     settings_of,
     write_json,
 )
 from ragfuse.cli.show import short
-from ragfuse.settings import Settings
+from ragfuse.engine.question import read_schema
 from ragfuse.telemetry.progress import progress
-
-if TYPE_CHECKING:
-    from ragfuse.engine.engine import Engine
 
 schema = typer.Typer(
     no_args_is_help=True,
@@ -57,8 +54,8 @@ def add(
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
         console_for(json),
     )
-    engine = _engine(settings, console)
-    with engine:
+    read_schema(file)
+    with loaded_engine(settings, console) as engine:
         columns = TextColumn("encoding"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
         with progress(console, *columns) as bar:
             task = bar.add_task("encoding", total=None)
@@ -100,7 +97,9 @@ def show(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw the positions of all modules into this PNG.")] = None,
+    png: Annotated[
+        Path | None, option("--png", "Draw the positions of all modules into this PNG.", "none is drawn")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Show the tree of a schema: position, tokens and KV bytes of every module."""
@@ -112,8 +111,8 @@ def show(
         from ragfuse.calibration.plots import require_plotting
 
         require_plotting()
-    engine = _engine(settings, console)
-    with engine:
+    require_writable(png)
+    with loaded_engine(settings, console, lambda engine: engine.schemas.named(name)) as engine:
         from ragfuse.engine.schema_service import outline
 
         layout, per_token = engine.schemas.show(name), engine.model.nbytes_per_token
@@ -149,20 +148,6 @@ def rm(
         nbytes = admin.schemas.remove(name)
     console.print(Text(f"Removed '{plain(name)}' and {nbytes / 1e6:,.1f} MB of KV."))
     write_json({"name": name, "nbytes": nbytes}, json)
-
-
-def _engine(settings: Settings, console: Console) -> Engine:
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.engine.engine import Engine
-
-        engine = Engine(settings)
-        try:
-            engine.model  # noqa: B018 - it takes a while
-        except BaseException:
-            engine.close()
-            raise
-        return engine
 
 
 def _table_row(part: Mapping[str, Any]) -> tuple[Text, str, str, str]:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ragfuse.cli.entries import counted, plain
 from ragfuse.cli.opened import open_admin
-from ragfuse.cli.options import Json, Store, console_for, write_json
+from ragfuse.cli.options import Json, Store, console_for, option, write_json
 from ragfuse.errors import InputError
 from ragfuse.settings import SINKS
 
@@ -67,8 +67,10 @@ def export(
 
 @sessions.command("rm")
 def rm(
-    names: Annotated[list[str] | None, typer.Argument(help="Names of sessions.")] = None,
-    unused: Annotated[float | None, typer.Option(min=0, help="Delete all sessions unused for this many days.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Names of sessions.", show_default="none")] = None,
+    unused: Annotated[
+        float | None, option("--unused", "Delete all sessions unused for this many days.", "none", min=0)
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     store: Store = None,
     json: Json = None,

@@ -23,7 +23,7 @@ from ragfuse.cli.entries import (
     use_in_words,
 )
 from ragfuse.cli.opened import confirm, entry_filter_of, open_admin, progress_bar, refuse, select_entries
-from ragfuse.cli.options import Json, Store, console_for, write_json
+from ragfuse.cli.options import Json, Store, console_for, option, write_json
 from ragfuse.errors import InputError
 from ragfuse.types.levels import LEVEL_NAMES
 
@@ -37,15 +37,17 @@ store = typer.Typer(
     "another; without a salt, to all tenants. stats, gc and import apply to the whole store.",
 )
 
-Keys = Annotated[list[str] | None, typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.")]
-Tier = Annotated[str | None, typer.Option("--tier", help="Only entries in this tier.")]
-Source = Annotated[str | None, typer.Option("--source", help="Only texts whose source contains this.")]
-Model = Annotated[str | None, typer.Option("--model", help="Only entries of this model (name or start of digest).")]
+Keys = Annotated[
+    list[str] | None,
+    typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.", show_default="any key"),
+]
+Tier = Annotated[str | None, option("--tier", "Only entries in this tier.", "all tiers")]
+Source = Annotated[str | None, option("--source", "Only texts whose source contains this.", "any source")]
+Model = Annotated[str | None, option("--model", "Only entries of this model (name or start of digest).", "all models")]
 Tenant_ = Annotated[
     str | None,
-    typer.Option(
-        "--tenant",
-        help="Only entries of the tenant with this salt ('': no salt). Default: RAGFUSE_SALT; if that is not set, all.",
+    option(
+        "--tenant", "Only entries of the tenant with this salt ('': no salt).", "RAGFUSE_SALT, or all tenants without"
     ),
 ]
 All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
@@ -288,7 +290,7 @@ def export(
 @store.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="An archive written by `ragfuse store export`.")],
-    tier: Annotated[str | None, typer.Option("--tier", help="Target tier; default: the first persistent one.")] = None,
+    tier: Annotated[str | None, option("--tier", "Target tier.", "the first that outlives the process")] = None,
     store: Store = None,
     json: Json = None,
 ) -> None:

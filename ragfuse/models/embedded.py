@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ MANIFEST = "prepared.json"
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
 """Files of which the folder of a model has one."""
 
-GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
+GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, struct.error)
 """Exceptions of reading a GGUF file that is damaged or of an unknown architecture."""
 
 HUB_WAIT_S = 5.0
