@@ -34,6 +34,7 @@ from ragfuse.cli.options import (
 )
 from ragfuse.errors import ModelError
 from ragfuse.telemetry.progress import progress
+from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
     from ragfuse.adapt.trainer import StepReport
@@ -127,12 +128,12 @@ def _state_memory(adaptation: Any, rank: int, console: Console) -> None:
 
     needed, free = adaptation.memory_nbytes(rank), free_nbytes(adaptation.plain.device)
     console.print(
-        f"Training needs up to about {needed / 1e9:.1f} GB of memory besides the model; {free / 1e9:.1f} GB are free.",
+        f"Training needs up to about {size_text(needed)} of memory besides the model; {size_text(free)} are free.",
         highlight=False,
     )
     if needed > free:
         raise ModelError(
-            f"Wanted about {needed / 1e9:.1f} GB of free memory on {adaptation.plain.device}, found {free / 1e9:.1f}. "
+            f"Wanted about {size_text(needed)} of free memory on {adaptation.plain.device}, found {size_text(free)}. "
             "End other programs, take a smaller --rank or model, or another --device."
         )
 

@@ -123,7 +123,7 @@ class Library:
         InputError for a file without text.
         """
         source = str(file.resolve())
-        name = digest("file", source, _bytes_of(file), repr(self._recipe()))
+        name = self._name_of(file)
         parts = {part.number: part for part in self._parts(name) if part.vectors() is not None}
         texts = self._complete_texts(parts) or list(split_file(file, self.settings, tokenizer, progress))
         if not texts:
@@ -135,6 +135,11 @@ class Library:
             progress(SPLIT_SHARE + (1 - SPLIT_SHARE) * (number + 1) / count)
         self._drop(part for part in self._parts() if part.source == source and part.file != name)
         return [(text, source) for text in texts]
+
+    def has(self, file: Path) -> bool:
+        """Return whether a file is in the index as it is now, complete."""
+        parts = {part.number: part for part in self._parts(self._name_of(file))}
+        return bool(self._complete_texts(parts))
 
     def keep_only(self, sources: Collection[Path]) -> None:
         """Remove all files from the index that are not among `sources`."""
@@ -192,6 +197,9 @@ class Library:
                     model_name=str(source), encode_kwargs={"normalize_embeddings": True}
                 )
         return self._embeddings
+
+    def _name_of(self, file: Path) -> str:
+        return digest("file", str(file.resolve()), _bytes_of(file), repr(self._recipe()))
 
     def _recipe(self) -> tuple[Any, ...]:
         s = self.settings

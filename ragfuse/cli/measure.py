@@ -13,7 +13,6 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from ragfuse.cli.ask import prompt_for
-from ragfuse.cli.ingest import target_tiers
 from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
     Deadline,
@@ -33,6 +32,7 @@ from ragfuse.cli.options import (
     settings_of,
     write_json,
 )
+from ragfuse.cli.room import target_tiers
 from ragfuse.errors import InputError
 from ragfuse.telemetry.progress import progress
 

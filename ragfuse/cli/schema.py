@@ -29,6 +29,7 @@ from ragfuse.cli.options import (
 from ragfuse.cli.show import short
 from ragfuse.engine.question import read_schema
 from ragfuse.telemetry.progress import progress
+from ragfuse.types.sizes import size_text
 
 schema = typer.Typer(
     no_args_is_help=True,
@@ -64,7 +65,7 @@ def add(
     done, layout = registered.done, registered.layout
     if refusal:
         console.print(Text(f"No KV is stored for this model; questions are answered by full prefill: {refusal}"))
-    encoded = f"{counted(done.encoded, 'run')} of {done.chunks} encoded now ({done.nbytes / 1e6:,.1f} MB)"
+    encoded = f"{counted(done.encoded, 'run')} of {done.chunks} encoded now ({size_text(done.nbytes)})"
     console.print(
         Text(f"'{plain(registered.name)}': {layout.n_positions:,} positions; {encoded}, {done.seconds:.1f} s.")
     )
@@ -118,14 +119,14 @@ def show(
         layout, per_token = engine.schemas.show(name), engine.model.nbytes_per_token
         parts = list(outline(layout, per_token))
     table = Table("module", box=None, pad_edge=False)
-    for heading in ("positions", "tokens", "MB"):
+    for heading in ("positions", "tokens", "size"):
         table.add_column(heading, justify="right")
     for part in parts:
         table.add_row(*_table_row(part))
     console.print(table)
     n_tokens = sum(len(run.tokens) for run in layout.runs)
-    summary = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {n_tokens * per_token / 1e6:,.1f} MB of KV"
-    console.print(f"{summary}; {per_token / 1e6:.4f} MB a token with {plain(settings.model)}.", highlight=False)
+    summary = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {size_text(n_tokens * per_token)} of KV"
+    console.print(f"{summary}; {size_text(per_token)} a token with {plain(settings.model)}.", highlight=False)
     for note in layout.notes:
         console.print(Text(f"note: {plain(note)}"), soft_wrap=True)
     if png is not None:
@@ -146,7 +147,7 @@ def rm(
     console = console_for(json)
     with open_admin(store, console) as admin:
         nbytes = admin.schemas.remove(name)
-    console.print(Text(f"Removed '{plain(name)}' and {nbytes / 1e6:,.1f} MB of KV."))
+    console.print(Text(f"Removed '{plain(name)}' and {size_text(nbytes)} of KV."))
     write_json({"name": name, "nbytes": nbytes}, json)
 
 
@@ -157,7 +158,7 @@ def _table_row(part: Mapping[str, Any]) -> tuple[Text, str, str, str]:
     positions = f"{part['start']:,}-{part['stop']:,}"
     nbytes = part.get("nbytes")
     tokens = f"{part.get('tokens', part['stop'] - part['start']):,}" if part["what"] != "union" else ""
-    return Text("  " * part["depth"] + plain(name.strip())), positions, tokens, f"{nbytes / 1e6:,.2f}" if nbytes else ""
+    return Text("  " * part["depth"] + plain(name.strip())), positions, tokens, size_text(nbytes) if nbytes else ""
 
 
 def _draw_positions(parts: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -14,6 +14,7 @@ from ragfuse.cli.opened import open_admin
 from ragfuse.cli.options import Json, Store, console_for, option, write_json
 from ragfuse.errors import InputError
 from ragfuse.settings import SINKS
+from ragfuse.types.sizes import size_text
 
 sessions = typer.Typer(
     no_args_is_help=True,
@@ -84,7 +85,7 @@ def rm(
             raise typer.Exit(1)
         session_store = admin.sessions
         deleted = session_store.delete(*names) if names else session_store.expire(86400 * (unused or 0.0))
-    kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({deleted.nbytes / 1e6:,.1f} MB)"
+    kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({size_text(deleted.nbytes)})"
     console.print(f"Deleted {counted(deleted.sessions, 'session')} and {kv}.", highlight=False, markup=False)
     for tier in deleted.silent:
         console.print(

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from ragfuse.cli import top
 from ragfuse.cli.entries import (
     by_tenant,
     cleared_dict,
@@ -26,6 +27,7 @@ from ragfuse.cli.opened import confirm, entry_filter_of, open_admin, progress_ba
 from ragfuse.cli.options import Json, Store, console_for, option, write_json
 from ragfuse.errors import InputError
 from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.admin.store_admin import EntryFilter
@@ -99,23 +101,26 @@ def stats(store: Store = None, json: Json = None) -> None:
         tiers = [tier_row(tier.name, tier.capacity, rows) for tier in admin.store.tiers]
     models = by_tenant(rows)
     table = Table("tier", box=None)
-    for heading in ("entries", "MB", "of MB", "pinned", "hits"):
+    for heading in ("entries", "size", "of", "pinned", "hits"):
         table.add_column(heading, justify="right")
     for totals in tiers:
-        sizes = (f"{totals['nbytes'] / 1e6:,.1f}", f"{totals['capacity'] / 1e6:,.0f}")
+        sizes = (size_text(totals["nbytes"]), capacity_text(totals["capacity"]))
         table.add_row(totals["tier"], f"{totals['entries']:,}", *sizes, str(totals["pinned"]), f"{totals['hits']:,}")
     console.print(table)
     for totals in tiers:
         if set(totals["levels"]) - {LEVEL_NAMES[0]}:
-            by_level = ", ".join(f"{level} {nbytes / 1e6:,.1f} MB" for level, nbytes in totals["levels"].items())
+            by_level = ", ".join(f"{level} {size_text(nbytes)}" for level, nbytes in totals["levels"].items())
             console.print(Text(f"{totals['tier']}: {by_level}"))
     for owner, entries, nbytes in models:
-        console.print(Text(f"{plain(owner.name)}: {counted(entries, 'entry', 'entries')}, {nbytes / 1e6:,.1f} MB"))
+        console.print(Text(f"{plain(owner.name)}: {counted(entries, 'entry', 'entries')}, {size_text(nbytes)}"))
     models_json = [
         {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, "entries": entries, "nbytes": nbytes}
         for owner, entries, nbytes in models
     ]
     write_json({"tiers": tiers, "models": models_json}, json)
+
+
+store.command("top")(top.top)
 
 
 @store.command("clear")
@@ -236,9 +241,7 @@ def recode(
         with progress_bar(console, "recoding", _RECODED) as report:
             outcome = admin.recode(rows, levels, report)
         silent = admin.silent(entry_filter)
-    summary = (
-        f"recoded to {'+'.join(levels)}, {outcome.fewer_nbytes / 1e6:,.1f} MB fewer; {outcome.known:,} were so before"
-    )
+    summary = f"recoded to {'+'.join(levels)}, {size_text(outcome.fewer_nbytes)} less; {outcome.known:,} were so before"
     print_outcome(console, outcome, summary)
     write_json({**outcome_dict(outcome), "fewer_nbytes": outcome.fewer_nbytes, "silent": silent}, json)
     raise typer.Exit(1 if outcome.failed or silent else 0)
@@ -324,8 +327,10 @@ def gc(store: Store = None, json: Json = None) -> None:
         freed = admin.gc()
         silent = [tier.name for tier in admin.store.tiers if tier.name not in freed]
     for name, removed in freed.items():
-        rests, mb = counted(removed.orphans, "leftover"), removed.nbytes / 1e6
-        console.print(f"{name}: {removed.expired:,} expired, {rests}, {mb:,.1f} MB freed", highlight=False)
+        rests = counted(removed.orphans, "leftover")
+        console.print(
+            f"{name}: {removed.expired:,} expired, {rests}, {size_text(removed.nbytes)} freed", highlight=False
+        )
     tiers = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
     for name in silent:
         console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)

@@ -18,6 +18,7 @@ from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
 from ragfuse.engine.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
+from ragfuse.types.sizes import size_text
 
 DEMO_ANSWER_TOKENS = 24
 CHUNK_TOKENS = 230
@@ -126,7 +127,7 @@ class Demo:
         others = done.chunks - done.encoded
         console.print(
             f"The questions find {done.chunks} of them. Encoded now: {done.encoded} ({done.tokens:,} tokens, "
-            f"{done.nbytes / 1e6:,.0f} MB of KV in {done.seconds:.0f} s)"
+            f"{size_text(done.nbytes)} of KV in {done.seconds:.0f} s)"
             f"{f'; the other {others} were in the store' if others else ''}.\n"
         )
         self._warm()

@@ -31,6 +31,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
+from ragfuse.types.sizes import size_text
 
 RECIPE = 1
 """Version of what `prepare` writes; folders of another version are prepared again."""
@@ -386,8 +387,8 @@ def _require(model: EmbeddedModel, home: Path) -> None:
     free = shutil.disk_usage(home).free
     if free < model.prepared_nbytes:
         raise ModelError(
-            f"Preparing '{model.name}' needs {model.prepared_nbytes / 1e6:.0f} MB in '{home}', found {free / 1e6:.0f} "
-            "MB free. Free some, or set RAGFUSE_HOME to a folder on another disk."
+            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found {size_text(free)} "
+            "free. Free some, or set RAGFUSE_HOME to a folder on another disk."
         )
 
 

@@ -12,6 +12,7 @@ from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, Forecast, LoadPlan
 from ragfuse.types.policy_cost import Needs
+from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
     {
@@ -105,7 +106,7 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
         fetch, notes = fetches.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
         if fetch is not None:
             level = "" if fetch.level == LEVEL_NAMES[0] else f" as {fetch.level}"
-            notes[0] += f" in {fetch.tier}{level}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
+            notes[0] += f" in {fetch.tier}{level}, {size_text(fetch.nbytes)}, {ENCODED[fetch.key.encoded]}"
         if index in times:
             notes.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
         yield f"- {segment.source or KIND_NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(notes)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +18,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-LINE_EVERY_S = 30.0
+from ragfuse.types.sizes import duration_text
+
+LINE_EVERY_S = 10.0
 """Seconds between two lines where the output is no terminal."""
 
 
@@ -72,7 +73,7 @@ def default_columns() -> tuple[ProgressColumn, ...]:
 def _line(task: Task, left_s: float | None) -> str:
     """Return what is done of a task, and how long the rest will take; work done before the first step counts not."""
     share = f"{task.description}: {task.percentage:.0f}% done"
-    return share if left_s is None else f"{share}, about {timedelta(seconds=round(left_s))} left"
+    return share if left_s is None or left_s < 1 else f"{share}, about {duration_text(left_s)} left"
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:
