@@ -45,6 +45,7 @@ def demo(
         raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
     from ragfuse.demo.picture import draw
     from ragfuse.demo.run import run
+    from ragfuse.demo.show import show_summary
 
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
     memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
@@ -55,13 +56,6 @@ def demo(
         report = run(engine, console)
     write_json(report, out)
     draw(report, out.with_suffix(".png"))
-    n = len(report["questions"])
-    for line in (
-        f"First token [bold]{report['mean_speedup']:.1f}x[/] faster on {n} questions, "
-        f"[bold]{report['long_speedup']:.1f}x[/] on the long prompt.",
-        f"Right answers: full prefill {report['right_full']}, ragfuse {report['right_fused']} of {n}.",
-        "Distance to full prefill (KL of the next token), where reusing chunks as they are has 1: "
-        f"{report['kl_over_reuse']:.2f}.",
-        f"Written: {out}, {out.with_suffix('.png')}",
-    ):
-        console.print(line, highlight=False)
+    show_summary(console, report)
+    console.print(f"Written: {out} and, as a picture, {out.with_suffix('.png')}.", highlight=False)
+    console.print('Your own documents: ragfuse ingest PATH, then ragfuse ask "..." --compare', highlight=False)
