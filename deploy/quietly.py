@@ -75,8 +75,9 @@ class Line:
     def see(self, line: str) -> None:
         """Take a line of the step's output."""
         if COUNTED.match(line):
-            self._what = line.split()[-1 if line.startswith("Obtaining") else 1 if "Collecting" in line else 3]
-            self._seen.add(re.split(r"[<>=!~\[;(]", self._what)[0].lower())
+            named = line.split()[-1 if line.startswith("Obtaining") else 1 if "Collecting" in line else 3]
+            self._what = re.split(r"[<>=!~\[;(]", named)[0].rpartition("/")[2].lower()
+            self._seen.add(self._what)
         elif line.startswith("Installing collected packages"):
             self._what = "writing files"
         self._show()
@@ -94,8 +95,8 @@ class Line:
             print(f"\r\033[K{self._title}: {bar}{self._what[:30]}", end="", flush=True)
         elif time.monotonic() - self._told >= LINE_EVERY_S:
             self._told = time.monotonic()
-            count = f"{n} of about {self._of} packages" if self._of else f"{n} packages"
-            print(f"{self._title}: {count}, {self._what}", flush=True)
+            count = f"{n} of about {self._of} packages, " if self._of else ""
+            print(f"{self._title}: {count}{self._what}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ragfuse.demo.run import DemoAnswer
+from ragfuse.demo.answer import DemoAnswer
 from ragfuse.demo.show import show_question
 
 README = Path(__file__).resolve().parent.parent / "README.md"

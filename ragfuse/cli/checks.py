@@ -49,7 +49,7 @@ def verify_model(
     ratio: Ratio = None,
     json: Json = None,
 ) -> None:
-    """Check with the model's real weights that fusing equals full prefill where it must, as at ratio 1.
+    """Check with the model's real weights that reuse is exact where it must be, as where all tokens are recomputed.
 
     The exit status is 1 if it does not.
     """
@@ -81,7 +81,7 @@ def calibrate_model(
     plot: Annotated[Path | None, option("--plot", "Draw KL against speed into this PNG.", "none is drawn")] = None,
     json: Json = None,
 ) -> None:
-    """Measure how close fused answers stay to those of full prefill on your documents, and choose policy and ratio.
+    """Measure on your documents how close answers stay to full prefill's, and choose the policy and ratio to use.
 
     Exit status 1 if no choice is safe: then prompts are answered by full prefill.
     """

@@ -301,7 +301,7 @@ def _check_tier(status: TierStatus) -> CheckResult:
         return CheckResult(
             what, "bad", found, "check the disk or server, then ragfuse store gc; chunks are encoded again when needed"
         )
-    return CheckResult(what, "ok", found + (f"; {status.read} read, all intact" if status.read else ""))
+    return CheckResult(what, "ok", found + (f"; {status.read} read as a test, all intact" if status.read else ""))
 
 
 def _models(settings: Settings) -> Iterator[CheckResult]:

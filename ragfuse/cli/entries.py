@@ -130,7 +130,7 @@ def print_cleared(console: Console, cleared: Cleared) -> None:
     texts = f" and {counted(cleared.texts, 'text')}" if cleared.texts else ""
     if cleared.dropped or cleared.texts:
         message = describe(cleared.dropped) if cleared.dropped else "0 entries"
-        console.print(f"Dropped {message}{texts}.", highlight=False, markup=False)
+        console.print(f"Deleted {message}{texts}.", highlight=False, markup=False)
     for name in cleared.silent:
         n = sum(row.entry.tier == name for row in cleared.stayed)
         here = f"{n:,} of these entries and any others" if n else "its entries"

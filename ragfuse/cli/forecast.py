@@ -27,7 +27,7 @@ UNREAD_RATE = 0.2
 """Tokens per byte of a file of which no other of its type could be read."""
 FULLNESS = 0.75
 """How full a splitter makes a chunk, about."""
-EMBEDDED = 8
+SAMPLE_CHUNKS = 8
 """Chunks that are embedded to see how long that takes."""
 
 
@@ -137,7 +137,7 @@ def _tokens_of(files: Sequence[Path], engine: Engine) -> tuple[int, list[int]]:
 
 def _embedding_s(library: Library, engine: Engine, run: Sequence[int]) -> float:
     """Return the seconds that embedding a chunk takes."""
-    texts = [engine.model.tokenizer.decode(run)] * EMBEDDED
+    texts = [engine.model.tokenizer.decode(run)] * SAMPLE_CHUNKS
     library.embeddings.embed_documents(texts[:1])  # the first call of a process takes longer
     began = time.perf_counter()
     library.embeddings.embed_documents(texts)

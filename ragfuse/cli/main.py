@@ -67,8 +67,8 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    help="Answer questions over your documents with a faster first token: the KV cache of each chunk is computed once, "
-    "stored, and fused with those of other chunks for each question.",
+    help="Answer questions over your documents with a shorter wait before the first word: what a model computes when "
+    "it reads a passage (its KV cache) is stored, and reused by every question that the passage is retrieved for.",
 )
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)

@@ -38,9 +38,9 @@ from ragfuse.telemetry.progress import progress
 
 READS_IN_WORDS = MappingProxyType(
     {
-        "cold": "from the medium. What this machine's memory still holds is read faster",
-        "warm": "from this machine's memory, whose file cache could not be emptied. A first read may take longer",
-        "unknown": "it is not known whether from the medium or from some machine's memory",
+        "cold": "from the medium itself; what the system's file cache still holds is read faster",
+        "warm": "from the system's file cache, which could not be emptied; a first read may take longer",
+        "unknown": "from the medium or from a cache, which cannot be told",
     }
 )
 """What the read speed of a slow tier means, by how it was measured."""
@@ -61,7 +61,7 @@ def measure(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Time prefill, fusing and every tier on this machine. From then on, prompts are planned with these timings."""
+    """Time this machine with this model and each tier. Later plans, of what to read and what to compute, use it."""
     folder, others = _split_stores(store or ())
     settings, console = (
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=folder),
@@ -105,7 +105,7 @@ def explain(
     deadline: Deadline = None,
     json: Json = None,
 ) -> None:
-    """Show what a question would read and compute, how long that would take, and why, without answering it."""
+    """Show, without answering, what a question would read and compute, why, and how long that would take."""
     if not question.strip():
         raise InputError('The question is empty. Ask something: ragfuse explain "Who built the bridge?"')
     given = {
@@ -170,15 +170,15 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
     fixed, linear, square = machine.prefill
     threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
     table = Table(title=f"Full prefill of {Path(name).name}, {threads}")
-    for column in ("tokens", "measured s", "by the curve s"):
+    for column in ("tokens", "measured s", "fitted s"):
         table.add_column(column, justify="right")
     for tokens, seconds in machine.prefill_points:
         fitted = fixed + linear * tokens + square * tokens * tokens
         table.add_row(f"{tokens:,}", f"{seconds:.3f}", f"{fitted:.3f}")
     console.print(table)
     table = Table(title="Tiers")
-    for column in ("tier", "opening ms", "a read ms", "reading MB/s", "writing MB/s", "was read"):
-        table.add_column(column, justify="left" if column in ("tier", "was read") else "right")
+    for column in ("tier", "opening ms", "a read ms", "reading MB/s", "writing MB/s", "read"):
+        table.add_column(column, justify="left" if column in ("tier", "read") else "right")
     for tier, speed in machine.tiers.items():
         times = (f"{1000 * speed.open_s:.2f}", f"{1000 * speed.read_s:.2f}")
         read = speed.reads if speed.is_ahead else ""
@@ -186,11 +186,11 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
     console.print(table)
     for reads, meaning in READS_IN_WORDS.items():
         if tiers := [tier for tier, speed in machine.tiers.items() if speed.is_ahead and speed.reads == reads]:
-            message = f"Read {reads} ({', '.join(tiers)}): {meaning}. Plans are adjusted to the times of answers."
+            message = f"{', '.join(tiers)} was read {meaning} ({reads}). Later answers correct these times."
             console.print(message, highlight=False, markup=False)
     _show_levels(machine, console)
     held_up = f"{1e6 * machine.held_up_s:,.0f} us"
-    console.print(f"Each read by a thread delays the model, which computes meanwhile, by {held_up}.", highlight=False)
+    console.print(f"While the model computes, each read by another thread delays it by {held_up}.", highlight=False)
 
 
 def _show_levels(machine: MachineProfile, console: Console) -> None:

@@ -33,8 +33,8 @@ from ragfuse.types.sizes import size_text
 
 schema = typer.Typer(
     no_args_is_help=True,
-    help="Manage schemas in PML (Prompt Markup Language), whose modules prompts import (`ragfuse ask --pml FILE`). "
-    "If a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",
+    help="Look after schemas in PML (Prompt Markup Language): texts in modules, which prompts import "
+    "(`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",
 )
 
 MODULE_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:olive")

@@ -18,8 +18,9 @@ from ragfuse.types.sizes import size_text
 
 sessions = typer.Typer(
     no_args_is_help=True,
-    help="Manage stored conversations (`ragfuse ask --session`). If a salt is set (RAGFUSE_SALT), commands apply to "
-    "the sessions of its tenant, else to those of all tenants. Running processes keep what they hold in memory.",
+    help="Look after stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf a salt is set "
+    "(RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those of all tenants. Running processes keep "
+    "what they hold in memory.",
 )
 
 Name = Annotated[str, typer.Argument(help="Name of the session, as `ragfuse sessions ls` shows it.")]
@@ -34,7 +35,7 @@ def ls(store: Store = None, json: Json = None) -> None:
     table = Table("session", "turns", "tokens", "used", box=None, pad_edge=False)
     for info in infos:
         table.add_row(Text(plain(info.id)), f"{info.turns:,}", f"{info.tokens:,}", _when(info.used))
-    console.print(table if infos else "No session is stored here. Start one: ragfuse ask QUESTION --session NAME.")
+    console.print(table if infos else "No session is stored here. Start one: ragfuse chat --session NAME.")
     write_json({"sessions": [info.as_dict() for info in infos]}, json)
 
 

@@ -24,7 +24,7 @@ REUSED, RECOMPUTED, FRESH = "blue", "dark_orange", "grey50"
 
 def show_trace(console: Console, trace: Trace) -> None:
     """Print a trace: what was reused from which tier, and why the rest was not."""
-    table = Table("segment", box=None, pad_edge=False)
+    table = Table("part of the prompt", box=None, pad_edge=False)
     table.add_column("tokens", justify="right")
     for heading in ("from", "recomputed", "why"):
         table.add_column(heading)
@@ -68,7 +68,7 @@ def legend() -> Text:
 
 def _show_stream(console: Console, stream: StreamTrace) -> None:
     """Print the pieces of a stream, and whether the first token came within the deadline."""
-    table = Table("piece", box=None, pad_edge=False)
+    table = Table("read as", box=None, pad_edge=False)
     for heading in ("tokens", "at s", "size", "s", "MB/s"):
         table.add_column(heading, justify="right")
     table.add_column("why")

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 store = typer.Typer(
     no_args_is_help=True,
-    help="Manage the stored KV. Changes apply to all processes at once, except to KV that they hold in memory. If a "
-    "salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its tenant unless --tenant names "
-    "another; without a salt, to all tenants. stats, gc and import apply to the whole store.",
+    help="Look after the stored KV, without loading a model.\n\nChanges apply to all processes at once, except to KV "
+    "that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its "
+    "tenant unless --tenant names another; without a salt, to all tenants. stats, top, gc and import apply to the whole "
+    "store.",
 )
 
 Keys = Annotated[
@@ -148,7 +149,7 @@ def clear(
         rows = select_entries(admin, console, entry_filter)
         if rows or admin.text_models(entry_filter):
             what = describe(rows) if rows else "all texts of chunks that no tier stores"
-            confirm(f"Drop {what}?", yes, "clear")
+            confirm(f"Delete {what}?", yes, "clear")
         cleared = admin.clear(rows, entry_filter)
     print_cleared(console, cleared)
     write_json(cleared_dict(cleared), json)
@@ -241,7 +242,7 @@ def recode(
         with progress_bar(console, "recoding", _RECODED) as report:
             outcome = admin.recode(rows, levels, report)
         silent = admin.silent(entry_filter)
-    summary = f"recoded to {'+'.join(levels)}, {size_text(outcome.fewer_nbytes)} less; {outcome.known:,} were so before"
+    summary = f"recoded to {'+'.join(levels)}, {size_text(outcome.fewer_nbytes)} less; {outcome.known:,} had these levels before"
     print_outcome(console, outcome, summary)
     write_json({**outcome_dict(outcome), "fewer_nbytes": outcome.fewer_nbytes, "silent": silent}, json)
     raise typer.Exit(1 if outcome.failed or silent else 0)

@@ -24,7 +24,7 @@ from ragfuse.cli.options import Json, Store, console_for, option, settings_of, w
 from ragfuse.errors import ServerError
 from ragfuse.types.sizes import capacity_text, size_text
 
-BAR = 20
+FILL_CHARS = 20
 """Width of the bar that shows how full a tier is."""
 _METRIC = re.compile(r"^(ragfuse_\w+?)(?:_total)?(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -112,7 +112,9 @@ def _table(first: StoreUse, before: StoreUse, now: StoreUse) -> Group:
     for name, tier in now.tiers.items():
         was, began = before.tiers.get(name, TierUse()), first.tiers.get(name, TierUse())
         full = min(1.0, tier.nbytes / tier.capacity) if tier.capacity else 0.0
-        bar = Text("\u2588" * round(BAR * full), "blue") + Text("\u2591" * (BAR - round(BAR * full)), "grey50")
+        bar = Text("\u2588" * round(FILL_CHARS * full), "blue") + Text(
+            "\u2591" * (FILL_CHARS - round(FILL_CHARS * full)), "grey50"
+        )
         rates = [_rate(tier, TierUse(misses=0)), _rate(tier, was)] if knows_misses else []
         table.add_row(
             name,

@@ -6,7 +6,7 @@ Retrieval, prompt and chain are LangChain's; only the chat model is ours. No que
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from ragfuse.calibration.fidelity import Fidelity, fidelity
 from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
+from ragfuse.demo.answer import DemoAnswer
 from ragfuse.demo.show import show_question, show_strip
 from ragfuse.engine.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
@@ -36,31 +37,6 @@ INTRODUCTION = (
 
 WARM_UP = "What is told here?"
 """A question to warm up with. It differs from the timed ones, whose beginnings must not be in the store before."""
-
-
-@dataclass(frozen=True)
-class DemoAnswer:
-    """One question answered by full prefill and by ragfuse.
-
-    Times are seconds to the first token; `kl_fused` and `kl_reuse` are the KL to full prefill, in nats per token.
-    """
-
-    question: str
-    gold: str
-    answer_full: str
-    answer_fused: str
-    right_full: bool
-    right_fused: bool
-    ttft_full_s: float
-    ttft_fused_s: float
-    speedup: float
-    tokens: int
-    tokens_reused: int
-    tokens_recomputed: int
-    tiers: str
-    kl_fused: float
-    kl_reuse: float
-    trace: dict[str, Any]
 
 
 def run(engine: Engine, console: Console) -> dict[str, Any]:
@@ -140,13 +116,11 @@ class Demo:
                 bar.update(task, completed=done.chunks)
 
             done = self.engine.ingest(texts, self._prefix(), show)
-        before = done.chunks - done.encoded
-        console.print(
-            f"The questions find {done.chunks} of these passages. Their KV was computed once: {done.tokens:,} tokens, "
-            f"{size_text(done.nbytes)}, {duration_text(done.seconds)}"
-            f"{f' ({before} of them at an earlier run)' if before else ''}.\n",
-            highlight=False,
-        )
+        computed = f"was computed now: {done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
+        if done.encoded < done.chunks:
+            n = f"of {done.encoded} of them " if done.encoded else ""
+            computed = f"{n}{computed}" if n else "is in the store from an earlier run"
+        console.print(f"The questions find {done.chunks} of these passages. Their KV {computed}.\n", highlight=False)
         self._warm()
 
     def _warm(self) -> None:

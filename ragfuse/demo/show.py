@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from ragfuse.demo.run import DemoAnswer
+from ragfuse.demo.answer import DemoAnswer
+from ragfuse.demo.picture import strip_of
 
-BAR = 24
+BAR_CHARS = 24
 """Characters of the longer bar."""
 ANSWER = 60
 """Most characters of an answer."""
-INDENT = 33 + BAR
+INDENT = 33 + BAR_CHARS
 """Characters before an answer in its line."""
 FULL_STYLE, FUSED_STYLE = "grey50", "blue"
 STRIP_STYLES = ("blue", "dark_orange", "grey50")
@@ -57,14 +57,12 @@ def faster(speedup: float) -> str:
 
 def bar(seconds: float, longest: float, style: str) -> Text:
     """Return a bar for a time, padded to the length that the longest time has."""
-    n = max(1, round(BAR * seconds / longest)) if longest > 0 else 1
-    return Text("\u2588" * n, style) + Text(" " * (BAR - n))
+    n = max(1, round(BAR_CHARS * seconds / longest)) if longest > 0 else 1
+    return Text("\u2588" * n, style) + Text(" " * (BAR_CHARS - n))
 
 
 def show_strip(console: Console, answer: DemoAnswer) -> None:
     """Print a prompt token by token: what was reused, what was recomputed, what was computed."""
-    from ragfuse.demo.picture import strip_of
-
     width = min(console.width - 2, 100)
     strip = Text("  ")
     for kind in strip_of(answer.trace, width):

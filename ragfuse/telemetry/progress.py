@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with an estimate of the time left on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar with an estimate of the time left on a terminal and in a notebook, elsewhere lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ LINE_EVERY_S = 10.0
 
 
 class LineProgress(Progress):
-    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where the console is no terminal.
+    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where no bar can be shown.
+
+    A bar can be shown on a terminal, and in a notebook, where it is tqdm's, as rich's needs more packages there.
 
     Args:
         columns: The columns of the bar; `DEFAULT_COLUMNS` if there are none.
@@ -40,18 +42,45 @@ class LineProgress(Progress):
         super().__init__(
             *(columns or default_columns()), console=console, transient=True, disable=not shown, get_time=get_time
         )
-        self._last_line_s: float | None = None if shown or console.quiet else get_time()
+        self._in_notebook = console.is_jupyter and not shown and not console.quiet
+        prints_lines = not (shown or console.quiet or self._in_notebook)
+        self._last_line_s: float | None = get_time() if prints_lines else None
+        self._bars = dict[TaskID, Any]()
         self._begun = dict[TaskID, tuple[float, float]]()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """Count `advance` more steps of a task as done."""
         super().advance(task_id, advance)
-        self._print_line(task_id)
+        self._tell(task_id)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """Change a task; `changes` are those of `rich.progress.Progress.update`."""
         super().update(task_id, **changes)
-        self._print_line(task_id)
+        self._tell(task_id)
+
+    def stop(self) -> None:
+        """End the display; a notebook's bars disappear."""
+        super().stop()
+        while self._bars:
+            self._bars.popitem()[1].close()
+
+    def _tell(self, task_id: TaskID) -> None:
+        if self._in_notebook:
+            self._show_in_notebook(self._tasks.get(task_id))
+        else:
+            self._print_line(task_id)
+
+    def _show_in_notebook(self, task: Task | None) -> None:
+        if task is None:
+            return
+        if task.id not in self._bars:
+            from tqdm.auto import tqdm
+
+            self._bars[task.id] = tqdm(total=task.total, leave=False)
+        bar = self._bars[task.id]
+        bar.total = task.total
+        bar.set_description_str(task.description, refresh=False)
+        bar.update(task.completed - bar.n)
 
     def _print_line(self, task_id: TaskID) -> None:
         task, now = self._tasks.get(task_id), self.get_time()

@@ -90,7 +90,7 @@ def test_ratio_and_policy_hold_from_then_on(run, book):
     typed = ["/policy hkvd", "/ratio 1", question, "/why", "/ratio auto", "/policy auto"]
     result = run("chat", lines=typed)
     assert re.search(r"policy: hkvd\nratio: 1\.0\n", result.stdout)
-    assert "policy hkvd" in result.stdout
+    assert "chosen by the policy hkvd" in " ".join(result.stdout.split())
     assert result.stdout.rstrip().endswith("ratio: auto\npolicy: auto")
 
 

@@ -156,7 +156,7 @@ def test_every_tier_has_a_row_and_one_that_is_silent_is_red(doctor, tmp_path):
         named = ["tier disk", "tier redis", "tier disk-2", "tier objects"]
         assert (status, [what for what in rows if what.startswith("tier ")]) == (0, named)
         assert "1 entry, 2.2 KB of" in rows["tier redis"]["found"]
-        assert "1 read, all intact" in rows["tier redis"]["found"]
+        assert "1 read as a test, all intact" in rows["tier redis"]["found"]
     finally:
         server.kill()
     status, rows, _ = doctor("--quick", **tiers)

@@ -385,7 +385,7 @@ def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, 
     result = run("clear", "--all", "--yes", **far)
     assert result.exit_code == 1
     said = " ".join(result.output.split())
-    assert "Dropped 5 entries" in said
+    assert "Deleted 5 entries" in said
     assert "Tier redis could not be cleared" in said
     assert left(filled) == set()
     assert (len(texts(filled, OURS[0].model)), len(texts(filled, THEIRS[0].model))) == (2, 1)
@@ -406,7 +406,7 @@ def test_clear_of_one_tier_is_done_whatever_another_does_and_keeps_the_texts_of_
     result = run("clear", "--tier", "disk", "--yes", **far)
     said = " ".join(result.output.split())
     assert result.exit_code == 0, said
-    assert "Dropped 6 entries" in said
+    assert "Deleted 6 entries" in said
     assert "could not be cleared" not in said
     assert "Tier redis does not answer: its entries are not known, so all texts stay" in said
     assert left(filled) == set()
@@ -446,17 +446,17 @@ def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
 def test_clear_of_a_tenant_whose_entries_are_gone_drops_the_texts_that_are_left(run, told, filled):
     with KVStore([DiskTier(filled, 10 * MB, lru)]) as store:
         store.clear(OURS[0].model)
-    refused(run("clear", "--tenant", "acme"), "InputError", "Drop all texts of chunks that no tier stores", "--yes")
+    refused(run("clear", "--tenant", "acme"), "InputError", "Delete all texts of chunks that no tier stores", "--yes")
     done = told("clear", "--tenant", "acme", "--yes")
     assert (done["dropped"], done["texts"]) == (0, 2)
     assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
 
 
 def test_clear_asks_and_without_a_terminal_wants_yes(run, filled, environment):
-    refused(run("clear", "--all"), "InputError", "Drop 6 entries", "--yes")
+    refused(run("clear", "--all"), "InputError", "Delete 6 entries", "--yes")
     for answer, is_gone in (("n", False), ("y", True)):
         status, said = on_a_terminal(environment, answer, "store", "clear", "--source", "ships")
-        assert "Drop 1 entry" in said
+        assert "Delete 1 entry" in said
         assert status == (0 if is_gone else 1)
         assert (OURS[1] in left(filled)) != is_gone
 

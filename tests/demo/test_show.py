@@ -9,8 +9,8 @@ from rich.console import Console
 
 from docs.sample import README, sample, shown, with_sample
 from ragfuse.demo import questions
-from ragfuse.demo.run import DemoAnswer
-from ragfuse.demo.show import ANSWER, BAR, show_strip, show_summary
+from ragfuse.demo.answer import DemoAnswer
+from ragfuse.demo.show import ANSWER, BAR_CHARS, show_strip, show_summary
 
 TRACE = {
     "tokens": 100,
@@ -44,8 +44,8 @@ def answered(**changes):
 def test_bars_are_as_long_as_the_times_and_answers_stand_below_each_other():
     first, known, full, fused, last = sample(answered()).splitlines()
     assert first == "Who [built] it?"
-    assert full.count("\u2588") == BAR
-    assert fused.count("\u2588") == BAR / 4
+    assert full.count("\u2588") == BAR_CHARS
+    assert fused.count("\u2588") == BAR_CHARS / 4
     assert known.index("Nobody") == full.index("Nobody") == fused.index("Somebody")
     assert ("right" in full, "wrong" in fused) == (True, True)
     assert last.startswith("  First token 4.0 times as fast. Of 100 tokens 54 were reused as they are, ")

@@ -27,7 +27,7 @@ def test_every_chunk_has_a_line_with_tier_bytes_and_times():
     assert three.startswith("- book-2, 200 tokens: miss (not in the store); 0.")
     assert three.endswith(" s to compute")
     assert rest[0] == "Ratio 0.20 by hkvd: as asked for."
-    assert rest[1].startswith("Needed by hkvd: layer after layer: ")
+    assert rest[1].startswith("How hkvd goes: layer by layer: ")
     assert rest[2].startswith("First token after ")
     assert "Full prefill: " in rest[2]
 
@@ -47,7 +47,7 @@ def test_what_the_ratio_stopped_at_is_said():
 
 @pytest.mark.parametrize("policy", [policy.name for policy in POLICIES])
 def test_what_a_policy_needs_first_is_said(policy):
-    needed = [line for line in told(["memory"] * 3, policy, 0.2) if line.startswith(f"Needed by {policy}: ")]
+    needed = [line for line in told(["memory"] * 3, policy, 0.2) if line.startswith(f"How {policy} goes: ")]
     assert bool(needed) == (policy != "none")
     all_first = policy in ("query", "query-gradual")
     assert ["three quarters of the layers first" in line for line in needed] == [all_first] * len(needed)
