@@ -36,8 +36,8 @@ store = typer.Typer(
     no_args_is_help=True,
     help="Look after the stored KV, without loading a model.\n\nChanges apply to all processes at once, except to KV "
     "that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its "
-    "tenant unless --tenant names another; without a salt, to all tenants. stats, top, gc and import apply to the whole "
-    "store.",
+    "tenant unless --tenant names another; without a salt, to all tenants. stats, top, gc and import apply to the "
+    "whole store.",
 )
 
 Keys = Annotated[
@@ -242,7 +242,8 @@ def recode(
         with progress_bar(console, "recoding", _RECODED) as report:
             outcome = admin.recode(rows, levels, report)
         silent = admin.silent(entry_filter)
-    summary = f"recoded to {'+'.join(levels)}, {size_text(outcome.fewer_nbytes)} less; {outcome.known:,} had these levels before"
+    less = f"{size_text(outcome.fewer_nbytes)} less; {outcome.known:,} had these levels before"
+    summary = f"recoded to {'+'.join(levels)}, {less}"
     print_outcome(console, outcome, summary)
     write_json({**outcome_dict(outcome), "fewer_nbytes": outcome.fewer_nbytes, "silent": silent}, json)
     raise typer.Exit(1 if outcome.failed or silent else 0)
