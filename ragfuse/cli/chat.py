@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -126,7 +129,7 @@ def chat(
             talk.add(docs)
         try:
             talk.begin(session)
-            with typed_lines("> ", settings.home / "chat_history", [*COMMANDS]) as lines:
+            with _ended_by_signals(), typed_lines("> ", settings.home / "chat_history", [*COMMANDS]) as lines:
                 for line in lines:
                     if not talk.take(line.strip()):
                         break
@@ -136,6 +139,25 @@ def chat(
                 if name in {info.id for info in answerer.sessions.ls()}:
                     answerer.sessions.delete(name)
     raise typer.Exit(1 if talk.failed and not console.is_terminal else 0)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let a terminal that is closed, or a SIGTERM, end the chat as Ctrl-D does, so that nothing of it stays behind."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [name for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]  # Windows has no SIGHUP
+    before = {name: signal.signal(getattr(signal, name), end) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
 
 
 @dataclass

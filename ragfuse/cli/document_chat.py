@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ragfuse.engine.ask import Ask
     from ragfuse.types.answer import Answer
 
+SHORT_WORDS = 4
+"""A question of so few words, such as "And when?", is searched for together with the one before it."""
+
 Messages = list[tuple[str, Any]]
 """(role, content) of each message; a content may have pieces."""
 
@@ -46,10 +49,14 @@ class DocumentChat:
     has_documents: bool = False
     answer: Answer | None = None
     _last: Any = None
+    _question: str = ""
 
     def prompt(self, question: str) -> Any:
         """Return the next turn: the question behind the chunks that are retrieved for it."""
-        chunks = self.library.search(question) if self.has_documents else []
+        is_short = len(question.split()) <= SHORT_WORDS
+        searched = f"{self._question} {question}" if is_short and self._question else question
+        self._question = question if not is_short else self._question or question
+        chunks = self.library.search(searched) if self.has_documents else []
         if not chunks and self.answerer.card.has_chat_template:
             return [("user", question)]
         return rag_prompt(self.answerer, question, chunks)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -205,6 +206,27 @@ def test_on_a_terminal_lines_have_a_history_and_ctrl_d_ends(terminal, environmen
     later.expect("> $")
     later.send("\x1b[A")
     later.expect("What was counted in 1812")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_terminal_that_is_closed_leaves_no_conversation_behind(terminal, run, number):
+    child = terminal("chat")
+    child.expect("> $")
+    child.sendline("Is anybody there?")
+    child.expect(r"\d+ tokens: ")
+    child.expect("> $")
+    child.kill(number)
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 128 + number
+    assert json.loads(run("sessions", "ls", "--json", "-").stdout)["sessions"] == []
+
+
+def test_a_question_of_few_words_is_searched_for_with_the_one_before(run, book):
+    (book / "walnuts.txt").write_text("Walnuts are harvested in October, when the village holds a fair for them. " * 3)
+    run("ingest", book)
+    result = run("chat", "--top-k", 1, lines=["What is known of walnuts in the village?", "And when?", "/why"])
+    assert "walnuts.txt" in result.stdout.partition("part of the prompt")[2]
 
 
 @pytest.mark.parametrize("where", ["here", "at a server"])
