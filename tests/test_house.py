@@ -81,6 +81,7 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "models",
         "ray",
+        "remote",
         "serve",
         "store",
         "telemetry.progress",

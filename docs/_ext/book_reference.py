@@ -114,6 +114,8 @@ def _flags(option: Any) -> str:
 
 
 def _shown(option: Any) -> str:
+    if isinstance(option.show_default, str):
+        return _prose(option.show_default)
     value = option.default
     return "" if value in (None, "", False, (), []) or callable(value) else f"`{value}`"
 

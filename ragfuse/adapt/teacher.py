@@ -59,7 +59,10 @@ def context_of(prompt: Prompt) -> ContextTokens:
     spans = zip(prompt.segments, prompt.spans, strict=True)
     chunks = tuple(span for segment, span in spans if segment.kind == "chunk")
     if not chunks:
-        raise InputError("Wanted a prompt with chunks, found none that is long enough (setting min_chunk_tokens).")
+        raise InputError(
+            "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so that none is stored. Use "
+            "longer chunks, or lower the setting."
+        )
     return ContextTokens(prompt.token_ids[: chunks[-1][1]], chunks)
 
 

@@ -218,7 +218,8 @@ class Lab:
         chunks = [i for i, segment in enumerate(prompt.segments) if segment.kind == "chunk"]
         if not chunks:
             raise InputError(
-                "No chunk of the prompt is long enough to be stored (setting min_chunk_tokens). Use longer chunks."
+                "Every chunk of the prompt has fewer tokens than the setting min_chunk_tokens, so that none is stored. "
+                "Use longer chunks, or lower the setting."
             )
         return prompt.spans[chunks[0]][1]
 

@@ -1,6 +1,8 @@
 """The command line. Each file holds the commands of one kind; the work itself is done by the packages below."""
 
+import os
 import sys
+from contextlib import nullcontext
 
 
 def app() -> None:
@@ -8,7 +10,8 @@ def app() -> None:
     try:
         from rich.console import Console
 
-        with Console(stderr=True).status("starting"):
+        completes = any(name.endswith("_COMPLETE") for name in os.environ if name.startswith("_"))
+        with nullcontext() if completes else Console(stderr=True).status("starting"):  # a shell reads a completion
             from ragfuse.cli.main import app
         app()
     except KeyboardInterrupt:

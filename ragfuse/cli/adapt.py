@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from ragfuse.cli.checks import calibrate_engine
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import print_skipped
+from ragfuse.cli.loaded import require_writable, tell_loaded
 from ragfuse.cli.options import (
     Device,
     Documents,
@@ -25,12 +27,14 @@ from ragfuse.cli.options import (
     ModelKwargs,
     Store,
     console_for,
+    option,
     prepare_model,
     settings_of,
     write_json,
 )
 from ragfuse.errors import ModelError
 from ragfuse.telemetry.progress import progress
+from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
     from ragfuse.adapt.trainer import StepReport
@@ -46,13 +50,15 @@ def adapt_model(
     store: Store = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the adapter; its own or a new one. Default: one of ragfuse's home folder."),
+        option("--out", "Folder of the adapter, which only this adapter has.", "a new one in RAGFUSE_HOME"),
     ] = None,
     minutes: Annotated[float, typer.Option(min=0.01, help="Minutes of training; more at a later call go on.")] = 60,
-    steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps instead.")] = None,
+    steps: Annotated[
+        int | None, option("--steps", "Train this many steps instead.", "as many as --minutes allow", min=1)
+    ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the LoRA adapter: how much it can learn.")] = 16,
     questions: Annotated[int, typer.Option(min=12, help="Questions that calibration asks at the end.")] = 20,
-    plot: Annotated[Path | None, typer.Option(help="Draw held-out KL by step into this PNG.")] = None,
+    plot: Annotated[Path | None, option("--plot", "Draw held-out KL by step into this PNG.", "none is drawn")] = None,
     json: Json = None,
 ) -> None:
     """Train a LoRA adapter that encodes chunks, so that answers over reused chunks come closer to full prefill.
@@ -66,6 +72,7 @@ def adapt_model(
     from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
 
+    require_writable(plot)
     if plot is not None:
         require_plotting()
     settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
@@ -73,6 +80,7 @@ def adapt_model(
     tune_malloc(console)
     print_skipped(console, documents)
     prepare_model(settings)
+    began = time.perf_counter()
     with console.status("loading the model"):
         from ragfuse.adapt.outcome import draw_training
         from ragfuse.adapt.run import Adaptation, default_folder
@@ -81,6 +89,7 @@ def adapt_model(
 
         adaptation = Adaptation(settings)
     try:
+        tell_loaded(time.perf_counter() - began, settings.model)
         with console.status("reading the documents"):
             tokenizer = adaptation.plain.tokenizer
             texts = [(str(file), list(split_file(file, settings, tokenizer))) for file in documents.files]
@@ -119,12 +128,12 @@ def _state_memory(adaptation: Any, rank: int, console: Console) -> None:
 
     needed, free = adaptation.memory_nbytes(rank), free_nbytes(adaptation.plain.device)
     console.print(
-        f"Training needs up to about {needed / 1e9:.1f} GB of memory besides the model; {free / 1e9:.1f} GB are free.",
+        f"Training needs up to about {size_text(needed)} of memory besides the model; {size_text(free)} are free.",
         highlight=False,
     )
     if needed > free:
         raise ModelError(
-            f"Wanted about {needed / 1e9:.1f} GB of free memory on {adaptation.plain.device}, found {free / 1e9:.1f}. "
+            f"Wanted about {size_text(needed)} of free memory on {adaptation.plain.device}, found {size_text(free)}. "
             "End other programs, take a smaller --rank or model, or another --device."
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +10,16 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragfuse.cli.files import find_files
+from ragfuse.cli.answerer import (
+    APIKey,
+    Server,
+    is_local,
+    open_answerer,
+    options_for_server,
+    refuse_with_server,
+    tokenizer_for,
+)
+from ragfuse.cli.files import FilesToIngest, find_files
 from ragfuse.cli.ingest import add_files, encode, print_skipped
 from ragfuse.cli.options import (
     Deadline,
@@ -18,14 +27,16 @@ from ragfuse.cli.options import (
     Dtype,
     Index,
     Json,
+    MaxTokens,
     Model,
     ModelKwargs,
     Overflow,
     Policy,
     Ratio,
     Store,
+    TopK,
     console_for,
-    prepare_model,
+    option,
     settings_of,
     write_json,
 )
@@ -33,21 +44,26 @@ from ragfuse.errors import InputError
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
-    from ragfuse.engine.engine import Ask, Engine
+    from ragfuse.engine.answerer import Answerer
+    from ragfuse.engine.engine import Ask
     from ragfuse.types.answer import Answer
 
 
 def ask(
-    question: Annotated[str, typer.Argument(help="The question.")] = "",
-    docs: Annotated[Path | None, typer.Option(help="Ingest this file or folder first, into a separate index.")] = None,
+    question: Annotated[str, typer.Argument(help="The question.", show_default="none: needs --pml")] = "",
+    docs: Annotated[
+        Path | None, option("--docs", "Ingest this file or folder first, into an index of its own.", "none")
+    ] = None,
     pml: Annotated[
         Path | None,
-        typer.Option("--pml", help="Ask the prompt in this PML file; a QUESTION is appended to it."),
+        option("--pml", "Ask the prompt in this PML file; QUESTION, if given, is appended to it.", "none"),
     ] = None,
     blend: Annotated[
         bool, typer.Option("--blend", help="With --pml: recompute some tokens of modules, by --policy and --ratio.")
     ] = False,
     index: Index = "default",
+    server: Server = None,
+    api_key: APIKey = None,
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -55,12 +71,13 @@ def ask(
     store: Store = None,
     policy: Policy = None,
     ratio: Ratio = None,
-    top_k: Annotated[int | None, typer.Option(help="Number of chunks to retrieve.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Maximum length of the answer, in tokens.")] = None,
+    top_k: TopK = None,
+    max_tokens: MaxTokens = None,
     overflow: Overflow = None,
     deadline: Deadline = None,
     session: Annotated[
-        str | None, typer.Option(help="Continue the conversation of this name, or start it; see `ragfuse sessions`.")
+        str | None,
+        option("--session", "Continue the conversation of this name, or start it; see `ragfuse sessions`.", "none"),
     ] = None,
     no_kv: Annotated[
         bool, typer.Option("--no-kv", help="With --docs: only index; compute KV when a question needs it.")
@@ -70,6 +87,57 @@ def ask(
     json: Json = None,
 ) -> None:
     """Answer a question over ingested documents; the answer is printed while it is generated."""
+    _check_combination(question, docs, pml, blend, index, session, policy, ratio)
+    refuse_with_server(server, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
+    settings = settings_of(
+        model=model,
+        dtype=dtype,
+        device=device,
+        model_kwargs=model_kwargs,
+        store=store,
+        policy=policy,
+        ratio=ratio,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        overflow=overflow,
+        api_key=api_key,
+    )
+    console, documents = console_for(json), find_files([docs]) if docs else None
+    from ragfuse.engine.ask import Ask
+
+    how = Ask(deadline_s=deadline, session=session, blend=blend)
+    if server is not None:
+        how = options_for_server(how, settings, policy, ratio, max_tokens, overflow)
+    options = QuestionOptions(console, explain, compare, how)
+    if pml is not None:
+        asked = pml_prompt(pml, question)
+        with open_answerer(settings, console, server, model, lambda engine: engine.schemas.needed_by(asked)) as engine:
+            write_json(_result(question, *_answers(engine, asked, options)), json)
+        return
+    from ragfuse.cli.library import Library, index_of
+
+    library = Library(settings, index if docs is None else index_of(docs))
+    if documents is None:
+        library.require()
+    with open_answerer(settings, console, server, model) as engine:
+        if documents is not None:
+            _ingest(library, engine, documents, console, no_kv)
+        prompt = prompt_for(engine, library, question, console)
+        answer, full = _answers(engine, prompt, options)
+    write_json(_result(question, answer, full), json)
+
+
+def _check_combination(
+    question: str,
+    docs: Path | None,
+    pml: Path | None,
+    blend: bool,
+    index: str,
+    session: str | None,
+    policy: str | None,
+    ratio: float | None,
+) -> None:
+    """Raise InputError for options that have no meaning together."""
     if not question.strip() and pml is None:
         raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
     if pml is not None and (docs is not None or index != "default" or session is not None):
@@ -85,44 +153,15 @@ def ask(
             "--docs builds its own index, so --index cannot be given too: leave out --index, or run `ragfuse ingest` "
             "into that index and leave out --docs."
         )
-    settings = settings_of(
-        model=model,
-        dtype=dtype,
-        device=device,
-        model_kwargs=model_kwargs,
-        store=store,
-        policy=policy,
-        ratio=ratio,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        overflow=overflow,
-    )
-    console, documents = console_for(json), find_files([docs]) if docs else None
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.engine.engine import Ask, Engine
-        from ragfuse.types.keys import digest
 
-        if pml is not None:
-            options = QuestionOptions(console, explain, compare, Ask(deadline_s=deadline, blend=blend))
-            with Engine(settings) as engine:
-                write_json(_result(question, *_answers(engine, pml_prompt(pml, question), options)), json)
-            return
-        from ragfuse.cli.library import Library
 
-        index = index if docs is None else f"docs-{digest('docs', str(docs.resolve()))[:12]}"
-        library, engine = Library(settings, index), Engine(settings)
-    with engine:
-        if documents is not None:
-            print_skipped(console, documents)
-            library.keep_only(documents.files)
-            chunks, _ = add_files(library, engine, documents.files, console)
-            if not no_kv:
-                encode(engine, chunks, console)
-        prompt = prompt_for(engine, library, question, console)
-        options = QuestionOptions(console, explain, compare, Ask(deadline_s=deadline, session=session))
-        answer, full = _answers(engine, prompt, options)
-    write_json(_result(question, answer, full), json)
+def _ingest(library: Library, engine: Answerer, documents: FilesToIngest, console: Console, no_kv: bool) -> None:
+    """Bring the index up to date with a folder, and encode its chunks, unless a server will after its answers."""
+    print_skipped(console, documents)
+    library.keep_only(documents.files)
+    chunks, _ = add_files(library, tokenizer_for(engine, library.settings), documents.files, console)
+    if not no_kv and is_local(engine):  # a server encodes what a question brings, after its answer
+        encode(engine, chunks, console)
 
 
 def pml_prompt(pml: Path, question: str) -> Any:
@@ -143,10 +182,10 @@ class QuestionOptions:
     ask: Ask
 
 
-def _answers(engine: Engine, prompt: Any, options: QuestionOptions) -> tuple[Answer, Answer | None]:
+def _answers(engine: Answerer, prompt: Any, options: QuestionOptions) -> tuple[Answer, Answer | None]:
     """Print the answer while it is generated; return it, with full prefill's answer for --compare."""
     console = options.console
-    full = _full_prefill(engine, prompt, console, options.ask.session) if options.compare else None
+    full = _full_prefill(engine, prompt, console, options.ask) if options.compare else None
     answer = _stream(engine, prompt, console, options.compare, options.ask)
     if options.explain or options.compare:
         from ragfuse.cli.show import show_trace
@@ -157,30 +196,30 @@ def _answers(engine: Engine, prompt: Any, options: QuestionOptions) -> tuple[Ans
     return answer, full
 
 
-def prompt_for(engine: Engine, library: Library, question: str, console: Console) -> Any:
+def prompt_for(engine: Answerer, library: Library, question: str, console: Console) -> Any:
     """Return the prompt with the chunks retrieved for a question."""
+    from ragfuse.cli.prompts import rag_prompt
+
     with console.status("searching"):
-        found = library.vector_store().similarity_search(question, k=engine.settings.top_k)
-    with console.status("loading the model"):
-        from ragfuse.cli.prompts import rag_prompt
-
-        return rag_prompt(engine, question, [(d.page_content, d.metadata["source"]) for d in found])
+        found = library.search(question)
+    return rag_prompt(engine, question, found)
 
 
-def _full_prefill(engine: Engine, prompt: Any, console: Console, session: str | None) -> Answer:
-    """Return the answer by full prefill, after warming up both ways: the first call of a process is slower."""
-    from ragfuse.engine.engine import Ask
+def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> Answer:
+    """Return the answer by full prefill, after warming up both ways here: the first call of a process is slower."""
+    from ragfuse.engine.ask import Ask
 
     with console.status("full prefill, to compare"):
-        engine.answer(prompt, Ask(reuse=False, max_tokens=1))  # no session: it must get the question only once
-        engine.prepare(engine.prompt(prompt))  # does not save a prefix, which the measured question would reuse
-        engine.flush()
-        full = engine.answer(prompt, Ask(reuse=False, session=session))
+        if is_local(engine):
+            engine.answer(prompt, Ask(reuse=False, max_tokens=1))  # no session: it must get the question only once
+            engine.prepare(engine.prompt(prompt))  # does not save a prefix, which the measured question would reuse
+            engine.flush()
+        full = engine.answer(prompt, replace(ask, reuse=False, blend=False, deadline_s=None))
     console.print(Text.assemble(("full prefill: ", "bold"), full.text, _ttft_note(full)))
     return full
 
 
-def _stream(engine: Engine, prompt: Any, console: Console, heading: bool, ask: Ask) -> Answer:
+def _stream(engine: Answerer, prompt: Any, console: Console, heading: bool, ask: Ask) -> Answer:
     from ragfuse.cli.show import WrappedOutput
 
     if heading:

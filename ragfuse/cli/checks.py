@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import print_skipped
+from ragfuse.cli.loaded import loaded_engine, require_writable
 from ragfuse.cli.options import (
     Device,
     Documents,
@@ -23,7 +24,8 @@ from ragfuse.cli.options import (
     Ratio,
     Store,
     console_for,
-    prepare_model,
+    default_of,
+    option,
     settings_of,
     write_json,
 )
@@ -34,7 +36,12 @@ if TYPE_CHECKING:
 
 
 def verify_model(
-    model: Annotated[str | None, typer.Argument(help="Name of an embedded model, Hugging Face id or folder.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Name of an embedded model, Hugging Face id, folder or GGUF file.", show_default=default_of("model")
+        ),
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     model_kwargs: ModelKwargs = None,
@@ -42,7 +49,7 @@ def verify_model(
     ratio: Ratio = None,
     json: Json = None,
 ) -> None:
-    """Check with the model's real weights that fusing equals full prefill where it must, as at ratio 1.
+    """Check with the model's real weights that reuse is exact where it must be, as where all tokens are recomputed.
 
     The exit status is 1 if it does not.
     """
@@ -50,10 +57,7 @@ def verify_model(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, policy=policy, ratio=ratio
     )
     console = console_for(json)
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.engine.engine import Engine
-    with Engine(settings) as engine, console.status("loading the model") as status:
+    with loaded_engine(settings, console) as engine, console.status("verifying") as status:
         verdict = engine.verify(lambda check: status.update(f"verifying: {check}"))
     table = Table("check", "error", "bound", "", box=None)
     for check in verdict.checks:
@@ -74,10 +78,10 @@ def calibrate_model(
     model_kwargs: ModelKwargs = None,
     store: Store = None,
     questions: Annotated[int, typer.Option(min=12, help="Number of questions to make from the documents.")] = 20,
-    plot: Annotated[Path | None, typer.Option(help="Draw KL against speed into this PNG.")] = None,
+    plot: Annotated[Path | None, option("--plot", "Draw KL against speed into this PNG.", "none is drawn")] = None,
     json: Json = None,
 ) -> None:
-    """Measure how close fused answers stay to those of full prefill on your documents, and choose policy and ratio.
+    """Measure on your documents how close answers stay to full prefill's, and choose the policy and ratio to use.
 
     Exit status 1 if no choice is safe: then prompts are answered by full prefill.
     """
@@ -87,15 +91,14 @@ def calibrate_model(
     console, documents = console_for(json), find_files(docs)
     tune_malloc(console)
     print_skipped(console, documents)
-    prepare_model(settings)
-    with console.status("loading the model"):
+    require_writable(plot)
+    with console.status("starting"):
         from ragfuse.calibration.calibrate import draw_calibration, make_cases, show_calibration
         from ragfuse.calibration.plots import require_plotting
         from ragfuse.cli.library import split_file
-        from ragfuse.engine.engine import Engine
     if plot is not None:
         require_plotting()
-    with Engine(settings) as engine:
+    with loaded_engine(settings, console) as engine:
         with console.status("reading the documents"):
             texts = [(str(file), list(split_file(file, settings, engine.model.tokenizer))) for file in documents.files]
         cases = make_cases(texts, questions)

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ragfuse.cli.loaded import loaded_engine, require_writable
 from ragfuse.cli.options import (
     Device,
     Dtype,
     Model,
     Policy,
     Ratio,
-    prepare_model,
     settings_of,
     write_json,
 )
@@ -34,7 +34,9 @@ def demo(
     device: Device = None,
     policy: Policy = None,
     ratio: Ratio = None,
-    out: Annotated[Path, typer.Option(help="JSON report to write, with a PNG beside it.")] = Path("demo-report.json"),
+    out: Annotated[Path, typer.Option("--out", help="JSON report to write, with a PNG beside it.")] = Path(
+        "demo-report.json"
+    ),
 ) -> None:
     """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse side by side."""
     missing = [name for name in DEMO_NEEDS if find_spec(name) is None]
@@ -43,24 +45,17 @@ def demo(
         raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
     from ragfuse.demo.picture import draw
     from ragfuse.demo.run import run
-    from ragfuse.engine.engine import Engine
+    from ragfuse.demo.show import show_summary
 
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
     memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
     settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": memory})
     console = Console()
-    prepare_model(settings)
-    with Engine(settings) as engine:
+    require_writable(out, out.with_suffix(".png"))
+    with loaded_engine(settings, console) as engine:
         report = run(engine, console)
     write_json(report, out)
     draw(report, out.with_suffix(".png"))
-    n = len(report["questions"])
-    for line in (
-        f"First token [bold]{report['mean_speedup']:.1f}x[/] faster on {n} questions, "
-        f"[bold]{report['long_speedup']:.1f}x[/] on the long prompt.",
-        f"Right answers: full prefill {report['right_full']}, ragfuse {report['right_fused']} of {n}.",
-        "Distance to full prefill (KL of the next token), where reusing chunks as they are has 1: "
-        f"{report['kl_over_reuse']:.2f}.",
-        f"Written: {out}, {out.with_suffix('.png')}",
-    ):
-        console.print(line, highlight=False)
+    show_summary(console, report)
+    console.print(f"Written: {out} and, as a picture, {out.with_suffix('.png')}.", highlight=False)
+    console.print('Your own documents: ragfuse ingest PATH, then ragfuse ask "..." --compare', highlight=False)

@@ -30,6 +30,7 @@ from ragfuse.cli.options import Device, Dtype, Json, Model, ModelKwargs, Store, 
 from ragfuse.errors import SettingsError
 from ragfuse.models import list_models
 from ragfuse.settings import Settings
+from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -212,7 +213,7 @@ def _version(name: str) -> str:
 def _machine(device: str = "cpu", threads: int | None = None) -> Iterator[CheckResult]:
     memory = psutil.virtual_memory()
     enough = memory.available > MIN_FREE_MEMORY
-    found = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f}"
+    found = f"{size_text(memory.available)} free of {size_text(memory.total)}"
     yield CheckResult(
         "memory", "ok" if enough else "bad", found, "" if enough else "end other programs, or take a small model"
     )
@@ -270,13 +271,13 @@ def _check_folder(what: str, folder: Path, setting: str) -> CheckResult:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(bytes(PROBE_NBYTES))
     except OSError as error:
-        found = f"{folder} cannot be written: {error.strerror}, {free / 1e6:,.0f} MB free"
+        found = f"{folder} cannot be written: {error.strerror}, {size_text(free)} free"
         return CheckResult(what, "bad", found, f"free some space there, or {setting}=a folder elsewhere")
     if free < MIN_FREE_DISK:
         return CheckResult(
-            what, "bad", f"{folder}: {free / 1e6:,.0f} MB free", f"free some space, or {setting}=a folder elsewhere"
+            what, "bad", f"{folder}: {size_text(free)} free", f"free some space, or {setting}=a folder elsewhere"
         )
-    return CheckResult(what, "ok", f"{folder} ({free / 1e9:,.0f} GB free)")
+    return CheckResult(what, "ok", f"{folder} ({size_text(free)} free)")
 
 
 def _tiers(settings: Settings) -> Iterator[CheckResult]:
@@ -294,13 +295,13 @@ def _check_tier(status: TierStatus) -> CheckResult:
         found = f"{status.where} does not answer"
         return CheckResult(what, "bad", found, "start it or repair the connection, or remove it from the setting tiers")
     entries = counted(status.entries, "entry", "entries") if status.entries else "no entries yet"
-    found = f"answers: {entries}, {status.nbytes / 1e6:,.1f} of {status.capacity / 1e6:,.0f} MB ({status.where})"
+    found = f"answers: {entries}, {size_text(status.nbytes)} of {capacity_text(status.capacity)} ({status.where})"
     if status.corrupt:
         found += f"; of {status.read} read as a test, {status.corrupt} were damaged and were deleted"
         return CheckResult(
             what, "bad", found, "check the disk or server, then ragfuse store gc; chunks are encoded again when needed"
         )
-    return CheckResult(what, "ok", found + (f"; {status.read} read, all intact" if status.read else ""))
+    return CheckResult(what, "ok", found + (f"; {status.read} read as a test, all intact" if status.read else ""))
 
 
 def _models(settings: Settings) -> Iterator[CheckResult]:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ragfuse.cli.show import short
 from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
     from ragfuse.admin.quotas import TenantUse
@@ -38,7 +39,7 @@ def show_entries(console: Console, rows: Sequence[EntryRow]) -> None:
         "source",
         *(["text"] if has_text else ()),
     ]
-    numbers = ["tokens", "MB", "hits", "used"]
+    numbers = ["tokens", "size", "hits", "used"]
     widths = [
         min(max_widths.get(name, _NO_LIMIT), max(map(cell_len, (name, *column))))
         for name, *column in zip([*headings, *numbers], *table_rows, strict=True)
@@ -71,7 +72,7 @@ def _cells(row: EntryRow, has_text: bool, has_levels: bool) -> tuple[str, ...]:
     key, levels = row.short + ("*" if entry.pinned else ""), ("+".join(entry.sizes),) if has_levels else ()
     names = map(plain, (key, plain(row.tenant.name), entry.tier, *levels, entry.key.encoded))
     texts = (short(plain(Path(row.source).name)), plain(row.text))[: 1 + has_text]
-    numbers = (f"{entry.n_tokens:,}", f"{entry.nbytes / 1e6:,.1f}", f"{entry.hits:,}", _ago(entry.last_used))
+    numbers = (f"{entry.n_tokens:,}", size_text(entry.nbytes), f"{entry.hits:,}", _ago(entry.last_used))
     return (*names, *texts, *numbers)
 
 
@@ -108,14 +109,14 @@ def describe(rows: Sequence[EntryRow]) -> str:
     tenants = dict.fromkeys(row.tenant.name for row in rows)
     names = ", ".join(list(tenants)[:4]) + (", ..." if len(tenants) > 4 else "")
     nbytes = sum(row.entry.nbytes for row in rows)
-    return f"{counted(len(rows), 'entry', 'entries')} ({nbytes / 1e6:,.1f} MB) of {plain(names)}"
+    return f"{counted(len(rows), 'entry', 'entries')} ({size_text(nbytes)}) of {plain(names)}"
 
 
 def print_outcome(console: Console, outcome: Outcome, where: str) -> None:
     """Print the result of a bulk operation: what was done, and what was left out and why."""
     chunks = counted(outcome.chunks, "entry", "entries")
     texts = f" and {counted(outcome.texts, 'text')}" if outcome.texts else ""
-    summary = f"{chunks}{texts} ({outcome.nbytes / 1e6:,.1f} MB) {where}."
+    summary = f"{chunks}{texts} ({size_text(outcome.nbytes)}) {where}."
     console.print(summary, highlight=False, markup=False, soft_wrap=True)
     for skipped in outcome.troubles[:5]:
         line = f"left out: {skipped.what}: {skipped.why}"
@@ -129,7 +130,7 @@ def print_cleared(console: Console, cleared: Cleared) -> None:
     texts = f" and {counted(cleared.texts, 'text')}" if cleared.texts else ""
     if cleared.dropped or cleared.texts:
         message = describe(cleared.dropped) if cleared.dropped else "0 entries"
-        console.print(f"Dropped {message}{texts}.", highlight=False, markup=False)
+        console.print(f"Deleted {message}{texts}.", highlight=False, markup=False)
     for name in cleared.silent:
         n = sum(row.entry.tier == name for row in cleared.stayed)
         here = f"{n:,} of these entries and any others" if n else "its entries"
@@ -185,7 +186,7 @@ def levels_of(entries: Sequence[Entry]) -> list[str]:
 
 def use_in_words(use: TenantUse) -> str:
     """Return what a tenant keeps, in words."""
-    sizes = " and ".join(f"{nbytes / 1e6:,.1f} MB in {tier}" for tier, nbytes in use.nbytes.items()) or "0.0 MB"
+    sizes = " and ".join(f"{size_text(nbytes)} in {tier}" for tier, nbytes in use.nbytes.items()) or "nothing"
     return f"{sizes}, {counted(use.texts, 'text', 'texts')}, {counted(use.sessions, 'session', 'sessions')}"
 
 

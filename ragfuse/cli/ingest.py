@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from rich.progress import (
 )
 
 from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, find_files
+from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -32,13 +32,16 @@ from ragfuse.cli.options import (
     RayCPUs,
     Store,
     console_for,
-    prepare_model,
+    default_of,
+    option,
     settings_of,
     write_json,
 )
+from ragfuse.cli.room import room_nbytes_of, target_tiers, token_nbytes_in
 from ragfuse.cli.show import short
 from ragfuse.errors import InputError
 from ragfuse.telemetry.progress import progress
+from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
@@ -49,6 +52,9 @@ TIER_SIZE_VARIABLES = MappingProxyType(
     {"disk": "RAGFUSE_DISK_BYTES", "memory": "RAGFUSE_MEMORY_BYTES", "gpu": "RAGFUSE_GPU_BYTES"}
 )
 """The environment variable that sets the size of each tier; all other tiers have RAGFUSE_TIER_BYTES."""
+
+NAMED = 5
+"""Most files that are named for one reason to leave them out."""
 
 Chunks = Sequence[tuple[str, str]]
 """(text, source) of each chunk."""
@@ -62,12 +68,14 @@ def ingest(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Size of a chunk, in tokens of the model.")] = None,
+    chunk_tokens: Annotated[
+        int | None, option("--chunk-tokens", "Size of a chunk, in tokens of the model.", default_of("chunk_tokens"))
+    ] = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="Only index; compute KV when a question needs it.")] = False,
     ray: Ray = None,
     ray_workers: Annotated[
         int | None,
-        typer.Option(help="Engines that encode on the Ray cluster; default: one for each node or GPU.", min=1),
+        option("--ray-workers", "Engines that encode on the Ray cluster.", "one for each node or GPU", min=1),
     ] = None,
     ray_cpus: RayCPUs = None,
     json: Json = None,
@@ -82,14 +90,17 @@ def ingest(
         check_cluster(settings, ray)
     console, documents = console_for(json), find_files(paths)
     print_skipped(console, documents)
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.cli.library import Library
-        from ragfuse.engine.engine import Engine, Ingested
+    from ragfuse.cli.library import Library
+    from ragfuse.types.ingested import Ingested
 
-        library, engine = Library(settings, index), Engine(settings)
-    with engine:
-        chunks, failed = add_files(library, engine, documents.files, console)
+    library = Library(settings, index)
+    with loaded_engine(settings, console) as engine:
+        with console.status("looking at the documents"):
+            from ragfuse.cli.forecast import forecast
+
+            told = forecast(library, engine, documents.files, encodes=not no_kv, here=ray is None).in_words()
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
+        chunks, failed = add_files(library, engine.model.tokenizer, documents.files, console)
         on_ray: BulkSummary | None = None
         if no_kv:
             done = Ingested()
@@ -100,8 +111,8 @@ def ingest(
             done = Ingested(on_ray.chunks, on_ray.encoded, on_ray.tokens, on_ray.nbytes, on_ray.seconds)
     skipped = [*documents.skipped, *failed]
     n_files = len({source for _, source in chunks})
-    kv = f"; {done.encoded} encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB, {done.seconds:.1f} s)"
-    tail = ", no KV" if no_kv else kv
+    kv = f"; {done.encoded:,} encoded now ({done.tokens:,} tokens, {size_text(done.nbytes)}, {done.seconds:.1f} s)"
+    tail = ", without KV" if no_kv else kv if done.encoded else "; none had to be encoded now"
     console.print(f"[bold]{_counted(len(chunks), 'chunk')}[/] of {_counted(n_files, 'file')} in '{index}'{tail}.")
     if skipped:
         names = ", ".join(path.name for path, _ in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
@@ -113,9 +124,15 @@ def ingest(
 
 
 def add_files(
-    library: Library, engine: Engine, files: Sequence[Path], console: Console
+    library: Library, tokenizer: Any, files: Sequence[Path], console: Console
 ) -> tuple[list[tuple[str, str]], list[tuple[Path, str]]]:
     """Index files with a progress bar; print which ones cannot be parsed or contain no text.
+
+    Args:
+        library: The index.
+        tokenizer: The LLM's, by which chunks are measured.
+        files: The files.
+        console: Where the bar and the left-out files are shown.
 
     Returns:
         (text, source) of all chunks, and (file, reason) of the files that were left out.
@@ -126,8 +143,6 @@ def add_files(
     from ragfuse.types.keys import whole_text
 
     chunks, failed = list[tuple[str, str]](), list[tuple[Path, str]]()
-    with console.status("loading the model"):
-        tokenizer = engine.model.tokenizer
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
     with progress(console, *columns) as bar:
         task = bar.add_task("indexing", total=sum(file.stat().st_size for file in files))
@@ -172,7 +187,7 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
         task = bar.add_task("encoding", total=len(chunks), rate="")
 
         def show(done: Ingested) -> None:
-            rate = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s {done.nbytes / 1e6:,.0f} MB"
+            rate = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s {size_text(done.nbytes)}"
             bar.update(task, completed=done.chunks, rate=rate)
 
         done = engine.ingest(chunks, prefix, show)
@@ -192,7 +207,7 @@ def encode_on_ray(
     done = encode_in_bulk(unique, engine.settings, address=address, workers=workers, cpus=cpus)
     engine.know(unique)
     for number, each in enumerate(done.workers, 1):
-        speed = f"{each.encoded:,} encoded, {each.nbytes / 1e6:,.0f} MB, {each.tokens_per_s:,.0f} tokens/s"
+        speed = f"{each.encoded:,} encoded, {size_text(each.nbytes)}, {each.tokens_per_s:,.0f} tokens/s"
         console.print(f"worker {number}: {_counted(each.chunks, 'chunk')}, {speed}", highlight=False)
     if done.unsaved:
         lost = f"{_counted(done.unsaved, 'chunk')} {'is' if done.unsaved == 1 else 'are'} in no shared tier"
@@ -201,12 +216,13 @@ def encode_on_ray(
 
 
 def print_skipped(console: Console, found: FilesToIngest) -> None:
-    """Print which files are skipped, and why."""
-    for path, why in found.skipped[:5]:
-        line = f"[yellow]skipped[/] {escape(str(path))}: {escape(why)}"
-        console.print(line, highlight=False, soft_wrap=True)
-    if len(found.skipped) > 5:
-        console.print(f"[yellow]skipped[/] {_counted(len(found.skipped) - 5, 'more file')}")
+    """Print which files are left out, a line for each reason."""
+    by_reason = dict[str, list[str]]()
+    for path, why in found.skipped:
+        by_reason.setdefault(why, []).append(path.name)
+    for why, names in by_reason.items():
+        shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
+        console.print(f"[yellow]left out[/]: {escape(shown)}: {escape(why)}", highlight=False, soft_wrap=True)
 
 
 def _refused_writes(engine: Engine) -> dict[str, int]:
@@ -244,21 +260,14 @@ def _n_not_stored(engine: Engine, chunks: Chunks) -> int:
     return sum(key not in stored for key in keys)
 
 
-def target_tiers(engine: Engine, n_tokens: int) -> list[str]:
-    """Return the names of the tiers that new chunks of `n_tokens` are written to: slow ones, or all if none is slow."""
-    slow = [tier.name for tier in engine.store.tiers if tier.slow]
-    chosen = engine.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
-    return [chosen] if chosen is not None else slow or [tier.name for tier in engine.store.tiers]
-
-
 def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     """Return as many of the first chunks as the store can hold: more of them would evict the first ones again."""
     sample = [engine.tokens(text) for text, _ in chunks[:: max(1, len(chunks) // 50)]]
     n_tokens = sum(map(len, sample)) / len(sample)
     silent, n_entries = engine.store.silent(), len(chunks)
     tiers = [name for name in target_tiers(engine, int(n_tokens)) if name not in silent]
-    token_nbytes = {name: _token_nbytes(engine, name, sample[0]) for name in tiers}
-    room_nbytes = {name: _room_nbytes(engine, name) for name in tiers}
+    token_nbytes = {name: token_nbytes_in(engine, name, sample[0]) for name in tiers}
+    room_nbytes = {name: room_nbytes_of(engine, name) for name in tiers}
     # Each of these tiers gets all chunks, so it is enough that they fit into one.
     roomiest = max(tiers, key=lambda name: room_nbytes[name] / token_nbytes[name], default="")
     needed_nbytes = n_tokens * n_entries * token_nbytes.get(roomiest, 0.0)
@@ -269,30 +278,11 @@ def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     setting = TIER_SIZE_VARIABLES.get(roomiest, "RAGFUSE_TIER_BYTES")
     advice = "Free space on its disk" if is_disk_full else f"Raise {setting}"
     console.print(
-        f"[yellow]The KV of all {len(chunks):,} chunks takes about {_size(needed_nbytes)}, but {roomiest} can "
-        f"hold {_size(room_nbytes[roomiest])}[/]: the first {fitting:,} {'is' if fitting == 1 else 'are'} encoded now, "
-        f"the others when a question needs them. {advice} to store more; --no-kv encodes none."
+        f"[yellow]The KV of all {len(chunks):,} chunks takes about {size_text(needed_nbytes)}, but {roomiest} can "
+        f"hold {size_text(room_nbytes[roomiest])}[/]: the first {fitting:,} {'is' if fitting == 1 else 'are'} "
+        f"encoded now, the others when a question needs them. {advice} to store more; --no-kv encodes none."
     )
     return chunks[:fitting]
-
-
-def _token_nbytes(engine: Engine, tier: str, run: Sequence[int]) -> float:
-    """Return the bytes of KV per token in a tier; where its codec compresses, measured on the tokens `run`."""
-    packed = engine.store.levels.of(tier) != ("raw",) and len(run) > 0
-    return engine.encoder.nbytes_in(tier, run) / len(run) if packed else engine.model.nbytes_per_token
-
-
-def _room_nbytes(engine: Engine, name: str) -> float:
-    """Return the bytes of KV that a tier can hold, limited by the free space of its disk."""
-    tier = engine.store.tier(name)
-    folder = getattr(tier, "path", None)
-    if not isinstance(folder, Path):
-        return tier.capacity
-    return min(tier.capacity, tier.nbytes + 0.95 * shutil.disk_usage(folder).free)
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def _report_share(bar: Progress, task: Any, before: float, size: int) -> Any:

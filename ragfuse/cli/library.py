@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +37,9 @@ SPLIT_BLOCK_CHARS = 1 << 17
 """Most characters that are split into chunks in one call."""
 SPLIT_SHARE = 0.1
 """Share of a file's progress bar for splitting it; the rest is for embedding."""
+
+DOCS_INDEX = "docs-"
+"""What the names of indexes of `--docs` begin with."""
 
 Progress = Callable[[float], object]
 """A function that is called with the share of a file that is done, 0 to 1."""
@@ -93,6 +97,11 @@ class FilePart:
         return vectors
 
 
+def index_of(docs: Path) -> str:
+    """Return the name of the index that `--docs` fills with a file or folder."""
+    return f"{DOCS_INDEX}{digest('docs', str(docs.resolve()))[:12]}"
+
+
 class Library:
     """One search index: the chunks of documents, with their vectors."""
 
@@ -114,7 +123,7 @@ class Library:
         InputError for a file without text.
         """
         source = str(file.resolve())
-        name = digest("file", source, _bytes_of(file), repr(self._recipe()))
+        name = self._name_of(file)
         parts = {part.number: part for part in self._parts(name) if part.vectors() is not None}
         texts = self._complete_texts(parts) or list(split_file(file, self.settings, tokenizer, progress))
         if not texts:
@@ -127,10 +136,39 @@ class Library:
         self._drop(part for part in self._parts() if part.source == source and part.file != name)
         return [(text, source) for text in texts]
 
+    def has(self, file: Path) -> bool:
+        """Return whether a file is in the index as it is now, complete."""
+        parts = {part.number: part for part in self._parts(self._name_of(file))}
+        return bool(self._complete_texts(parts))
+
     def keep_only(self, sources: Collection[Path]) -> None:
         """Remove all files from the index that are not among `sources`."""
         wanted = {str(source.resolve()) for source in sources}
         self._drop(part for part in self._parts() if part.source not in wanted)
+
+    def require(self) -> None:
+        """Raise InputError if nothing was ingested into this index; its texts and the embedder are not loaded."""
+        if not any(self.folder.glob("*.json")):
+            raise self._empty()
+
+    def sources(self) -> dict[str, int]:
+        """Return the number of chunks of each document, in the order of their paths."""
+        counts = Counter[str]()
+        for part in self._parts():
+            counts[part.source] += len(part.texts)
+        return dict(sorted(counts.items()))
+
+    def search(self, question: str) -> list[tuple[str, str]]:
+        """Return (text, source) of the chunks that are nearest to a question, `top_k` of the settings at most."""
+        found = self.vector_store().similarity_search(question, k=self.settings.top_k)
+        return [(document.page_content, document.metadata["source"]) for document in found]
+
+    def _empty(self) -> InputError:
+        name = "" if self.name == "default" else f" --index {self.name}"
+        folders = self.folder.parent.glob("[!.]*") if self.folder.parent.is_dir() else ()
+        others = sorted(each.name for each in folders if not each.name.startswith(DOCS_INDEX) and any(each.iterdir()))
+        there = f" Others are not: {', '.join(others[:8])} (choose one with --index)." if others else ""
+        return InputError(f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest PATH{name}")
 
     def vector_store(self) -> Any:
         """Return LangChain's FAISS store over all chunks; InputError if nothing was ingested."""
@@ -138,8 +176,7 @@ class Library:
         pairs = [(part, vectors) for part in parts if (vectors := part.vectors()) is not None]
         pairs = [(part, vectors) for part, vectors in pairs if vectors.shape[1] == pairs[0][1].shape[1]]
         if not pairs:
-            name = "" if self.name == "default" else f" --index {self.name}"
-            raise InputError(f"The index '{self.name}' is empty. Fill it first: ragfuse ingest PATH{name}")
+            raise self._empty()
 
         from langchain_community.vectorstores import FAISS
 
@@ -160,6 +197,9 @@ class Library:
                     model_name=str(source), encode_kwargs={"normalize_embeddings": True}
                 )
         return self._embeddings
+
+    def _name_of(self, file: Path) -> str:
+        return digest("file", str(file.resolve()), _bytes_of(file), repr(self._recipe()))
 
     def _recipe(self) -> tuple[Any, ...]:
         s = self.settings

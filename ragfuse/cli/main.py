@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import adapt, ask, checks, demo, doctor, ingest, measure, models, schema, serve, sessions, store
+from ragfuse.cli import adapt, ask, chat, checks, demo, doctor, ingest, measure, models, schema, serve, sessions, store
 from ragfuse.errors import InputError, RagFuseError
 
 RESUMES = "Run the same command again to continue."
@@ -65,13 +65,14 @@ class _OneLine(logging.Formatter):
 app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    help="Answer questions over your documents with a faster first token: the KV cache of each chunk is computed once, "
-    "stored, and fused with those of other chunks for each question.",
+    help="Answer questions over your documents with a shorter wait before the first word: what a model computes when "
+    "it reads a passage (its KV cache) is stored, and reused by every question that the passage is retrieved for.",
 )
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
+app.command("chat")(chat.chat)
 app.command("explain")(measure.explain)
 app.command("measure")(measure.measure)
 app.command("verify")(checks.verify_model)

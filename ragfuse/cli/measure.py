@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from ragfuse.cli.ask import prompt_for
-from ragfuse.cli.ingest import target_tiers
+from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -26,20 +26,21 @@ from ragfuse.cli.options import (
     Policy,
     Ratio,
     Store,
+    TopK,
     console_for,
-    prepare_model,
+    option,
     settings_of,
     write_json,
 )
+from ragfuse.cli.room import target_tiers
 from ragfuse.errors import InputError
-from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.telemetry.progress import progress
 
 READS_IN_WORDS = MappingProxyType(
     {
-        "cold": "from the medium. What this machine's memory still holds is read faster",
-        "warm": "from this machine's memory, whose file cache could not be emptied. A first read may take longer",
-        "unknown": "it is not known whether from the medium or from some machine's memory",
+        "cold": "from the medium itself; what the system's file cache still holds is read faster",
+        "warm": "from the system's file cache, which could not be emptied; a first read may take longer",
+        "unknown": "from the medium or from a cache, which cannot be told",
     }
 )
 """What the read speed of a slow tier means, by how it was measured."""
@@ -56,24 +57,18 @@ def measure(
     model_kwargs: ModelKwargs = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(help="Folder or URL of a tier to measure; repeat for several. Default: those in the settings."),
+        option("--store", "Folder or URL of a tier to measure; repeat for several.", "those in the settings"),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Time prefill, fusing and every tier on this machine. From then on, prompts are planned with these timings."""
+    """Time this machine with this model and each tier. Later plans, of what to read and what to compute, use it."""
     folder, others = _split_stores(store or ())
     settings, console = (
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=folder),
         console_for(json),
     )
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.engine.engine import Engine
-
-        engine = Engine(settings)
-    with engine:
-        with console.status("loading the model"):
-            name = engine.model.name
+    with loaded_engine(settings, console) as engine:
+        name = engine.model.name
         columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeElapsedColumn()
         with progress(console, *columns) as bar:
             task = bar.add_task("measuring", total=1.0)
@@ -105,12 +100,12 @@ def explain(
     store: Store = None,
     policy: Policy = None,
     ratio: Ratio = None,
-    top_k: Annotated[int | None, typer.Option(help="Number of chunks to retrieve.")] = None,
+    top_k: TopK = None,
     overflow: Overflow = None,
     deadline: Deadline = None,
     json: Json = None,
 ) -> None:
-    """Show what a question would read and compute, how long that would take, and why, without answering it."""
+    """Show, without answering, what a question would read and compute, why, and how long that would take."""
     if not question.strip():
         raise InputError('The question is empty. Ask something: ragfuse explain "Who built the bridge?"')
     given = {
@@ -123,14 +118,15 @@ def explain(
         "ratio": ratio,
     }
     settings, console = settings_of(**given, top_k=top_k, overflow=overflow), console_for(json)
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.cli.library import Library
-        from ragfuse.engine.engine import Ask, Engine
+    from ragfuse.cli.library import Library
+    from ragfuse.engine.ask import Ask
 
-        library, engine = Library(settings, index), Engine(settings)
-    with engine:
+    library = Library(settings, index)
+    library.require()
+    with loaded_engine(settings, console) as engine:
         plan = engine.plan(prompt_for(engine, library, question, console), Ask(deadline_s=deadline))
+    from ragfuse.plan.explanation import as_dict, in_words
+
     console.print(in_words(plan), markup=False, highlight=False, soft_wrap=True)
     write_json({"question": question, **as_dict(plan), "words": in_words(plan)}, json)
 
@@ -174,15 +170,15 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
     fixed, linear, square = machine.prefill
     threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
     table = Table(title=f"Full prefill of {Path(name).name}, {threads}")
-    for column in ("tokens", "measured s", "by the curve s"):
+    for column in ("tokens", "measured s", "fitted s"):
         table.add_column(column, justify="right")
     for tokens, seconds in machine.prefill_points:
         fitted = fixed + linear * tokens + square * tokens * tokens
         table.add_row(f"{tokens:,}", f"{seconds:.3f}", f"{fitted:.3f}")
     console.print(table)
     table = Table(title="Tiers")
-    for column in ("tier", "opening ms", "a read ms", "reading MB/s", "writing MB/s", "was read"):
-        table.add_column(column, justify="left" if column in ("tier", "was read") else "right")
+    for column in ("tier", "opening ms", "a read ms", "reading MB/s", "writing MB/s", "read"):
+        table.add_column(column, justify="left" if column in ("tier", "read") else "right")
     for tier, speed in machine.tiers.items():
         times = (f"{1000 * speed.open_s:.2f}", f"{1000 * speed.read_s:.2f}")
         read = speed.reads if speed.is_ahead else ""
@@ -190,11 +186,11 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
     console.print(table)
     for reads, meaning in READS_IN_WORDS.items():
         if tiers := [tier for tier, speed in machine.tiers.items() if speed.is_ahead and speed.reads == reads]:
-            message = f"Read {reads} ({', '.join(tiers)}): {meaning}. Plans are adjusted to the times of answers."
+            message = f"{', '.join(tiers)} was read {meaning} ({reads}). Later answers correct these times."
             console.print(message, highlight=False, markup=False)
     _show_levels(machine, console)
     held_up = f"{1e6 * machine.held_up_s:,.0f} us"
-    console.print(f"Each read by a thread delays the model, which computes meanwhile, by {held_up}.", highlight=False)
+    console.print(f"While the model computes, each read by another thread delays it by {held_up}.", highlight=False)
 
 
 def _show_levels(machine: MachineProfile, console: Console) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ragfuse.cli.options import Json, console_for, settings_of, write_json
 from ragfuse.models import list_models, prepare
+from ragfuse.types.sizes import size_text
 
 models = typer.Typer(
     no_args_is_help=True,
@@ -22,10 +23,10 @@ Name = Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfus
 def ls(json: Json = None) -> None:
     """List the embedded models, with their role, state and size."""
     found = list_models(settings_of().home)
-    table = Table("name", "role", "state", "MB", "what", box=None)
+    table = Table("name", "role", "state", "size", "what", box=None)
     for status in found:
         model = status.model
-        table.add_row(model.name, model.role, status.state, f"{status.nbytes / 1e6:.0f}", model.what)
+        table.add_row(model.name, model.role, status.state, size_text(status.nbytes), model.what)
     console_for(json).print(table)
     rows = [{"name": s.model.name, "role": s.model.role, "state": s.state, "nbytes": s.nbytes} for s in found]
     write_json({"models": rows}, json)

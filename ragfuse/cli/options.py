@@ -15,41 +15,91 @@ from rich.console import Console
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
 
+
+def default_of(setting: str, value: str = "") -> str:
+    """Return what `--help` shows as the default of an option that stands for a setting.
+
+    Args:
+        setting: Name of the setting.
+        value: Its default in words, where the value itself says little.
+    """
+    return f"{value or Settings.model_fields[setting].default}, or RAGFUSE_{setting.upper()}"
+
+
+def option(flag: str, text: str, default: str | bool = True, **more: Any) -> Any:
+    """Return an option with its help and the default that `--help` shows (True: the parameter's own value)."""
+    return typer.Option(flag, help=text, show_default=default, **more)
+
+
 Model = Annotated[
     str | None,
-    typer.Option(
-        "--model", help="Name as `ragfuse models ls` lists it, Hugging Face id, folder, adapter folder or GGUF file."
+    option(
+        "--model",
+        "Name as `ragfuse models ls` lists it, Hugging Face id, folder, adapter folder or GGUF file.",
+        default_of("model"),
     ),
 ]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N, mps or auto.")]
+Dtype = Annotated[str | None, option("--dtype", "auto, float32, bfloat16 or float16.", default_of("dtype"))]
+Device = Annotated[str | None, option("--device", "cpu, cuda, cuda:N, mps or auto.", default_of("device"))]
 ModelKwargs = Annotated[
     str | None,
-    typer.Option("--model-kwargs", help='Options of from_pretrained, as JSON: \'{"revision": "main"}\'.'),
+    option(
+        "--model-kwargs",
+        'Options of from_pretrained, as JSON: \'{"revision": "main"}\'.',
+        default_of("model_kwargs", "none"),
+    ),
 ]
-Store = Annotated[Path | None, typer.Option("--store", help="Folder of the KV store.")]
+STORE_DEFAULT = default_of("store", "`store` in the folder RAGFUSE_HOME")
+Store = Annotated[Path | None, option("--store", "Folder of the KV store.", STORE_DEFAULT)]
 Documents = Annotated[
     list[Path], typer.Option("--docs", help="Files or folders of your documents: txt, md, rst, html, pdf.")
 ]
 Policy = Annotated[
-    str | None, typer.Option("--policy", help="Policy that chooses the tokens to recompute; auto: the calibrated one.")
+    str | None,
+    option(
+        "--policy",
+        "How the tokens to recompute are chosen; auto: as `ragfuse calibrate` found best.",
+        default_of("policy"),
+    ),
 ]
-Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused tokens to recompute, 0 to 1.")]
+Ratio = Annotated[
+    float | None,
+    option(
+        "--ratio",
+        "Share of the reused tokens to recompute: 0 is fastest, 1 is full prefill.",
+        default_of("ratio", "chosen for each question"),
+    ),
+]
+TopK = Annotated[int | None, option("--top-k", "Number of chunks to retrieve.", default_of("top_k"))]
+MaxTokens = Annotated[
+    int | None, option("--max-tokens", "Maximum length of the answer, in tokens.", default_of("max_tokens"))
+]
 Overflow = Annotated[
     str | None,
-    typer.Option("--overflow", help="For a prompt that is too long: error, or drop (leave out its last chunks)."),
+    option(
+        "--overflow",
+        "For a prompt that is too long: error, or drop (leave out its last chunks).",
+        default_of("overflow"),
+    ),
 ]
-Deadline = Annotated[float | None, typer.Option("--deadline", help="Deadline of the first token, seconds.", min=0.0)]
+Deadline = Annotated[
+    float | None,
+    option("--deadline", "Seconds within which the first token should come.", "none", min=0.0),
+]
 Ray = Annotated[
     str | None,
-    typer.Option(
-        "--ray", help="Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one on this machine."
+    option(
+        "--ray",
+        "Run on a Ray cluster: HOST:PORT, ray://HOST:PORT, auto, or local for a new one on this machine.",
+        "without Ray",
     ),
 ]
 RayCPUs = Annotated[
-    float | None, typer.Option("--ray-cpus", help="CPUs of each engine on the Ray cluster; default: by its nodes.")
+    float | None, option("--ray-cpus", "CPUs of each engine on the Ray cluster.", "chosen by the size of its nodes")
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-': stdout).")]
+Json = Annotated[
+    Path | None, option("--json", "Write the result as JSON to this file ('-': standard output).", "none is written")
+]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 ONE_LINE = 320
 """Most characters of a JSON value that is written on one line."""

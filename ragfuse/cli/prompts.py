@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from ragfuse.engine.engine import Content, Engine
 from ragfuse.text import Piece
+
+if TYPE_CHECKING:
+    from ragfuse.engine.answerer import Answerer
+    from ragfuse.engine.engine import Content
 
 INSTRUCTION = "Answer the question in a few words, using only the passages below.\n\n"
 FILLER = "A passage long enough to be reused, whatever the model. " * 8
 
 
-def rag_prompt(engine: Engine, question: str, chunks: Sequence[tuple[str, str]]) -> str | list[tuple[str, Content]]:
+def rag_prompt(engine: Answerer, question: str, chunks: Sequence[tuple[str, str]]) -> str | list[tuple[str, Content]]:
     """Return a question over (text, source) chunks, in a form in which the engine finds the chunks again.
 
     Returns:
         One user message whose content has a `Piece` for each chunk; for a model without a chat template, plain text in
         which marks delimit the chunks.
     """
-    if not getattr(engine.model.tokenizer, "chat_template", None):
+    if not engine.card.has_chat_template:
         marked = [f"{engine.marker.mark(text, source)}\n\n" for text, source in chunks]
         return f"{INSTRUCTION}{''.join(marked)}Question: {question}\nAnswer:"
     parts = [Piece(INSTRUCTION)]
@@ -27,6 +31,6 @@ def rag_prompt(engine: Engine, question: str, chunks: Sequence[tuple[str, str]])
     return [("user", (*parts, Piece(f"Question: {question}")))]
 
 
-def prefix_of(engine: Engine) -> tuple[int, ...]:
+def prefix_of(engine: Answerer) -> tuple[int, ...]:
     """Return the token ids before the first chunk, which all these prompts share."""
     return engine.prefix(rag_prompt(engine, "?", [(FILLER, "")]))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.entries import counted, plain
+from ragfuse.cli.loaded import loaded_engine, require_writable
 from ragfuse.cli.opened import open_admin
 from ragfuse.cli.options import (
     Device,
@@ -22,21 +22,19 @@ from ragfuse.cli.options import (
     ModelKwargs,
     Store,
     console_for,
-    prepare_model,
+    option,
     settings_of,
     write_json,
 )
 from ragfuse.cli.show import short
-from ragfuse.settings import Settings
+from ragfuse.engine.question import read_schema
 from ragfuse.telemetry.progress import progress
-
-if TYPE_CHECKING:
-    from ragfuse.engine.engine import Engine
+from ragfuse.types.sizes import size_text
 
 schema = typer.Typer(
     no_args_is_help=True,
-    help="Manage schemas in PML (Prompt Markup Language), whose modules prompts import (`ragfuse ask --pml FILE`). "
-    "If a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",
+    help="Look after schemas in PML (Prompt Markup Language): texts in modules, which prompts import "
+    "(`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",
 )
 
 MODULE_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:olive")
@@ -57,8 +55,8 @@ def add(
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
         console_for(json),
     )
-    engine = _engine(settings, console)
-    with engine:
+    read_schema(file)
+    with loaded_engine(settings, console) as engine:
         columns = TextColumn("encoding"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
         with progress(console, *columns) as bar:
             task = bar.add_task("encoding", total=None)
@@ -67,7 +65,7 @@ def add(
     done, layout = registered.done, registered.layout
     if refusal:
         console.print(Text(f"No KV is stored for this model; questions are answered by full prefill: {refusal}"))
-    encoded = f"{counted(done.encoded, 'run')} of {done.chunks} encoded now ({done.nbytes / 1e6:,.1f} MB)"
+    encoded = f"{counted(done.encoded, 'run')} of {done.chunks} encoded now ({size_text(done.nbytes)})"
     console.print(
         Text(f"'{plain(registered.name)}': {layout.n_positions:,} positions; {encoded}, {done.seconds:.1f} s.")
     )
@@ -100,7 +98,9 @@ def show(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw the positions of all modules into this PNG.")] = None,
+    png: Annotated[
+        Path | None, option("--png", "Draw the positions of all modules into this PNG.", "none is drawn")
+    ] = None,
     json: Json = None,
 ) -> None:
     """Show the tree of a schema: position, tokens and KV bytes of every module."""
@@ -112,21 +112,21 @@ def show(
         from ragfuse.calibration.plots import require_plotting
 
         require_plotting()
-    engine = _engine(settings, console)
-    with engine:
+    require_writable(png)
+    with loaded_engine(settings, console, lambda engine: engine.schemas.named(name)) as engine:
         from ragfuse.engine.schema_service import outline
 
         layout, per_token = engine.schemas.show(name), engine.model.nbytes_per_token
         parts = list(outline(layout, per_token))
     table = Table("module", box=None, pad_edge=False)
-    for heading in ("positions", "tokens", "MB"):
+    for heading in ("positions", "tokens", "size"):
         table.add_column(heading, justify="right")
     for part in parts:
         table.add_row(*_table_row(part))
     console.print(table)
     n_tokens = sum(len(run.tokens) for run in layout.runs)
-    summary = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {n_tokens * per_token / 1e6:,.1f} MB of KV"
-    console.print(f"{summary}; {per_token / 1e6:.4f} MB a token with {plain(settings.model)}.", highlight=False)
+    summary = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {size_text(n_tokens * per_token)} of KV"
+    console.print(f"{summary}; {size_text(per_token)} a token with {plain(settings.model)}.", highlight=False)
     for note in layout.notes:
         console.print(Text(f"note: {plain(note)}"), soft_wrap=True)
     if png is not None:
@@ -147,22 +147,8 @@ def rm(
     console = console_for(json)
     with open_admin(store, console) as admin:
         nbytes = admin.schemas.remove(name)
-    console.print(Text(f"Removed '{plain(name)}' and {nbytes / 1e6:,.1f} MB of KV."))
+    console.print(Text(f"Removed '{plain(name)}' and {size_text(nbytes)} of KV."))
     write_json({"name": name, "nbytes": nbytes}, json)
-
-
-def _engine(settings: Settings, console: Console) -> Engine:
-    prepare_model(settings)
-    with console.status("loading the model"):
-        from ragfuse.engine.engine import Engine
-
-        engine = Engine(settings)
-        try:
-            engine.model  # noqa: B018 - it takes a while
-        except BaseException:
-            engine.close()
-            raise
-        return engine
 
 
 def _table_row(part: Mapping[str, Any]) -> tuple[Text, str, str, str]:
@@ -172,7 +158,7 @@ def _table_row(part: Mapping[str, Any]) -> tuple[Text, str, str, str]:
     positions = f"{part['start']:,}-{part['stop']:,}"
     nbytes = part.get("nbytes")
     tokens = f"{part.get('tokens', part['stop'] - part['start']):,}" if part["what"] != "union" else ""
-    return Text("  " * part["depth"] + plain(name.strip())), positions, tokens, f"{nbytes / 1e6:,.2f}" if nbytes else ""
+    return Text("  " * part["depth"] + plain(name.strip())), positions, tokens, size_text(nbytes) if nbytes else ""
 
 
 def _draw_positions(parts: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -11,14 +11,16 @@ from rich.text import Text
 
 from ragfuse.cli.entries import counted, plain
 from ragfuse.cli.opened import open_admin
-from ragfuse.cli.options import Json, Store, console_for, write_json
+from ragfuse.cli.options import Json, Store, console_for, option, write_json
 from ragfuse.errors import InputError
 from ragfuse.settings import SINKS
+from ragfuse.types.sizes import size_text
 
 sessions = typer.Typer(
     no_args_is_help=True,
-    help="Manage stored conversations (`ragfuse ask --session`). If a salt is set (RAGFUSE_SALT), commands apply to "
-    "the sessions of its tenant, else to those of all tenants. Running processes keep what they hold in memory.",
+    help="Look after stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf a salt is set "
+    "(RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those of all tenants. Running processes "
+    "keep what they hold in memory.",
 )
 
 Name = Annotated[str, typer.Argument(help="Name of the session, as `ragfuse sessions ls` shows it.")]
@@ -33,7 +35,7 @@ def ls(store: Store = None, json: Json = None) -> None:
     table = Table("session", "turns", "tokens", "used", box=None, pad_edge=False)
     for info in infos:
         table.add_row(Text(plain(info.id)), f"{info.turns:,}", f"{info.tokens:,}", _when(info.used))
-    console.print(table if infos else "No session is stored here. Start one: ragfuse ask QUESTION --session NAME.")
+    console.print(table if infos else "No session is stored here. Start one: ragfuse chat --session NAME.")
     write_json({"sessions": [info.as_dict() for info in infos]}, json)
 
 
@@ -67,8 +69,10 @@ def export(
 
 @sessions.command("rm")
 def rm(
-    names: Annotated[list[str] | None, typer.Argument(help="Names of sessions.")] = None,
-    unused: Annotated[float | None, typer.Option(min=0, help="Delete all sessions unused for this many days.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Names of sessions.", show_default="none")] = None,
+    unused: Annotated[
+        float | None, option("--unused", "Delete all sessions unused for this many days.", "none", min=0)
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     store: Store = None,
     json: Json = None,
@@ -82,7 +86,7 @@ def rm(
             raise typer.Exit(1)
         session_store = admin.sessions
         deleted = session_store.delete(*names) if names else session_store.expire(86400 * (unused or 0.0))
-    kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({deleted.nbytes / 1e6:,.1f} MB)"
+    kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({size_text(deleted.nbytes)})"
     console.print(f"Deleted {counted(deleted.sessions, 'session')} and {kv}.", highlight=False, markup=False)
     for tier in deleted.silent:
         console.print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,23 +12,27 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ragfuse.types.sizes import size_text
+
 if TYPE_CHECKING:
     from ragfuse.types.answer import StreamTrace, Trace
 
+KIND_WORDS = MappingProxyType({"prefix": "beginning", "history": "earlier turns", "chunk": "a chunk"})
+"""How a segment without a source is named."""
 REUSED, RECOMPUTED, FRESH = "blue", "dark_orange", "grey50"
 
 
 def show_trace(console: Console, trace: Trace) -> None:
     """Print a trace: what was reused from which tier, and why the rest was not."""
-    table = Table("segment", box=None, pad_edge=False)
+    table = Table("part of the prompt", box=None, pad_edge=False)
     table.add_column("tokens", justify="right")
     for heading in ("from", "recomputed", "why"):
         table.add_column(heading)
     for segment in trace.segments:
         level = f" as {segment.level}" if segment.level not in ("", "raw") else ""
-        where = f"{segment.tier}{level}, {segment.nbytes / 1e6:.1f} MB" if segment.hit else "computed"
-        recomputed = "exact prefix" if segment.exact else f"{segment.recomputed} rows" if segment.hit else "all"
-        name = Path(segment.source).name if segment.source else segment.kind
+        where = f"{segment.tier}{level}, {size_text(segment.nbytes)}" if segment.hit else "not stored"
+        recomputed = "none: exact" if segment.exact else f"{segment.recomputed} tokens" if segment.hit else "all"
+        name = Path(segment.source).name if segment.source else KIND_WORDS.get(segment.kind, segment.kind)
         table.add_row(Text(short(name)), str(segment.n_tokens), where, recomputed, Text(segment.why))
     if trace.segments:
         console.print(table)
@@ -37,25 +42,38 @@ def show_trace(console: Console, trace: Trace) -> None:
     if trace.stream is not None:
         _show_stream(console, trace.stream)
     console.print(strip(trace, min(console.width, 100)))
+    console.print(legend())
     if trace.fallback_reason:
         summary = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.fallback_reason)}"
     else:
         summary = (
             f"{trace.tokens} tokens: [{REUSED}]{trace.tokens_reused} reused[/], [{RECOMPUTED}]"
-            f"{trace.tokens_recomputed} recomputed[/] (policy {trace.policy}, {trace.mean_ratio:.0%} of a layer on "
-            f"average), [{FRESH}]{trace.tokens_fresh} fresh[/]"
+            f"{trace.tokens_recomputed} reused and recomputed[/] ({trace.mean_ratio:.0%}, chosen by the policy "
+            f"{trace.policy}), [{FRESH}]{trace.tokens_fresh} computed[/]"
         )
     console.print(f"{summary}; first token after {trace.ttft_s:.2f} s", highlight=False)
 
 
+def legend() -> Text:
+    """Return what the colours of the strip mean, each token of the prompt being a part of it."""
+    return Text.assemble(
+        ("\u2588 ", REUSED),
+        "reused from the store  ",
+        ("\u2588 ", RECOMPUTED),
+        "reused and recomputed  ",
+        ("\u2588 ", FRESH),
+        "computed",
+    )
+
+
 def _show_stream(console: Console, stream: StreamTrace) -> None:
     """Print the pieces of a stream, and whether the first token came within the deadline."""
-    table = Table("piece", box=None, pad_edge=False)
-    for heading in ("tokens", "at s", "MB", "s", "MB/s"):
+    table = Table("read as", box=None, pad_edge=False)
+    for heading in ("tokens", "at s", "size", "s", "MB/s"):
         table.add_column(heading, justify="right")
     table.add_column("why")
     for piece in stream.pieces:
-        read = (f"{piece.nbytes / 1e6:.1f}", f"{piece.seconds:.2f}", f"{(piece.throughput or 0.0) / 1e6:.1f}")
+        read = (size_text(piece.nbytes), f"{piece.seconds:.2f}", f"{(piece.throughput or 0.0) / 1e6:.1f}")
         figures = read if piece.seconds else ("", "", "")
         table.add_row(piece.level, str(piece.tokens), f"{piece.began_s:.2f}", *figures, Text(piece.why))
     console.print(table)

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from ragfuse.cli import top
 from ragfuse.cli.entries import (
     by_tenant,
     cleared_dict,
@@ -23,29 +24,33 @@ from ragfuse.cli.entries import (
     use_in_words,
 )
 from ragfuse.cli.opened import confirm, entry_filter_of, open_admin, progress_bar, refuse, select_entries
-from ragfuse.cli.options import Json, Store, console_for, write_json
+from ragfuse.cli.options import Json, Store, console_for, option, write_json
 from ragfuse.errors import InputError
 from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.admin.store_admin import EntryFilter
 
 store = typer.Typer(
     no_args_is_help=True,
-    help="Manage the stored KV. Changes apply to all processes at once, except to KV that they hold in memory. If a "
-    "salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its tenant unless --tenant names "
-    "another; without a salt, to all tenants. stats, gc and import apply to the whole store.",
+    help="Look after the stored KV, without loading a model.\n\nChanges apply to all processes at once, except to KV "
+    "that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its "
+    "tenant unless --tenant names another; without a salt, to all tenants. stats, top, gc and import apply to the "
+    "whole store.",
 )
 
-Keys = Annotated[list[str] | None, typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.")]
-Tier = Annotated[str | None, typer.Option("--tier", help="Only entries in this tier.")]
-Source = Annotated[str | None, typer.Option("--source", help="Only texts whose source contains this.")]
-Model = Annotated[str | None, typer.Option("--model", help="Only entries of this model (name or start of digest).")]
+Keys = Annotated[
+    list[str] | None,
+    typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.", show_default="any key"),
+]
+Tier = Annotated[str | None, option("--tier", "Only entries in this tier.", "all tiers")]
+Source = Annotated[str | None, option("--source", "Only texts whose source contains this.", "any source")]
+Model = Annotated[str | None, option("--model", "Only entries of this model (name or start of digest).", "all models")]
 Tenant_ = Annotated[
     str | None,
-    typer.Option(
-        "--tenant",
-        help="Only entries of the tenant with this salt ('': no salt). Default: RAGFUSE_SALT; if that is not set, all.",
+    option(
+        "--tenant", "Only entries of the tenant with this salt ('': no salt).", "RAGFUSE_SALT, or all tenants without"
     ),
 ]
 All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
@@ -97,23 +102,26 @@ def stats(store: Store = None, json: Json = None) -> None:
         tiers = [tier_row(tier.name, tier.capacity, rows) for tier in admin.store.tiers]
     models = by_tenant(rows)
     table = Table("tier", box=None)
-    for heading in ("entries", "MB", "of MB", "pinned", "hits"):
+    for heading in ("entries", "size", "of", "pinned", "hits"):
         table.add_column(heading, justify="right")
     for totals in tiers:
-        sizes = (f"{totals['nbytes'] / 1e6:,.1f}", f"{totals['capacity'] / 1e6:,.0f}")
+        sizes = (size_text(totals["nbytes"]), capacity_text(totals["capacity"]))
         table.add_row(totals["tier"], f"{totals['entries']:,}", *sizes, str(totals["pinned"]), f"{totals['hits']:,}")
     console.print(table)
     for totals in tiers:
         if set(totals["levels"]) - {LEVEL_NAMES[0]}:
-            by_level = ", ".join(f"{level} {nbytes / 1e6:,.1f} MB" for level, nbytes in totals["levels"].items())
+            by_level = ", ".join(f"{level} {size_text(nbytes)}" for level, nbytes in totals["levels"].items())
             console.print(Text(f"{totals['tier']}: {by_level}"))
     for owner, entries, nbytes in models:
-        console.print(Text(f"{plain(owner.name)}: {counted(entries, 'entry', 'entries')}, {nbytes / 1e6:,.1f} MB"))
+        console.print(Text(f"{plain(owner.name)}: {counted(entries, 'entry', 'entries')}, {size_text(nbytes)}"))
     models_json = [
         {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, "entries": entries, "nbytes": nbytes}
         for owner, entries, nbytes in models
     ]
     write_json({"tiers": tiers, "models": models_json}, json)
+
+
+store.command("top")(top.top)
 
 
 @store.command("clear")
@@ -141,7 +149,7 @@ def clear(
         rows = select_entries(admin, console, entry_filter)
         if rows or admin.text_models(entry_filter):
             what = describe(rows) if rows else "all texts of chunks that no tier stores"
-            confirm(f"Drop {what}?", yes, "clear")
+            confirm(f"Delete {what}?", yes, "clear")
         cleared = admin.clear(rows, entry_filter)
     print_cleared(console, cleared)
     write_json(cleared_dict(cleared), json)
@@ -234,9 +242,8 @@ def recode(
         with progress_bar(console, "recoding", _RECODED) as report:
             outcome = admin.recode(rows, levels, report)
         silent = admin.silent(entry_filter)
-    summary = (
-        f"recoded to {'+'.join(levels)}, {outcome.fewer_nbytes / 1e6:,.1f} MB fewer; {outcome.known:,} were so before"
-    )
+    less = f"{size_text(outcome.fewer_nbytes)} less; {outcome.known:,} had these levels before"
+    summary = f"recoded to {'+'.join(levels)}, {less}"
     print_outcome(console, outcome, summary)
     write_json({**outcome_dict(outcome), "fewer_nbytes": outcome.fewer_nbytes, "silent": silent}, json)
     raise typer.Exit(1 if outcome.failed or silent else 0)
@@ -288,7 +295,7 @@ def export(
 @store.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="An archive written by `ragfuse store export`.")],
-    tier: Annotated[str | None, typer.Option("--tier", help="Target tier; default: the first persistent one.")] = None,
+    tier: Annotated[str | None, option("--tier", "Target tier.", "the first that outlives the process")] = None,
     store: Store = None,
     json: Json = None,
 ) -> None:
@@ -322,8 +329,10 @@ def gc(store: Store = None, json: Json = None) -> None:
         freed = admin.gc()
         silent = [tier.name for tier in admin.store.tiers if tier.name not in freed]
     for name, removed in freed.items():
-        rests, mb = counted(removed.orphans, "leftover"), removed.nbytes / 1e6
-        console.print(f"{name}: {removed.expired:,} expired, {rests}, {mb:,.1f} MB freed", highlight=False)
+        rests = counted(removed.orphans, "leftover")
+        console.print(
+            f"{name}: {removed.expired:,} expired, {rests}, {size_text(removed.nbytes)} freed", highlight=False
+        )
     tiers = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
     for name in silent:
         console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)

@@ -106,11 +106,13 @@ def _load_engine(settings: Settings, console: Console, stack: ExitStack, results
 def _probe_result(profile: ModelProfile) -> CheckResult:
     if profile.refusal:
         remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
-        return CheckResult("probe", "bad", f"cannot be fused: {profile.refusal}", remedy)
+        return CheckResult("probe", "bad", f"its KV cannot be reused: {profile.refusal}", remedy)
     kinds = dict.fromkeys(_rope_in_words(layout) for layout in profile.rope)
     layers = [f"{sum(_rope_in_words(layout) == kind for layout in profile.rope)} layers {kind}" for kind in kinds]
-    how = "rows alone" if profile.mode == "rows" else "the model's own attention with a mask"
-    return CheckResult("probe", "ok", f"can be fused: {', '.join(layers)}; attention by {how}")
+    how = "the chosen tokens alone" if profile.mode == "rows" else "the model itself, with a mask"
+    return CheckResult(
+        "probe", "ok", f"its KV can be reused anywhere in a prompt: {', '.join(layers)}; attention by {how}"
+    )
 
 
 def _rope_in_words(layout: RopeLayout | None) -> str:
@@ -129,10 +131,10 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     if profile.verified is None:
         yield CheckResult("verified", "note", "not checked yet", f"ragfuse verify {settings.model}")
     elif profile.verified:
-        yield CheckResult("verified", "ok", "fusing is exact where it must be")
+        yield CheckResult("verified", "ok", "reuse is exact where it must be")
     else:
         remedy = "prompts are answered by full prefill; take another model or dtype"
-        yield CheckResult("verified", "bad", "fusing is not exact where it must be", remedy)
+        yield CheckResult("verified", "bad", "reuse is not exact where it must be", remedy)
     calibrate = f"ragfuse calibrate --model {settings.model} --docs PATH"
     if profile.choice is not None:
         yield CheckResult("calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice))
@@ -214,10 +216,12 @@ def _answer_pairs(engine: Engine, chunks: Sequence[tuple[str, str]]) -> PairedAn
 def _check_exact(engine: Engine, full: Answer, fused: Answer) -> CheckResult:
     """Check that recomputing all rows gives full prefill's tokens, or else that rounding explains the difference."""
     if fused.token_ids == full.token_ids:
-        return CheckResult("exact", "ok", f"all rows recomputed give full prefill's {len(full.token_ids)} tokens")
+        return CheckResult(
+            "exact", "ok", f"with every token recomputed, the answer's {len(full.token_ids)} tokens are full prefill's"
+        )
     pairs = zip(fused.token_ids, full.token_ids, strict=False)
     at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), len(full.token_ids))
-    found = f"with all rows recomputed, token {at + 1} is not full prefill's"
+    found = f"with every token recomputed, token {at + 1} of the answer is not full prefill's"
     if engine.settings.dtype != "float32" and engine.verify().passed:
         return CheckResult("exact", "ok", f"{found}, by no more than rounding explains")
     return CheckResult("exact", "bad", found, f"ragfuse verify {engine.settings.model} shows which check fails")

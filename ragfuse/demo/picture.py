@@ -52,7 +52,7 @@ def _draw_strips(axes: Any, answers: Sequence[Mapping[str, Any]], labels: Sequen
     from matplotlib.patches import Patch
 
     width = 600
-    rows = np.stack([_strip(answer["trace"], width) for answer in answers])
+    rows = np.stack([strip_of(answer["trace"], width) for answer in answers])
     axes.imshow(rows, aspect="auto", cmap=ListedColormap(TOKEN_COLOURS), vmin=0, vmax=2, interpolation="nearest")
     axes.set_yticks(range(len(answers)), labels)
     axes.set_xticks([0, width - 1], ["first token", "last token"])
@@ -64,7 +64,7 @@ def _draw_strips(axes: Any, answers: Sequence[Mapping[str, Any]], labels: Sequen
     axes.legend(handles=patches, ncols=3, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
-def _strip(trace: Mapping[str, Any], width: int) -> Any:
+def strip_of(trace: Mapping[str, Any], width: int) -> Any:
     """Return the kind of token in each of `width` columns of a prompt, as indices into `TOKEN_KINDS`."""
     kinds = np.full(trace["tokens"], 2)
     for segment in trace["segments"]:

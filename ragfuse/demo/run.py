@@ -6,50 +6,37 @@ Retrieval, prompt and chain are LangChain's; only the chat model is ours. No que
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ragfuse.calibration.fidelity import Fidelity, fidelity
 from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
+from ragfuse.demo.answer import DemoAnswer
+from ragfuse.demo.show import show_question, show_strip
 from ragfuse.engine.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
+from ragfuse.telemetry.progress import progress
+from ragfuse.types.sizes import duration_text, size_text
 
 DEMO_ANSWER_TOKENS = 24
 CHUNK_TOKENS = 230
 """Most tokens of a chunk; the splitter fills them to 160 on average."""
 
+EMBEDDED_TOGETHER = 64
+"""Passages that are embedded between two steps of the bar."""
+INTRODUCTION = (
+    "{articles} articles are cut into {passages} passages. Each question is asked over the six that suit it best: "
+    "1,000 tokens to read before the first word. Full prefill computes them anew for every question. ragfuse computes "
+    "each passage once, takes it from its store from then on, and recomputes about a tenth."
+)
+"""What the demo says first."""
+
 WARM_UP = "What is told here?"
 """A question to warm up with. It differs from the timed ones, whose beginnings must not be in the store before."""
-
-
-@dataclass(frozen=True)
-class DemoAnswer:
-    """One question answered by full prefill and by ragfuse.
-
-    Times are seconds to the first token; `kl_fused` and `kl_reuse` are the KL to full prefill, in nats per token.
-    """
-
-    question: str
-    gold: str
-    answer_full: str
-    answer_fused: str
-    right_full: bool
-    right_fused: bool
-    ttft_full_s: float
-    ttft_fused_s: float
-    speedup: float
-    tokens: int
-    tokens_reused: int
-    tokens_recomputed: int
-    tiers: str
-    kl_fused: float
-    kl_reuse: float
-    trace: dict[str, Any]
 
 
 def run(engine: Engine, console: Console) -> dict[str, Any]:
@@ -58,18 +45,24 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     short = Demo(engine, data["template"], chunk_tokens=CHUNK_TOKENS)
     long = Demo(engine, data["template"], chunk_tokens=512)
     short.ingest([item["question"] for item in data["questions"]], console)
-    console.print(f"[bold]{len(data['questions'])} questions[/]: {data['chosen_how']}\n", highlight=False)
-    short.warm_up(WARM_UP)
-    answers = []
-    for item in data["questions"]:
-        answers.append(short.ask(item["question"], item["answers"]))
-        _show(console, answers[-1])
+    with console.status("warming up"):
+        short.warm_up(WARM_UP)
+    answers = list[DemoAnswer]()
+    for number, item in enumerate(data["questions"], 1):
+        with console.status(f"question {number} of {len(data['questions'])}, both ways"):
+            answers.append(short.ask(item["question"], item["answers"]))
+        show_question(console, answers[-1])
+        if number == 1:
+            console.print("Its prompt, token by token:", highlight=False)
+            show_strip(console, answers[-1])
+            console.print(f"{len(data['questions']) - 1} more questions. {data['chosen_how']}\n", highlight=False)
     long.ingest_only_for(data["long"]["question"], console)
-    long.warm_up(WARM_UP)
-    tries = [long.ask(data["long"]["question"], data["long"]["answers"]) for _ in range(3)]
+    with console.status("a long prompt, three times both ways"):
+        long.warm_up(WARM_UP)
+        tries = [long.ask(data["long"]["question"], data["long"]["answers"]) for _ in range(3)]
     longest = sorted(tries, key=lambda answer: answer.speedup)[1]
-    console.print("[bold]one long prompt[/] (6 chunks of up to 512 tokens; the middle of three tries)")
-    _show(console, longest)
+    console.print("One long prompt: six passages of up to 512 tokens. The middle one of three tries.", highlight=False)
+    show_question(console, longest)
     return report(answers, longest, engine)
 
 
@@ -110,25 +103,24 @@ class Demo:
 
         KV of the other chunks would only delay the first question.
         """
-        console.print(f"Indexing {len(self.texts)} chunks (FAISS, MiniLM) ...")
-        with console.status("indexing"):
-            self._index()
+        n_articles = len({source for _, source in self.texts})
+        console.print(INTRODUCTION.format(articles=n_articles, passages=len(self.texts)), highlight=False)
+        self._index(console)
+        with console.status("searching"):
             found = {document.page_content for question in questions for document in self.retriever.invoke(question)}
         texts = [(text, source) for text, source in self.texts if text in found]
-        columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=len(texts))
+        with progress(console) as bar:
+            task = bar.add_task("computing the KV of passages", total=len(texts))
 
             def show(done: Ingested) -> None:
                 bar.update(task, completed=done.chunks)
 
             done = self.engine.ingest(texts, self._prefix(), show)
-        others = done.chunks - done.encoded
-        console.print(
-            f"The questions find {done.chunks} of them. Encoded now: {done.encoded} ({done.tokens:,} tokens, "
-            f"{done.nbytes / 1e6:,.0f} MB of KV in {done.seconds:.0f} s)"
-            f"{f'; the other {others} were in the store' if others else ''}.\n"
-        )
+        computed = f"was computed now: {done.tokens:,} tokens, {size_text(done.nbytes)}, {duration_text(done.seconds)}"
+        if done.encoded < done.chunks:
+            n = f"of {done.encoded} of them " if done.encoded else ""
+            computed = f"{n}{computed}" if n else "is in the store from an earlier run"
+        console.print(f"The questions find {done.chunks} of these passages. Their KV {computed}.\n", highlight=False)
         self._warm()
 
     def _warm(self) -> None:
@@ -141,8 +133,8 @@ class Demo:
 
     def ingest_only_for(self, question: str, console: Console) -> None:
         """Index all chunks, and compute the KV of the documents that one question's chunks come from."""
-        with console.status("indexing and encoding longer chunks"):
-            self._index()
+        self._index(console)
+        with console.status("computing the KV of longer passages"):
             found = {document.metadata["source"] for document in self.retriever.invoke(question)}
             self.engine.ingest([(text, source) for text, source in self.texts if source in found], self._prefix())
 
@@ -176,7 +168,7 @@ class Demo:
             trace=fused_trace,
         )
 
-    def _index(self) -> None:
+    def _index(self, console: Console) -> None:
         from langchain_community.vectorstores import FAISS
         from langchain_huggingface import HuggingFaceEmbeddings
 
@@ -184,7 +176,13 @@ class Demo:
         with quietly(source):
             embeddings = HuggingFaceEmbeddings(model_name=str(source))
         sources = [{"source": source} for _, source in self.texts]
-        index = FAISS.from_texts([text for text, _ in self.texts], embeddings, metadatas=sources)
+        texts, vectors = [text for text, _ in self.texts], list[list[float]]()
+        with progress(console) as bar:
+            task = bar.add_task("indexing passages", total=len(texts))
+            for at in range(0, len(texts), EMBEDDED_TOGETHER):
+                vectors += embeddings.embed_documents(texts[at : at + EMBEDDED_TOGETHER])
+                bar.update(task, completed=len(vectors))
+        index = FAISS.from_embeddings(zip(texts, vectors, strict=True), embeddings, metadatas=sources)
         self.retriever = index.as_retriever(search_kwargs={"k": 6})
 
     def _chain(self, reuse: bool) -> Any:
@@ -231,19 +229,3 @@ def _join_texts(documents: Sequence[Any]) -> str:
 
 def _line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _show(console: Console, answer: DemoAnswer) -> None:
-    mark = {True: "[green]right[/]", False: "[red]wrong[/]"}
-    console.print(f"[bold]{answer.question}[/]  known answer: {answer.gold}", highlight=False)
-    for name, text, right, seconds in (
-        ("full prefill", answer.answer_full, answer.right_full, answer.ttft_full_s),
-        ("ragfuse", answer.answer_fused, answer.right_fused, answer.ttft_fused_s),
-    ):
-        console.print(f"  {name:12} {seconds:5.2f} s  {mark[right]}  {text[:110]}", highlight=False)
-    fresh = answer.tokens - answer.tokens_reused - answer.tokens_recomputed
-    console.print(
-        f"  {answer.speedup:.1f}x faster; {answer.tokens_reused} tokens reused from {answer.tiers}, "
-        f"{answer.tokens_recomputed} of chunks recomputed, {fresh} new\n",
-        highlight=False,
-    )

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard, cast
 
 from ragfuse.engine.ask import Ask
 from ragfuse.errors import InputError
-from ragfuse.schemas.nodes import PMLPrompt
+from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.schemas.pml import parse_prompt, read
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import Piece
@@ -127,6 +127,18 @@ def read_prompt(pml: Path | str) -> PMLPrompt:
     found = read(Path(pml).expanduser())
     if not isinstance(found, PMLPrompt):
         raise found.at.error("<schema>", "<prompt>")
+    return found
+
+
+def read_schema(file: Path) -> Schema:
+    """Read a schema in a PML file.
+
+    Raises:
+        PMLError: It is no valid PML, or a prompt instead of a schema.
+    """
+    found = read(file.expanduser())
+    if isinstance(found, PMLPrompt):
+        raise found.at.error("<prompt>", "<schema>")
     return found
 
 

@@ -141,12 +141,31 @@ class SchemaService:
         Raises:
             InputError: There is no such schema and no such file.
         """
+        return self.laid_out(self.named(name))
+
+    def named(self, name: str | Path) -> StoredSchema:
+        """Return a registered schema, or the one in a file (without registering it); no model is needed.
+
+        Raises:
+            InputError: There is no such schema and no such file.
+        """
         stored = self._registry.get(str(name))
         if stored is None and Path(name).is_file():
             stored = _stored_schema(Path(name))
         if stored is None:
             raise InputError(f"There is no schema '{name}', nor a file of this name; wanted {self.describe_names()}.")
-        return self.laid_out(stored)
+        return stored
+
+    def needed_by(self, request: PMLPrompt) -> StoredSchema:
+        """Return the schema of a prompt in PML; PMLError where it is not registered. No model is needed."""
+        stored = self._registry.get(request.schema)
+        if stored is None:
+            wanted = self._registry.describe_names()
+            raise request.at.error(
+                f"a prompt for schema '{request.schema}', which is not registered",
+                f"{wanted}. Register it first: `ragfuse schema add FILE` or Engine.register(FILE)",
+            )
+        return stored
 
     def get(self, name: str) -> StoredSchema | None:
         """Return a registered schema as it is stored; None where there is none of this name."""
@@ -189,13 +208,7 @@ class SchemaService:
             raise InputError("A prompt in PML cannot continue a session: leave out `session`, or ask with messages.")
         if ask.tools:
             raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.")
-        stored, encoder = self._registry.get(request.schema), self._runtime.encoder
-        if stored is None:
-            wanted = self._registry.describe_names()
-            raise request.at.error(
-                f"a prompt for schema '{request.schema}', which is not registered",
-                f"{wanted}. Register it first: `ragfuse schema add FILE` or Engine.register(FILE)",
-            )
+        stored, encoder = self.needed_by(request), self._runtime.encoder
         check_request(request, encoder.model)
         layout = self._layout_of(stored, request.over)
         self._note(stored, layout, encoder)

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
 from ragfuse.settings import Settings
+from ragfuse.types.sizes import size_text
 
 RECIPE = 1
 """Version of what `prepare` writes; folders of another version are prepared again."""
@@ -41,7 +43,7 @@ MANIFEST = "prepared.json"
 CONFIGS = ("config.json", "adapter_config.json", f"{adapters.CHUNK_ADAPTER}/adapter_config.json")
 """Files of which the folder of a model has one."""
 
-GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
+GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, struct.error)
 """Exceptions of reading a GGUF file that is damaged or of an unknown architecture."""
 
 HUB_WAIT_S = 5.0
@@ -397,8 +399,8 @@ def _require(model: EmbeddedModel, home: Path) -> None:
     free = shutil.disk_usage(home).free
     if free < model.prepared_nbytes:
         raise ModelError(
-            f"Preparing '{model.name}' needs {model.prepared_nbytes / 1e6:.0f} MB in '{home}', found {free / 1e6:.0f} "
-            "MB free. Free some, or set RAGFUSE_HOME to a folder on another disk."
+            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found {size_text(free)} "
+            "free. Free some, or set RAGFUSE_HOME to a folder on another disk."
         )
 
 

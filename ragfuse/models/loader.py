@@ -121,6 +121,25 @@ def load_model(
     return loaded if _is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
 
 
+def load_tokenizer(name_or_path: str, home: Path, model_kwargs: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model without its weights.
+
+    Args:
+        name_or_path: Any form of `settings.Settings.model`.
+        home: Folder in which models are prepared.
+        model_kwargs: Options of `from_pretrained`.
+
+    Raises:
+        ModelError: There is no such model, or it has no tokenizer.
+    """
+    source = resolve_llm(name_or_path, home)
+    with _readable_errors(source):
+        for adapted in (Path(source) / CHUNK_ADAPTER, Path(source)):
+            if (adapted / ADAPTER_CONFIG).is_file() and not (adapted / "tokenizer_config.json").is_file():
+                source = _base_of(adapted, home)
+        return _tokenizer(source, model_kwargs)
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """A model that the user has loaded, with any adapters, and its tokenizer. It must not be changed while in use."""

@@ -12,10 +12,11 @@ from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, Forecast, LoadPlan
 from ragfuse.types.policy_cost import Needs
+from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
     {
-        "floor": "the least that keeps answers close, and loading hides no more",
+        "floor": "the least that keeps answers close; more would take time that loading does not hide",
         "loading": "as much as is computed in the time of loading",
         "deadline": "as much as the deadline leaves time for",
         "asked": "as asked for",
@@ -26,11 +27,11 @@ RATIO_IS_FIXED = "what this policy always takes"
 LEAST_RATIO_DESPITE_DEADLINE = "the least that keeps answers close, although the deadline asks for less"
 NEEDS: Mapping[Needs, str] = MappingProxyType(
     {
-        "nothing": "layer after layer: each is computed once it is read, and the next are read meanwhile",
-        "all rows of a layer": "layer after layer: the first is computed whole, to see which rows differ most, the "
-        "others as they are read",
-        "attention": "three quarters of the layers first: the question's attention to them tells which rows to "
-        "compute, so nothing is computed before these are read",
+        "nothing": "layer by layer: each is computed once it is read, while the next ones are read",
+        "all rows of a layer": "layer by layer: the first is computed whole, which shows which tokens differ most; the "
+        "others are computed as they are read",
+        "attention": "three quarters of the layers are read first: the question's attention to them shows which tokens "
+        "to recompute, so nothing is computed before",
     }
 )
 """What a policy needs before it can choose its rows, in words."""
@@ -50,7 +51,7 @@ KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
         "fresh": "new text",
     }
 )
-UNMEASURED = "Times are not predicted: this model, this machine or one of the tiers was not measured (ragfuse measure)."
+UNMEASURED = "Times are not predicted: this machine was not measured with this model and these tiers (ragfuse measure)."
 
 
 def in_words(plan: LoadPlan) -> str:
@@ -105,7 +106,7 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
         fetch, notes = fetches.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
         if fetch is not None:
             level = "" if fetch.level == LEVEL_NAMES[0] else f" as {fetch.level}"
-            notes[0] += f" in {fetch.tier}{level}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
+            notes[0] += f" in {fetch.tier}{level}, {size_text(fetch.nbytes)}, {ENCODED[fetch.key.encoded]}"
         if index in times:
             notes.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
         yield f"- {segment.source or KIND_NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(notes)}"
@@ -137,7 +138,7 @@ def _chosen(plan: LoadPlan) -> Iterator[str]:
         quantity = f"Ratio {plan.ratio:.2f}" if plan.cost.is_adjustable else "Rows"
         yield f"{quantity} by {plan.policy}: {_bound(plan, plan.forecast)}."
     if needed := needs(plan):
-        yield f"Needed by {plan.policy}: {needed}."
+        yield f"How {plan.policy} goes: {needed}."
 
 
 def _bound(plan: LoadPlan, found: Forecast) -> str:

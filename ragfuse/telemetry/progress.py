@@ -1,10 +1,9 @@
-"""Progress of long work: a bar with an estimate of the time left on a terminal, a line now and then elsewhere."""
+"""Progress of long work: a bar with an estimate of the time left on a terminal and in a notebook, elsewhere lines."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -19,12 +18,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-LINE_EVERY_S = 30.0
+from ragfuse.types.sizes import duration_text
+
+LINE_EVERY_S = 10.0
 """Seconds between two lines where the output is no terminal."""
 
 
 class LineProgress(Progress):
-    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where the console is no terminal.
+    """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where no bar can be shown.
+
+    A bar can be shown on a terminal, and in a notebook, where it is tqdm's, as rich's needs more packages there.
 
     Args:
         columns: The columns of the bar; `DEFAULT_COLUMNS` if there are none.
@@ -39,18 +42,45 @@ class LineProgress(Progress):
         super().__init__(
             *(columns or default_columns()), console=console, transient=True, disable=not shown, get_time=get_time
         )
-        self._last_line_s: float | None = None if shown or console.quiet else get_time()
+        self._in_notebook = console.is_jupyter and not shown and not console.quiet
+        prints_lines = not (shown or console.quiet or self._in_notebook)
+        self._last_line_s: float | None = get_time() if prints_lines else None
+        self._bars = dict[TaskID, Any]()
         self._begun = dict[TaskID, tuple[float, float]]()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """Count `advance` more steps of a task as done."""
         super().advance(task_id, advance)
-        self._print_line(task_id)
+        self._tell(task_id)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """Change a task; `changes` are those of `rich.progress.Progress.update`."""
         super().update(task_id, **changes)
-        self._print_line(task_id)
+        self._tell(task_id)
+
+    def stop(self) -> None:
+        """End the display; a notebook's bars disappear."""
+        super().stop()
+        while self._bars:
+            self._bars.popitem()[1].close()
+
+    def _tell(self, task_id: TaskID) -> None:
+        if self._in_notebook:
+            self._show_in_notebook(self._tasks.get(task_id))
+        else:
+            self._print_line(task_id)
+
+    def _show_in_notebook(self, task: Task | None) -> None:
+        if task is None:
+            return
+        if task.id not in self._bars:
+            from tqdm.auto import tqdm
+
+            self._bars[task.id] = tqdm(total=task.total, leave=False)
+        bar = self._bars[task.id]
+        bar.total = task.total
+        bar.set_description_str(task.description, refresh=False)
+        bar.update(task.completed - bar.n)
 
     def _print_line(self, task_id: TaskID) -> None:
         task, now = self._tasks.get(task_id), self.get_time()
@@ -72,7 +102,7 @@ def default_columns() -> tuple[ProgressColumn, ...]:
 def _line(task: Task, left_s: float | None) -> str:
     """Return what is done of a task, and how long the rest will take; work done before the first step counts not."""
     share = f"{task.description}: {task.percentage:.0f}% done"
-    return share if left_s is None else f"{share}, about {timedelta(seconds=round(left_s))} left"
+    return share if left_s is None or left_s < 1 else f"{share}, about {duration_text(left_s)} left"
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:

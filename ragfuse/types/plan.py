@@ -8,6 +8,7 @@ from typing import Literal
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.policy_cost import BY_RATIO, PolicyCost
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.sizes import size_text
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
 """What bounds the ratio: the smallest safe ratio, what loading hides, the deadline, or the caller's own ratio."""
@@ -115,4 +116,4 @@ class LoadPlan:
             return f"full prefill of {len(self.prompt)} tokens{known}: {self.fallback_reason}"
         nbytes = sum(fetch.nbytes for fetch in self.fetches)
         found, missing = f"{len(self.fetches)} segments from the store", f"{len(self.misses)} missing"
-        return f"{found} ({nbytes / 1e6:.1f} MB), {missing}, ratio {self.ratio:.2f} by {self.policy}"
+        return f"{found} ({size_text(nbytes)}), {missing}, ratio {self.ratio:.2f} by {self.policy}"

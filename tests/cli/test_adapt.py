@@ -80,7 +80,7 @@ def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(invoke: Any, tmp
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert result.exit_code == 0, (result.output, result.exception)
     out = " ".join(result.output.split())
-    assert "GB of memory besides the model" in out
+    assert "MB of memory besides the model" in out
     assert "2 steps in 0 minutes (all steps are made): on held-out documents KL at ratio 0 fell from" in out
     assert (
         "Safe at ratio 0% (none), 6.0 times faster; beside full prefill, which the adapter leaves as it was, KL is"
@@ -118,7 +118,7 @@ def test_too_little_memory_is_told_before_it_starts(
     monkeypatch.setattr(run, "free_nbytes", lambda device: 1000)
     result = invoke("--steps", 1)
     assert result.exit_code == 1
-    assert "GB of free memory on cpu, found 0.0" in " ".join(result.stderr.split())
+    assert "MB of free memory on cpu, found 1.0 KB" in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -332,7 +332,15 @@ def test_the_explanation_fits_eighty_columns_and_names_everything():
     lines = shown(console).splitlines()
     assert all(len(line) <= 80 for line in lines)
     said = " ".join(" ".join(lines).split())
-    for word in ("exact prefix", "9 rows", "disk, 0.9 MB", "computed", "not in the store", "51 reused", "40 fresh"):
+    for word in (
+        "none: exact",
+        "9 tokens",
+        "disk, 900 KB",
+        "not stored",
+        "not in the store",
+        "51 reused",
+        "40 computed",
+    ):
         assert word in said
     assert "a-file-th...-on[1].txt" in said
 
@@ -340,8 +348,8 @@ def test_the_explanation_fits_eighty_columns_and_names_everything():
 def test_the_explanation_names_levels_that_are_not_raw():
     console = screen()
     show_trace(console, replace(TRACE, segments=(*SEGMENTS[:1], replace(SEGMENTS[1], level="cg2"))))
-    assert "disk as cg2, 0.9 MB" in shown(console)
-    assert "memory, 0.5 MB" in shown(console)
+    assert "disk as cg2, 900 KB" in shown(console)
+    assert "memory, 500 KB" in shown(console)
 
 
 def test_the_strip_has_the_colours_of_what_was_done():

@@ -155,8 +155,8 @@ def test_every_tier_has_a_row_and_one_that_is_silent_is_red(doctor, tmp_path):
         status, rows, _ = doctor("--quick", **tiers)
         named = ["tier disk", "tier redis", "tier disk-2", "tier objects"]
         assert (status, [what for what in rows if what.startswith("tier ")]) == (0, named)
-        assert "1 entry, 0.0 of" in rows["tier redis"]["found"]
-        assert "1 read, all intact" in rows["tier redis"]["found"]
+        assert "1 entry, 2.2 KB of" in rows["tier redis"]["found"]
+        assert "1 read as a test, all intact" in rows["tier redis"]["found"]
     finally:
         server.kill()
     status, rows, _ = doctor("--quick", **tiers)
@@ -206,7 +206,7 @@ def test_a_full_disk_is_red(doctor, tmp_path):
         subprocess.run(["umount", "--lazy", small], check=True)
     assert status == 1
     assert "store" in bad(rows)
-    assert "0 MB free" in rows["store"]["found"]
+    assert "0 B free" in rows["store"]["found"]
     assert "free some space" in rows["store"]["remedy"]
 
 

@@ -27,13 +27,13 @@ def test_every_chunk_has_a_line_with_tier_bytes_and_times():
     assert three.startswith("- book-2, 200 tokens: miss (not in the store); 0.")
     assert three.endswith(" s to compute")
     assert rest[0] == "Ratio 0.20 by hkvd: as asked for."
-    assert rest[1].startswith("Needed by hkvd: layer after layer: ")
+    assert rest[1].startswith("How hkvd goes: layer by layer: ")
     assert rest[2].startswith("First token after ")
     assert "Full prefill: " in rest[2]
 
 
 def test_what_the_ratio_stopped_at_is_said():
-    assert "Ratio 0.15 by hkvd: the least that keeps answers close, and" in "\n".join(told(["memory"] * 4))
+    assert "Ratio 0.15 by hkvd: the least that keeps answers close; more would" in "\n".join(told(["memory"] * 4))
     assert "as much as is computed in the time of loading" in "\n".join(told(["far"] * 6, "hkvd", far=2e-8))
     in_time = "\n".join(told(["far"] * 6, "hkvd", deadline_s=0.593, far=2e-8))
     assert "as much as the deadline leaves time for" in in_time
@@ -47,16 +47,16 @@ def test_what_the_ratio_stopped_at_is_said():
 
 @pytest.mark.parametrize("policy", [policy.name for policy in POLICIES])
 def test_what_a_policy_needs_first_is_said(policy):
-    needed = [line for line in told(["memory"] * 3, policy, 0.2) if line.startswith(f"Needed by {policy}: ")]
+    needed = [line for line in told(["memory"] * 3, policy, 0.2) if line.startswith(f"How {policy} goes: ")]
     assert bool(needed) == (policy != "none")
     all_first = policy in ("query", "query-gradual")
-    assert ["three quarters of the layers first" in line for line in needed] == [all_first] * len(needed)
-    assert ["layer after layer" in line for line in needed] == [not all_first] * len(needed)
+    assert ["three quarters of the layers are read first" in line for line in needed] == [all_first] * len(needed)
+    assert ["layer by layer" in line for line in needed] == [not all_first] * len(needed)
 
 
 def test_where_nothing_is_to_choose_nothing_is_said_of_it():
     for lines in (told(["disk"]), told(["", ""]), told(["memory"] * 3, "hkvd", 0.0)):
-        assert not [line for line in lines if line.startswith("Needed")]
+        assert not [line for line in lines if line.startswith("How ")]
 
 
 def test_loading_and_computing_at_the_same_time_is_said():

@@ -138,6 +138,6 @@ def test_what_is_hit_often_is_promoted_by_what_its_best_level_costs():
 def test_words_name_a_level_that_is_not_raw():
     prompt, entries = at_levels(["disk"], "cg2")
     said = in_words(LoadingController(levels_machine()).plan(prompt, entries))
-    assert "hit in disk as cg2, 0.6 MB" in said
+    assert "hit in disk as cg2, 576 KB" in said
     prompt, entries = at_levels(["disk"], "raw")
     assert "hit in disk, 4.8 MB" in in_words(LoadingController(levels_machine()).plan(prompt, entries))

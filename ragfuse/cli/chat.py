@@ -1,0 +1,310 @@
+"""`ragfuse chat`: a conversation over documents in the terminal, with a model here or at a server."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ragfuse.cli.answerer import (
+    APIKey,
+    Server,
+    in_options,
+    is_local,
+    open_answerer,
+    options_for_server,
+    refuse_with_server,
+    tokenizer_for,
+)
+from ragfuse.cli.document_chat import DocumentChat, common_sources, earlier_messages, new_session
+from ragfuse.cli.entries import counted
+from ragfuse.cli.files import find_files
+from ragfuse.cli.ingest import add_files, encode, print_skipped
+from ragfuse.cli.options import (
+    Device,
+    Dtype,
+    Index,
+    MaxTokens,
+    Model,
+    ModelKwargs,
+    Overflow,
+    Policy,
+    Ratio,
+    Store,
+    TopK,
+    option,
+    settings_of,
+)
+from ragfuse.cli.typed import typed_lines
+from ragfuse.errors import InputError, RagFuseError
+
+if TYPE_CHECKING:
+    from ragfuse.types.answer import Answer
+
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "/docs": "list the documents of the index; /docs add PATH adds a file or folder",
+        "/compare": "answer the last question by full prefill, too: is it the same, and how much later does it begin?",
+        "/why": "show what the last answer reused, and why the rest was computed",
+        "/ratio": "/ratio 0.2 recomputes 20% of the reused tokens from now on; /ratio auto leaves it to ragfuse",
+        "/policy": "/policy NAME chooses how these tokens are found; /policy auto leaves it to ragfuse",
+        "/help": "show this list",
+        "/quit": "end; so does Ctrl-D. Ctrl-C stops an answer",
+    }
+)
+"""What each command of a chat does."""
+
+
+def chat(
+    docs: Annotated[
+        Path | None, option("--docs", "Ingest this file or folder first, into an index of its own.", "none")
+    ] = None,
+    index: Index = "default",
+    server: Server = None,
+    api_key: APIKey = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    model_kwargs: ModelKwargs = None,
+    store: Store = None,
+    policy: Policy = None,
+    ratio: Ratio = None,
+    top_k: TopK = None,
+    max_tokens: MaxTokens = None,
+    overflow: Overflow = None,
+    session: Annotated[
+        str | None,
+        option(
+            "--session",
+            "Continue the conversation of this name, or start it; it is kept for later.",
+            "a new one that is deleted at the end",
+        ),
+    ] = None,
+) -> None:
+    """Talk with a model over ingested documents. Each turn computes only what is new: the KV of earlier ones is kept.
+
+    Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer, Ctrl-D ends. Where standard input
+    is no terminal, each of its lines is a question or a command; exit status 1 if one of them failed.
+    """
+    if docs is not None and index != "default":
+        raise InputError("--docs has an index of its own: leave out --index, or run `ragfuse ingest` into that index.")
+    refuse_with_server(server, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
+    settings = settings_of(
+        model=model,
+        dtype=dtype,
+        device=device,
+        model_kwargs=model_kwargs,
+        store=store,
+        policy=policy,
+        ratio=ratio,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        overflow=overflow,
+        api_key=api_key,
+    )
+    console, documents = Console(), find_files([docs]) if docs else None
+    from ragfuse.cli.library import Library, index_of
+    from ragfuse.engine.ask import Ask
+
+    library, name = Library(settings, index if docs is None else index_of(docs)), session or new_session()
+    how = Ask(session=name)
+    if server is not None:
+        how = options_for_server(how, settings, policy, ratio, max_tokens, overflow)
+    with open_answerer(settings, console, server, model) as answerer:
+        if not answerer.card.has_chat_template:
+            how = Ask()  # a plain text has no turns
+        talk = Talk(console, DocumentChat(answerer, library, how, earlier_messages(answerer, name)))
+        if docs is not None and documents is not None:
+            library.keep_only(documents.files)
+            talk.add(docs)
+        try:
+            talk.begin(session)
+            with _ended_by_signals(), typed_lines("> ", settings.home / "chat_history", [*COMMANDS]) as lines:
+                for line in lines:
+                    if not talk.take(line.strip()):
+                        break
+        finally:
+            if session is None and is_local(answerer):
+                answerer.flush()
+                if name in {info.id for info in answerer.sessions.ls()}:
+                    answerer.sessions.delete(name)
+    raise typer.Exit(1 if talk.failed and not console.is_terminal else 0)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let a terminal that is closed, or a SIGTERM, end the chat as Ctrl-D does, so that nothing of it stays behind."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = [name for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]  # Windows has no SIGHUP
+    before = {name: signal.signal(getattr(signal, name), end) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+@dataclass
+class Talk:
+    """Takes the lines of a chat, one by one, and prints what comes of them.
+
+    Args:
+        console: Where it is printed.
+        conversation: The conversation so far.
+        failed: How many lines failed.
+    """
+
+    console: Console
+    conversation: DocumentChat
+    failed: int = 0
+
+    def begin(self, session: str | None) -> None:
+        """Say with what one talks, and how."""
+        conversation = self.conversation
+        sources = conversation.library.sources()
+        conversation.has_documents = bool(sources)
+        over = (
+            f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')} (/docs lists them)"
+            if sources
+            else "no documents yet (/docs add PATH adds some)"
+        )
+        going_on = f" Going on with '{session}'." if session and conversation.messages else ""
+        self._say(f"{conversation.answerer.card.name}, over {over}.{going_on}")
+        self._say("/help lists the commands, Ctrl-D ends.")
+
+    def take(self, line: str) -> bool:
+        """Answer a question or obey a command; return whether the chat goes on."""
+        word, _, rest = line.partition(" ")
+        if word in ("/quit", "/exit"):
+            return False
+        try:
+            if line.startswith("/"):
+                self._obey(word, rest.strip())
+            elif line:
+                self._ask(line)
+        except KeyboardInterrupt:
+            self.console.print()
+            self._say("Stopped.")
+        except (RagFuseError, ImportError) as error:
+            self.failed += 1
+            message = str(error) if is_local(self.conversation.answerer) else in_options(str(error))
+            self.console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), message), soft_wrap=True)
+        return True
+
+    def add(self, path: Path) -> None:
+        """Ingest a file or folder into the index."""
+        conversation = self.conversation
+        library, answerer, documents = conversation.library, conversation.answerer, find_files([path])
+        print_skipped(self.console, documents)
+        chunks, _ = add_files(library, tokenizer_for(answerer, library.settings), documents.files, self.console)
+        if is_local(answerer):
+            encode(answerer, chunks, self.console)
+        conversation.has_documents = True
+        n_files = len({source for _, source in chunks})
+        self._say(f"Added: {counted(len(chunks), 'chunk')} of {counted(n_files, 'document')}.")
+
+    def _ask(self, question: str) -> None:
+        from ragfuse.cli.show import WrappedOutput
+
+        conversation = self.conversation
+        with self.console.status("searching"):
+            prompt = conversation.prompt(question)
+        output = WrappedOutput(self.console)
+        try:
+            with conversation.asking(prompt) as stream:
+                for text in stream:
+                    output.write(text)
+        except KeyboardInterrupt:
+            self.console.print()
+            self._say("Stopped: this question and its answer are not part of the conversation.")
+            return
+        self.console.print()
+        if conversation.answer is not None:
+            self._say(conversation.answer.trace.summary)
+
+    def _obey(self, word: str, rest: str) -> None:
+        commands: dict[str, Callable[[str], None]] = {
+            "/docs": self._docs,
+            "/compare": self._compare,
+            "/why": self._why,
+            "/ratio": self._ratio,
+            "/policy": self._policy,
+            "/help": self._help,
+        }
+        if word not in commands:
+            raise InputError(f"There is no command '{word}'; there are {', '.join(COMMANDS)}.")
+        commands[word](rest)
+
+    def _help(self, _: str) -> None:
+        for word, meaning in COMMANDS.items():
+            self.console.print(Text.assemble((f"{word:9}", "bold"), meaning), soft_wrap=True)
+        self._say("Anything else is a question.")
+
+    def _docs(self, rest: str) -> None:
+        word, _, path = rest.partition(" ")
+        if word == "add" and path.strip():
+            given = shlex.split(path) if path.strip()[0] in "'\"" else [path.strip()]
+            self.add(Path(given[0]).expanduser())
+        elif rest:
+            raise InputError(f"Wanted /docs, or /docs add PATH; found '/docs {rest}'.")
+        else:
+            sources = self.conversation.library.sources()
+            for line in common_sources(sources) or ["No documents yet: /docs add PATH."]:
+                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _compare(self, _: str) -> None:
+        with self.console.status("full prefill"):
+            full = self.conversation.by_full_prefill()
+        answer = self._answered()
+        self.console.print(Text.assemble(("full prefill: ", "bold"), full.text.strip()), soft_wrap=True)
+        self.console.print(Text.assemble(("ragfuse: ", "bold"), answer.text.strip()), soft_wrap=True)
+        same = "The answers are the same" if full.text == answer.text else "The answers differ"
+        times = f"full prefill {full.trace.ttft_s:.2f} s, ragfuse {answer.trace.ttft_s:.2f} s"
+        is_first = len(self.conversation.messages) <= 2 and is_local(self.conversation.answerer)
+        note = " A process's first question takes longer: compare a later one, too." if is_first else ""
+        self._say(f"{same}. First token: {times}.{note}")
+
+    def _why(self, _: str) -> None:
+        from ragfuse.cli.show import show_trace
+
+        show_trace(self.console, self._answered().trace)
+
+    def _ratio(self, rest: str) -> None:
+        self._change("ratio", rest, float)
+
+    def _policy(self, rest: str) -> None:
+        self._change("policy", rest, str)
+
+    def _change(self, name: str, given: str, read: Callable[[str], Any]) -> None:
+        if given:
+            try:
+                value = None if given == "auto" else read(given)
+            except ValueError:
+                raise InputError(f"Wanted a number from 0 to 1, or auto; found '/{name} {given}'.") from None
+            self.conversation.change(**{name: value})
+        value = getattr(self.conversation.how, name)
+        self._say(f"{name}: {'auto' if value is None else value}")
+
+    def _answered(self) -> Answer:
+        if self.conversation.answer is None:
+            raise InputError("There is no answer yet. Ask something first.")
+        return self.conversation.answer
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)

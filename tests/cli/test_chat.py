@@ -1,0 +1,253 @@
+"""`ragfuse chat` and `ask --server`: a conversation whose KV survives its turns, here and at a server."""
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("fastapi", reason="the server's extra is not installed")
+pytest.importorskip("uvicorn", reason="the server's extra is not installed")
+
+from ragfuse import Engine, Settings
+from ragfuse.cli.main import app
+from ragfuse.serve.keys import Keys
+from tests.serve.kit import serving
+from tests.serve.test_keys import BLUE
+from tests.tiny import ROOT
+
+PROGRAM = ["-c", "from ragfuse.cli import app; app()"]
+
+
+@pytest.fixture
+def environment(tiny_settings, tmp_path):
+    ours = {"HOME": tmp_path / "user", "MODEL": tiny_settings.model, "DTYPE": "float32", "MAX_TOKENS": 6, "TOP_K": 2}
+    ours |= {"PREFIX_CACHE": "false", "LEARN": "retrieved"}
+    return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
+
+
+@pytest.fixture
+def run(environment):
+    def run(*arguments, lines=(), **more):
+        typed = "".join(f"{line}\n" for line in lines)
+        return CliRunner().invoke(app, [*map(str, arguments)], input=typed, env={**environment, **more})
+
+    return run
+
+
+@pytest.fixture
+def server(tiny_settings, tmp_path):
+    home = tmp_path / "served"
+    changes = {"store": home / "store", "home": home, "max_tokens": 6, "api_keys": ()}
+    with serving(tiny_settings.model_copy(update=changes), Keys([f"salt-of-blue:{BLUE}"])) as made:
+        yield made
+
+
+def summaries(result):
+    assert result.exit_code == 0, result.output + result.stderr
+    return re.findall(r"^(\d+) tokens: (.*)$", result.stdout, re.MULTILINE)
+
+
+def test_each_turn_reuses_what_the_turns_before_it_held(run, book):
+    run("ingest", book)
+    result = run("chat", lines=["What was counted in 1812?", "And in 1813?", "Where is it kept?"])
+    first, second, third = summaries(result)
+    assert "chunks" in first[1]
+    assert f"{first[0]} of earlier turns" in second[1] or "of earlier turns" in second[1]
+    assert int(second[0]) > int(first[0])
+    assert int(re.search(r"(\d+) of earlier turns", third[1])[1]) > int(first[0])
+
+
+def test_a_chat_without_a_name_is_gone_at_its_end_and_one_with_a_name_goes_on(run, book):
+    run("ingest", book)
+    run("chat", lines=["What was counted in 1812?"])
+    assert json.loads(run("sessions", "ls", "--json", "-").stdout)["sessions"] == []
+    run("chat", "--session", "harbour", lines=["What was counted in 1812?"])
+    again = run("chat", "--session", "harbour", lines=["And in 1813?", "/compare"])
+    assert "Going on with 'harbour'" in again.stdout
+    assert "of earlier turns" in summaries(again)[0][1]
+    assert "First token: full prefill" in again.stdout
+    (session,) = json.loads(run("sessions", "ls", "--json", "-").stdout)["sessions"]
+    assert (session["id"], session["turns"]) == ("harbour", 2)
+
+
+def test_documents_are_added_while_one_talks(run, book):
+    result = run("chat", lines=["Hello?", f"/docs add {book}", "/docs", "What was counted in 1812?", "/why"])
+    assert "no documents yet" in result.stdout
+    assert re.search(r"Added: \d+ chunks of 1 document\.", result.stdout)
+    assert re.search(r"\d+ chunks  .*lighthouses\.txt", result.stdout)
+    assert "2 of 2 chunks" in summaries(result)[1][1]
+    assert "recomputed" in result.stdout
+
+
+def test_ratio_and_policy_hold_from_then_on(run, book):
+    run("ingest", book)
+    question = "What was counted in 1812?"
+    typed = ["/policy hkvd", "/ratio 1", question, "/why", "/ratio auto", "/policy auto"]
+    result = run("chat", lines=typed)
+    assert re.search(r"policy: hkvd\nratio: 1\.0\n", result.stdout)
+    assert "chosen by the policy hkvd" in " ".join(result.stdout.split())
+    assert result.stdout.rstrip().endswith("ratio: auto\npolicy: auto")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/ratio much", "Wanted a number from 0 to 1"),
+        ("/ratio 2", "ratio is 2.0; wanted a number from 0 to 1"),
+        ("/policy nope", "No selection policy 'nope'"),
+        ("/docs add /nowhere", "found nothing at '/nowhere'"),
+        ("/docs remove x", "Wanted /docs, or /docs add PATH"),
+        ("/why", "There is no answer yet"),
+        ("/compare", "There is no answer to compare yet"),
+        ("/dance", "There is no command '/dance'; there are /docs"),
+    ],
+)
+def test_a_line_that_fails_is_told_and_the_chat_goes_on(run, line, said):
+    result = run("chat", lines=[line, "/help"])
+    assert said in result.stdout
+    assert "Anything else is a question." in result.stdout
+    assert result.exit_code == 1
+
+
+def test_a_server_is_asked_with_the_documents_of_an_index_here(run, server, book):
+    run("ingest", book)
+    at = ("--server", server.root, "--api-key", BLUE)
+    result = run("ask", "What was counted in 1812?", *at, "--json", "-")
+    assert result.exit_code == 0, result.stderr
+    told = json.loads(result.stdout)
+    chunks = [segment for segment in told["trace"]["segments"] if segment["kind"] == "chunk"]
+    assert len(chunks) == 2
+    here = json.loads(run("ask", "What was counted in 1812?", "--json", "-").stdout)
+    assert all(segment["source"].endswith("lighthouses.txt") for segment in chunks)
+    assert told["trace"]["tokens"] == here["trace"]["tokens"]
+
+
+def test_a_server_answers_over_a_folder_and_compares(run, server, book):
+    result = run(
+        "ask", "What was counted in 1812?", "--docs", book, "--compare", "--server", server.root, RAGFUSE_API_KEY=BLUE
+    )
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"^full prefill: .*^ragfuse: ", result.stdout, re.DOTALL | re.MULTILINE)
+
+
+def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
+    run("ingest", book)
+    at = ("--server", server.root, "--api-key", BLUE)
+    result = run("chat", *at, lines=["What was counted in 1812?", "And in 1813?", "/compare", "/why"])
+    assert "of earlier turns" in summaries(result)[1][1]
+    assert "First token: full prefill" in result.stdout
+
+
+def test_a_wrong_key_and_another_model_are_told_by_their_options(run, server, book):
+    run("ingest", book, "--no-kv")
+    wrong = run("ask", "Who?", "--server", server.root, "--api-key", "sk-wrong")
+    assert wrong.exit_code == 1
+    assert "--api-key" in wrong.stderr
+    assert "api_key=" not in wrong.stderr
+    other = run("ask", "Who?", "--server", server.root, "--api-key", BLUE, "--model", "another")
+    assert other.exit_code == 1
+    assert "wanted 'another'" in other.stderr
+
+
+# on a terminal
+
+
+@pytest.fixture
+def terminal(environment):
+    """Starts a command on a terminal of its own."""
+    started = []
+
+    def start(*arguments):
+        kept = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "OMP_NUM_THREADS": "1", **environment}
+        child = pexpect.spawn(
+            sys.executable,
+            [*PROGRAM, *map(str, arguments)],
+            env=kept,
+            dimensions=(40, 120),
+            encoding="utf-8",
+            timeout=60,
+        )
+        started.append(child)
+        return child
+
+    yield start
+    for child in started:
+        child.close(force=True)
+
+
+def test_on_a_terminal_lines_have_a_history_and_ctrl_d_ends(terminal, environment, book, run):
+    run("ingest", book)
+    child = terminal("chat")
+    child.expect("Model loaded in .* s")
+    child.expect("> $")
+    child.sendline("What was counted in 1812?")
+    child.expect(r"\d+ tokens: ")
+    child.expect("> $")
+    child.send("\x1b[A")  # arrow up: the question again
+    child.expect("What was counted in 1812")
+    child.sendintr()  # Ctrl-C at the prompt takes the line away, and nothing else
+    child.expect("> $")
+    child.send("/qu\t")
+    child.expect("/quit")
+    child.send("\x15\x04")  # the line is emptied; Ctrl-D
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
+    history = Path(environment["RAGFUSE_HOME"], "chat_history")
+    assert "What was counted in 1812?" in history.read_text(encoding="utf-8")
+    assert history.stat().st_mode & 0o077 == 0
+    later = terminal("chat")
+    later.expect("> $")
+    later.send("\x1b[A")
+    later.expect("What was counted in 1812")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_terminal_that_is_closed_leaves_no_conversation_behind(terminal, run, number):
+    child = terminal("chat")
+    child.expect("> $")
+    child.sendline("Is anybody there?")
+    child.expect(r"\d+ tokens: ")
+    child.expect("> $")
+    child.kill(number)
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 128 + number
+    assert json.loads(run("sessions", "ls", "--json", "-").stdout)["sessions"] == []
+
+
+def test_a_question_of_few_words_is_searched_for_with_the_one_before(run, book):
+    (book / "walnuts.txt").write_text("Walnuts are harvested in October, when the village holds a fair for them. " * 3)
+    run("ingest", book)
+    result = run("chat", "--top-k", 1, lines=["What is known of walnuts in the village?", "And when?", "/why"])
+    assert "walnuts.txt" in result.stdout.partition("part of the prompt")[2]
+
+
+@pytest.mark.parametrize("where", ["here", "at a server"])
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(terminal, environment, server, where):
+    environment["RAGFUSE_MAX_TOKENS"] = "3000"
+    child = terminal(
+        "chat", *(["--server", server.root, "--api-key", BLUE, "--max-tokens", 3000] if where != "here" else [])
+    )
+    child.expect("> $")
+    child.sendline("Say something long.")
+    child.expect("long[.]\r\n.{20}")  # some of the answer
+    child.sendintr()
+    child.expect("Stopped: this question and its answer are not part of the conversation.")
+    child.expect("> $")
+    child.sendline("/why")
+    child.expect("There is no answer yet")
+    child.sendeof()
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
+    if where == "here":
+        settings = Settings(home=environment["RAGFUSE_HOME"], model=environment["RAGFUSE_MODEL"], dtype="float32")
+        with Engine(settings) as engine:
+            assert engine.sessions.ls() == []

@@ -1,0 +1,76 @@
+"""A step of the set-up: one line, a log, and the end of the log where it fails. Real processes and a real pip."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP = [sys.executable, str(ROOT / "deploy" / "quietly.py")]
+
+
+def step(log, *command, of=0):
+    asked = [*STEP, "Trying", str(log), *(["--of", str(of)] if of else []), "--", *map(str, command)]
+    return subprocess.run(asked, capture_output=True, text=True)
+
+
+def test_a_step_that_works_is_one_line_and_the_rest_is_in_the_log(tmp_path):
+    said = step(tmp_path / "log", sys.executable, "-c", "print('much'); print('more')")
+    assert re.fullmatch(r"Trying: done in \d+ s\n", said.stdout)
+    assert (said.stderr, said.returncode) == ("", 0)
+    assert "much\nmore" in (tmp_path / "log").read_text()
+    step(tmp_path / "log", sys.executable, "-c", "print('later')")
+    assert "much" in (tmp_path / "log").read_text()  # of all steps, in order
+
+
+def test_a_step_that_fails_shows_the_end_of_its_log_and_names_it(tmp_path):
+    code = "import sys\nfor n in range(100): print('line', n)\nsys.exit('no such index')"
+    said = step(tmp_path / "log", sys.executable, "-c", code)
+    assert said.returncode == 1
+    assert said.stdout == "Trying: failed\n"
+    assert "no such index" in said.stderr
+    assert "line 1\n" not in said.stderr
+    assert said.stderr.endswith(f"Trying: exit status 1. All of it: {tmp_path / 'log'}\n")
+
+
+def test_pip_moves_the_bar_on_a_terminal(tmp_path):
+    """Pip looks at packages that are installed; nothing is changed."""
+    ours, theirs = pty.openpty()
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--progress-bar", "off", "rich", "typer"]
+    asked = [*STEP, "Trying", str(tmp_path / "log"), "--of", "2", "--", *pip]
+    run = subprocess.Popen(asked, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            said += os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert run.wait() == 0, said
+    text = said.decode()
+    assert "[" + "." * 30 + "]" in text
+    assert "[" + "#" * 15 + "." * 15 + "] rich" in text
+    assert "[" + "#" * 30 + "] typer" in text
+    assert re.search(r"\r\x1b\[KTrying: done in \d+ s\r\n$", text)
+
+
+@pytest.mark.parametrize("place", ["log", "new/folder/log"])
+def test_ctrl_c_ends_the_step_and_what_it_runs(tmp_path, place):
+    log = tmp_path / place
+    code = "import time; print('begun', flush=True); time.sleep(60)"
+    asked = [*STEP, "Trying", str(log), "--", sys.executable, "-c", code]
+    run = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    until = time.monotonic() + 30
+    while not (log.exists() and "begun\n" in log.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does: to the step and to what it runs
+    assert run.wait(30) == 130
+    assert run.stdout.read() == "Trying: stopped\n"
