@@ -19,6 +19,8 @@ from ragfuse.cli.options import (
     Ratio,
     Ray,
     RayCPUs,
+    default_of,
+    option,
     prepare_model,
     settings_of,
 )
@@ -32,7 +34,11 @@ def serve(
     model_kwargs: ModelKwargs = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(help="Folder of the KV store, or URL of a further tier; repeat for several."),
+        option(
+            "--store",
+            "Folder of the KV store, or URL of a further tier; repeat for several.",
+            default_of("store", "store in RAGFUSE_HOME"),
+        ),
     ] = None,
     policy: Policy = None,
     ratio: Ratio = None,
@@ -43,32 +49,50 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="An accepted key: KEY, or SALT:KEY for the tenant of that salt; repeat for several."),
+        option(
+            "--api-key",
+            "An accepted key: KEY, or SALT:KEY for the tenant of that salt; repeat for several.",
+            default_of("api_keys", "none"),
+        ),
     ] = None,
-    api_keys_file: Annotated[Path | None, typer.Option(help="File with accepted keys, one per line.")] = None,
+    api_keys_file: Annotated[
+        Path | None, option("--api-keys-file", "File with accepted keys, one per line.", "none")
+    ] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(help="Allow web pages of this origin (CORS); repeat for several.")
+        list[str] | None,
+        option("--allow-origin", "Allow web pages of this origin (CORS); repeat for several.", "none"),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Name under which clients find the model; repeat for aliases. Responses have the first. Default: the "
-            "last part of --model."
+        option(
+            "--served-model-name",
+            "Name under which clients find the model; repeat for aliases. Responses have the first.",
+            default_of("served_model_name", "the last part of --model"),
         ),
     ] = None,
-    together: Annotated[int | None, typer.Option(help="Requests answered at the same time.", min=1)] = None,
+    together: Annotated[
+        int | None, option("--together", "Requests answered at the same time.", default_of("serve_together"), min=1)
+    ] = None,
     waiting: Annotated[
-        int | None, typer.Option(help="Requests that may wait in the queue; more get a 429.", min=1)
+        int | None,
+        option("--waiting", "Requests that may wait in the queue; more get a 429.", default_of("serve_waiting"), min=1),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Most seconds that a request may take, including its time in the queue.")
+        float | None,
+        option(
+            "--timeout",
+            "Most seconds that a request may take, including its time in the queue.",
+            default_of("serve_timeout_s"),
+        ),
     ] = None,
     decode_at: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL",
-            help="Address of a vLLM server with the connector of vllm-ragfuse: this server prefills, that one decodes. "
+        option(
+            "--decode-at",
+            "Address of a vLLM server with the connector of vllm-ragfuse: this server prefills, that one decodes. "
             "Its API key is RAGFUSE_DECODE_KEY.",
+            default_of("decode_at", "nowhere"),
+            metavar="URL",
         ),
     ] = None,
     ray: Ray = None,

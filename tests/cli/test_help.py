@@ -23,8 +23,6 @@ def walk(group, path=()):
 
 
 COMMANDS = dict(walk(typer.main.get_command(app)))
-WAITS = ("serve",)
-"""Commands whose options do not show their defaults yet."""
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
@@ -34,7 +32,7 @@ def test_h_is_help_on_every_command(path):
     assert short.stdout == long.stdout != ""
 
 
-@pytest.mark.parametrize("path", [path for path in COMMANDS if path[0] not in WAITS], ids=" ".join)
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_every_option_with_a_value_shows_its_default(path):
     silent = [
         param.name

@@ -1,4 +1,4 @@
-"""`python -m docs.readme`: READMEs are run as they are shown, and what they say that is printed is held against the run."""
+"""`python -m docs.readme`: READMEs are run as shown, and what they say that is printed is held against the run."""
 
 from pathlib import Path
 
