@@ -111,10 +111,11 @@ test-browser: $(READY) ## the server's page in a real browser (chromium), with p
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	@$(ONE) PAGE_PICTURES=docs/pictures/page $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
-lint: $(READY) ## ruff check, ruff format --check, mypy --strict
+lint: $(READY) ## ruff check, ruff format --check, mypy --strict, hadolint
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
 	@$(BIN)/python -m mypy --strict --num-workers auto ragfuse benchmarks/ragfuse_bench
+	@$(BIN)/hadolint deploy/Dockerfile
 
 format: $(READY) ## let ruff put the files in order
 	@$(BIN)/python -m ruff check --fix .
