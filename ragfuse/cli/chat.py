@@ -6,7 +6,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -49,6 +49,7 @@ from ragfuse.cli.typed import typed_lines
 from ragfuse.errors import InputError, RagFuseError
 
 if TYPE_CHECKING:
+    from ragfuse.engine.answerer import Answerer
     from ragfuse.types.answer import Answer
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -134,11 +135,23 @@ def chat(
                     if not talk.take(line.strip()):
                         break
         finally:
-            if session is None and is_local(answerer):
-                answerer.flush()
-                if name in {info.id for info in answerer.sessions.ls()}:
-                    answerer.sessions.delete(name)
+            if session is None:
+                _forget(answerer, name)
     raise typer.Exit(1 if talk.failed and not console.is_terminal else 0)
+
+
+def _forget(answerer: Answerer, session: str) -> None:
+    """Delete a conversation that was not given a name; a server that is gone keeps it until it evicts it."""
+    if is_local(answerer):
+        answerer.flush()
+        if session in {info.id for info in answerer.sessions.ls()}:
+            answerer.sessions.delete(session)
+        return
+    from ragfuse.remote.remote_engine import RemoteEngine
+
+    if isinstance(answerer, RemoteEngine):
+        with suppress(RagFuseError):
+            answerer.delete_session(session)
 
 
 @contextmanager

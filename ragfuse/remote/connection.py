@@ -63,8 +63,12 @@ class Connection:
         self._ssl: ssl.SSLContext | bool | None = None
 
     def get(self, path: str) -> Any:
-        """Return the JSON of a route; None for a schema that the server does not have."""
+        """Return the JSON of a route; None for a schema or session that the server does not have."""
         return self._whole("GET", path, b"")
+
+    def delete(self, path: str) -> Any:
+        """Send a DELETE and return the JSON of the response; None where there is nothing to delete."""
+        return self._whole("DELETE", path, b"")
 
     def post(self, path: str, body: bytes) -> Any:
         """Return the JSON that a route answers to a body."""
@@ -176,7 +180,7 @@ class Connection:
             raise self._unreachable(error) from error
         except httpx.HTTPError as error:
             raise self._broken(error) from error
-        if response.status_code == 404 and _code(raw) in ("schema_not_found",):
+        if response.status_code == 404 and _code(raw) in ("schema_not_found", "session_not_found"):
             return None
         if response.status_code != 200:
             raise self._refusal(response, raw)

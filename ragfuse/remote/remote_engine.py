@@ -11,6 +11,7 @@ from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from cachetools import LRUCache
 from pydantic import TypeAdapter, ValidationError
@@ -137,6 +138,11 @@ class RemoteEngine:
     def register(self, schema: Schema | Path | str, progress: Progress | None = None) -> RemoteSchema:
         """Register a schema at the server; as `Engine.register`."""
         return self.schemas.register(schema, progress)
+
+    def delete_session(self, name: str) -> int:
+        """Delete a conversation that the server keeps, and return the bytes that came free; 0 where there is none."""
+        found = self._connection.delete(f"ragfuse/sessions/{quote(name, safe='')}")
+        return int(found.get("nbytes", 0)) if isinstance(found, dict) else 0
 
     # documents: hints that a server needs not, and work that it has no route for
 

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pexpect
 import pytest
@@ -142,6 +143,16 @@ def test_a_chat_at_a_server_keeps_its_turns_there(run, server, book):
     result = run("chat", *at, lines=["What was counted in 1812?", "And in 1813?", "/compare", "/why"])
     assert "of earlier turns" in summaries(result)[1][1]
     assert "First token: full prefill" in result.stdout
+    assert conversations(server) == []
+    run("chat", *at, "--session", "kept", lines=["What was counted in 1812?"])
+    assert conversations(server) == ["kept"]
+
+
+def conversations(server):
+    """Names of the conversations that a server keeps."""
+    request = Request(f"{server.root}/v1/ragfuse/sessions", headers={"Authorization": f"Bearer {BLUE}"})
+    with urlopen(request, timeout=30) as response:
+        return [each["id"] for each in json.load(response)["data"]]
 
 
 def test_a_wrong_key_and_another_model_are_told_by_their_options(run, server, book):
