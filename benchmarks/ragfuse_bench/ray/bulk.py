@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -65,9 +66,11 @@ def run_bulk(options: RayOptions, folder: Path, console: Console) -> dict[str, A
     killed = list[int]()
 
     def kill(done: BulkSummary) -> None:
-        if not killed:
-            killed.append(done.workers[0].pid)
-            os.kill(killed[0], signal.SIGKILL)
+        for worker in done.workers if not killed else ():
+            with suppress(ProcessLookupError):  # Ray ends a worker that has nothing left to do
+                os.kill(worker.pid, signal.SIGKILL)
+                killed.append(worker.pid)
+                return
 
     result: dict[str, Any] = {
         "chunks": len(chunks),
@@ -103,6 +106,8 @@ def run_bulk(options: RayOptions, folder: Path, console: Console) -> dict[str, A
             highlight=False,
         )
     result["killed"]["workers_killed"] = len(killed)
+    if not killed:
+        console.print("No worker was killed: all had ended. Leave out --quick.", highlight=False)
     again = encode(chunks, ways["killed"], workers=1, cpus=1, batch=BATCH)
     result["again"] = {"encoded": again.encoded, "seconds": again.seconds}
     return result
