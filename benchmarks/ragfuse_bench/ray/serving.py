@@ -26,6 +26,8 @@ ROUND_ROBIN = "ragfuse_bench.ray.round_robin:RoundRobinRouter"
 ROUTERS = {"round robin": ROUND_ROBIN, "chunks": ROUTER}.items()
 MEMORY_SHARE = 0.1
 """Of the KV of all blocks of the trace, what the memory of each replica holds."""
+LEAST_BLOCKS = 24
+"""What it holds at least, in blocks: two prompts."""
 BLOCK_WORDS = 40
 MOST_BLOCKS = 12
 """Blocks of one prompt, the latest ones: as many as the tiny prompts of this benchmark hold."""
@@ -47,7 +49,8 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
     blocks = {chunk for request in trace for chunk in list(request.chunks)[-MOST_BLOCKS:]}
     settings = Settings(prefix_cache=False, learn="retrieved", history="asked", placement="all", max_tokens=1)
     probe = _token_nbytes(settings)
-    memory = int(MEMORY_SHARE * len(blocks) * BLOCK_WORDS * TOKENS_A_WORD * probe)
+    block_nbytes = BLOCK_WORDS * TOKENS_A_WORD * probe
+    memory = int(max(MEMORY_SHARE * len(blocks), LEAST_BLOCKS) * block_nbytes)
     rows = []
     for name, router in ROUTERS:
         mine = settings.model_copy(
