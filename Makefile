@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse \
+SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse integrations/haystack-ragfuse \
   integrations/llama-index-llm-conformance benchmarks
 INPUTS := Makefile constraints.txt requirements-models.txt pyproject.toml $(SIBLINGS:%=%/pyproject.toml)
 

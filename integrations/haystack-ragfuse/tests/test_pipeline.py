@@ -27,9 +27,7 @@ def llm(engine: Engine) -> RagfuseChatGenerator:
     return RagfuseChatGenerator(engine=engine, generation_kwargs={"ratio": 0.2})
 
 
-def test_the_second_question_reuses_every_document_in_another_order(
-    llm: RagfuseChatGenerator, engine: Engine
-) -> None:
+def test_the_second_question_reuses_every_document_in_another_order(llm: RagfuseChatGenerator, engine: Engine) -> None:
     pipeline = rag(llm)
     first = asked(pipeline, FIRST)
     assert hits(first) == [False] * 4
@@ -37,7 +35,10 @@ def test_the_second_question_reuses_every_document_in_another_order(
     engine.flush()
     second = asked(pipeline, SECOND)
     assert hits(second) == [True] * 4
-    sources = [[each["source"] for each in reply.meta["ragfuse"]["segments"] if each["kind"] == "chunk"] for reply in (first, second)]
+    sources = [
+        [each["source"] for each in reply.meta["ragfuse"]["segments"] if each["kind"] == "chunk"]
+        for reply in (first, second)
+    ]
     assert sorted(sources[0]) == sorted(sources[1]) == [f"letter-{number}" for number in range(4)]
     assert sources[0] != sources[1]
     usage = second.meta["usage"]

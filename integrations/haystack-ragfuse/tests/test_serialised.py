@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 from haystack import Pipeline
-from haystack.core.serialization import component_from_dict, component_to_dict
 from haystack.components.generators.utils import print_streaming_chunk
+from haystack.core.serialization import component_from_dict, component_to_dict
+from haystack.testing.callable_serialization.random_callable import callable_to_deserialize
 from haystack.tools import Tool
 from haystack.utils import Secret
 from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
 from pydantic import BaseModel
 
-from integrations.tests.haystack_pipelines import DOCUMENTS, asked, rag
+from integrations.tests.haystack_pipelines import asked, rag
 from ragfuse import Engine, Grammar, InputError, Settings, SettingsError
 
 
@@ -23,11 +24,12 @@ class Named(BaseModel):
     name: str
 
 
-def called(n: int) -> str:
-    return str(n)
-
-
-TOOL = Tool(name="called", description="Calls.", parameters={"type": "object", "properties": {}}, function=called)
+TOOL = Tool(
+    name="greet",
+    description="Greets.",
+    parameters={"type": "object", "properties": {"hello": {"type": "string"}}, "required": ["hello"]},
+    function=callable_to_deserialize,
+)
 
 
 def test_a_generator_is_read_back_as_it_was(tiny_path: Path, tmp_path: Path) -> None:
@@ -54,10 +56,8 @@ def test_a_generator_is_read_back_as_it_was(tiny_path: Path, tmp_path: Path) -> 
 
 def test_a_pipeline_goes_through_yaml(tiny_settings: Settings) -> None:
     pipeline = rag(RagfuseChatGenerator(settings=tiny_settings))
-    text = pipeline.dumps()
-    read = Pipeline.loads(text)
-    assert read.dumps() == text
-    read.get_component("retriever").document_store.write_documents(DOCUMENTS)
+    read = Pipeline.loads(pipeline.dumps())
+    assert read.to_dict()["components"] == pipeline.to_dict()["components"]
     assert asked(read, "Who?").text == asked(pipeline, "Who?").text
 
 
@@ -83,7 +83,5 @@ def test_what_has_no_form_in_a_file_is_refused(engine: Engine, tiny_path: Path) 
     llm = RagfuseChatGenerator(engine=engine, generation_kwargs={"grammar": Grammar.regex("a+")})
     with pytest.raises(InputError, match="grammar in generation_kwargs cannot be serialised"):
         llm.to_dict()
-    secret = Settings(model=str(tiny_path), tiers=["redis://:sesame@127.0.0.1:1"]) if "tiers" in Settings.model_fields else None
-    if secret is not None:
-        with pytest.raises(SettingsError):
-            RagfuseChatGenerator(settings=secret).to_dict()
+    with pytest.raises(SettingsError, match="a secret in salt"):
+        RagfuseChatGenerator(settings=Settings(model=str(tiny_path), salt="sesame")).to_dict()

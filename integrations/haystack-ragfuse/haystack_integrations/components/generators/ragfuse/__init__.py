@@ -9,7 +9,5 @@ if TYPE_CHECKING:
 
 __all__ = ["RagfuseChatGenerator"]
 
-__getattr__, __dir__, _ = lazy_loader.attach(
-    __name__, submod_attrs={"chat.chat_generator": ["RagfuseChatGenerator"]}
-)
+__getattr__, __dir__, _ = lazy_loader.attach(__name__, submod_attrs={"chat.chat_generator": ["RagfuseChatGenerator"]})
 """Public names are imported at first use, so that importing the package alone loads neither torch nor Haystack."""

@@ -25,6 +25,8 @@ MAX_DOCUMENTS = 256
 """The most documents that are taken from one component's input or output."""
 MAX_DEPTH = 4
 """Levels of nesting down to which documents are searched in an input or output."""
+HOLDERS = (Document, Mapping, list, tuple)
+"""Types that are documents or may contain some."""
 SOURCES = ("source", "file_path", "file_name", "url", "title")
 """Keys of a document's meta that say where it comes from; the first that is there is shown."""
 
@@ -151,15 +153,14 @@ def _documents(value: Any, depth: int) -> Iterator[Document]:
     elif depth and isinstance(value, Mapping):
         for each in value.values():
             yield from _documents(each, depth - 1)
-    elif depth and isinstance(value, list | tuple):
+    elif depth and isinstance(value, list | tuple) and value and isinstance(value[0], HOLDERS):
         # Only the first item is inspected, as lists of other things, such as numbers, may be long.
-        if value and isinstance(value[0], Document | Mapping | list | tuple):
-            for each in islice(value, MAX_DOCUMENTS):
-                yield from _documents(each, depth - 1)
+        for each in islice(value, MAX_DOCUMENTS):
+            yield from _documents(each, depth - 1)
 
 
 def _source(document: Document) -> str:
-    """Return where a document comes from, for people: from its meta, else its number in its file, else a checksum."""
+    """Return where a document comes from, for people: from its meta, else a checksum of its text."""
     for name in SOURCES:
         if document.meta.get(name):
             return str(document.meta[name])

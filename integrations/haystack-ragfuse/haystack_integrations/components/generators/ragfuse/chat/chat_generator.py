@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -28,11 +29,17 @@ from haystack.tools import (
     serialize_tools_or_toolset,
 )
 from haystack.utils import Secret, deserialize_callable, serialize_callable
-
-from haystack_integrations.components.generators.ragfuse.messages import calls_of, meta_of, now, reply, to_ragfuse_messages
+from haystack_integrations.components.generators.ragfuse.messages import (
+    calls_of,
+    meta_of,
+    now,
+    reply,
+    to_ragfuse_messages,
+)
 from haystack_integrations.components.generators.ragfuse.options import ask_of, check_names, serialisable
 from haystack_integrations.components.generators.ragfuse.places import ProcessPlace, ServerPlace
 from haystack_integrations.components.generators.ragfuse.retrieved import listen, retrieved_for, texts_of
+
 from ragfuse import Answer, AnswerStream, Ask, InputError, Settings
 from ragfuse.remote import Answerer, RemoteEngine, is_answerer
 
@@ -41,9 +48,9 @@ from ragfuse.remote import Answerer, RemoteEngine, is_answerer
 class RagfuseChatGenerator:
     """A local chat generator that reuses the stored KV of retrieved documents and computes only the rest of the prompt.
 
-    Any pipeline works unchanged: what its retrievers returned is found in the text of the prompt. The weights are loaded
-    when the generator is warmed up, and shared by all generators of the process with the same model, dtype and device.
-    With `base_url` a server answers, and nothing is loaded here.
+    Any pipeline works unchanged: what its retrievers returned is found in the text of the prompt. The weights are
+    loaded when the generator is warmed up, and shared by all generators of the process with the same model, dtype and
+    device. With `base_url` a server answers, and nothing is loaded here.
 
     Args:
         model: Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a loaded model:
@@ -139,7 +146,7 @@ class RagfuseChatGenerator:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RagfuseChatGenerator:
         """Return the generator that `to_dict` described."""
-        given = dict(data.get("init_parameters", {}))
+        given = deepcopy(data.get("init_parameters", {}))  # tools are read in place
         deserialize_tools_or_toolset_inplace(given, key="tools")
         if given.get("streaming_callback"):
             given["streaming_callback"] = deserialize_callable(given["streaming_callback"])
