@@ -45,32 +45,32 @@ class RetrievalSpan(Span):
     """
 
     def __init__(self, id: int, span: Span) -> None:
-        self.id, self._span = id, span
+        self.id, self.inner = id, span
 
     def set_tag(self, key: str, value: Any) -> None:
         """Hand on a tag."""
-        self._span.set_tag(key, value)
+        self.inner.set_tag(key, value)
 
     def set_tags(self, tags: dict[str, Any]) -> None:
         """Hand on several tags."""
-        self._span.set_tags(tags)
+        self.inner.set_tags(tags)
 
     def set_content_tag(self, key: str, value: Any) -> None:
         """Record the documents in an input or output, and hand it on; the other span decides whether to keep it."""
         RUNS.record(self.id, _texts(value))
-        self._span.set_content_tag(key, value)
+        self.inner.set_content_tag(key, value)
 
     def raw_span(self) -> Any:
         """Return what the other tracer calls its span."""
-        return self._span.raw_span()
+        return self.inner.raw_span()
 
     def get_correlation_data_for_logs(self) -> dict[str, Any]:
         """Return what the other span adds to log lines."""
-        return self._span.get_correlation_data_for_logs()
+        return self.inner.get_correlation_data_for_logs()
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the other tracer's spans have."""
-        return getattr(self._span, name)
+        return getattr(self.inner, name)
 
 
 class RetrievalTracer(Tracer):
@@ -89,9 +89,9 @@ class RetrievalTracer(Tracer):
     ) -> Iterator[Span]:
         """Open a span inside its parent, or else inside the one that is open in this task or thread."""
         id, outer = next(_NUMBERS), _ACTIVE.get()
-        is_ours = isinstance(parent_span, RetrievalSpan)
-        parent = parent_span.id if isinstance(parent_span, RetrievalSpan) else outer
-        theirs = parent_span._span if is_ours else parent_span
+        parent, theirs = outer, parent_span
+        if isinstance(parent_span, RetrievalSpan):
+            parent, theirs = parent_span.id, parent_span.inner
         RUNS.begin(id, parent or None)
         _ACTIVE.set(id)
         try:
