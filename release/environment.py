@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TextIO
 
@@ -43,7 +44,9 @@ class Environment:
     def install(self, *what: str) -> subprocess.CompletedProcess[str]:
         """Install packages by pip, from where this machine's pip installs, and from TORCH_INDEX as `make venv` does."""
         index = ("--extra-index-url", os.environ["TORCH_INDEX"]) if os.environ.get("TORCH_INDEX") else ()
-        return self.run("python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *index, *what)
+        return self.run(
+            "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-compile", *index, *what
+        )
 
     def _variables(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
@@ -55,8 +58,10 @@ def logged(
     command: Sequence[str], folder: Path, variables: dict[str, str] | None = None, log: TextIO | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command, write it and all that it printed to a log, and return both with its exit status."""
+    log = log or StringIO()
+    log.write(f"$ {' '.join(command)}\n")
+    log.flush()
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
-    if log is not None:
-        log.write(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}[{done.returncode}]\n\n")
-        log.flush()
+    log.write(f"{done.stdout}{done.stderr}[{done.returncode}]\n\n")
+    log.flush()
     return done

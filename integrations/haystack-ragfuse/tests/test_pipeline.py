@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import pytest
@@ -172,6 +173,8 @@ def test_a_users_tracer_gets_its_own_spans_and_no_content(
     assert tracing.tracer.current_span() is tracer.spans[-1]
     with tracing.tracer.trace("mine") as span:
         assert (span.raw_span().own, span.own) == ("own", "own")
+        assert copy(span).own == "own"
+    assert tracing.tracer.actual_tracer.spans is tracer.spans  # type: ignore[attr-defined]
 
 
 def test_where_nobody_traces_haystack_says_so(llm: RagfuseChatGenerator) -> None:

@@ -70,7 +70,7 @@ class RetrievalSpan(Span):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the other tracer's spans have."""
-        return getattr(self.inner, name)
+        return _handed_on(self, "inner", name)
 
 
 class RetrievalTracer(Tracer):
@@ -108,7 +108,7 @@ class RetrievalTracer(Tracer):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the other tracer has."""
-        return getattr(self.around, name)
+        return _handed_on(self, "around", name)
 
 
 class UntracedRetrievalTracer(RetrievalTracer, NullTracer):
@@ -131,6 +131,13 @@ def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str],
 def texts_of(documents: Sequence[Document]) -> tuple[tuple[str, str], ...]:
     """Return (text, source) of documents that hold text."""
     return tuple((text, source) for text, source, _ in _texts(list(documents)))
+
+
+def _handed_on(own: object, other: str, name: str) -> Any:
+    """Return an attribute of the object that `own` stands around; while `own` is copied it has none yet."""
+    if other not in vars(own):
+        raise AttributeError(name)
+    return getattr(vars(own)[other], name)
 
 
 def _prompt_text(prompt: Sequence[ChatMessage] | str) -> str:
