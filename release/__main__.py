@@ -59,6 +59,7 @@ def put(built: Path, out: Path) -> None:
 
 def left(found: Sequence[Distribution], out: Path, questions: Sequence[str]) -> list[str]:
     """Return the lines that say what is left for a person to do."""
+    out = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
     lines = ["", "Left for a person. Nothing was uploaded."]
     lines += [f"First: {question}" for question in questions]
     lines.append("Upload in this order, as each stands on those before it; a version can be uploaded once only:")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,9 @@ from typing import TextIO
 
 from release.distributions import MAIN, ROOT, Distribution
 from release.environment import Environment, logged
-from release.readme import script
+from release.readme import DOCUMENTS, script
+from release.sbom import made_public
+from tests.docs.blocks import blocks
 
 EXTRAS = {MAIN: "demo,llama-index,objects,redis,remote,serve,structured,telemetry"}
 """Extras that are installed beside the wheels: what the README's programs and the benchmarks need."""
@@ -115,10 +117,7 @@ class Release:
 
     def run_readme(self) -> str:
         """Run the README's programs over the embedded model."""
-        from tests.docs.blocks import blocks
-        from tests.tiny import CHUNKS
-
-        text = script(blocks("README.md"), CHUNKS)
+        text = script(blocks("README.md"), DOCUMENTS)
         path = self.environment.folder / "readme.py"
         path.write_text(text, encoding="utf-8")
         ran = _done(self.environment.run("python", path.name)).stdout.count("ran: line ")
@@ -129,12 +128,16 @@ class Release:
 
     def write_sbom(self) -> str:
         """Write the list of all that is installed there."""
+        root = ("--pyproject", str(self.main.source / "pyproject.toml"), "--mc-type", "library")
         options = ("--output-reproducible", "--of", "JSON", "-o", str(self.sbom), str(self.environment.python))
-        _done(self.tools.run("cyclonedx-py", "environment", *options))
-        n = len(re.findall(r'"purl":', self.sbom.read_text(encoding="utf-8")))
-        if not n:
-            raise Failed(f"{self.sbom.name} names no package")
-        return f"{self.sbom.name}: {n} packages"
+        _done(self.tools.run("cyclonedx-py", "environment", *root, *options))
+        told = made_public(json.loads(self.sbom.read_text(encoding="utf-8")))
+        names = {each["name"] for each in told["components"]}
+        missing = sorted({each.name for each in self.found} - names - {self.main.name})
+        if missing:
+            raise Failed(f"{self.sbom.name} does not name {', '.join(missing)}")
+        self.sbom.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return f"{self.sbom.name}: {len(names)} packages"
 
     @property
     def steps(self) -> list[tuple[str, Callable[[], str]]]:

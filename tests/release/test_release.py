@@ -15,7 +15,8 @@ from release import __main__ as command
 from release.check import Failed, Release, changed_files
 from release.distributions import IMPORTS, MAIN, ROOT, Distribution, distributions, open_questions, ordered
 from release.environment import Environment, logged
-from release.readme import script
+from release.readme import DOCUMENTS, script
+from release.sbom import made_public
 from tests.docs.blocks import Block, blocks
 
 ONE = Distribution("ragfuse-kv", "1.2", ROOT)
@@ -74,7 +75,7 @@ def test_what_is_left_names_all_files_in_the_order_of_their_upload(tmp_path: Pat
 
 
 def test_the_readmes_programs_become_one_script_without_the_checkout() -> None:
-    text = script(blocks("README.md"), ["a text"])
+    text = script(blocks("README.md"), DOCUMENTS)
     compile(text, "readme.py", "exec")
     assert text.count("print('ran: line ") >= 3
     assert "Qwen/" not in text
@@ -186,6 +187,23 @@ def app() -> Any:
     made = typer.Typer()
     made.command()(command.main)
     return made
+
+
+def test_a_list_of_packages_names_no_path_of_this_machine_and_every_package_by_its_address() -> None:
+    site = {"type": "website", "url": "https://example.org"}
+    told = made_public(
+        {
+            "metadata": {"component": {"name": "ragfuse-kv", "version": "1.2"}},
+            "components": [
+                {"name": "haystack_ragfuse", "version": "1.2", "externalReferences": [{"url": "file:///tmp/x.whl"}]},
+                {"name": "torch", "version": "2", "purl": "pkg:pypi/torch@2", "externalReferences": [site]},
+            ],
+        }
+    )
+    assert "file:" not in str(told)
+    assert told["metadata"]["component"]["purl"] == "pkg:pypi/ragfuse-kv@1.2"
+    assert [each["purl"] for each in told["components"]] == ["pkg:pypi/haystack-ragfuse@1.2", "pkg:pypi/torch@2"]
+    assert told["components"][1]["externalReferences"] == [site]
 
 
 # the environment
