@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse \
+SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse integrations/haystack-ragfuse \
   integrations/llama-index-llm-conformance benchmarks
 INPUTS := Makefile constraints.txt requirements-models.txt pyproject.toml $(SIBLINGS:%=%/pyproject.toml)
 
@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-gpu test-slow lint format docs notebooks results clean test-browser
+.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-gpu test-slow lint format docs notebooks results clean test-browser dist
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -33,7 +33,7 @@ help: ## this list
 	@echo "PYTHON=python3.12    the interpreter to build .venv from (3.11 or newer)"
 	@echo "TORCH_INDEX=URL      where else pip may find torch; on Linux its CPU builds are far smaller than the default"
 	@echo "WORKERS=2            processes that share the tests; 0 for none but one's own"
-	@echo "ARGS='...'           handed to pytest by test and test-slow, and to the demo"
+	@echo "ARGS='...'           handed to pytest by test and test-slow, to the demo and to dist"
 
 venv: $(READY) ## set up .venv; instant when nothing changed
 
@@ -131,6 +131,9 @@ notebooks: $(READY) ## the notebooks anew from their .py sources: synced, execut
 
 results: $(READY) ## docs/results.md anew from the runs under docs/benchmarks
 	@$(BIN)/python -m benchmarks.results
+
+dist: $(READY) ## before a release: all wheels built, installed elsewhere and tried; says what is left for a person
+	@$(ONE) $(if $(TORCH_INDEX),TORCH_INDEX=$(TORCH_INDEX)) $(BIN)/python -m release $(ARGS)
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made

@@ -19,12 +19,13 @@ STATEMENTS = (
     "import ragfuse",
     "import langchain_ragfuse",
     "import llama_index.llms.ragfuse",
+    "import haystack_integrations.components.generators.ragfuse",
     "from ragfuse import Settings",
     "from ragfuse import Engine",
     "from langchain_ragfuse import ChatRagFuse",
     "from llama_index.llms.ragfuse import RagFuseLLM",
 )
-HEAVY = ("torch", "transformers", "langchain_core", "llama_index.core")
+HEAVY = ("torch", "transformers", "langchain_core", "llama_index.core", "haystack")
 TIMES = 5
 
 MEASURE = """

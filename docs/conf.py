@@ -1,11 +1,14 @@
 """How the book is built: `make docs`. What is generated at build time is in `_ext/`."""
 
+import os
 import sys
 from importlib.metadata import version as installed
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
+
+os.environ.setdefault("HAYSTACK_TELEMETRY_ENABLED", "False")  # autodoc imports Haystack
 
 project = "ragfuse"
 author = "the ragfuse authors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from ragfuse import Engine, Settings
 from ragfuse.models import prepare
 
 __all__ = ["tiny_path"]
+
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "False"  # read when Haystack is imported, here or in a test's process
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the background of a shell ignores Ctrl-C; tests send it

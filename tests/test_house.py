@@ -562,11 +562,20 @@ def test_an_integration_behind_the_front_door_is_noticed(text: str) -> None:
     assert list(integrations_use_public_names(Source("integrations/x/x.py", text)))
 
 
-def test_the_namespace_of_llama_index_stays_open() -> None:
-    package = ROOT / "integrations" / "llama-index-llms-ragfuse" / "llama_index"
-    assert (package / "llms" / "ragfuse" / "__init__.py").exists()
-    assert not (package / "__init__.py").exists()
-    assert not (package / "llms" / "__init__.py").exists()
+@pytest.mark.parametrize(
+    "package",
+    [
+        "llama-index-llms-ragfuse/llama_index/llms/ragfuse",
+        "haystack-ragfuse/haystack_integrations/components/generators/ragfuse",
+    ],
+)
+def test_the_namespace_of_a_framework_stays_open(package: str) -> None:
+    sibling, *folders = package.split("/")
+    own = ROOT / "integrations" / package
+    assert (own / "__init__.py").exists()
+    above = list(own.parents)[: len(folders) - 1]
+    assert [path for path in above if (path / "__init__.py").exists()] == []
+    assert above[-1].parent.name == sibling
 
 
 def test_the_front_door_is_small_and_sorted() -> None:

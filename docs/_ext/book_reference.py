@@ -13,7 +13,8 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-PACKAGES = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse")
+HAYSTACK = "haystack_integrations.components.generators.ragfuse"
+PACKAGES = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse", HAYSTACK)
 MADE = Path(__file__).resolve().parents[1] / "api" / "made"
 PYDANTIC = "model_config, model_fields, model_computed_fields, model_post_init"
 

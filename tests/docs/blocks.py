@@ -23,7 +23,8 @@ PAGES = MappingProxyType({path.relative_to(ROOT).as_posix(): path for path in [*
 FENCE = re.compile(
     r"((?:<!-- (?:(?:first|needs|not run):.*?|printed )-->\s*)*)^( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
 )
-OURS = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse")
+HAYSTACK = "haystack_integrations.components.generators.ragfuse"
+OURS = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse", HAYSTACK)
 PRINTED = "<!-- printed -->"
 MARK = re.compile(r"<!-- (first|needs|not run):(.*?)-->", re.DOTALL)
 

@@ -17,12 +17,14 @@ from tests.docs.blocks import ROOT
 
 pytestmark = pytest.mark.slow
 
+SIBLINGS = ("langchain-ragfuse", "llama-index-llms-ragfuse", "haystack-ragfuse")
+
 
 @pytest.fixture(scope="module")
 def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The HTML, built as `make docs` does it."""
     out = tmp_path_factory.mktemp("book")
-    siblings = [str(ROOT / "integrations" / name) for name in ("langchain-ragfuse", "llama-index-llms-ragfuse")]
+    siblings = [str(ROOT / "integrations" / name) for name in SIBLINGS]
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-b", "html", "-E", "-q", "-W", "--keep-going", "-n", "docs", str(out)],
         cwd=ROOT,

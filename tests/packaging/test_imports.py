@@ -8,11 +8,21 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "transformers", "numpy", "langchain_core", "llama_index.core", "sentence_transformers", "sqlite3"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "numpy",
+    "langchain_core",
+    "llama_index.core",
+    "haystack",
+    "sentence_transformers",
+    "sqlite3",
+}
 PACKAGES = {
     "ragfuse": ("Engine", "Settings"),
     "langchain_ragfuse": ("ChatRagFuse", "create_fused_documents_chain"),
     "llama_index.llms.ragfuse": ("RagFuseLLM", "KVPrecompute"),
+    "haystack_integrations.components.generators.ragfuse": ("RagfuseChatGenerator",),
 }
 
 

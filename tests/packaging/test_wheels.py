@@ -1,9 +1,8 @@
-"""The five distributions as a user gets them: built, installed together in an empty environment, used there."""
+"""All distributions as a user gets them: built, installed together in an empty environment, used there."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,17 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from release.distributions import ROOT, distributions
+from release.environment import Environment
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = (
-    ".",
-    "benchmarks",
-    "integrations/langchain-ragfuse",
-    "integrations/llama-index-llm-conformance",
-    "integrations/llama-index-llms-ragfuse",
-    "integrations/vllm-ragfuse",
-)
+FOUND = distributions()
 WANTED = {
     "ragfuse_kv": {
         "ragfuse/py.typed",
@@ -45,6 +39,10 @@ WANTED = {
         "llama_index_llm_conformance/py.typed",
     },
     "langchain_ragfuse": {"langchain_ragfuse/__init__.py", "langchain_ragfuse/py.typed"},
+    "haystack_ragfuse": {
+        "haystack_integrations/components/generators/ragfuse/__init__.py",
+        "haystack_integrations/components/generators/ragfuse/py.typed",
+    },
     "vllm_ragfuse": {"vllm_ragfuse/__init__.py", "vllm_ragfuse/py.typed"},
     "llama_index_llms_ragfuse": {"llama_index/llms/ragfuse/__init__.py", "llama_index/llms/ragfuse/py.typed"},
 }
@@ -52,28 +50,18 @@ IMPORTS = (
     ("ragfuse", "Engine"),
     ("langchain_ragfuse", "ChatRagFuse"),
     ("llama_index.llms.ragfuse", "RagFuseLLM"),
+    ("haystack_integrations.components.generators.ragfuse", "RagfuseChatGenerator"),
 )
 NO_INDEX = ("No matching distribution found", "Could not find a version", "NewConnectionError", "ConnectionError")
 
 
 @dataclass(frozen=True)
-class Place:
+class Place(Environment):
     """An environment with the wheels in it, and an empty folder to run in."""
 
-    python: Path
-    folder: Path
-
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """A command of this environment, in the empty folder, with nothing of this process's own."""
-        kept = {name: os.environ[name] for name in os.environ if not name.startswith(("PYTHON", "RAGFUSE", "VIRTUAL"))}
-        env = {**kept, "PYTHONNOUSERSITE": "1", "RAGFUSE_HOME": str(self.folder / "home"), "COLUMNS": "100"}
-        program, *rest = command
-        found = self.python.with_name(program)
-        return subprocess.run([found, *rest], cwd=self.folder, env=env, capture_output=True, text=True, check=False)
-
-    def install(self, *what: str) -> None:
+    def add(self, *what: str) -> None:
         """Install, or skip where there is no package index to install from."""
-        _or_skip(self.run("python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *what))
+        _or_skip(self.install(*what))
 
 
 def _or_skip(done: subprocess.CompletedProcess[str]) -> None:
@@ -92,8 +80,8 @@ def _wheels(dist: Path) -> list[str]:
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Source archives, and the wheels that were built from them alone."""
     folder = tmp_path_factory.mktemp("dist")
-    for source in SOURCES:
-        command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT / source)]
+    for each in FOUND:
+        command = [sys.executable, "-m", "build", "--outdir", str(folder), str(each.source)]
         _or_skip(subprocess.run(command, capture_output=True, text=True, check=False))
     return folder
 
@@ -101,13 +89,13 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def place(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
     """An environment of its own, with the wheels but the benchmarks', and what they ask for."""
-    root = tmp_path_factory.mktemp("empty")
-    subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
-    (root / "here").mkdir()
-    place = Place(root / "venv" / "bin" / "python", root / "here")
-    index = ("--extra-index-url", os.environ["TORCH_INDEX"]) if os.environ.get("TORCH_INDEX") else ()
-    place.install(*index, "-c", str(ROOT / "constraints.txt"), *_wheels(dist))
+    place = Place.make(tmp_path_factory.mktemp("empty"))
+    place.add("-c", str(ROOT / "constraints.txt"), *_wheels(dist))
     return place
+
+
+def test_what_a_wheel_must_hold_is_said_of_all() -> None:
+    assert set(WANTED) == {each.name.replace("-", "_") for each in FOUND}
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -122,9 +110,17 @@ def test_a_wheel_holds_what_it_runs_on_and_no_tests(dist: Path, name: str) -> No
     assert [each for each in names if each.endswith((".pyc", ".bin"))] == []
 
 
-def test_no_wheel_claims_the_folders_that_belong_to_all_of_llama_index(dist: Path) -> None:
-    (wheel,) = dist.glob("llama_index_llms_ragfuse-*.whl")
-    assert not {"llama_index/__init__.py", "llama_index/llms/__init__.py"} & set(zipfile.ZipFile(wheel).namelist())
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("llama_index_llms_ragfuse", "llama_index/llms"),
+        ("haystack_ragfuse", "haystack_integrations/components/generators"),
+    ],
+)
+def test_no_wheel_claims_the_folders_that_belong_to_all_of_a_framework(dist: Path, name: str, folder: str) -> None:
+    (wheel,) = dist.glob(f"{name}-*.whl")
+    owners = [folder, *map(str, Path(folder).parents)]
+    assert not {f"{owner}/__init__.py" for owner in owners} & set(zipfile.ZipFile(wheel).namelist())
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -195,7 +191,7 @@ def test_the_benchmarks_are_named_where_they_are_not_installed_and_run_where_the
     assert "pip install ragfuse-bench" in without.stdout + without.stderr
     assert "Traceback" not in without.stdout + without.stderr
     (wheel,) = dist.glob("ragfuse_bench-*.whl")
-    place.install("--no-deps", str(wheel))
+    place.add("--no-deps", str(wheel))
     helped = place.run("ragfuse", "bench", "--help")
     assert helped.returncode == 0, helped.stderr
     assert "ttft" in helped.stdout
@@ -203,7 +199,7 @@ def test_the_benchmarks_are_named_where_they_are_not_installed_and_run_where_the
 
 def test_readmes_render_where_packages_are_shown(dist: Path, place: Place) -> None:
     """Last: what checks them is installed beside the wheels."""
-    place.install("twine", "readme-renderer[md]")
+    place.add("twine", "readme-renderer[md]")
     checked = place.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert checked.stdout.count("PASSED") == 2 * len(SOURCES)
+    assert checked.stdout.count("PASSED") == 2 * len(FOUND)

@@ -1,0 +1,1 @@
+"""The chat generator, in the module that Haystack's own integrations have it in."""

@@ -1,0 +1,331 @@
+"""The chat generator: Haystack's messages, tools and streams, answered by `ragfuse.Engine` or a `ragfuse serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from haystack import Document, component, default_from_dict, default_to_dict
+from haystack.dataclasses import (
+    ChatMessage,
+    ComponentInfo,
+    ReasoningContent,
+    StreamingCallbackT,
+    StreamingChunk,
+    ToolCall,
+    ToolCallDelta,
+    select_streaming_callback,
+)
+from haystack.tools import (
+    ToolsType,
+    deserialize_tools_or_toolset_inplace,
+    flatten_tools_or_toolsets,
+    serialize_tools_or_toolset,
+)
+from haystack.utils import Secret, deserialize_callable, serialize_callable
+from haystack_integrations.components.generators.ragfuse.messages import (
+    calls_of,
+    meta_of,
+    now,
+    reply,
+    to_ragfuse_messages,
+)
+from haystack_integrations.components.generators.ragfuse.options import ask_of, check_names, serialisable
+from haystack_integrations.components.generators.ragfuse.places import ProcessPlace, ServerPlace
+from haystack_integrations.components.generators.ragfuse.retrieved import listen, retrieved_for, texts_of
+
+from ragfuse import Answer, AnswerStream, Ask, InputError, Settings
+from ragfuse.remote import Answerer, RemoteEngine, is_answerer
+
+
+@component
+class RagfuseChatGenerator:
+    """A local chat generator that reuses the stored KV of retrieved documents and computes only the rest of the prompt.
+
+    Any pipeline works unchanged: what its retrievers returned is found in the text of the prompt. The weights are
+    loaded when the generator is warmed up, and shared by all generators of the process with the same model, dtype and
+    device. With `base_url` a server answers, and nothing is loaded here.
+
+    Args:
+        model: Name of an embedded model, Hugging Face id, folder (also of an adapter) or GGUF file; or a loaded model:
+            a `PreTrainedModel` together with `tokenizer`, a `pipeline`, a PEFT model. None: the model in the settings.
+        streaming_callback: Called with every piece of an answer.
+        generation_kwargs: Options of every call: `max_tokens`, `temperature`, `stop`, `seed`, `response_format`,
+            `ratio`, `reuse` and more; an unknown one is refused with the names of all.
+        tools: Tools, or toolsets, that the model may call.
+        base_url: Address of a `ragfuse serve` that answers instead of an engine in this process.
+        api_key: The server's API key. An engine in this process needs none.
+        max_retries: How often a request is sent again that found no server or a busy one; None: twice.
+        dtype: Of weights and KV; None: as in the settings.
+        device: `cpu`, `cuda` or `cuda:N`; None: as in the settings.
+        store: Folder of the chunk store; None: as in the settings.
+        settings: All other settings; None: from the environment, ragfuse.toml and the defaults.
+        model_kwargs: Options for loading the model: revision, trust_remote_code, attn_implementation, device_map ...
+        tokenizer: The tokenizer of a loaded model.
+        engine: A `ragfuse.Engine` or `ragfuse.RemoteEngine` to use instead of one made from the arguments above.
+
+    Raises:
+        InputError: Arguments contradict each other, or an option is unknown.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        streaming_callback: StreamingCallbackT | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        tools: ToolsType | None = None,
+        base_url: str | None = None,
+        api_key: Secret | None = Secret.from_env_var("RAGFUSE_API_KEY", strict=False),  # noqa: B008
+        max_retries: int | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        store: str | None = None,
+        settings: Settings | None = None,
+        model_kwargs: dict[str, Any] | None = None,
+        tokenizer: Any = None,
+        engine: Any = None,
+    ) -> None:
+        if engine is not None and not is_answerer(engine):
+            raise InputError(f"engine is a {type(engine).__name__}; wanted a ragfuse.Engine or a ragfuse.RemoteEngine.")
+        self.model, self.tokenizer, self.engine = model, tokenizer, engine
+        self.streaming_callback, self.generation_kwargs, self.tools = streaming_callback, generation_kwargs or {}, tools
+        self.base_url, self.api_key, self.max_retries = base_url, api_key, max_retries
+        self.dtype, self.device, self.store, self.settings = dtype, device, store, settings
+        self.model_kwargs = model_kwargs or {}
+        check_names(self.generation_kwargs)
+        _named_once(flatten_tools_or_toolsets(tools))
+        is_remote = base_url is not None or isinstance(engine, RemoteEngine)
+        self._place: ProcessPlace | ServerPlace = ServerPlace.of(self) if is_remote else ProcessPlace.of(self)
+        self._listen()
+
+    def warm_up(self) -> None:
+        """Load the model, unless a server answers; pipelines call this before they run."""
+        self._listen()
+        if not self._place.is_server:
+            _ = self._place.engine().card
+
+    async def warm_up_async(self) -> None:
+        """Run `warm_up` without blocking the event loop."""
+        await asyncio.to_thread(self.warm_up)
+
+    def get_engine(self) -> Answerer:
+        """Return what answers: the given engine, else one that the process shares, or a server's client."""
+        return self._place.engine()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all arguments, from which `from_dict` makes the same generator again.
+
+        Raises:
+            SettingsError: The settings contain a secret, which is not serialised.
+            InputError: The model was passed as a loaded object, or an option has no form in a file.
+        """
+        callback = serialize_callable(self.streaming_callback) if self.streaming_callback else None
+        given = {
+            "model": None if self.model is None else str(self.model),
+            "streaming_callback": callback,
+            "generation_kwargs": serialisable(self.generation_kwargs),
+            "tools": serialize_tools_or_toolset(self.tools),
+            "base_url": self.base_url,
+            "api_key": self.api_key.to_dict() if self.api_key is not None else None,
+            "max_retries": self.max_retries,
+            "dtype": self.dtype,
+            "device": self.device,
+            "store": None if self.store is None else str(self.store),
+            "model_kwargs": {name: value for name, value in self.model_kwargs.items() if name != "token"},
+        }
+        written: dict[str, Any] = default_to_dict(self, **{**given, **self._place.as_public()})
+        return written
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RagfuseChatGenerator:
+        """Return the generator that `to_dict` described."""
+        given = deepcopy(data.get("init_parameters", {}))  # tools are read in place
+        deserialize_tools_or_toolset_inplace(given, key="tools")
+        if given.get("streaming_callback"):
+            given["streaming_callback"] = deserialize_callable(given["streaming_callback"])
+        if isinstance(given.get("api_key"), dict):
+            given["api_key"] = Secret.from_dict(given["api_key"])
+        if isinstance(given.get("settings"), dict):
+            given["settings"] = Settings(**given["settings"])
+        made: RagfuseChatGenerator = default_from_dict(cls, {**data, "init_parameters": given})
+        return made
+
+    @component.output_types(replies=list[ChatMessage])
+    def run(
+        self,
+        messages: list[ChatMessage] | str,
+        streaming_callback: StreamingCallbackT | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        *,
+        tools: ToolsType | None = None,
+        documents: list[Document] | None = None,
+    ) -> dict[str, list[ChatMessage]]:
+        """Answer messages.
+
+        Args:
+            messages: The conversation; a text is a message of the user.
+            streaming_callback: Called with every piece of the answer; None: that of the generator.
+            generation_kwargs: Options of this call, beside and before those of the generator.
+            tools: Tools of this call; None: those of the generator.
+            documents: Documents whose text stands in the messages, where no retriever of the same pipeline returned
+                them; connecting this input is never necessary.
+
+        Returns:
+            `replies` with one message. Its meta has model, finish_reason, usage, and under `ragfuse` what was reused.
+        """
+        self.warm_up()
+        if not messages:
+            return {"replies": []}
+        callback = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=False)
+        ask, engine = self._ask(messages, generation_kwargs, tools, documents), self.get_engine()
+        prompt = to_ragfuse_messages(messages)
+        if callback is None:
+            answer = engine.answer(prompt, ask)
+            return {"replies": [reply(answer, calls_of(answer), meta_of(answer, engine, ask.reuse))]}
+        streamed = Streamed(ComponentInfo.from_component(self), engine, ask)
+        with engine.stream(prompt, ask) as stream:
+            for piece in stream.pieces():
+                callback(streamed.chunk(piece))
+            for chunk in streamed.last(stream.answer):
+                callback(chunk)
+        return {"replies": [streamed.reply(stream.answer)]}
+
+    @component.output_types(replies=list[ChatMessage])
+    async def run_async(
+        self,
+        messages: list[ChatMessage] | str,
+        streaming_callback: StreamingCallbackT | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        *,
+        tools: ToolsType | None = None,
+        documents: list[Document] | None = None,
+    ) -> dict[str, list[ChatMessage]]:
+        """Answer messages without blocking the event loop, like `run`; cancelling it ends the generation."""
+        await self.warm_up_async()
+        if not messages:
+            return {"replies": []}
+        callback = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=True)
+        ask, engine = self._ask(messages, generation_kwargs, tools, documents), self.get_engine()
+        prompt = await asyncio.to_thread(to_ragfuse_messages, messages)
+        streamed = Streamed(ComponentInfo.from_component(self), engine, ask)
+        with _cancelled_at_exit(engine.stream(prompt, ask)) as stream:
+            async for piece in stream.apieces():
+                chunk = streamed.chunk(piece)
+                if callback is not None:
+                    await _call(callback, chunk)
+            answer = stream.answer
+            if callback is None:
+                return {"replies": [reply(answer, calls_of(answer), meta_of(answer, engine, ask.reuse))]}
+            for chunk in streamed.last(answer):
+                await _call(callback, chunk)
+            return {"replies": [streamed.reply(answer)]}
+
+    def _listen(self) -> None:
+        if self._place.hears_retrievers:
+            listen()
+
+    def _ask(
+        self,
+        messages: Sequence[ChatMessage] | str,
+        call: dict[str, Any] | None,
+        tools: ToolsType | None,
+        documents: Sequence[Document] | None,
+    ) -> Ask:
+        """Return the options of a call, with its tools and the documents that were given or retrieved for it."""
+        offered = flatten_tools_or_toolsets(self.tools if tools is None else tools)
+        _named_once(offered)
+        heard = retrieved_for(messages) if self._place.hears_retrievers else ()
+        known = dict((*heard, *texts_of(documents or ())))
+        return ask_of({**self.generation_kwargs, **(call or {})}, offered, tuple(known.items()))
+
+
+@dataclass
+class Streamed:
+    """The chunks of one streamed answer, in Haystack's form: reasoning, text and each call are a block of their own.
+
+    Args:
+        info: The generator's name and type.
+        engine: What answers.
+        ask: The options of the call.
+    """
+
+    info: ComponentInfo
+    engine: Answerer
+    ask: Ask
+    text: str = ""
+    block: int = -1
+    kind: str = ""
+    first_token: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def chunk(self, piece: Any) -> StreamingChunk:
+        """Return the chunk of a piece of text, or of the reasoning before it."""
+        is_text = isinstance(piece, str)
+        self.text += piece if is_text else ""
+        begins = self._begin("text" if is_text else "reasoning")
+        return self._chunk(
+            content=piece if is_text else "",
+            reasoning=None if is_text else ReasoningContent(piece.text),
+            index=self.block,
+            start=begins,
+        )
+
+    def last(self, answer: Answer) -> Iterator[StreamingChunk]:
+        """Yield what was not streamed yet: the rest of the text, the calls, and why the answer ended."""
+        if answer.text[len(self.text) :]:
+            yield self.chunk(answer.text[len(self.text) :])
+        self.calls = calls_of(answer)
+        for number, call in enumerate(self.calls):
+            self._begin(f"call {number}")
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            delta = ToolCallDelta(number, call.tool_name, arguments, call.id)
+            yield self._chunk(content="", tool_calls=[delta], index=self.block, start=True)
+        meta = meta_of(answer, self.engine, self.ask.reuse)
+        yield self._chunk(content="", finish_reason=answer.finish_reason, meta=meta)
+
+    def reply(self, answer: Answer) -> ChatMessage:
+        """Return the whole answer as a message, with the ids that its calls had in the stream."""
+        return reply(answer, self.calls, meta_of(answer, self.engine, self.ask.reuse, self.first_token))
+
+    def _begin(self, kind: str) -> bool:
+        """Return whether a block of this kind begins, and count it."""
+        begins, self.kind = kind != self.kind, kind
+        self.block += begins
+        return begins
+
+    def _chunk(self, content: str, meta: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> StreamingChunk:
+        time = now()
+        self.first_token = self.first_token or time
+        told = {"model": self.engine.card.name, "received_at": time, **meta}
+        return StreamingChunk(content, meta=told, component_info=self.info, **given)
+
+
+async def _call(callback: StreamingCallbackT, chunk: StreamingChunk) -> None:
+    """Call a callback of either kind."""
+    waiting: Any = callback(chunk)
+    if waiting is not None:
+        await waiting
+
+
+@contextmanager
+def _cancelled_at_exit(stream: AnswerStream) -> Iterator[AnswerStream]:
+    """Yield the stream and cancel its generation at exit, also after an error or a cancellation."""
+    try:
+        yield stream
+    finally:
+        stream.cancel()
+
+
+def _named_once(tools: Sequence[Any]) -> None:
+    """Raise InputError if two tools have one name."""
+    names = [tool.name for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise InputError(f"Two tools are named '{twice[0]}'; wanted a name of its own for each.")

@@ -1,0 +1,290 @@
+"""The generator by itself: messages, options, streams, tools, forms, and errors that say what is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from typing import Any, Literal
+
+import pytest
+from haystack.components.generators.chat import OpenAIChatGenerator
+from haystack.components.generators.utils import _convert_streaming_chunks_to_chat_message
+from haystack.core.component import Component
+from haystack.dataclasses import ChatMessage, ChatRole, ImageContent, StreamingChunk, TextContent, ToolCall
+from haystack.tools import Tool, Toolset
+from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
+from haystack_integrations.components.generators.ragfuse.messages import to_ragfuse_messages
+from pydantic import BaseModel
+
+from ragfuse import Engine, Grammar, InputError, Settings, SettingsError
+
+ASKED = [ChatMessage.from_user("Paint my door.")]
+
+
+class Paint(BaseModel):
+    """Paint a door."""
+
+    colour: Literal["red", "green", "blue"]
+    coats: Literal[1, 2, 3]
+
+
+def paint(colour: str, coats: int) -> str:
+    return f"The door is {colour} now, {coats} times."
+
+
+PAINT = Tool(name="paint", description="Paint a door.", parameters=Paint.model_json_schema(), function=paint)
+KNOCK = Tool(
+    name="knock",
+    description="Knock at a door.",
+    parameters={"type": "object", "properties": {"times": {"enum": [1, 2]}}, "required": ["times"]},
+    function=paint,
+)
+
+
+@pytest.fixture
+def llm(engine: Engine) -> RagfuseChatGenerator:
+    return RagfuseChatGenerator(engine=engine)
+
+
+def replied(llm: RagfuseChatGenerator, messages: Any = ASKED, **given: Any) -> ChatMessage:
+    (reply,) = llm.run(messages, **given)["replies"]
+    return reply
+
+
+def test_it_is_a_component_with_the_inputs_of_haystacks_own_generators(llm: RagfuseChatGenerator) -> None:
+    assert isinstance(llm, Component)
+    theirs = set(inspect.signature(OpenAIChatGenerator.run).parameters) - {"tools_strict"}
+    for method in (RagfuseChatGenerator.run, RagfuseChatGenerator.run_async):
+        assert set(inspect.signature(method).parameters) == theirs | {"documents"}
+    assert llm.__haystack_input__.messages.is_mandatory  # type: ignore[attr-defined]
+    assert llm.__haystack_supports_async__  # type: ignore[attr-defined]
+
+
+def test_a_reply_says_what_haystack_and_ragfuse_know(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    reply = replied(llm)
+    assert reply.role == ChatRole.ASSISTANT
+    answer = engine.answer(to_ragfuse_messages(ASKED))
+    assert reply.text == answer.text
+    assert (reply.meta["model"], reply.meta["index"], reply.meta["finish_reason"]) == (engine.card.name, 0, "length")
+    assert reply.meta["usage"]["completion_tokens"] == 12
+    assert reply.meta["ragfuse"]["tokens"] == reply.meta["usage"]["prompt_tokens"]
+    json.dumps(reply.to_dict())
+    assert replied(llm, "Paint my door.").text == reply.text
+    assert llm.run([]) == {"replies": []}
+
+
+def test_a_stream_is_the_reply_in_pieces(engine: Engine) -> None:
+    seen: list[StreamingChunk] = []
+    llm = RagfuseChatGenerator(engine=engine, streaming_callback=seen.append)
+    reply = replied(llm)
+    assert len(seen) > 3
+    assert "".join(chunk.content for chunk in seen) == reply.text
+    assert [chunk.start for chunk in seen] == [True, *[False] * (len(seen) - 1)]
+    assert [chunk.index for chunk in seen] == [*[0] * (len(seen) - 1), None]
+    assert seen[0].component_info is not None
+    assert seen[0].component_info.type.endswith("RagfuseChatGenerator")
+    assert reply.meta["completion_start_time"] == seen[0].meta["received_at"]
+    others: list[StreamingChunk] = []
+    assert replied(llm, streaming_callback=others.append).text == reply.text
+    assert len(others) == len(seen)
+
+
+def test_haystack_reads_back_from_a_stream_what_the_reply_says(llm: RagfuseChatGenerator) -> None:
+    seen: list[StreamingChunk] = []
+    options = {"max_tokens": 90, "tool_choice": "required"}
+    for given in ({}, {"tools": [PAINT, KNOCK], "generation_kwargs": options}):
+        seen.clear()
+        reply = replied(llm, streaming_callback=seen.append, **given)
+        joined = _convert_streaming_chunks_to_chat_message(seen)
+        assert (joined.text or None, joined.tool_calls) == (reply.text or None, reply.tool_calls)
+        for name in ("model", "finish_reason", "usage", "completion_start_time"):
+            assert joined.meta[name] == reply.meta[name]
+        assert [chunk.index for chunk in seen[:-1]] == sorted(chunk.index for chunk in seen[:-1])
+    assert reply.tool_calls
+
+
+async def test_awaited_answers_are_the_same_and_leave_the_loop_free(llm: RagfuseChatGenerator) -> None:
+    whole, seen, beats = replied(llm), list[StreamingChunk](), list[int]()
+
+    async def heart() -> None:
+        while True:
+            beats.append(1)
+            await asyncio.sleep(0.001)
+
+    async def callback(chunk: StreamingChunk) -> None:
+        seen.append(chunk)
+
+    beating = asyncio.create_task(heart())
+    several = await asyncio.gather(
+        llm.run_async(ASKED), llm.run_async("Paint my door."), llm.run_async(ASKED, streaming_callback=callback)
+    )
+    beating.cancel()
+    assert [each["replies"][0].text for each in several] == [whole.text] * 3
+    assert "".join(chunk.content for chunk in seen) == whole.text
+    assert len(beats) > 3
+    assert await llm.run_async([]) == {"replies": []}
+
+
+async def test_cancelling_an_awaited_answer_ends_its_generation(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    first = asyncio.Event()
+
+    async def callback(chunk: StreamingChunk) -> None:
+        first.set()
+
+    options = {"max_tokens": 2000}
+    task = asyncio.create_task(llm.run_async(ASKED, callback, options))
+    await first.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert replied(llm, generation_kwargs={"max_tokens": 1}).meta["usage"]["completion_tokens"] == 1
+
+
+def test_an_error_of_a_callback_ends_the_generation(llm: RagfuseChatGenerator) -> None:
+    def callback(chunk: StreamingChunk) -> None:
+        raise RuntimeError("full disk")
+
+    with pytest.raises(RuntimeError, match="full disk"):
+        llm.run(ASKED, callback, {"max_tokens": 2000})
+    assert replied(llm).text is not None
+
+
+def test_a_coroutine_is_refused_where_nothing_can_await_it(llm: RagfuseChatGenerator) -> None:
+    async def callback(chunk: StreamingChunk) -> None: ...
+
+    with pytest.raises(ValueError, match="cannot be a coroutine"):
+        llm.run(ASKED, callback)
+
+
+# options
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_tokens": 3}, {"max_completion_tokens": 3}, {"stop": "F"}, {"temperature": 0.9, "seed": 5}]
+)
+def test_options_hold_for_the_generator_and_for_a_call(change: dict[str, Any], engine: Engine) -> None:
+    plain = RagfuseChatGenerator(engine=engine)
+    fixed = RagfuseChatGenerator(engine=engine, generation_kwargs=change)
+    said = replied(plain, generation_kwargs=change)
+    assert said.text == replied(fixed).text
+    assert said.text != replied(plain).text
+    assert replied(fixed, generation_kwargs={"max_tokens": 1}).meta["usage"]["completion_tokens"] == 1
+
+
+def test_an_unknown_option_is_refused_when_it_is_given(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    with pytest.raises(InputError, match="no 'loudness'; wanted policy, ratio"):
+        llm.run(ASKED, generation_kwargs={"loudness": 3})
+    with pytest.raises(InputError, match="no 'n'; wanted"):
+        RagfuseChatGenerator(engine=engine, generation_kwargs={"n": 3})
+    with pytest.raises(InputError, match="engine is a str; wanted"):
+        RagfuseChatGenerator(engine="tiny")
+    with pytest.raises(InputError, match="leave out dtype="):
+        RagfuseChatGenerator(engine=engine, dtype="float32")
+    with pytest.raises(SettingsError, match="ratio is 3"):
+        llm.run(ASKED, generation_kwargs={"ratio": 3})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Paint, {"type": "json_schema", "json_schema": {"name": "paint", "schema": Paint.model_json_schema()}}],
+    ids=["class", "schema"],
+)
+def test_an_answer_follows_its_form(form: Any, llm: RagfuseChatGenerator) -> None:
+    reply = replied(llm, generation_kwargs={"response_format": form, "max_tokens": 90})
+    Paint.model_validate_json(reply.text or "")
+
+
+def test_a_grammar_is_followed_and_a_form_that_is_none_is_refused(llm: RagfuseChatGenerator) -> None:
+    grammar = Grammar.choice(["red paint", "blue paint"])
+    assert replied(llm, generation_kwargs={"grammar": grammar}).text in ("red paint", "blue paint")
+    for form in ("yaml", {"type": "json_schema"}, {"type": "xml"}):
+        with pytest.raises(InputError, match=r"response_format is .*wanted a Pydantic class"):
+            llm.run(ASKED, generation_kwargs={"response_format": form})
+
+
+# tools
+
+
+@pytest.mark.parametrize("tools", [[PAINT], Toolset([PAINT]), [Toolset([PAINT])]], ids=["list", "toolset", "both"])
+def test_a_tool_that_must_be_called_is_called(tools: Any, llm: RagfuseChatGenerator) -> None:
+    options = {"max_tokens": 90, "tool_choice": "required"}
+    reply = replied(llm, tools=tools, generation_kwargs=options)
+    call = reply.tool_call
+    assert call is not None
+    assert (call.tool_name, bool(call.id), reply.text) == ("paint", True, None)
+    assert PAINT.invoke(**call.arguments).startswith("The door is ")
+    assert reply.meta["finish_reason"] == "tool_calls"
+
+
+def test_of_several_tools_the_named_one_is_called(engine: Engine) -> None:
+    named = {"type": "function", "function": {"name": "knock"}}
+    options = {"max_tokens": 90, "tool_choice": named, "parallel_tool_calls": False}
+    llm = RagfuseChatGenerator(engine=engine, tools=[PAINT, KNOCK], generation_kwargs=options)
+    assert [call.tool_name for call in replied(llm).tool_calls] == ["knock"]
+    with pytest.raises(InputError, match=r"tool_choice is .*one of the tools: \['paint'\]"):
+        llm.run(ASKED, tools=[PAINT])
+    assert replied(llm, tools=[PAINT], generation_kwargs={"tool_choice": "none"}).tool_calls == []
+
+
+def test_two_tools_of_one_name_are_refused(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    with pytest.raises(InputError, match="Two tools are named 'paint'"):
+        RagfuseChatGenerator(engine=engine, tools=[PAINT, PAINT])
+    with pytest.raises(InputError, match="Two tools are named 'paint'"):
+        llm.run(ASKED, tools=[PAINT, PAINT])
+
+
+# messages
+
+
+def test_messages_keep_roles_calls_results_and_thoughts() -> None:
+    call = ToolCall("paint", {"colour": "red"}, id="call_1")
+    found = to_ragfuse_messages(
+        [
+            ChatMessage.from_system("Be brief."),
+            ChatMessage.from_user("Paint."),
+            ChatMessage.from_assistant("Yes.", tool_calls=[call], reasoning="A door."),
+            ChatMessage.from_tool("Done.", origin=call),
+            ChatMessage.from_tool([TextContent("One."), TextContent("Two.")], origin=call),
+        ]
+    )
+    assert [each.role for each in found] == ["system", "user", "assistant", "tool", "tool"]
+    assert (found[2].reasoning, found[2].tool_calls[0].name, found[2].tool_calls[0].id) == (
+        "A door.",
+        "paint",
+        "call_1",
+    )
+    assert (found[3].content, found[3].name, found[3].tool_call_id) == ("Done.", "paint", "call_1")
+    assert found[4].content == "One.\nTwo."
+
+
+def test_what_a_text_model_cannot_read_is_refused() -> None:
+    image = ImageContent(base64_image="aGk=", mime_type="image/png", validation=False)
+    for messages, said in (
+        ([ChatMessage.from_user(content_parts=["Look", image])], "holds an image"),
+        ([ChatMessage.from_tool([image], origin=ToolCall("eye", {}))], "'eye' holds more than text"),
+        (["Who?"], "holds a str; wanted"),
+        ([ChatMessage.from_user("")], "The messages are empty"),
+    ):
+        with pytest.raises(InputError, match=said):
+            to_ragfuse_messages(messages)  # type: ignore[arg-type]
+
+
+# places
+
+
+def test_the_model_is_loaded_when_it_is_warmed_up(tiny_settings: Settings) -> None:
+    llm = RagfuseChatGenerator(settings=tiny_settings, generation_kwargs={"max_tokens": 2})
+    llm.warm_up()
+    assert llm.get_engine() is RagfuseChatGenerator(settings=tiny_settings).get_engine()
+    assert replied(llm).meta["usage"]["completion_tokens"] == 2
+
+
+def test_a_loaded_model_answers_and_cannot_be_serialised(tiny_settings: Settings, engine: Engine) -> None:
+    loaded, tokenizer = engine.model.model, engine.model.tokenizer
+    llm = RagfuseChatGenerator(loaded, tokenizer=tokenizer, settings=tiny_settings)
+    assert replied(llm).text == replied(RagfuseChatGenerator(engine=engine)).text
+    with pytest.raises(InputError, match="Save it to a folder"):
+        llm.to_dict()
+    with pytest.raises(InputError, match="already has its dtype"):
+        RagfuseChatGenerator(loaded, tokenizer=tokenizer, dtype="float32")

@@ -1,0 +1,226 @@
+"""A pipeline in which nothing but the generator changed: its second question reuses its documents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import pytest
+from haystack import Document, Pipeline, component, tracing
+from haystack.components.agents import Agent
+from haystack.dataclasses import ChatMessage, StreamingChunk
+from haystack.tools import Tool
+from haystack.tracing import Span, Tracer
+from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
+from haystack_integrations.components.generators.ragfuse.retrieved import RUNS, RetrievalTracer
+
+from integrations.tests.haystack_pipelines import DOCUMENTS, TEMPLATE, asked, given, hits, rag
+from ragfuse import Engine, Settings
+
+FIRST, SECOND = "Who was the harbour master?", "Which oil did the lighthouse burn?"
+
+
+@pytest.fixture
+def llm(engine: Engine) -> RagfuseChatGenerator:
+    return RagfuseChatGenerator(engine=engine, generation_kwargs={"ratio": 0.2})
+
+
+def test_the_second_question_reuses_every_document_in_another_order(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    pipeline = rag(llm)
+    first = asked(pipeline, FIRST)
+    assert hits(first) == [False] * 4
+    assert first.meta["usage"]["prompt_tokens_details"]["cache_creation_tokens"] > 1000
+    engine.flush()
+    second = asked(pipeline, SECOND)
+    assert hits(second) == [True] * 4
+    sources = [
+        [each["source"] for each in reply.meta["ragfuse"]["segments"] if each["kind"] == "chunk"]
+        for reply in (first, second)
+    ]
+    assert sorted(sources[0]) == sorted(sources[1]) == [f"letter-{number}" for number in range(4)]
+    assert sources[0] != sources[1]
+    usage = second.meta["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == second.meta["ragfuse"]["tokens_reused"] > 0
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert len(RUNS) == 0
+
+
+def test_what_is_reused_changes_no_word_where_all_is_recomputed(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    pipeline = rag(llm)
+    asked(pipeline, FIRST)
+    engine.flush()
+    whole = asked(pipeline, SECOND, generation_kwargs={"reuse": False})
+    assert whole.meta["ragfuse"]["tokens_reused"] == 0
+    assert asked(pipeline, SECOND, generation_kwargs={"ratio": 1.0}).text == whole.text
+
+
+async def test_an_awaited_pipeline_hears_its_documents_too(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    pipeline = rag(llm)
+    await pipeline.run_async(given(FIRST))
+    await asyncio.to_thread(engine.flush)
+    several = await asyncio.gather(*(pipeline.run_async(given(SECOND)) for _ in range(3)))
+    replies = [each["llm"]["replies"][0] for each in several]
+    assert [hits(reply) for reply in replies] == [[True] * 4] * 3
+    assert {reply.text for reply in replies} == {asked(pipeline, SECOND).text}
+    assert len(RUNS) == 0
+
+
+def test_documents_of_a_program_are_named_to_the_generator_itself(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    text = "\n\n".join(document.content or "" for document in DOCUMENTS)
+    for question in (FIRST, SECOND):
+        (reply,) = llm.run([ChatMessage.from_user(f"{text}\n\n{question}")], documents=DOCUMENTS)["replies"]
+        engine.flush()
+    assert hits(reply) == [True] * 4
+
+
+def test_the_input_for_documents_may_be_connected(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    pipeline = rag(llm)
+    pipeline.connect("retriever.documents", "llm.documents")
+    asked(pipeline, FIRST)
+    engine.flush()
+    assert hits(asked(pipeline, SECOND)) == [True] * 4
+
+
+def test_documents_that_were_given_to_the_prompt_are_heard(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    from haystack.components.builders import ChatPromptBuilder
+
+    pipeline = Pipeline()
+    pipeline.add_component("prompt", ChatPromptBuilder(TEMPLATE, required_variables="*"))
+    pipeline.add_component("llm", llm)
+    pipeline.connect("prompt.prompt", "llm.messages")
+    for order in (1, -1):
+        data = {"prompt": {"documents": DOCUMENTS[::order], "question": FIRST}}
+        (reply,) = pipeline.run(data)["llm"]["replies"]
+        engine.flush()
+    assert hits(reply) == [True] * 4
+
+
+def test_nothing_is_heard_where_learning_is_off(tiny_settings: Settings) -> None:
+    with Engine(tiny_settings.model_copy(update={"learn": "off"})) as engine:
+        llm = RagfuseChatGenerator(engine=engine)
+        assert not isinstance(tracing.tracer.actual_tracer, RetrievalTracer)
+        pipeline = rag(llm)
+        asked(pipeline, FIRST)
+        engine.flush()
+        assert hits(asked(pipeline, SECOND)) == []
+
+
+def test_one_pipelines_documents_are_not_anothers(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    pipeline = rag(llm)
+    asked(pipeline, FIRST)
+    reply = llm.run([ChatMessage.from_user(f"{DOCUMENTS[0].content}\n\nWho?")])["replies"][0]
+    heard = engine.answer(f"{DOCUMENTS[1].content}")
+    assert RUNS.retrieved((), lambda: DOCUMENTS[0].content or "") == ()
+    assert reply.text is not None
+    assert heard.trace.tokens > 0
+
+
+# beside another tracer
+
+
+class NotedSpan(Span):
+    """A span that keeps its tags."""
+
+    def __init__(self, name: str, parent: Span | None) -> None:
+        self.name, self.parent, self.tags, self.own = name, parent, dict[str, Any](), "own"
+
+    def set_tag(self, key: str, value: Any) -> None:
+        self.tags[key] = value
+
+
+class NotedTracer(Tracer):
+    """A user's tracer that keeps its spans."""
+
+    def __init__(self) -> None:
+        self.spans: list[NotedSpan] = []
+
+    @contextmanager
+    def trace(
+        self, operation_name: str, tags: dict[str, Any] | None = None, parent_span: Span | None = None
+    ) -> Iterator[Span]:
+        span = NotedSpan(operation_name, parent_span)
+        span.set_tags(tags or {})
+        self.spans.append(span)
+        yield span
+
+    def current_span(self) -> Span | None:
+        return self.spans[-1]
+
+
+@pytest.mark.parametrize("enabled", ["before", "after"])
+def test_a_users_tracer_gets_its_own_spans_and_no_content(
+    enabled: str, llm: RagfuseChatGenerator, engine: Engine
+) -> None:
+    tracer = NotedTracer()
+    tracing.disable_tracing()
+    if enabled == "before":
+        tracing.enable_tracing(tracer)
+        llm = RagfuseChatGenerator(engine=engine)
+    pipeline = rag(llm)
+    if enabled == "after":
+        tracing.enable_tracing(tracer)
+    asked(pipeline, FIRST)
+    engine.flush()
+    assert hits(asked(pipeline, SECOND)) == [True] * 4
+    assert tracing.is_tracing_enabled()
+    names = [span.name for span in tracer.spans]
+    assert names == ["haystack.pipeline.run", *["haystack.component.run"] * 3] * 2
+    assert {span.parent for span in tracer.spans[1:4]} == {tracer.spans[0]}
+    assert not any("haystack.component.output" in span.tags for span in tracer.spans)
+    assert tracing.tracer.current_span() is tracer.spans[-1]
+    with tracing.tracer.trace("mine") as span:
+        assert (span.raw_span().own, span.own) == ("own", "own")
+        assert copy(span).own == "own"
+    assert tracing.tracer.actual_tracer.spans is tracer.spans  # type: ignore[attr-defined]
+
+
+def test_where_nobody_traces_haystack_says_so(llm: RagfuseChatGenerator) -> None:
+    assert isinstance(tracing.tracer.actual_tracer, RetrievalTracer)
+    assert not tracing.is_tracing_enabled()
+    around = tracing.tracer.actual_tracer
+    llm.warm_up()
+    assert tracing.tracer.actual_tracer is around
+
+
+def test_a_component_that_fails_leaves_no_run_behind(llm: RagfuseChatGenerator) -> None:
+    @component
+    class Broken:
+        @component.output_types(documents=list[Document])
+        def run(self, query: str) -> dict[str, Any]:
+            raise ValueError("broken shelf")
+
+    pipeline = Pipeline()
+    pipeline.add_component("broken", Broken())
+    pipeline.add_component("llm", llm)
+    with pytest.raises(Exception, match="broken shelf"):
+        pipeline.run({"broken": {"query": "x"}, "llm": {"messages": [ChatMessage.from_user("Who?")]}})
+    assert len(RUNS) == 0
+
+
+async def test_a_streamed_pipeline_that_is_left_leaves_no_run_behind(llm: RagfuseChatGenerator) -> None:
+    pipeline = rag(llm)
+    async for _ in pipeline.run_async_generator(given(FIRST)):
+        break
+    seen: list[StreamingChunk] = []
+    reply = (await pipeline.run_async({**given(SECOND), "llm": {"streaming_callback": seen.append}}))["llm"]["replies"]
+    assert "".join(chunk.content for chunk in seen) == reply[0].text
+
+
+def test_an_agent_calls_its_tool_and_reads_the_result(engine: Engine) -> None:
+    tool = Tool(
+        name="shelf",
+        description="Finds letters.",
+        parameters={"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]},
+        function=lambda n: DOCUMENTS[n].content,
+    )
+    options = {"max_tokens": 90, "tool_choice": "shelf"}
+    agent = Agent(
+        chat_generator=RagfuseChatGenerator(engine=engine, generation_kwargs=options), tools=[tool], max_agent_steps=2
+    )
+    messages = agent.run([ChatMessage.from_user("What was it?")])["messages"]
+    results = [message.tool_call_result for message in messages if message.tool_call_result]
+    assert results
+    assert results[0].result in [document.content for document in DOCUMENTS]

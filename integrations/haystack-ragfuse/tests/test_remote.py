@@ -1,0 +1,118 @@
+"""The same pipeline with the model at a server: one argument more, the same texts, traces and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from haystack.dataclasses import ChatMessage, StreamingChunk
+from haystack.tools import Tool
+from haystack.utils import Secret
+from haystack_integrations.components.generators.ragfuse import RagfuseChatGenerator
+
+from integrations.tests.haystack_pipelines import asked, given, hits, rag
+from integrations.tests.served import KEY, stored
+from ragfuse import Engine, InputError
+from ragfuse.remote import RemoteEngine, ServerError
+from tests.serve.kit import Served
+
+OPTIONS = {"ratio": 0.2}
+
+
+@pytest.fixture
+def llm(served: Served) -> RagfuseChatGenerator:
+    return RagfuseChatGenerator(base_url=served.url, api_key=Secret.from_token(KEY), generation_kwargs=OPTIONS)
+
+
+@pytest.fixture
+def local(engine: Engine) -> RagfuseChatGenerator:
+    return RagfuseChatGenerator(engine=engine, generation_kwargs=OPTIONS)
+
+
+def told(reply: ChatMessage) -> Any:
+    """Everything of a reply but times and the name of the model."""
+    trace = reply.meta["ragfuse"]
+    kinds = [(each["kind"], each["n_tokens"], each["start"], each["hit"], each["source"]) for each in trace["segments"]]
+    counts = [trace[name] for name in ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh")]
+    return reply.text, kinds, counts, reply.meta["usage"], reply.meta["finish_reason"], sorted(reply.meta)
+
+
+def test_a_pipeline_answers_alike_and_reuses_at_its_second_question(
+    llm: RagfuseChatGenerator, local: RagfuseChatGenerator, engine: Engine, served: Served
+) -> None:
+    here, there = rag(local), rag(llm)
+    for question in ("Who was the harbour master?", "Which oil did the lighthouse burn?"):
+        replies = asked(here, question), asked(there, question)
+        assert told(replies[0]) == told(replies[1])
+        engine.flush()
+        stored(served)
+    assert hits(replies[1]) == [True] * 4
+
+
+async def test_streams_and_awaited_answers_are_the_whole_one(llm: RagfuseChatGenerator) -> None:
+    seen: list[StreamingChunk] = []
+    pipeline = rag(llm)
+    whole = asked(pipeline, "Which door?")
+    streamed = asked(pipeline, "Which door?", streaming_callback=seen.append)
+    assert "".join(chunk.content for chunk in seen) == streamed.text == whole.text
+    assert len(seen) > 3
+    awaited = (await pipeline.run_async(given("Which door?")))["llm"]["replies"][0]
+    assert awaited.text == whole.text
+
+
+def test_tools_and_options_are_those_of_a_local_model(llm: RagfuseChatGenerator, local: RagfuseChatGenerator) -> None:
+    door = Tool(
+        name="door",
+        description="A door.",
+        parameters={"type": "object", "properties": {"hue": {"type": "boolean"}}, "required": ["hue"]},
+        function=lambda hue: hue,
+    )
+    for change in ({"temperature": 0.9, "seed": 5}, {"stop": "e"}, {"max_tokens": 3}, {"reuse": False}):
+        here, there = (each.run("Which door?", generation_kwargs=change)["replies"][0] for each in (local, llm))
+        assert told(here) == told(there), change
+    call = {"tools": [door], "generation_kwargs": {"max_tokens": 90, "tool_choice": "door"}}
+    here, there = (each.run("Which door?", **call)["replies"][0] for each in (local, llm))
+    assert [call.arguments for call in here.tool_calls] == [call.arguments for call in there.tool_calls]
+    assert len(there.tool_calls) == 1
+
+
+def test_settings_of_an_engine_are_refused_beside_an_address(engine: Engine, served: Served, tiny_path: Any) -> None:
+    fields = {
+        "dtype": "float32",
+        "device": "cpu",
+        "store": "/tmp/store",
+        "settings": engine.settings,
+        "engine": engine,
+        "tokenizer": engine.model.tokenizer,
+        "model": tiny_path,
+        "model_kwargs": {"revision": "main"},
+    }
+    for name, value in fields.items():
+        with pytest.raises(InputError, match=f"where {name}.*has no effect: leave it out"):
+            RagfuseChatGenerator(base_url=served.url, **{name: value})
+    with pytest.raises(InputError, match="both name a server"):
+        RagfuseChatGenerator(base_url=served.url, engine=RemoteEngine(served.url))
+
+
+def test_a_key_comes_from_the_environment_and_is_never_shown(
+    served: Served, llm: RagfuseChatGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ServerError, match="wants one of its API keys, found none"):
+        RagfuseChatGenerator(base_url=served.url).run("Who?")
+    monkeypatch.setenv("RAGFUSE_API_KEY", KEY)
+    again = RagfuseChatGenerator.from_dict(RagfuseChatGenerator(base_url=served.url).to_dict())
+    assert again.run("Who?")["replies"][0].text == llm.run("Who?", generation_kwargs={"ratio": None})["replies"][0].text
+    for shown in (repr(again), str(again), str(vars(again)), str(again.to_dict()), repr(vars(llm))):
+        assert KEY not in shown
+
+
+def test_a_client_that_is_there_already_is_taken(served: Served) -> None:
+    client = RemoteEngine(served.url, KEY)
+    llm = RagfuseChatGenerator(engine=client)
+    assert llm.get_engine() is client
+    assert llm.run("Who?")["replies"][0].text
+    assert llm.to_dict()["init_parameters"]["base_url"] == served.url
+
+
+def test_warming_up_asks_no_server() -> None:
+    RagfuseChatGenerator(base_url="http://127.0.0.1:9").warm_up()

@@ -1,0 +1,232 @@
+"""The release check: its order, its README script, what it asks a person, and what a failed step leaves."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from release import __main__ as command
+from release.check import Failed, Release, changed_files
+from release.distributions import IMPORTS, MAIN, ROOT, Distribution, distributions, open_questions, ordered
+from release.environment import Environment, logged
+from release.readme import DOCUMENTS, script
+from release.sbom import made_public
+from tests.docs.blocks import Block, blocks
+
+ONE = Distribution("ragfuse-kv", "1.2", ROOT)
+
+
+def release(tmp_path: Path, found: Any = (ONE,)) -> Release:
+    made = Release(list(found), tmp_path, io.StringIO())
+    made.built.mkdir()
+    return made
+
+
+# what is released
+
+
+def test_every_pyproject_of_the_repository_is_released_behind_what_it_stands_on() -> None:
+    found = distributions()
+    assert {each.name for each in found} == set(IMPORTS)
+    tracked = logged(["git", "ls-files", "*pyproject.toml"], ROOT).stdout.split()
+    assert {each.source / "pyproject.toml" for each in found} == {ROOT / name for name in tracked}
+    names = [each.name for each in found]
+    for each in found:
+        assert all(names.index(need) < names.index(each.name) for need in each.needs), each.name
+    assert "langchain-ragfuse" in next(each for each in found if each.name == "ragfuse-bench").needs
+    assert all(MAIN in each.needs for each in found if each.name not in (MAIN, "llama-index-llm-conformance"))
+
+
+def test_distributions_that_need_each_other_are_refused() -> None:
+    pair = [Distribution("a", "1", ROOT, ("b",)), Distribution("b", "1", ROOT, ("a",))]
+    with pytest.raises(ValueError, match="need each other: a, b"):
+        ordered(pair)
+
+
+def test_every_siblings_package_lies_where_its_name_says() -> None:
+    for each in distributions():
+        assert (each.source / each.imported.replace(".", "/") / "__init__.py").exists(), each.name
+
+
+def test_what_is_open_is_asked() -> None:
+    assert open_questions([ONE], "## [Unreleased]\n\n## [1.2] - 2030-01-01\n", []) == []
+    asked = open_questions([ONE, Distribution("x", "1.1", ROOT)], "## [Unreleased]\n", ["a.py", "b.py"])
+    assert [sentence.split()[0] for sentence in asked] == ["CHANGELOG.md", "ragfuse-kv", "2"]
+    assert "no heading for 1.2" in asked[0]
+    assert "others are 1.1" in asked[1]
+
+
+def test_what_is_left_names_all_files_in_the_order_of_their_upload(tmp_path: Path) -> None:
+    found = distributions()
+    lines = "\n".join(command.left(found, tmp_path, ["Really?"]))
+    assert "First: Really?" in lines
+    places = [lines.index(str(tmp_path / name)) for each in found for name in each.files]
+    assert places == sorted(places)
+    assert len(places) == 2 * len(IMPORTS)
+
+
+# the README
+
+
+def test_the_readmes_programs_become_one_script_without_the_checkout() -> None:
+    text = script(blocks("README.md"), DOCUMENTS)
+    compile(text, "readme.py", "exec")
+    assert text.count("print('ran: line ") >= 3
+    assert "Qwen/" not in text
+    assert "tests." not in text
+    assert str(ROOT) not in text
+
+
+def test_a_block_runs_behind_what_stands_before_it_and_not_where_it_is_marked(tmp_path: Path) -> None:
+    found = [
+        Block("p", 3, "python", "print(seen, TEXTS)\n", first="seen = 1"),
+        Block("p", 9, "python", "1 / 0\n", not_run="it fails"),
+        Block("p", 12, "bash", "exit 1\n"),
+        Block("p", 15, "python", "seen += 1\n"),
+    ]
+    (tmp_path / "x.py").write_text(script(found, ["a"]))
+    said = subprocess.run([sys.executable, "x.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said == "1 ['a']\nran: line 3\nran: line 15\n"
+
+
+# steps
+
+
+class Answers:
+    """An environment whose programs answer what the test says."""
+
+    def __init__(self, returncode: int = 0, stdout: str = "") -> None:
+        self.answer, self.ran = (returncode, stdout), list[tuple[str, ...]]()
+        self.python, self.folder = Path("/e/bin/python"), Path("/e/here")
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        self.ran.append(words)
+        return subprocess.CompletedProcess(words, self.answer[0], self.answer[1], "")
+
+
+def test_a_step_fails_on_what_it_should_not_find(tmp_path: Path) -> None:
+    made = release(tmp_path)
+    made.environment = Answers(stdout="ragfuse 9.9\n")  # type: ignore[assignment]
+    with pytest.raises(Failed, match=r"says 'ragfuse 9.9'; wanted 1.2"):
+        made.ask_version()
+    made.environment = Answers(stdout="/elsewhere/ragfuse/__init__.py\n")  # type: ignore[assignment]
+    with pytest.raises(Failed, match="imported from /elsewhere"):
+        made.import_all()
+    made.environment = Answers(1, "one\ntwo\n")  # type: ignore[assignment]
+    with pytest.raises(Failed, match=r"'ragfuse doctor \.\.\.' ended with status 1:\none\ntwo"):
+        made.ask_doctor()
+    made.tools = Answers(stdout="Checking x: PASSED\n")  # type: ignore[assignment]
+    with pytest.raises(Failed, match="twine passed 1 of 2 files"):
+        made.check_metadata()
+    (made.built / "other-1.0.tar.gz").touch()
+    with pytest.raises(Failed, match=r"built \['other-1.0.tar.gz'\] and not \['ragfuse_kv-1.2"):
+        made.build()
+
+
+def test_steps_say_what_they_found(tmp_path: Path) -> None:
+    made = release(tmp_path)
+    made.environment = Answers(stdout="ragfuse 1.2\n")  # type: ignore[assignment]
+    assert made.ask_version() == "ragfuse --version: ragfuse 1.2"
+    made.environment = Answers(stdout="/e/lib/ragfuse/__init__.py\n")  # type: ignore[assignment]
+    assert made.import_all() == "1 packages, each from its wheel"
+
+
+def test_a_failed_step_ends_the_check_names_the_log_and_leaves_dist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, log = tmp_path / "dist", tmp_path / "logs" / "dist.log"
+    out.mkdir()
+    (out / "old-1.0.tar.gz").write_text("old")
+    works = list[Path]()
+
+    def broken(self: Release) -> str:
+        works.append(self.work)
+        logged(["echo", "seen"], self.work, None, self.log)
+        raise Failed("no index")
+
+    monkeypatch.setattr(Release, "install_tools", broken)
+    said = CliRunner().invoke(app(), ["--out", str(out), "--log", str(log)])
+    assert said.exit_code == 1
+    assert "tools: failed. no index" in said.output
+    assert str(log) in said.output
+    assert log.read_text() == "$ echo seen\nseen\n[0]\n\n"
+    assert [path.name for path in out.iterdir()] == ["old-1.0.tar.gz"]
+    assert not works[0].exists()
+
+
+def test_what_passed_takes_the_place_of_what_an_earlier_check_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "dist"
+    out.mkdir()
+    for name in ("ragfuse_kv-0.0.tar.gz", "notes.txt"):
+        (out / name).write_text("old")
+
+    def build(self: Release) -> str:
+        self.built.mkdir()
+        (self.built / "ragfuse_kv-1.2.tar.gz").write_text("new")
+        return "built"
+
+    monkeypatch.setattr(Release, "steps", property(lambda self: [("build", lambda: build(self))]))
+    said = CliRunner().invoke(app(), ["--out", str(out), "--log", str(tmp_path / "log")])
+    assert said.exit_code == 0, said.output
+    assert said.output.splitlines()[0].split() == ["build", "built", "(0", "s)"]
+    assert "Nothing was uploaded." in said.output
+    assert sorted(path.name for path in out.iterdir()) == ["notes.txt", "ragfuse_kv-1.2.tar.gz"]
+
+
+def app() -> Any:
+    import typer
+
+    made = typer.Typer()
+    made.command()(command.main)
+    return made
+
+
+def test_a_list_of_packages_names_no_path_of_this_machine_and_every_package_by_its_address() -> None:
+    site = {"type": "website", "url": "https://example.org"}
+    told = made_public(
+        {
+            "metadata": {"component": {"name": "ragfuse-kv", "version": "1.2"}},
+            "components": [
+                {"name": "haystack_ragfuse", "version": "1.2", "externalReferences": [{"url": "file:///tmp/x.whl"}]},
+                {"name": "torch", "version": "2", "purl": "pkg:pypi/torch@2", "externalReferences": [site]},
+            ],
+        }
+    )
+    assert "file:" not in str(told)
+    assert told["metadata"]["component"]["purl"] == "pkg:pypi/ragfuse-kv@1.2"
+    assert [each["purl"] for each in told["components"]] == ["pkg:pypi/haystack-ragfuse@1.2", "pkg:pypi/torch@2"]
+    assert told["components"][1]["externalReferences"] == [site]
+
+
+# the environment
+
+
+def test_programs_run_in_an_empty_folder_without_this_processs_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("RAGFUSE_MODEL", "mine")
+    log = io.StringIO()
+    environment = Environment.make(tmp_path, log)
+    code = "import os, sys; print(os.getcwd(), sys.path, sorted(n for n in os.environ if n.startswith('RAGFUSE')))"
+    said = environment.run("python", "-c", code)
+    assert said.returncode == 0
+    assert said.stdout.startswith(str(environment.folder))
+    assert str(ROOT) not in said.stdout
+    assert "['RAGFUSE_HOME']" in said.stdout
+    assert said.stdout in log.getvalue()
+    assert environment.run("python", "-c", "import ragfuse").returncode != 0
+
+
+def test_changed_files_are_those_that_git_names(tmp_path: Path) -> None:
+    logged(["git", "init", "-q"], tmp_path)
+    (tmp_path / "new.py").touch()
+    assert changed_files(tmp_path) == ["new.py"]
