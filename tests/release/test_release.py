@@ -1,10 +1,9 @@
-"""The release check: its order, its README script, what it asks a person, and what a failed step leaves."""
+"""The release check: its order, what it asks a person, and what a failed step leaves."""
 
 from __future__ import annotations
 
 import io
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from release import __main__ as command
 from release.check import Failed, Release, changed_files
 from release.distributions import IMPORTS, MAIN, ROOT, Distribution, distributions, open_questions, ordered
 from release.environment import Environment, logged
-from release.readme import DOCUMENTS, script
 from release.sbom import made_public
-from tests.docs.blocks import Block, blocks
 
 ONE = Distribution("ragfuse-kv", "1.2", ROOT)
 
@@ -69,33 +66,6 @@ def test_what_is_left_names_all_files_in_the_order_of_their_upload(tmp_path: Pat
     places = [lines.index(str(tmp_path / name)) for each in found for name in each.files]
     assert places == sorted(places)
     assert len(places) == 2 * len(IMPORTS)
-
-
-# the README
-
-
-def test_the_readmes_programs_become_one_script_without_the_checkout() -> None:
-    text = script(blocks("README.md"), DOCUMENTS)
-    compile(text, "readme.py", "exec")
-    assert text.count("print('ran: line ") >= 3
-    assert "Qwen/" not in text
-    assert "tests." not in text
-    assert str(ROOT) not in text
-
-
-def test_a_block_runs_behind_what_stands_before_it_and_not_where_it_is_marked(tmp_path: Path) -> None:
-    found = [
-        Block("p", 3, "python", "print(seen, TEXTS)\n", first="seen = 1"),
-        Block("p", 9, "python", "1 / 0\n", not_run="it fails"),
-        Block("p", 12, "bash", "exit 1\n"),
-        Block("p", 15, "python", "seen += 1\n"),
-    ]
-    (tmp_path / "x.py").write_text(script(found, ["a"]))
-    said = subprocess.run([sys.executable, "x.py"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert said == "1 ['a']\nran: line 3\nran: line 15\n"
-
-
-# steps
 
 
 class Answers:
