@@ -50,7 +50,7 @@ EXTRAS = MappingProxyType(
     }
 )
 """Extras of the package, and what each is for."""
-INTEGRATIONS = ("langchain-ragfuse", "llama-index-llms-ragfuse")
+INTEGRATIONS = ("langchain-ragfuse", "llama-index-llms-ragfuse", "haystack-ragfuse")
 MIN_FREE_MEMORY = 2e9
 """Bytes of free memory below which the check fails."""
 MIN_FREE_DISK = 64e6
