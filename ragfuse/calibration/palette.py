@@ -9,6 +9,8 @@ FULL_PREFILL = "tab:grey"
 """Full prefill, and everything that ragfuse is held against without reuse."""
 PREFIX_CACHING = "tab:blue"
 """Prefix caching, vLLM's too."""
+TOKEN_COLOURS = ("#2a9d8f", RAGFUSE, "#bab0ac")
+"""Of a prompt: tokens that are reused, recomputed and fresh."""
 
 METHODS = MappingProxyType(
     {

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-TOKEN_COLOURS = ("#4c78a8", "#f58518", "#bab0ac")
+from ragfuse.calibration import palette
+
 TOKEN_KINDS = ("reused", "recomputed", "fresh")
-FULL_COLOUR, FUSED_COLOUR = "#bab0ac", "#4c78a8"
+FULL_COLOUR, FUSED_COLOUR = palette.FULL_PREFILL, palette.RAGFUSE
 
 
 def draw(report: Mapping[str, Any], target: Path) -> None:
@@ -53,14 +54,16 @@ def _draw_strips(axes: Any, answers: Sequence[Mapping[str, Any]], labels: Sequen
 
     width = 600
     rows = np.stack([strip_of(answer["trace"], width) for answer in answers])
-    axes.imshow(rows, aspect="auto", cmap=ListedColormap(TOKEN_COLOURS), vmin=0, vmax=2, interpolation="nearest")
+    axes.imshow(
+        rows, aspect="auto", cmap=ListedColormap(palette.TOKEN_COLOURS), vmin=0, vmax=2, interpolation="nearest"
+    )
     axes.set_yticks(range(len(answers)), labels)
     axes.set_xticks([0, width - 1], ["first token", "last token"])
     axes.set_title("every prompt, token by token")
     axes.set_ylabel("question")
     for line in range(1, len(answers)):
         axes.axhline(line - 0.5, color="white", linewidth=2)
-    patches = [Patch(color=colour, label=name) for colour, name in zip(TOKEN_COLOURS, TOKEN_KINDS, strict=True)]
+    patches = [Patch(color=colour, label=name) for colour, name in zip(palette.TOKEN_COLOURS, TOKEN_KINDS, strict=True)]
     axes.legend(handles=patches, ncols=3, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
