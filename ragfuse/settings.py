@@ -553,7 +553,8 @@ def _loading(given: Any) -> LoadingOptions:
             options = None
     if not isinstance(options, Mapping):
         raise ValueError(
-            'wanted options by name, found something else; example: RAGFUSE_MODEL_KWARGS=\'{"revision": "main"}\''
+            'wanted a JSON object of options by name, such as {"revision": "main"}, found something else (the option '
+            "--model-kwargs, the variable RAGFUSE_MODEL_KWARGS)"
         )
     strange = next((str(name) for name in options if name not in LOADING), None)
     if strange is not None:

@@ -25,7 +25,7 @@ Server = Annotated[
     str | None,
     option(
         "--server",
-        "Ask the `ragfuse serve` at this address, in place of loading a model here. Documents are searched here.",
+        "Ask the `ragfuse serve` at this address; no model is loaded here, but documents are searched here.",
         "none",
         metavar="URL",
     ),

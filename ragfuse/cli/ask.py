@@ -243,7 +243,8 @@ def _print_which_was_faster(console: Console, full: Answer, answer: Answer) -> N
     if answer.trace.fallback_reason:
         console.print("Nothing was reused, so both did the same work.")
     elif speedup >= 1:
-        console.print(f"First token [bold]{speedup:.1f} times faster[/] than full prefill.", highlight=False)
+        warm = " Both in a warm process; its first question takes longer."
+        console.print(f"First token [bold]{speedup:.1f} times faster[/] than full prefill.{warm}", highlight=False)
     else:
         console.print(f"First token {1 / speedup:.1f} times slower than full prefill: too little was reused.")
 

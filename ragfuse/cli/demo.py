@@ -39,6 +39,8 @@ def demo(
     ),
 ) -> None:
     """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse side by side."""
+    console = Console()
+    console.print("This takes some minutes. Loading libraries and the model ...", highlight=False)
     missing = [name for name in DEMO_NEEDS if find_spec(name) is None]
     if missing:
         wanted = "pip install 'ragfuse-kv[demo]' langchain-ragfuse"
@@ -50,7 +52,6 @@ def demo(
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
     memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
     settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": memory})
-    console = Console()
     require_writable(out, out.with_suffix(".png"))
     with loaded_engine(settings, console) as engine:
         report = run(engine, console)

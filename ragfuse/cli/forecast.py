@@ -66,7 +66,8 @@ class IngestForecast:
             kv = f"{size_text(self.nbytes)} of KV ({size_text(self.token_nbytes)} a token)"
             parts.append(f"{kv} into {self.tier}, which holds {capacity_text(self.capacity)}")
         if self.seconds is not None:
-            parts.append(f"about {duration_text(self.seconds)}")
+            lasts = duration_text(self.seconds)
+            parts.append(lasts if lasts.startswith("less") else f"about {lasts}")
         return ", ".join(parts) + "."
 
 

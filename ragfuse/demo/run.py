@@ -143,7 +143,7 @@ class Demo:
 
     def ingest_only_for(self, question: str, console: Console) -> None:
         """Index all chunks, and compute the KV of the documents that one question's chunks come from."""
-        self._index(console)
+        self._index(console, "indexing passages anew, in larger pieces")
         found = {document.metadata["source"] for document in self.retriever.invoke(question)}
         self._encode([text for text in self.texts if text[1] in found], "computing the KV of longer passages", console)
 
@@ -177,7 +177,7 @@ class Demo:
             trace=fused_trace,
         )
 
-    def _index(self, console: Console) -> None:
+    def _index(self, console: Console, what: str = "indexing passages") -> None:
         from langchain_community.vectorstores import FAISS
         from langchain_huggingface import HuggingFaceEmbeddings
 
@@ -187,7 +187,7 @@ class Demo:
         sources = [{"source": source} for _, source in self.texts]
         texts, vectors = [text for text, _ in self.texts], list[list[float]]()
         with progress(console) as bar:
-            task = bar.add_task("indexing passages", total=len(texts))
+            task = bar.add_task(what, total=len(texts))
             for at in range(0, len(texts), EMBEDDED_TOGETHER):
                 vectors += embeddings.embed_documents(texts[at : at + EMBEDDED_TOGETHER])
                 bar.update(task, completed=len(vectors))

@@ -39,7 +39,13 @@ def limit_threads(threads: int | None) -> int:
         threads = min(before, shared(("threads",), available_threads))
     if threads != before:
         torch.set_num_threads(threads)
-        log.info("torch computes with %d threads, not %d. The setting `threads` can name a number.", threads, before)
+        many = "thread" if threads == 1 else "threads"
+        log.info(
+            "torch computes with %d %s, not %d, as other cores are busy. RAGFUSE_THREADS sets another number.",
+            threads,
+            many,
+            before,
+        )
     return threads
 
 

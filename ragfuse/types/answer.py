@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragfuse.errors import InputError
 from ragfuse.types.keys import Encoded, Kind
-from ragfuse.types.reasons import ENCODING
+from ragfuse.types.reasons import ENCODING, MISSING
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,8 @@ class Trace:
         parts += [f"{sum(chunks)} of {len(chunks)} chunks"] if chunks else []
         pending = sum(each.why == ENCODING for each in self.segments)
         parts += [f"{pending} still being encoded"] if pending else []
+        missing = sum(each.why == MISSING for each in self.segments if each.kind == "chunk")
+        parts += [f"{missing} not stored yet"] if missing else []
         reused = f"{self.tokens_reused} reused" + (f" ({', '.join(parts)})" if parts else "")
         return f"{self.tokens} tokens: {reused}, {self.tokens_recomputed} recomputed, {first}"
 
