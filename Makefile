@@ -56,7 +56,7 @@ demo: $(READY) ## real questions over real documents, full prefill and ragfuse s
 	@$(BIN)/ragfuse demo $(ARGS)
 
 test: lint ## lint, types and all tests but the benchmarks' that are neither slow nor long on the embedded model
-	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded' \
+	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded and not browser' \
 	  --ignore tests/bench --ignore tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-bench: $(READY) ## the tests of the benchmarks
