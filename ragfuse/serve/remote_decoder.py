@@ -88,7 +88,7 @@ class RemoteDecoder:
         self.remote_model = model
         self.is_up = False
         self._is_told = self._is_unfit_told = self._is_place_told = False
-        self._lock, self._reasons = threading.Lock(), set[str]()
+        self._lock, self._connecting, self._reasons = threading.Lock(), threading.Lock(), set[str]()
         self._probe: tuple[list[int], ChunkKV] | None = None
 
     def connect(self, engine: Engine, salt: str) -> None:
@@ -114,15 +114,16 @@ class RemoteDecoder:
 
     def reconnect(self, engine: Engine, salt: str) -> None:
         """Try again, as `connect` does, if the server is away; what cannot work is a warning now."""
-        if self.is_up:
-            return
-        try:
-            self.connect(engine, salt)
-        except (RagFuseError, OSError) as error:
-            with self._lock:
-                is_told, self._is_unfit_told = self._is_unfit_told, True
-            if not is_told:
-                log.warning("Answers are decoded here. %s", error)
+        with self._connecting:  # one at a time: a try that began earlier must not end after a later one
+            if self.is_up:
+                return
+            try:
+                self.connect(engine, salt)
+            except (RagFuseError, OSError) as error:
+                with self._lock:
+                    is_told, self._is_unfit_told = self._is_unfit_told, True
+                if not is_told:
+                    log.warning("Answers are decoded here. %s", error)
 
     def instead_of(
         self, make: Callable[[Engine], Sequence[AnswerRequest]], salt: str
