@@ -33,10 +33,11 @@ def question_lines(answer: DemoAnswer) -> Iterator[Text]:
     """Yield the lines of a question: its text, the known answer, both answers with bars, and what was reused."""
     yield Text(answer.question, "bold")
     yield Text(f"{'  known answer':{INDENT}}{answer.gold}", "dim")
-    slower = max(answer.ttft_full_s, answer.ttft_fused_s)
+    full_s, fused_s = round(answer.ttft_full_s, 2), round(answer.ttft_fused_s, 2)  # bars show what is printed
+    slower = max(full_s, fused_s)
     for name, text, right, seconds, style in (
-        ("full prefill", answer.answer_full, answer.right_full, answer.ttft_full_s, FULL_STYLE),
-        ("ragfuse", answer.answer_fused, answer.right_fused, answer.ttft_fused_s, FUSED_STYLE),
+        ("full prefill", answer.answer_full, answer.right_full, full_s, FULL_STYLE),
+        ("ragfuse", answer.answer_fused, answer.right_fused, fused_s, FUSED_STYLE),
     ):
         verdict = ("right", "green") if right else ("wrong", "red")
         begins = f"  {name:12} {seconds:5.2f} s  "

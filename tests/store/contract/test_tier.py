@@ -58,6 +58,9 @@ def test_every_layer_of_every_level_reads_back_alone_and_the_sizes_are_told_by_l
     assert list(entry.sizes) == ["raw", "int8"]
     assert entry.sizes["int8"] == meta.sizes["int8"]
     assert (entry.n_layers, entry.nbytes) == (3, told(tier, meta))
+    assert tier.nbytes >= entry.nbytes
+    if not isinstance(tier, MemoryTier) or (type(tier) is MemoryTier and not tier.copies):
+        assert tier.nbytes == entry.nbytes
 
 
 def test_a_pass_over_one_level_is_one_hit_also_for_who_did_not_write_it(make_tier):
