@@ -26,7 +26,11 @@ FENCE = re.compile(
 )
 BETWEEN = "---- next block ----"
 NUMBER = re.compile(r"\d[\d.,]*")
-NOISE = ("Loading weights", "Failed to load", "W1", "Warning", "warning")
+NOISE = re.compile(
+    r"Loading weights:|Failed to load \S+torchao|W\d{4} \d\d:"
+    r"|.*Detected no triton|.*DeprecationWarning:|  warnings\.warn"
+)
+"""Lines that libraries write and that are no part of a program; warnings of ragfuse are not among them."""
 TIMEOUT_S = 600
 
 
@@ -84,7 +88,7 @@ def run(blocks: list[str]) -> list[list[str]]:
     for line in done.stdout.splitlines():
         if line == BETWEEN:
             said.append([])
-        elif line.strip() and not any(noise in line for noise in NOISE):
+        elif line.strip() and not NOISE.match(line):
             said[-1].append(line)
     return said
 
