@@ -22,6 +22,7 @@ from torch import Tensor
 from ragfuse.errors import InputError
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
+from ragfuse.process.folders import make_own_folder
 
 RECIPE_FILE = "recipe.json"
 STATE_FILE = "state.safetensors"
@@ -116,7 +117,7 @@ class AdapterFolder:
                 "Name another folder with --out, or empty this one."
             )
         self.tidy()
-        self.work.mkdir(parents=True, exist_ok=True)
+        make_own_folder(self.work)
         if not file.is_file():
             self._write(file, json.dumps(asdict(recipe), indent=1) + "\n")
 

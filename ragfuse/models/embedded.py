@@ -31,6 +31,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
+from ragfuse.process.folders import make_own_folder
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
 
@@ -312,7 +313,7 @@ def _folder(model: EmbeddedModel, home: Path) -> Path:
 def _prepare(model: EmbeddedModel, source: Path, folder: Path, console: Console) -> Path:
     """Convert `source` under the model's lock into a folder beside `folder`, then put it in place."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_own_folder(folder.parent)
         with _progress(model, console) as on_step, _locked(folder.with_name(f".{model.name}.lock"), on_step):
             if not _is_intact(folder, model):
                 _require(model, folder.parent)

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ragfuse.process.folders import make_own_folder
 from ragfuse.types.keys import digest
 
 SETTLED_NS = 2_000_000_000
@@ -68,7 +69,7 @@ class WeightDigests:
             return
         partial = self._folder / f".{name}.{os.getpid()}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_own_folder(self._folder)
             partial.write_text(found, encoding="ascii")
             partial.replace(self._folder / name)
         except OSError:

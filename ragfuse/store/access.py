@@ -13,11 +13,12 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
+from ragfuse.process.folders import OWN_FOLDER, make_own_folder
 from ragfuse.settings import SharedWith
 
 log = logging.getLogger("ragfuse.store")
 
-_OWN_FOLDER, _OWN_FILE, _GROUP_FOLDER, _GROUP_FILE = 0o700, 0o600, 0o2770, 0o660
+_OWN_FILE, _GROUP_FOLDER, _GROUP_FILE = 0o600, 0o2770, 0o660
 _SHARED = stat.S_ISGID | stat.S_IWGRP
 _OTHERS: tuple[tuple[SharedWith, int], ...] = (("nobody", stat.S_IRWXG | stat.S_IRWXO), ("group", stat.S_IRWXO))
 
@@ -26,14 +27,16 @@ def make_root(path: Path, shared_with: SharedWith = "nobody") -> None:
     """Make a root folder if it is missing, and log a warning if more users than intended have access to it.
 
     Args:
-        path: The folder. Missing folders above it are made with the permissions that the umask gives.
+        path: The folder. Missing folders above it are made for this user alone, or, to share it with a group, with the
+            permissions that the umask gives.
         shared_with: Who else may use it. With "group", an existing folder of this user is opened to its group.
 
     Raises:
         OSError: It cannot be made, or something else is there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(mode=_OWN_FOLDER, exist_ok=True)
+    if shared_with == "group":
+        path.parent.mkdir(parents=True, exist_ok=True)
+    make_own_folder(path)
     found = path.stat()
     if shared_with == "group" and not _is_shared(found.st_mode) and found.st_uid == os.geteuid():
         path.chmod(_GROUP_FOLDER)
@@ -49,7 +52,7 @@ def make_folder(path: Path) -> None:
     if not path.parent.is_dir():
         make_folder(path.parent)
     try:
-        path.mkdir(mode=_OWN_FOLDER)
+        path.mkdir(mode=OWN_FOLDER)
     except FileExistsError:
         if not path.is_dir():
             raise
