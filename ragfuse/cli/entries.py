@@ -25,14 +25,18 @@ if TYPE_CHECKING:
 
 
 def show_entries(console: Console, rows: Sequence[EntryRow]) -> None:
-    """Print entries as a table. Texts are shortened to fit the console; chunks' texts are shown on wide ones only."""
+    """Print entries as a table, shortened to fit the console.
+
+    Chunks' texts are shown on wide consoles only, names of models where there are several.
+    """
+    has_models = len({row.tenant.name for row in rows}) > 1
     has_text = console.width >= 100
     has_levels = any(list(row.entry.sizes) != [LEVEL_NAMES[0]] for row in rows)
-    table_rows = [_cells(row, has_text, has_levels) for row in rows]
+    table_rows = [_cells(row, has_models, has_text, has_levels) for row in rows]
     max_widths = {"model": 24, "source": 22, "text": 40}
     headings = [
         "key",
-        "model",
+        *(["model"] if has_models else ()),
         "tier",
         *(["level"] if has_levels else ()),
         "encoded",
@@ -67,10 +71,11 @@ _MIN_WIDTH = 6
 """Least width, in characters, of a shortened column."""
 
 
-def _cells(row: EntryRow, has_text: bool, has_levels: bool) -> tuple[str, ...]:
+def _cells(row: EntryRow, has_models: bool, has_text: bool, has_levels: bool) -> tuple[str, ...]:
     entry = row.entry
     key, levels = row.short + ("*" if entry.pinned else ""), ("+".join(entry.sizes),) if has_levels else ()
-    names = map(plain, (key, plain(row.tenant.name), entry.tier, *levels, entry.key.encoded))
+    models = (row.tenant.name,) if has_models else ()
+    names = map(plain, (key, *models, entry.tier, *levels, entry.key.encoded))
     texts = (short(plain(Path(row.source).name)), plain(row.text))[: 1 + has_text]
     numbers = (f"{entry.n_tokens:,}", size_text(entry.nbytes), f"{entry.hits:,}", _ago(entry.last_used))
     return (*names, *texts, *numbers)

@@ -28,12 +28,15 @@ def show_trace(console: Console, trace: Trace) -> None:
     table.add_column("tokens", justify="right")
     for heading in ("from", "recomputed", "why"):
         table.add_column(heading)
+    reason = ""
     for segment in trace.segments:
         level = f" as {segment.level}" if segment.level not in ("", "raw") else ""
         where = f"{segment.tier}{level}, {size_text(segment.nbytes)}" if segment.hit else "not stored"
         recomputed = "none: exact" if segment.exact else f"{segment.recomputed} tokens" if segment.hit else "all"
         name = Path(segment.source).name if segment.source else KIND_WORDS.get(segment.kind, segment.kind)
-        table.add_row(Text(short(name)), str(segment.n_tokens), where, recomputed, Text(segment.why))
+        why = "the same" if segment.why and segment.why == reason else segment.why
+        table.add_row(Text(short(name)), str(segment.n_tokens), where, recomputed, Text(why))
+        reason = segment.why
     if trace.segments:
         console.print(table)
     if trace.dropped:
@@ -48,7 +51,7 @@ def show_trace(console: Console, trace: Trace) -> None:
     else:
         summary = (
             f"{trace.tokens} tokens: [{REUSED}]{trace.tokens_reused} reused[/], [{RECOMPUTED}]"
-            f"{trace.tokens_recomputed} reused and recomputed[/] ({trace.mean_ratio:.0%}, chosen by the policy "
+            f"{trace.tokens_recomputed} recomputed[/] ({trace.mean_ratio:.0%}, chosen by the policy "
             f"{trace.policy}), [{FRESH}]{trace.tokens_fresh} computed[/]"
         )
     console.print(f"{summary}; first token after {trace.ttft_s:.2f} s", highlight=False)
@@ -60,7 +63,7 @@ def legend() -> Text:
         ("\u2588 ", REUSED),
         "reused from the store  ",
         ("\u2588 ", RECOMPUTED),
-        "reused and recomputed  ",
+        "recomputed  ",
         ("\u2588 ", FRESH),
         "computed",
     )

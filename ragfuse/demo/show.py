@@ -44,8 +44,8 @@ def question_lines(answer: DemoAnswer) -> Iterator[Text]:
         yield Text.assemble(begins, bar(seconds, slower, style), "  ", verdict, f"  {text[:ANSWER]}")
     fresh = answer.tokens - answer.tokens_reused - answer.tokens_recomputed
     yield Text(
-        f"  {faster(answer.speedup)}. Of {answer.tokens:,} tokens {answer.tokens_reused:,} were reused as they are, "
-        f"{answer.tokens_recomputed:,} reused and recomputed, {fresh:,} computed."
+        f"  {faster(answer.speedup)}. Of {answer.tokens:,} tokens {answer.tokens_reused:,} were reused, "
+        f"{answer.tokens_recomputed:,} recomputed, {fresh:,} computed."
     )
 
 
@@ -70,7 +70,7 @@ def show_strip(console: Console, answer: DemoAnswer) -> None:
         strip.append("\u2588", STRIP_STYLES[kind])
     console.print(strip)
     legend = Text("  ")
-    for style, word in zip(STRIP_STYLES, ("reused as they are", "reused and recomputed", "computed"), strict=True):
+    for style, word in zip(STRIP_STYLES, ("reused", "recomputed", "computed"), strict=True):
         legend.append("\u2588 ", style).append(f"{word}   ")
     console.print(legend, "\n")
 

@@ -32,7 +32,7 @@ def test_the_whole_way_from_a_document_to_the_tokens_of_its_answer(page: Page, a
     counts = {name: int(n) for name, n in re.findall(r"(reused|recomputed|fresh|prefix) (\d+)", told)}
     assert sum(counts.values()) == n_cells
     assert counts["reused"] > counts["recomputed"] > 0
-    for letter, name in zip("rcfp", ("reused", "recomputed", "fresh", "prefix"), strict=True):
+    for letter, name in zip("rcfp", ("reused", "recomputed", "computed", "beginning"), strict=True):
         assert turn.locator(f".strip .cell.{letter}").count() == counts[name]
 
     turn.locator(".segment.chunk").first.click()

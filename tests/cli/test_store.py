@@ -132,14 +132,15 @@ def test_ls_for_people_is_a_table_without_anything_a_terminal_would_obey(run, fi
 
 @pytest.mark.parametrize("width", [60, 80, 100, 130])
 def test_ls_never_cuts_a_number_or_a_tier_and_shortens_texts(width):
-    def line(i, tier):
+    def line(i, tier, name):
         used = time.time() - 24.2 * 60 - 3600 * i
         entry = Entry(key(i), tier, 12_345, 30, {"raw": 1_234_567_890}, used, 12_345 + i, pinned=not i)
-        tenant = Tenant("0123456789abcdef", "HuggingFaceTB/SmolLM2-135M-Instruct", hidden("acme"))
+        tenant = Tenant("0123456789abcdef", name, hidden("acme"))
         return EntryRow(entry, tenant, "/docs/a rather long name of a file.md", "All that the keeper wrote down. " * 9)
 
     said = io.StringIO()
-    lines = [line(i, tier) for i, tier in enumerate(("objects-2", "redis"))]
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    lines = [line(0, "objects-2", name), line(1, "redis", "another")]
     show_entries(Console(file=said, width=width), lines)
     heading, first, second, *_ = said.getvalue().splitlines()
     assert first.split()[-6:] == ["12,345", "1.2", "GB", "12,345", "24", "min"]
@@ -149,6 +150,9 @@ def test_ls_never_cuts_a_number_or_a_tier_and_shortens_texts(width):
     assert "Huggi" in first
     assert "…" in first
     assert width < 80 or max(map(len, (heading, first, second))) <= width
+    alike = io.StringIO()
+    show_entries(Console(file=alike, width=width), [line(0, "objects-2", name), line(1, "redis", name)])
+    assert "model" not in alike.getvalue().splitlines()[0]
 
 
 def test_one_is_said_as_one(run, filled):

@@ -39,7 +39,7 @@ function reuse(found) {
   const most = Math.max(0, ...minutes.map((each) => each.reused + each.recomputed + each.fresh));
   const empty = Array.from({ length: Math.max(0, SHOWN_MINUTES - minutes.length) }, () => ({ title: "", parts: [] }));
   const bars = minutes.map((each) => ({
-    title: `${Math.round(each.ago_s / 60)} minutes ago: ${count(each.reused)} reused, ${count(each.recomputed)} recomputed, ${count(each.fresh)} fresh`,
+    title: `${Math.round(each.ago_s / 60)} minutes ago: ${count(each.reused)} reused, ${count(each.recomputed)} recomputed, ${count(each.fresh)} computed`,
     parts: [["f", each.fresh], ["c", each.recomputed], ["r", each.reused]],
   }));
   const told = `${share(reused, all)} of ${many(all, "prompt token")} reused in the last ${minutesOf(found.hour.seconds)}`;
@@ -48,7 +48,7 @@ function reuse(found) {
     all ? columns(told, [...empty, ...bars], most) : null,
     all ? make("div", { class: "axis quiet", "aria-hidden": "true" }, make("span", {}, "an hour ago"), make("span", {}, "now")) : null,
     make("ul", { class: "legend" },
-      [["r", `reused ${count(reused)}`], ["c", `recomputed ${count(recomputed)}`], ["f", `fresh ${count(fresh)}`]]
+      [["r", `reused ${count(reused)}`], ["c", `recomputed ${count(recomputed)}`], ["f", `computed ${count(fresh)}`]]
         .map(([name, text]) => make("li", {}, make("i", { class: `cell ${name}` }), ` ${text}`))));
 }
 

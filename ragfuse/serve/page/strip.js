@@ -6,8 +6,8 @@ import { bytes, count, many } from "./format.js";
 const FATES = {
   r: ["reused", "KV of a chunk, taken from the store"],
   c: ["recomputed", "chosen by the policy and computed again"],
-  f: ["fresh", "computed, as nothing of it is stored"],
-  p: ["prefix", "known beginning or earlier turns, reused exactly"],
+  f: ["computed", "new text, or not stored yet"],
+  p: ["beginning", "known beginning or earlier turns, reused exactly"],
 };
 const ENCODED = { alone: "alone", prefix: "behind the prompt's beginning", filler: "behind filler text" };
 const KINDS = { chunk: "chunk", prefix: "beginning", module: "module", history: "earlier turns", fresh: "new text" };
