@@ -154,7 +154,9 @@ def test_an_answer_follows_a_schema(client: Any, model: str) -> None:
 
 
 def test_a_conversation_goes_on_from_any_of_its_responses(client: Any, model: str, served: Served) -> None:
-    exact = {"ragfuse": {"policy": "full"}}  # so that an answer does not depend on which chunks earlier tests left behind
+    exact = {
+        "ragfuse": {"policy": "full"}
+    }  # so that an answer does not depend on which chunks earlier tests left behind
     ask: dict[str, Any] = {"model": model, "extra_body": exact}
     first = client.responses.create(
         model=model, input="Who kept the northern light?", extra_body={**with_documents(1), **exact}
