@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -14,6 +15,9 @@ from rich.console import Console
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 def default_of(setting: str, value: str = "") -> str:
@@ -115,18 +119,12 @@ def settings_of(**given: Any) -> Settings:
         return Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
+        name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             raise SettingsError(
                 f"There is no setting '{name}'. The settings are: {', '.join(Settings.model_fields)}."
             ) from error
-        found = (
-            ""
-            if name.partition(".")[0]
-            in ("tiers", "salt", "api_key", "api_keys", "decode_at", "decode_key", "model_kwargs")
-            else f", found {first['input']!r}"
-        )
-        raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{found}.") from None
+        raise SettingsError(_reason(name, [each for each in error.errors() if each["loc"][0] == name])) from None
     except PydanticSettingsError as error:
         name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")
         raise SettingsError(
@@ -134,6 +132,35 @@ def settings_of(**given: Any) -> Settings:
         ) from None
     except (ValueError, OSError) as error:  # ragfuse.toml itself
         raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Correct it or remove it.") from error
+
+
+_MAY_BE_SECRET = ("tiers", "salt", "api_key", "api_keys", "decode_at", "decode_key", "model_kwargs", "transfer_url")
+"""Settings whose values are in no message."""
+_WORDS = (
+    ("Value error, ", ""),
+    ("Input should be a valid integer, unable to parse string as an integer", "wanted a whole number"),
+    ("Input should be a valid number, unable to parse string as a number", "wanted a number"),
+    ("Input should be a valid boolean, unable to interpret input", "wanted true or false"),
+    ("Input should be greater than or equal to", "wanted at least"),
+    ("Input should be less than or equal to", "wanted at most"),
+    ("Input should be greater than", "wanted more than"),
+    ("Input should be less than", "wanted less than"),
+    ("Input should be", "wanted"),
+)
+"""How pydantic says what it wanted, and how this command line does."""
+
+
+def _reason(name: str, errors: Sequence[ErrorDetails]) -> str:
+    """Return what a setting should be, what it is, unless that may be a secret, and which variable changes it."""
+    wanted = list[str]()
+    for each in errors:
+        said = each["msg"]
+        for theirs, ours in _WORDS:
+            said = said.replace(theirs, ours, 1)
+        wanted.append(said.removeprefix("wanted ") if wanted else said)
+    told, variable = " or ".join(dict.fromkeys(wanted)), f"RAGFUSE_{name.upper()}"
+    found = "" if name in _MAY_BE_SECRET or "found" in told else f", found {errors[0]['input']!r}"
+    return f"{name}: {told}{found}{'' if variable in told else f' (environment {variable})'}."
 
 
 def prepare_model(settings: Settings) -> None:

@@ -117,6 +117,24 @@ def test_levels_that_are_none_are_told_with_those_there_are(given, told, monkeyp
     assert 'RAGFUSE_LEVELS=\'{"redis": ["int8", "cg2"]}\'' in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("ratio", "2", "ratio: wanted at most 1, found '2' (environment RAGFUSE_RATIO)."),
+        ("threads", "many", "threads: wanted 'auto' or a whole number, found 'many' (environment RAGFUSE_THREADS)."),
+        ("threads", "0", "threads: wanted 'auto' or at least 1, found '0' (environment RAGFUSE_THREADS)."),
+        ("dtype", "int4", "wanted 'auto', 'float32', 'bfloat16' or 'float16', found 'int4'"),
+        ("session_ttl_s", "soon", "wanted a number, found 'soon'"),
+    ],
+)
+def test_a_value_that_is_none_is_told_with_what_is_wanted(name, given, said, monkeypatch):
+    monkeypatch.setenv(f"RAGFUSE_{name.upper()}", given)
+    with pytest.raises(SettingsError) as error:
+        settings_of()
+    assert said in str(error.value)
+    assert "Input" not in str(error.value)
+
+
 def test_a_variable_that_is_no_json_is_named(monkeypatch):
     monkeypatch.setenv("RAGFUSE_PRICES", "cheap")
     with pytest.raises(SettingsError, match="Wanted JSON in RAGFUSE_PRICES"):
