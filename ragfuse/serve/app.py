@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
@@ -108,15 +109,25 @@ async def _open(service: Service) -> AsyncIterator[None]:
         service.threads.close()
 
 
-async def _error_response(_: Request, error: Exception) -> Response:
+async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         api_error = unreadable(error.errors())
     elif isinstance(error, HTTPException):
-        api_error = APIError(error.status_code, f"{error.detail}.", "http")
+        api_error = APIError(error.status_code, _route_refusal(request, error), "http")
         return Response(api_error.body(), error.status_code, dict(error.headers or {}), "application/json")
     else:
         api_error = api_error_of(error)
     return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
+
+
+def _route_refusal(request: Request, error: HTTPException) -> str:
+    """Say which route or method was asked for, and what there is."""
+    path, allowed = f"{request.url.path:.80}", Headers(dict(error.headers or {})).get("allow")
+    if error.status_code == 404:
+        return f"There is nothing at {path}. /docs lists what there is; OpenAI's API is below /v1."
+    if error.status_code == 405 and allowed:
+        return f"Wanted {allowed} at {path}, found {request.method}."
+    return f"{error.detail}."
 
 
 def _without_422(document: dict[str, Any]) -> dict[str, Any]:

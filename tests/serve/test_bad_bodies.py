@@ -246,11 +246,21 @@ def test_a_page_that_may_ask_does(tiny_settings: Settings) -> None:
         assert "access-control-allow-origin" not in made.get("/v1/models", origin="https://evil.example").headers
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("GET", "/nope", 404)])
-def test_paths_and_methods_that_are_none_are_told(served: Served, method: str, path: str, status: int) -> None:
-    answer = httpx.request(method, served.root + path)
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("GET", "/v1/completions", 405, "Wanted POST at /v1/completions, found GET."),
+        ("GET", "/nope", 404, "There is nothing at /nope. /docs lists what there is"),
+        ("POST", "/chat/completions", 404, "OpenAI's API is below /v1"),
+    ],
+)
+def test_paths_and_methods_that_are_none_are_told(
+    served: Served, method: str, path: str, status: int, said: str
+) -> None:
+    answer = httpx.request(method, served.root + path, json={} if method == "POST" else None)
     assert answer.status_code == status
     assert refused(answer)["code"] == "http"
+    assert said in refused(answer)["message"]
 
 
 def test_what_is_no_http_ends_the_connection_and_nothing_else(served: Served) -> None:
