@@ -199,4 +199,5 @@ def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
         )
     model.name = settings.model
     model.profile = as_shipped(model.profile, settings.model)
+    model.open_tokenizer()
     return model

@@ -147,6 +147,12 @@ class HFModel:
             self._encoder = encoder = TextEncoder(self.tokenizer, self._encoding)
         return encoder
 
+    def open_tokenizer(self) -> None:
+        """Build now what tokenising a prompt needs, which is else built as the first prompt is waited for."""
+        if self.has_tokenizer:
+            self.encoder.decode(self.encoder.tokens("a"))
+            _ = self.token_length
+
     @property
     def bos(self) -> tuple[int, ...]:
         """The BOS token if the tokenizer puts it before a plain text, else nothing."""

@@ -64,14 +64,17 @@ class TextEncoder:
         special = {*tokenizer.all_special_tokens}
         tokens = tokenizer.added_tokens_decoder.values()
         self._unspecial = {str(each) for each in tokens if not each.special and str(each) not in special}
-        self._backend, self._pieces = _backend_of(tokenizer), _nothing()
+        serialised = cast(Any, tokenizer).backend_tokenizer.to_str() if tokenizer.is_fast else None
+        self._backend, self._pieces = None, _nothing()
         self._before: dict[Place, tuple[str, str]] = {}
         self._normalised = set[int]()
         self._anchor: list[int] = []
         self._lead = ""
         self._flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-        if self._backend is not None:
-            self._pieces = self._tokenizer_of_pieces(self._backend)
+        if serialised is not None:
+            self._backend = _copied(serialised)
+            self._backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+            self._pieces = self._tokenizer_of_pieces(self._backend, serialised)
             self._anchor = encoding_of(self._pieces, "x").ids[-1:]
             self._before = {"start": self._prefixes(""), "border": self._prefixes(self._plain_token())}
             unknown, is_normal = _unknown(tokenizer), self._backend.normalizer is not None
@@ -317,13 +320,13 @@ class TextEncoder:
         fit = (str(token) for token in tokens if not (token.lstrip or token.rstrip or token.single_word))
         return next((word for word in fit if self._backend is not None and len(self._backend.encode(word).ids)), None)
 
-    def _tokenizer_of_pieces(self, backend: Tokenizer) -> Tokenizer:
+    def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
         """Return the tokenizer for pieces: `backend` without the prefix of every text, if pieces then decode right."""
-        spec = json.loads(backend.to_str())
-        bare = {**spec, **{key: _without_prefix(spec.get(key)) for key in ("normalizer", "pre_tokenizer")}}
-        candidates = [Tokenizer.from_str(backend.to_str())]
-        if bare != spec:
-            candidates.append(Tokenizer.from_str(json.dumps(bare)))
+        steps = {"normalizer": _step(backend.normalizer), "pre_tokenizer": _step(backend.pre_tokenizer)}
+        bare = {name: _without_prefix(step) for name, step in steps.items()}
+        candidates = [_copied(serialised)]
+        if bare != steps:  # a vocabulary takes a second to parse: only where it must be
+            candidates.append(_copied(json.dumps({**json.loads(serialised), **bare})))
         best = max(candidates, key=lambda each: _n_alike(backend, each))
         marks = [token for token in self._tokenizer.added_tokens_decoder.values() if str(token) in self._control]
         best.add_special_tokens([_special(token) for token in marks])
@@ -442,15 +445,17 @@ def _unknown(tokenizer: PreTrainedTokenizerBase) -> int:
     return id if isinstance(id, int) else -1
 
 
-def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Return a copy of a fast tokenizer's backend, without truncation and padding; None for a slow tokenizer."""
-    if not tokenizer.is_fast:
-        return None
-    backend = Tokenizer.from_str(cast(Any, tokenizer).backend_tokenizer.to_str())
+def _copied(serialised: str) -> Tokenizer:
+    """Return a tokenizer from its JSON, without truncation and padding."""
+    backend = Tokenizer.from_str(serialised)
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
     return backend
+
+
+def _step(step: Any) -> Any:
+    """Return a normalizer or pre-tokenizer as JSON; None for none."""
+    return None if step is None else json.loads(step.__getstate__())
 
 
 def _matcher(control: Iterable[str]) -> Tokenizer | None:
