@@ -15,6 +15,7 @@ from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Segment
+from ragfuse.types.reasons import SHORT
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
     plan, prefill = ready.plan, ready.prefill
     rows = tuple(prefill.chosen.tolist())
     segments = tuple(
-        _segment(plan, index, segment, rows) for index, segment in enumerate(plan.prompt.segments) if segment.keys
+        _segment(plan, index, segment, rows)
+        for index, segment in enumerate(plan.prompt.segments)
+        if not segment.is_new_text
     )
     segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a missed prefix is new text
     if prefill.n_before:
@@ -135,6 +138,8 @@ def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> Strea
 
 
 def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:
+    if not segment.keys:
+        return SegmentTrace(segment.source, "chunk", len(segment.tokens), segment.start, hit=False, why=SHORT)
     fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
     common = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens), "start": segment.start}
     common["goes_on"] = _goes_on(plan.prompt.segments, index)

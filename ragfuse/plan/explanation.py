@@ -12,6 +12,7 @@ from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, Forecast, LoadPlan
 from ragfuse.types.policy_cost import Needs
+from ragfuse.types.reasons import SHORT
 from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
@@ -61,13 +62,17 @@ def in_words(plan: LoadPlan) -> str:
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
     """Return a plan in plain JSON types, with one row per reusable segment."""
-    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
+    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, _misses(plan)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
     rows = []
     for at, segment in enumerate(plan.prompt.segments):
-        if segment.keys:
+        if not segment.is_new_text:
             fetch, (load_s, compute_s) = fetches.get(at), times.get(at, (None, None))
-            row: dict[str, Any] = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens)}
+            row: dict[str, Any] = {
+                "source": segment.source,
+                "kind": segment.kind if segment.keys else "chunk",
+                "n_tokens": len(segment.tokens),
+            }
             row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
             row |= {"tier": fetch.tier if fetch else "", "nbytes": fetch.nbytes if fetch else 0}
             row |= {"level": fetch.level if fetch else "", "encoded": fetch.key.encoded if fetch else ""}
@@ -98,7 +103,7 @@ def needs(plan: LoadPlan) -> str:
 
 def _segments(plan: LoadPlan) -> Iterator[str]:
     """Yield a line for each hit or miss."""
-    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
+    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, _misses(plan)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
     for index, segment in enumerate(plan.prompt.segments):
         if index not in fetches and index not in misses:
@@ -110,6 +115,12 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
         if index in times:
             notes.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
         yield f"- {segment.source or KIND_NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(notes)}"
+
+
+def _misses(plan: LoadPlan) -> dict[int, str]:
+    """Return why a segment is computed, by its index: its miss, or that it is a chunk too short to be stored."""
+    short = (at for at, each in enumerate(plan.prompt.segments) if not (each.keys or each.is_new_text))
+    return {**dict.fromkeys(short, SHORT), **dict(plan.misses)}
 
 
 def _left_out(plan: LoadPlan) -> Iterator[str]:

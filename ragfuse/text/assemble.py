@@ -249,7 +249,8 @@ class Assembler:
             yield Segment(prefix, 0)
         for run, keep in zip(runs[n_prefix:], reused[n_prefix:], strict=True):
             if not keep:
-                yield Segment(run.tokens, 0)
+                is_short = run.is_chunk and len(run.tokens) < self.min_chunk_tokens
+                yield Segment(run.tokens, 0, source=run.source if is_short else "")
                 continue
             is_part = run.stored and run.stored != run.tokens
             rows, stored = ((run.row, run.row + len(run.tokens)), run.stored) if is_part else (None, ())
@@ -258,10 +259,10 @@ class Assembler:
 
 
 def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Give the segments consecutive positions from 0, and merge neighbouring fresh ones."""
+    """Give the segments consecutive positions from 0, and merge neighbouring fresh ones that are no chunks."""
     placed: list[Segment] = []
     for segment in segments:
-        if placed and placed[-1].kind == segment.kind == "fresh":
+        if placed and placed[-1].is_new_text and segment.is_new_text:
             before = placed.pop()
             placed.append(Segment(before.tokens + segment.tokens, before.start))
         else:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragfuse.errors import InputError
 from ragfuse.types.keys import Encoded, Kind
-from ragfuse.types.reasons import ENCODING, MISSING
+from ragfuse.types.reasons import ENCODING, MISSING, SHORT
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,8 @@ class Trace:
         parts += [f"{pending} still being encoded"] if pending else []
         missing = sum(each.why == MISSING for each in self.segments if each.kind == "chunk")
         parts += [f"{missing} not stored yet"] if missing else []
+        short = sum(each.why == SHORT for each in self.segments)
+        parts += [f"{short} too short to be stored"] if short else []
         reused = f"{self.tokens_reused} reused" + (f" ({', '.join(parts)})" if parts else "")
         return f"{self.tokens} tokens: {reused}, {self.tokens_recomputed} recomputed, {first}"
 

@@ -214,7 +214,8 @@ def test_tools_are_told_of_once_and_in_words_where_calls_are_in_words():
 
 def test_a_short_chunk_is_fresh_and_not_part_of_the_prefix():
     prompt = assembler(min_chunk_tokens=8).chat(question("No.", A))
-    assert kinds(prompt) == ["prefix", "fresh", "chunk", "fresh"]
+    assert kinds(prompt) == ["prefix", "fresh", "fresh", "chunk", "fresh"]
+    assert [each.is_new_text for each in prompt.segments] == [False, False, True, False, True]
     assert prompt.segments[0].tokens == assembler().chat(question(A)).segments[0].tokens
 
 
