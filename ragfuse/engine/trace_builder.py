@@ -13,7 +13,7 @@ from ragfuse.plan.controller import is_exact
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import LoadPlan
+from ragfuse.types.plan import Fetch, LoadPlan
 from ragfuse.types.prompt import Segment
 from ragfuse.types.reasons import SHORT
 
@@ -153,11 +153,16 @@ def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]
         hit=True,
         tier=fetch.tier,
         level=fetch.level,
-        nbytes=fetch.nbytes,
+        nbytes=_nbytes_of(fetch, len(segment.tokens)),
         recomputed=recomputed,
         exact=exact,
         encoded=fetch.key.encoded,
     )
+
+
+def _nbytes_of(fetch: Fetch, n_tokens: int) -> int:
+    """Return the bytes that were read for a segment's rows, which may be only some of its entry's."""
+    return round(fetch.nbytes * n_tokens / fetch.n_tokens) if fetch.n_tokens > n_tokens else fetch.nbytes
 
 
 def _goes_on(segments: Sequence[Segment], index: int) -> bool:

@@ -72,7 +72,7 @@ class SegmentTrace:
         hit: Whether its KV was loaded.
         tier: The tier that had it; "" for a miss.
         level: Its codec level; "" for a miss.
-        nbytes: Bytes read.
+        nbytes: Bytes read for its rows; 0 where they were read for a segment before it, too.
         recomputed: Rows (tokens) of it that were recomputed.
         exact: Whether its KV equals that of a full prefill, so that nothing had to be recomputed.
         encoded: Whether its KV was computed alone, directly after the prefix, or after filler text; "" for a miss.
