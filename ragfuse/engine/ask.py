@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -158,6 +159,7 @@ class Ask:
                 f"chat_template_kwargs has {sorted(reserved)}, which are not variables of a chat template. Leave them "
                 "out; how a prompt ends is set with continue_final_message, and its tools with tools."
             )
+        object.__setattr__(self, "options", _checked_options(self.options))
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops if stop))
 
@@ -168,6 +170,36 @@ class Ask:
             object.__setattr__(self, name, () if types == _LIST[0] else {})
         elif value is not None and not isinstance(value, types):
             raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.")
+
+
+_RANGES: Mapping[str, tuple[float, float, str]] = MappingProxyType(
+    {
+        "temperature": (0.0, math.inf, "a number, 0 or more"),
+        "top_p": (0.0, 1.0, "a number from 0 to 1"),
+        "min_p": (0.0, 1.0, "a number from 0 to 1"),
+        "repetition_penalty": (1e-9, math.inf, "a number above 0"),
+        "presence_penalty": (-math.inf, math.inf, "a number"),
+        "frequency_penalty": (-math.inf, math.inf, "a number"),
+    }
+)
+"""Options of sampling that are numbers: the least, the most, and both in words."""
+
+
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for `generate` whose whole numbers are floats where transformers takes nothing else.
+
+    Raises:
+        SettingsError: A number is outside of its range, or no number.
+    """
+    checked = dict(options)
+    for name, (least, most, wanted) in _RANGES.items():
+        value = checked.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
+            raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.")
+        checked[name] = float(value)
+    return checked
 
 
 def known_policy(name: str) -> None:

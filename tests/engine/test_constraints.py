@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
-from ragfuse import Ask, ChatMessage, Engine, Grammar, InputError, Settings, ToolCall
+from ragfuse import Ask, ChatMessage, Engine, Grammar, InputError, Settings, SettingsError, ToolCall
 
 TWO = {
     "type": "object",
@@ -261,3 +261,26 @@ def test_what_a_grammar_makes_is_no_call(random_engine):
     assert answer.text == said
     assert answer.tool_calls == ()
     assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "presence_penalty"])
+def test_whole_numbers_are_numbers_of_sampling_too(name):
+    found = Ask(options={name: 2}).options[name]
+    assert (found, type(found)) == (2.0, float)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"temperature": -1}, "temperature is -1; wanted a number, 0 or more."),
+        ({"top_p": 2.0}, "top_p is 2.0; wanted a number from 0 to 1."),
+        ({"min_p": "much"}, "min_p is 'much'; wanted a number from 0 to 1."),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; wanted a number above 0."),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": True}, "top_p is True"),
+    ],
+)
+def test_numbers_of_sampling_outside_of_their_range_are_told(options, said):
+    with pytest.raises(SettingsError) as error:
+        Ask(options=options)
+    assert said in str(error.value)
