@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,10 +122,9 @@ def settings_of(**given: Any) -> Settings:
         first = error.errors()[0]
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
-            raise SettingsError(
-                f"There is no setting '{name}'. The settings are: {', '.join(Settings.model_fields)}."
-            ) from error
-        raise SettingsError(_reason(name, [each for each in error.errors() if each["loc"][0] == name])) from None
+            raise SettingsError(_unknown(name, first["input"])) from error
+        told = _reason(name, [each for each in error.errors() if each["loc"][0] == name], name in given)
+        raise SettingsError(told) from None
     except PydanticSettingsError as error:
         name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")
         raise SettingsError(
@@ -150,8 +150,23 @@ _WORDS = (
 """How pydantic says what it wanted, and how this command line does."""
 
 
-def _reason(name: str, errors: Sequence[ErrorDetails]) -> str:
-    """Return what a setting should be, what it is, unless that may be a secret, and which variable changes it."""
+def _unknown(name: str, value: object) -> str:
+    """Say that ragfuse.toml, or a program, gives a setting that there is none of, and which one may be meant."""
+    if isinstance(value, dict):
+        return f"ragfuse.toml has a table [{name}]; wanted settings alone, above any table: leave out its heading."
+    near = get_close_matches(name.lower(), Settings.model_fields, 1)
+    meant = f"Did you mean {near[0]}?" if near else f"The settings are: {', '.join(Settings.model_fields)}."
+    return f"There is no setting '{name}' (ragfuse.toml). {meant}"
+
+
+def _reason(name: str, errors: Sequence[ErrorDetails], is_given: bool) -> str:
+    """Return what a setting should be, what it is, unless that may be a secret, and where it was set.
+
+    Args:
+        name: The setting.
+        errors: What pydantic says of it.
+        is_given: Whether an option of the command line set it.
+    """
     wanted = list[str]()
     for each in errors:
         said = each["msg"]
@@ -159,8 +174,10 @@ def _reason(name: str, errors: Sequence[ErrorDetails]) -> str:
             said = said.replace(theirs, ours, 1)
         wanted.append(said.removeprefix("wanted ") if wanted else said)
     told, variable = " or ".join(dict.fromkeys(wanted)), f"RAGFUSE_{name.upper()}"
+    is_variable = any(each.upper() == variable for each in os.environ)
+    where = f"--{name.replace('_', '-')}" if is_given else f"environment {variable}" if is_variable else "ragfuse.toml"
     found = "" if name in _MAY_BE_SECRET or "found" in told else f", found {errors[0]['input']!r}"
-    return f"{name}: {told}{found}{'' if variable in told else f' (environment {variable})'}."
+    return f"{name}: {told}{found}{'' if variable in told else f' ({where})'}."
 
 
 def prepare_model(settings: Settings) -> None:

@@ -135,6 +135,23 @@ def test_a_value_that_is_none_is_told_with_what_is_wanted(name, given, said, mon
     assert "Input" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('top_k = "many"', "top_k: wanted a whole number, found 'many' (ragfuse.toml)."),
+        ("topk = 3", "There is no setting 'topk' (ragfuse.toml). Did you mean top_k?"),
+        ("[ragfuse]\ntop_k = 3", "ragfuse.toml has a table [ragfuse]; wanted settings alone"),
+        ("xyzzy = 3", "The settings are: "),
+    ],
+)
+def test_what_ragfuse_toml_has_wrong_is_told_with_the_file(text, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ragfuse.toml").write_text(text)
+    with pytest.raises(SettingsError) as error:
+        settings_of()
+    assert said in str(error.value)
+
+
 def test_a_variable_that_is_no_json_is_named(monkeypatch):
     monkeypatch.setenv("RAGFUSE_PRICES", "cheap")
     with pytest.raises(SettingsError, match="Wanted JSON in RAGFUSE_PRICES"):
