@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,8 @@ from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.tenants import remember_tenant
 from ragfuse.types.keys import digest
 from ragfuse.types.profiles import ModelProfile
+
+log = logging.getLogger("ragfuse")
 
 
 class Runtime:
@@ -187,6 +191,7 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
 
 def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
     """Load the model in the settings; an embedded model comes with its calibrated policy and ratio."""
+    began = time.perf_counter()
     source = resolve_llm(settings.model, settings.home)
     options = dict(settings.model_kwargs)
     if options.get("gguf_file") and isinstance(source, Path):
@@ -200,4 +205,5 @@ def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
     model.name = settings.model
     model.profile = as_shipped(model.profile, settings.model)
     model.open_tokenizer()
+    log.info("Model loaded in %.1f s: %s.", time.perf_counter() - began, settings.model)
     return model

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import shutil
 import threading
 import time
 
@@ -11,6 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, ModelError, Piece, SettingsError, StoreError
+from ragfuse.engine import runtime
 from ragfuse.engine.background import MAX_WAITING_JOBS
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.evict import lru
@@ -263,6 +265,21 @@ def test_chunks_shorter_than_the_least_are_fresh_and_their_number_is_a_setting(t
     with Engine(tiny_settings) as engine:
         kinds = [s.kind for s in engine.prompt(messages(short)).segments]
         assert kinds == ["prefix", "chunk", "fresh", "chunk", "fresh", "chunk", "fresh"]
+
+
+def test_loading_the_model_is_no_part_of_the_time_to_the_first_token(tiny_settings, tmp_path, monkeypatch, caplog):
+    folder = shutil.copytree(tiny_settings.model, tmp_path / "model")  # no other test has loaded it
+    loaded = runtime.load_model
+
+    def slowly(*given, **options):
+        time.sleep(1.0)
+        return loaded(*given, **options)
+
+    monkeypatch.setattr(runtime, "load_model", slowly)
+    caplog.set_level("INFO", logger="ragfuse")
+    with Engine(tiny_settings.model_copy(update={"model": str(folder)})) as engine:
+        assert engine.answer([("user", "Who?")]).trace.ttft_s < 1.0
+        assert [each.getMessage() for each in caplog.records if "Model loaded in" in each.getMessage()]
 
 
 def test_one_chunk_twice_in_a_prompt_is_right_in_both_places(filled):
