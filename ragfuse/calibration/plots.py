@@ -90,7 +90,7 @@ def plot_frontier(result: Mapping[str, Any], path: Path) -> None:
             axes = figure.add_subplot(len(sets), 1, at + 1)
             _frontier(axes, [row for row in drawn if row["dataset"] == dataset], styles)
             axes.legend(fontsize=8)
-        model = str(result["model"]).removesuffix(".gguf")
+        model = Path(result["model"]).name.removesuffix(".gguf")
         figure.axes[0].set_title(f"{model}, {result['dtype']}, threads: {result['threads']} (lower right is better)")
 
 

@@ -40,7 +40,7 @@ def run_quality(
     default = default_method(model)
     return {
         "results": results,
-        "model": settings.model,
+        "model": Path(settings.model).name if Path(settings.model).exists() else settings.model,
         "default": {"method": default.name, "ratio": default.ratio},
         **_adapter(settings.model, results),
         "dtype": settings.dtype,
