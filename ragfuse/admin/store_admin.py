@@ -7,7 +7,7 @@ people is in the command line.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from ragfuse.store.archive import ArchivedText
 from ragfuse.store.bulk import Outcome, Progress, unanswered
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import CodecRegistry
-from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, dropped, forget_texts
+from ragfuse.store.deletion import Chunk, ForgottenTexts, chunk_named, chunk_of, dropped, forget_sources, forget_texts
 from ragfuse.store.factory import free_name, open_tier
 from ragfuse.store.recode import recode
-from ragfuse.store.tenants import Tenant, hidden
+from ragfuse.store.tenants import Tenant, tenants_in
 from ragfuse.store.tier import Freed
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
@@ -282,6 +282,10 @@ class StoreAdmin:
         texts = 0 if result.silent or result.unknown else self._delete_texts(chunks, entry_filter)
         return Cleared(removed, stayed, texts, result.silent, result.unknown)
 
+    def forget_sources(self, texts: Mapping[str, str], sources: Collection[str]) -> ForgottenTexts:
+        """Delete chunks of documents that are gone, as `store.deletion.forget_sources` does for the settings' salt."""
+        return forget_sources(self.store, self.catalog.strict, self._salt, texts, sources)
+
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
         tenants = self._tenants()
@@ -363,12 +367,7 @@ class StoreAdmin:
         self.store.tier(name)
 
     def _tenants(self) -> dict[str, Tenant]:
-        names = [name for name in self.catalog.strict.names() if name.startswith("tenant-")]
-        profiles = {name.removeprefix("tenant-"): self.catalog.strict.get(name) or {} for name in names}
-        return {
-            digest: Tenant(digest, str(found.get("model", "")), str(found.get("tenant", "")))
-            for digest, found in profiles.items()
-        }
+        return {tenant.digest: tenant for tenant in tenants_in(self.catalog.strict)}
 
     def _rows_of(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[EntryRow]:
         texts: dict[tuple[str, str], tuple[str, str]] = {}
@@ -402,7 +401,7 @@ def _matches(row: EntryRow, entry_filter: EntryFilter) -> bool:
 def _matches_tenant(tenant: Tenant, entry_filter: EntryFilter) -> bool:
     model, salt = entry_filter.model, entry_filter.tenant
     is_model = model is None or model == tenant.model or _begins_digest(tenant.digest, model)
-    return is_model and (salt is None or (hidden(salt) == tenant.tenant and bool(tenant.model)))
+    return is_model and (salt is None or tenant.is_of(salt))
 
 
 def _begins_digest(digest: str, beginning: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,9 @@ from ragfuse.cli.answerer import (
     tokenizer_for,
 )
 from ragfuse.cli.files import FilesToIngest, find_files
+from ragfuse.cli.gone import forget_absent
 from ragfuse.cli.ingest import add_files, encode, print_skipped
+from ragfuse.cli.notices import tell_sources, warn_of_unfinished
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -118,12 +121,13 @@ def ask(
 
     library = Library(settings, index if docs is None else index_of(docs))
     if documents is None:
+        warn_of_unfinished(library)
         library.require()
     with open_answerer(settings, console, server, model) as engine:
-        if documents is not None:
-            _ingest(library, engine, documents, console, no_kv)
-        prompt = prompt_for(engine, library, question, console)
-        answer, full = _answers(engine, prompt, options)
+        if docs is not None and documents is not None:
+            _ingest(library, engine, docs, documents, console, no_kv)
+        prompt, retrieved = prompt_for(engine, library, question, console)
+        answer, full = _answers(engine, prompt, options, retrieved)
     write_json(_result(question, answer, full), json)
 
 
@@ -155,11 +159,13 @@ def _check_combination(
         )
 
 
-def _ingest(library: Library, engine: Answerer, documents: FilesToIngest, console: Console, no_kv: bool) -> None:
+def _ingest(
+    library: Library, engine: Answerer, docs: Path, documents: FilesToIngest, console: Console, no_kv: bool
+) -> None:
     """Bring the index up to date with a folder, and encode its chunks, unless a server will after its answers."""
     print_skipped(console, documents)
-    library.keep_only(documents.files)
-    chunks, _ = add_files(library, tokenizer_for(engine, library.settings), documents.files, console)
+    chunks, _ = add_files(library, tokenizer_for(engine, library.settings), [docs], documents.files, console)
+    forget_absent(library, engine, [docs], documents, console, whole=True)
     if not no_kv and is_local(engine):  # a server encodes what a question brings, after its answer
         encode(engine, chunks, console)
 
@@ -182,11 +188,17 @@ class QuestionOptions:
     ask: Ask
 
 
-def _answers(engine: Answerer, prompt: Any, options: QuestionOptions) -> tuple[Answer, Answer | None]:
-    """Print the answer while it is generated; return it, with full prefill's answer for --compare."""
+def _answers(
+    engine: Answerer, prompt: Any, options: QuestionOptions, retrieved: Sequence[str] = ()
+) -> tuple[Answer, Answer | None]:
+    """Print the answer while it is generated; return it, with full prefill's answer for --compare.
+
+    The names of the documents that passages were retrieved from are printed under it, on standard error.
+    """
     console = options.console
     full = _full_prefill(engine, prompt, console, options.ask) if options.compare else None
     answer = _stream(engine, prompt, console, options.compare, options.ask)
+    tell_sources(retrieved)
     if options.explain or options.compare:
         from ragfuse.cli.show import show_trace
 
@@ -196,13 +208,13 @@ def _answers(engine: Answerer, prompt: Any, options: QuestionOptions) -> tuple[A
     return answer, full
 
 
-def prompt_for(engine: Answerer, library: Library, question: str, console: Console) -> Any:
-    """Return the prompt with the chunks retrieved for a question."""
+def prompt_for(engine: Answerer, library: Library, question: str, console: Console) -> tuple[Any, list[str]]:
+    """Return the prompt with the chunks retrieved for a question, and the documents that they are from."""
     from ragfuse.cli.prompts import rag_prompt
 
     with console.status("searching"):
         found = library.search(question)
-    return rag_prompt(engine, question, found)
+    return rag_prompt(engine, question, found), [source for _, source in found]
 
 
 def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> Answer:

@@ -29,7 +29,9 @@ from ragfuse.cli.answerer import (
 from ragfuse.cli.document_chat import DocumentChat, common_sources, earlier_messages, new_session
 from ragfuse.cli.entries import counted
 from ragfuse.cli.files import find_files
+from ragfuse.cli.gone import documents_named, forget_absent, forget_documents, say_forgotten
 from ragfuse.cli.ingest import add_files, encode, print_skipped
+from ragfuse.cli.notices import tell_sources, warn_of_unfinished
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "/docs": "list the documents of the index; /docs add PATH adds a file or folder",
+        "/docs": "list the documents of the index; /docs add PATH adds a file or folder, /docs remove NAME forgets one",
         "/compare": "answer the last question by full prefill, too: is it the same, and how much later does it begin?",
         "/why": "show what the last answer reused, and why the rest was computed",
         "/ratio": "/ratio 0.2 recomputes 20% of the reused tokens from now on; /ratio auto leaves it to ragfuse",
@@ -113,7 +115,9 @@ def chat(
         overflow=overflow,
         api_key=api_key,
     )
-    console, documents = Console(), find_files([docs]) if docs else None
+    console = Console()
+    if docs is not None:
+        find_files([docs])  # it raises for a wrong path before the model is loaded
     from ragfuse.cli.library import Library, index_of
     from ragfuse.engine.ask import Ask
 
@@ -125,9 +129,8 @@ def chat(
         if not answerer.card.has_chat_template:
             how = Ask()  # a plain text has no turns
         talk = Talk(console, DocumentChat(answerer, library, how, earlier_messages(answerer, name)))
-        if docs is not None and documents is not None:
-            library.keep_only(documents.files)
-            talk.add(docs)
+        if docs is not None:
+            talk.add(docs, whole=True)
         try:
             talk.begin(session)
             with _ended_by_signals(), typed_lines("> ", settings.home / "chat_history", [*COMMANDS]) as lines:
@@ -152,6 +155,14 @@ def _forget(answerer: Answerer, session: str) -> None:
     if isinstance(answerer, RemoteEngine):
         with suppress(RagFuseError):
             answerer.delete_session(session)
+
+
+def _unquoted(named: str) -> str:
+    """Return a name without the quotes around it, if it has some."""
+    try:
+        return shlex.split(named)[0] if named[0] in "'\"" else named
+    except ValueError:
+        raise InputError(f"Wanted a name in quotes, found {named}: the closing quote is missing.") from None
 
 
 @contextmanager
@@ -181,11 +192,13 @@ class Talk:
         console: Where it is printed.
         conversation: The conversation so far.
         failed: How many lines failed.
+        truncated: Tokens of the oldest turns that the last prompt left out.
     """
 
     console: Console
     conversation: DocumentChat
     failed: int = 0
+    truncated: int = 0
 
     def begin(self, session: str | None) -> None:
         """Say with what one talks, and how."""
@@ -199,6 +212,7 @@ class Talk:
         )
         going_on = f" Going on with '{session}'." if session and conversation.messages else ""
         self._say(f"{conversation.answerer.card.name}, over {over}.{going_on}")
+        warn_of_unfinished(conversation.library)
         self._say("/help lists the commands, Ctrl-D ends.")
 
     def take(self, line: str) -> bool:
@@ -220,12 +234,13 @@ class Talk:
             self.console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), message), soft_wrap=True)
         return True
 
-    def add(self, path: Path) -> None:
-        """Ingest a file or folder into the index."""
+    def add(self, path: Path, whole: bool = False) -> None:
+        """Ingest a file or folder into the index; `whole`: the index has nothing else."""
         conversation = self.conversation
         library, answerer, documents = conversation.library, conversation.answerer, find_files([path])
         print_skipped(self.console, documents)
-        chunks, _ = add_files(library, tokenizer_for(answerer, library.settings), documents.files, self.console)
+        chunks, _ = add_files(library, tokenizer_for(answerer, library.settings), [path], documents.files, self.console)
+        forget_absent(library, answerer, [path], documents, self.console, whole)
         if is_local(answerer):
             encode(answerer, chunks, self.console)
         conversation.has_documents = True
@@ -248,8 +263,31 @@ class Talk:
             self._say("Stopped: this question and its answer are not part of the conversation.")
             return
         self.console.print()
+        tell_sources(conversation.retrieved)
         if conversation.answer is not None:
             self._say(conversation.answer.trace.summary)
+            self._say_truncated(conversation.answer.trace.truncated)
+
+    def _say_truncated(self, n_tokens: int) -> None:
+        """Say how much of the conversation the last prompt left out, where that is more than was said before."""
+        if n_tokens > self.truncated:
+            left_out = counted(n_tokens, "token")
+            self._say(
+                f"The window is full: {left_out} of the oldest turns {'was' if n_tokens == 1 else 'were'} left "
+                "out. A new chat begins anew: /quit ends this one."
+            )
+        self.truncated = n_tokens
+
+    def _remove(self, name: str) -> None:
+        """Forget a document of the index."""
+        conversation = self.conversation
+        library, before = conversation.library, conversation.library.sources()
+        sources = documents_named(library, name)
+        forgotten = forget_documents(library, sources, conversation.answerer)
+        say_forgotten(self.console, sources, sum(before.get(source, 0) for source in sources), forgotten)
+        if not is_local(conversation.answerer):
+            self._say("What the server keeps of it stays there until it is deleted or evicted there.")
+        conversation.has_documents = bool(library.sources())
 
     def _obey(self, word: str, rest: str) -> None:
         commands: dict[str, Callable[[str], None]] = {
@@ -270,16 +308,21 @@ class Talk:
         self._say("Anything else is a question.")
 
     def _docs(self, rest: str) -> None:
-        word, _, path = rest.partition(" ")
-        if word == "add" and path.strip():
-            given = shlex.split(path) if path.strip()[0] in "'\"" else [path.strip()]
-            self.add(Path(given[0]).expanduser())
+        word, _, rest_of = rest.partition(" ")
+        named = rest_of.strip()
+        if named and word in ("add", "remove"):
+            given = _unquoted(named)
+            if word == "add":
+                self.add(Path(given).expanduser())
+            else:
+                self._remove(given)
         elif rest:
-            raise InputError(f"Wanted /docs, or /docs add PATH; found '/docs {rest}'.")
+            raise InputError(f"Wanted /docs, /docs add PATH or /docs remove NAME; found '/docs {rest}'.")
         else:
             sources = self.conversation.library.sources()
             for line in common_sources(sources) or ["No documents yet: /docs add PATH."]:
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            warn_of_unfinished(self.conversation.library)
 
     def _compare(self, _: str) -> None:
         with self.console.status("full prefill"):

@@ -40,6 +40,7 @@ class DocumentChat:
         messages: What was said in earlier turns.
         has_documents: Whether the index has chunks.
         answer: The last answer; None before the first.
+        retrieved: The documents that the last prompt's passages are from.
     """
 
     answerer: Answerer
@@ -48,6 +49,7 @@ class DocumentChat:
     messages: Messages = field(default_factory=list)
     has_documents: bool = False
     answer: Answer | None = None
+    retrieved: Sequence[str] = ()
     _last: Any = None
     _question: str = ""
 
@@ -57,6 +59,7 @@ class DocumentChat:
         searched = f"{self._question} {question}" if is_short and self._question else question
         self._question = question if not is_short else self._question or question
         chunks = self.library.search(searched) if self.has_documents else []
+        self.retrieved = [source for _, source in chunks]
         if not chunks and self.answerer.card.has_chat_template:
             return [("user", question)]
         return rag_prompt(self.answerer, question, chunks)

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import logging
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,12 +41,21 @@ WORD_NBYTES = 64 << 20
 """Most bytes that are read of one part of a docx, after unpacking."""
 
 
+CANNOT_BE_READ = "cannot be read"
+"""How the reason begins for a file or folder of which nothing is known."""
+
+
 @dataclass(frozen=True)
 class FilesToIngest:
-    """Files to ingest, and (file, reason) of those that are skipped."""
+    """Files to ingest, and (file, reason) of those that are skipped; folders that cannot be read are among these."""
 
     files: tuple[Path, ...]
     skipped: tuple[tuple[Path, str], ...]
+
+    @property
+    def unreadable(self) -> tuple[Path, ...]:
+        """The files and folders that cannot be read now."""
+        return tuple(path for path, why in self.skipped if why.startswith(CANNOT_BE_READ))
 
 
 def find_files(paths: Sequence[Path]) -> FilesToIngest:
@@ -55,15 +65,14 @@ def find_files(paths: Sequence[Path]) -> FilesToIngest:
     for path in paths:
         if not path.exists():
             raise InputError(f"Wanted a file or folder, found nothing at '{path}'. Check the spelling.")
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path)) if path.is_dir() else [path]
-        for file in inside:
-            reason = _skip_reason(file)
+        for file, unreadable in sorted(_inside(path)) if path.is_dir() else [(path, "")]:
+            reason = unreadable or _skip_reason(file)
             if reason:
                 skipped.append((file, reason))
             else:
                 files.append(file)
     if not files:
-        why = f"{len(skipped)} skipped ({skipped[0][0].name}: {skipped[0][1]})" if skipped else "no file"
+        why = f"{len(skipped)} skipped ({shown_name(skipped[0][0])}: {skipped[0][1]})" if skipped else "no file"
         raise InputError(
             f"Wanted documents ({READABLE_TYPES}) in '{', '.join(map(str, paths))}', found none: {why}. "
             "Name a file or folder that has some."
@@ -71,8 +80,43 @@ def find_files(paths: Sequence[Path]) -> FilesToIngest:
     return FilesToIngest(tuple(dict.fromkeys(files)), tuple(skipped))
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+def shown_name(path: Path) -> str:
+    """Return the name of a file or folder for people: that of a folder ends with a slash."""
+    return f"{path.name}/" if path.is_dir() else path.name
+
+
+def is_gone(file: Path) -> bool:
+    """Return whether a file was surely deleted or renamed.
+
+    It is not where its folder, or the nearest one above it that exists, cannot be read or is empty: that may be the
+    folder of a network that is not there now.
+    """
+    try:
+        if file.exists():
+            return False
+        folder = next(folder for folder in file.parents if folder.exists())
+        return folder.is_dir() and any(True for _ in folder.iterdir())
+    except OSError:
+        return False
+
+
+def _inside(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files in a folder that are not hidden, and what cannot be read in it: (path, reason, "" for none)."""
+    errors: list[OSError] = []
+    for folder, folders, names in os.walk(root, onerror=errors.append):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            try:
+                if path.is_file():
+                    yield path, ""
+            except OSError as error:
+                yield path, _unreadable(error)
+    for failed in errors:
+        yield Path(failed.filename or root), _unreadable(failed)
+
+
+def _unreadable(error: OSError) -> str:
+    return f"{CANNOT_BE_READ} ({error.strerror})"
 
 
 def _skip_reason(file: Path) -> str:
@@ -85,7 +129,7 @@ def _skip_reason(file: Path) -> str:
         with file.open("rb") as handle:
             head = handle.read(8192)
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
+        return _unreadable(error)
     if not head.strip():
         return "empty"
     if file.suffix.lower() not in (*PDF_TYPES, WORD) and b"\0" in head and not _declared_encoding(head):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, find_files
+from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, find_files, shown_name
+from ragfuse.cli.gone import documents_named, forget_absent, forget_documents, say_forgotten, stay_in
 from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
     Device,
@@ -33,12 +35,13 @@ from ragfuse.cli.options import (
     Store,
     console_for,
     default_of,
+    index_option,
     option,
     settings_of,
     write_json,
 )
 from ragfuse.cli.room import room_nbytes_of, target_tiers, token_nbytes_in
-from ragfuse.cli.show import short
+from ragfuse.cli.show import NAMED, short
 from ragfuse.errors import InputError
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text
@@ -53,16 +56,24 @@ TIER_SIZE_VARIABLES = MappingProxyType(
 )
 """The environment variable that sets the size of each tier; all other tiers have RAGFUSE_TIER_BYTES."""
 
-NAMED = 5
-"""Most files that are named for one reason to leave them out."""
-
 Chunks = Sequence[tuple[str, str]]
 """(text, source) of each chunk."""
 
 
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help=f"Files or folders: {READABLE_TYPES}.")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help=f"Files or folders: {READABLE_TYPES}.", show_default="none: needs --remove"),
+    ] = None,
     index: Index = "default",
+    remove: Annotated[
+        list[str] | None,
+        option(
+            "--remove",
+            "Forget this document, or those in this folder, and their KV: a path, or the end of one. May be repeated.",
+            "none",
+        ),
+    ] = None,
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -80,27 +91,38 @@ def ingest(
     ray_cpus: RayCPUs = None,
     json: Json = None,
 ) -> None:
-    """Split documents into chunks, index them, and compute each chunk's KV. After an interruption, run it again."""
+    """Split documents into chunks, index them, and compute each chunk's KV. After an interruption, run it again.
+
+    A folder that is ingested again is as it is then: files that are gone from it are forgotten.
+    """
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens
     )
+    from ragfuse.cli.library import Library
+
+    library = Library(settings, index)
+    if bool(paths) == bool(remove):
+        raise typer.BadParameter("Give either files and folders to ingest, or --remove NAME.", param_hint="PATHS")
+    if remove:
+        _remove(library, remove, console_for(json), json)
+        return
+    assert paths
     if ray is not None:
         from ragfuse.ray.cluster import check_cluster
 
         check_cluster(settings, ray)
-    console, documents = console_for(json), find_files(paths)
+    console, documents = console_for(json), _found(paths, library)
     print_skipped(console, documents)
-    from ragfuse.cli.library import Library
     from ragfuse.types.ingested import Ingested
 
-    library = Library(settings, index)
     with loaded_engine(settings, console) as engine:
         with console.status("looking at the documents"):
             from ragfuse.cli.forecast import forecast
 
             told = forecast(library, engine, documents.files, encodes=not no_kv, here=ray is None).in_words()
         console.print(told, highlight=False, markup=False, soft_wrap=True)
-        chunks, failed = add_files(library, engine.model.tokenizer, documents.files, console)
+        chunks, failed = add_files(library, engine.model.tokenizer, paths, documents.files, console)
+        forgotten = forget_absent(library, engine, paths, documents, console)
         on_ray: BulkSummary | None = None
         if no_kv:
             done = Ingested()
@@ -108,30 +130,83 @@ def ingest(
             done = encode(engine, chunks, console)
         else:
             on_ray = encode_on_ray(engine, chunks, console, ray, ray_workers, ray_cpus)
-            done = Ingested(on_ray.chunks, on_ray.encoded, on_ray.tokens, on_ray.nbytes, on_ray.seconds)
+            done = Ingested(
+                on_ray.chunks, on_ray.encoded, on_ray.tokens, on_ray.nbytes, on_ray.seconds, unsaved=on_ray.unsaved
+            )
     skipped = [*documents.skipped, *failed]
-    n_files = len({source for _, source in chunks})
-    kv = f"; {done.encoded:,} encoded now ({done.tokens:,} tokens, {size_text(done.nbytes)}, {done.seconds:.1f} s)"
-    tail = ", without KV" if no_kv else kv if done.encoded else "; none had to be encoded now"
-    console.print(f"[bold]{_counted(len(chunks), 'chunk')}[/] of {_counted(n_files, 'file')} in '{index}'{tail}.")
+    in_all, here_now = library.sources(), {source for _, source in chunks}
+    there = f"{_counted(len(chunks), 'chunk')}[/] of {_counted(len(here_now), 'file')}"
+    there += f" in '{index}'" if here_now == in_all.keys() else f"; {_sums(in_all)} in '{index}' in all"
+    console.print(f"[bold]{there}{', without KV' if no_kv else f'; {_encoded_in_words(done)}'}.", soft_wrap=True)
     if skipped:
-        names = ", ".join(path.name for path, _ in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        console.print(f"[yellow]{_counted(len(skipped), 'file')} left out[/]: {escape(names)}.", highlight=False)
-    console.print(f'Ask: ragfuse ask "..."{"" if index == "default" else f" --index {index}"}', highlight=False)
+        names = ", ".join(shown_name(path) for path, _ in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+        console.print(f"[yellow]{_left_out(skipped)} left out[/]: {escape(names)}.", highlight=False)
+    console.print(f'Ask: ragfuse ask "..."{index_option(index)}', highlight=False)
     result = {"index": index, "files": len(documents.files), "skipped": [[str(p), why] for p, why in skipped]}
-    result |= {"chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}
+    result |= {"chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes, "forgotten": list(forgotten)}
     write_json({**result, **({} if on_ray is None else {"ray": on_ray.as_dict()})}, json)
 
 
+def _found(paths: Sequence[Path], library: Library) -> FilesToIngest:
+    """Return what is at paths; InputError where there is nothing, with what the index has from there."""
+    try:
+        return find_files(paths)
+    except InputError as error:
+        stay = stay_in(library, paths)
+        if not stay:
+            raise
+        raise InputError(f"{error} {stay}") from error
+
+
+def _remove(library: Library, names: Sequence[str], console: Console, json: Path | None) -> None:
+    """Forget documents that are named."""
+    sources = list(dict.fromkeys(source for name in names for source in documents_named(library, name)))
+    known = library.sources()
+    forgotten = forget_documents(library, sources)
+    say_forgotten(console, sources, sum(known.get(source, 0) for source in sources), forgotten)
+    left = library.sources()
+    console.print(f"{_sums(left)} in '{library.name}' now.", highlight=False, markup=False)
+    result = {"index": library.name, "forgotten": sources, "nbytes": forgotten.nbytes}
+    write_json({**result, "chunks": sum(left.values()), "files": len(left)}, json)
+
+
+def _sums(sources: Mapping[str, int]) -> str:
+    return f"{_counted(sum(sources.values()), 'chunk')} of {_counted(len(sources), 'file')}"
+
+
+def _encoded_in_words(done: Ingested) -> str:
+    """Return how many chunks were encoded, and what became of the others."""
+    others = max(0, done.chunks - done.encoded - done.short - done.unsaved)
+    parts = list[str]()
+    if done.encoded:
+        figures = f"{done.tokens:,} tokens, {size_text(done.nbytes)}, {done.seconds:.1f} s"
+        parts.append(f"{done.encoded:,} encoded now ({figures})")
+    if others:
+        alone = "all" if others > 1 else "it"
+        whole = alone if others == done.chunks else f"the other {others:,}" if done.encoded else f"{others:,}"
+        parts.append(f"{whole} {'was' if others == 1 else 'were'} stored already")
+    if done.short:
+        parts.append(f"{done.short:,} {'is' if done.short == 1 else 'are'} too short to be stored")
+    return ", ".join(parts) or "none had to be encoded now"
+
+
+def _left_out(skipped: Sequence[tuple[Path, str]]) -> str:
+    """Return how many files and folders were left out."""
+    n_folders = sum(path.is_dir() for path, _ in skipped)
+    counts = {"file": len(skipped) - n_folders, "folder": n_folders}
+    return " and ".join(_counted(n, noun) for noun, n in counts.items() if n)
+
+
 def add_files(
-    library: Library, tokenizer: Any, files: Sequence[Path], console: Console
+    library: Library, tokenizer: Any, paths: Sequence[Path], files: Sequence[Path], console: Console
 ) -> tuple[list[tuple[str, str]], list[tuple[Path, str]]]:
     """Index files with a progress bar; print which ones cannot be parsed or contain no text.
 
     Args:
         library: The index.
         tokenizer: The LLM's, by which chunks are measured.
-        files: The files.
+        paths: What a person named: files and folders.
+        files: The files there.
         console: Where the bar and the left-out files are shown.
 
     Returns:
@@ -144,7 +219,8 @@ def add_files(
 
     chunks, failed = list[tuple[str, str]](), list[tuple[Path, str]]()
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
-    with progress(console, *columns) as bar:
+    known = library.sources()
+    with library.ingesting(paths, files), progress(console, *columns) as bar:
         task = bar.add_task("indexing", total=sum(file.stat().st_size for file in files))
         for file in files:
             before, size = bar.tasks[task].completed, file.stat().st_size
@@ -153,7 +229,8 @@ def add_files(
                 chunks += library.add(file, tokenizer, _report_share(bar, task, before, size))
             except InputError as error:
                 failed.append((file, str(error)))
-                reason = escape(whole_text(str(error)))
+                stays = " What was read of it before stays in the index." if str(file.resolve()) in known else ""
+                reason = escape(whole_text(f"{error}{stays}"))
                 console.print(f"[yellow]left out[/]: {reason}", highlight=False, soft_wrap=True)
             bar.update(task, completed=before + size)
     if not chunks:
@@ -191,8 +268,7 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
             bar.update(task, completed=done.chunks, rate=rate)
 
         done = engine.ingest(chunks, prefix, show)
-    _print_refused(engine, before, chunks, console)
-    return done
+    return replace(done, unsaved=_print_refused(engine, before, chunks, console))
 
 
 def encode_on_ray(
@@ -219,7 +295,7 @@ def print_skipped(console: Console, found: FilesToIngest) -> None:
     """Print which files are left out, a line for each reason."""
     by_reason = dict[str, list[str]]()
     for path, why in found.skipped:
-        by_reason.setdefault(why, []).append(path.name)
+        by_reason.setdefault(why, []).append(shown_name(path))
     for why, names in by_reason.items():
         shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
         console.print(f"[yellow]left out[/]: {escape(shown)}: {escape(why)}", highlight=False, soft_wrap=True)
@@ -230,14 +306,14 @@ def _refused_writes(engine: Engine) -> dict[str, int]:
     return {tier.name: tier.counts["refused"] + tier.counts["failed"] for tier in engine.store.tiers}
 
 
-def _print_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, console: Console) -> None:
-    """Print which tiers refused writes since `before`, and how many chunks no persistent tier holds."""
+def _print_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, console: Console) -> int:
+    """Print which tiers refused writes since `before`; return how many chunks no persistent tier holds for that."""
     max_writes, silent = len(chunks) + 1, engine.store.silent()  # of each chunk and the prefix
     refused = {
         name: min(max_writes, n - before[name]) for name, n in _refused_writes(engine).items() if n > before[name]
     }
     if not refused:
-        return
+        return 0
     tiers = [
         f"{_counted(n, 'write')} to {name}{' (does not answer)' if name in silent else ''}"
         for name, n in refused.items()
@@ -249,6 +325,7 @@ def _print_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, co
         else "all chunks are stored anyway"
     )
     console.print(f"[yellow]Failed: {', '.join(tiers)}[/]; {outcome}.", highlight=False)
+    return n_lost
 
 
 def _n_not_stored(engine: Engine, chunks: Chunks) -> int:

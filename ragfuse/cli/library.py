@@ -12,6 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ragfuse.cli.files import texts_of
+from ragfuse.cli.unfinished import UnfinishedIngest, end, unfinished_in
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.settings import Settings
@@ -141,10 +143,39 @@ class Library:
         parts = {part.number: part for part in self._parts(self._name_of(file))}
         return bool(self._complete_texts(parts))
 
-    def keep_only(self, sources: Collection[Path]) -> None:
-        """Remove all files from the index that are not among `sources`."""
-        wanted = {str(source.resolve()) for source in sources}
-        self._drop(part for part in self._parts() if part.source not in wanted)
+    def remove(self, sources: Collection[str]) -> dict[str, str]:
+        """Remove documents from the index.
+
+        Returns:
+            The texts of their chunks, each with a document of any index of this home that holds it, too; "" for none.
+        """
+        parts = [part for part in self._parts() if part.source in sources]
+        self._drop(iter(parts))
+        end(self.folder, sources)
+        holders = {text: "" for part in parts for text in part.texts}
+        for path in self.folder.parent.glob("[!.]*/*.json") if holders else ():
+            part = FilePart.read(path)
+            if part is not None:
+                holders |= {text: part.source for text in part.texts if text in holders}
+        return holders
+
+    @contextmanager
+    def ingesting(self, paths: Sequence[Path], files: Sequence[Path]) -> Iterator[None]:
+        """Return a context in which `paths` are ingested; where it is left early, `warnings` tells from then on."""
+        ingest = UnfinishedIngest.begun(self.folder, paths, files)
+        with self._writing():
+            make_root(self.folder)
+            _atomically(ingest.note, lambda path: path.write_text(ingest.as_json(), encoding="utf-8"))
+        yield
+        end(self.folder, ingest.sources)
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for each ingest into this index that has not ended."""
+        unfinished = list(unfinished_in(self.folder))
+        documents = dict[str, tuple[int, int]]()
+        for part in self._parts() if unfinished else ():
+            documents[part.source] = (documents.get(part.source, (0, 0))[0] + 1, part.of)
+        return [ingest.in_words(self.name, documents) for ingest in unfinished]
 
     def require(self) -> None:
         """Raise InputError if nothing was ingested into this index; its texts and the embedder are not loaded."""
@@ -158,6 +189,10 @@ class Library:
             counts[part.source] += len(part.texts)
         return dict(sorted(counts.items()))
 
+    def awaited(self) -> set[str]:
+        """Return the documents of ingests that have not ended, whether they are in the index or not."""
+        return {source for ingest in unfinished_in(self.folder) for source in ingest.sources}
+
     def search(self, question: str) -> list[tuple[str, str]]:
         """Return (text, source) of the chunks that are nearest to a question, `top_k` of the settings at most."""
         found = self.vector_store().similarity_search(question, k=self.settings.top_k)
@@ -166,7 +201,9 @@ class Library:
     def _empty(self) -> InputError:
         name = "" if self.name == "default" else f" --index {self.name}"
         folders = self.folder.parent.glob("[!.]*") if self.folder.parent.is_dir() else ()
-        others = sorted(each.name for each in folders if not each.name.startswith(DOCS_INDEX) and any(each.iterdir()))
+        others = sorted(
+            each.name for each in folders if not each.name.startswith(DOCS_INDEX) and any(each.glob("*.json"))
+        )
         there = f" Others are not: {', '.join(others[:8])} (choose one with --index)." if others else ""
         return InputError(f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest PATH{name}")
 
@@ -215,10 +252,16 @@ class Library:
         head = {"file": name, "part": number, "parts": count, "source": source, "recipe": self._recipe()}
         text = json.dumps({**head, "texts": texts})
         target = self.folder / f"{name}-{number:05d}.json"
-        try:
+        with self._writing():
             make_root(self.folder)
             _atomically(target.with_suffix(".safetensors"), lambda path: save_file({"vectors": vectors}, path))
             _atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Return a context in which files of the index are written; SettingsError where that fails."""
+        try:
+            yield
         except (OSError, SafetensorError) as error:
             raise SettingsError(
                 f"The index cannot be written to '{self.folder}' ({error}). Free some space there, or set RAGFUSE_HOME "

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ragfuse.cli.ask import prompt_for
 from ragfuse.cli.loaded import loaded_engine
+from ragfuse.cli.notices import warn_of_unfinished
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -122,9 +123,11 @@ def explain(
     from ragfuse.engine.ask import Ask
 
     library = Library(settings, index)
+    warn_of_unfinished(library)
     library.require()
     with loaded_engine(settings, console) as engine:
-        plan = engine.plan(prompt_for(engine, library, question, console), Ask(deadline_s=deadline))
+        prompt, _ = prompt_for(engine, library, question, console)
+        plan = engine.plan(prompt, Ask(deadline_s=deadline))
     from ragfuse.plan.explanation import as_dict, in_words
 
     console.print(in_words(plan), markup=False, highlight=False, soft_wrap=True)

@@ -106,6 +106,13 @@ Json = Annotated[
     Path | None, option("--json", "Write the result as JSON to this file ('-': standard output).", "none is written")
 ]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
+
+
+def index_option(name: str) -> str:
+    """Return what a command needs so that it takes this index, with a space before it; "" for the default one."""
+    return "" if name == "default" else f" --index {name}"
+
+
 ONE_LINE = 320
 """Most characters of a JSON value that is written on one line."""
 

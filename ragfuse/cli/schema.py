@@ -27,11 +27,13 @@ from ragfuse.cli.options import (
     write_json,
 )
 from ragfuse.cli.show import short
+from ragfuse.cli.words import HintingGroup
 from ragfuse.engine.question import read_schema
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text
 
 schema = typer.Typer(
+    cls=HintingGroup,
     no_args_is_help=True,
     help="Look after schemas in PML (Prompt Markup Language): texts in modules, which prompts import "
     "(`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",

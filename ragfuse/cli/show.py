@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -87,6 +89,30 @@ def _show_stream(console: Console, stream: StreamTrace) -> None:
 def short(name: str) -> str:
     """Shorten a file name to at most 22 characters by leaving out its middle."""
     return name if len(name) <= 22 else f"{name[:9]}...{name[-10:]}"
+
+
+NAMED = 5
+"""Most names in a list of files; what follows is counted."""
+
+
+def names_of(sources: Iterable[str]) -> list[str]:
+    """Return the names of documents, with their folder where two have the same name; what has no name is left out.
+
+    Control characters, which a terminal would interpret, become spaces.
+    """
+    paths = [Path(source) for source in dict.fromkeys(sources) if Path(source).name]
+    n_named = Counter(path.name for path in paths)
+    names = (path.name if n_named[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths)
+    return list(dict.fromkeys("".join(c if c.isprintable() else " " for c in name) for name in names))
+
+
+def listed(sources: Iterable[str]) -> str:
+    """Return the names of documents in a list, `NAMED` of them at most, such as "a.txt, b.txt and 7 more"."""
+    names = [
+        name if name.isprintable() else "".join(c if c.isprintable() else " " for c in name)
+        for name in names_of(sources)
+    ]
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
 
 
 class WrappedOutput:

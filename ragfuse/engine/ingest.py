@@ -45,7 +45,7 @@ class Documents:
             nbytes = encoder.keep_chunk(ids)
             if len(ids) >= self.settings.min_chunk_tokens:
                 self.stages.prompts.note(runtime.digest, text, source, ids, must=True)
-            done = done.plus(len(ids), nbytes, time.perf_counter() - began)
+            done = done.plus(len(ids), nbytes, time.perf_counter() - began, len(ids) < encoder.shortest)
             if progress is not None:
                 progress(done)
         return done

@@ -16,6 +16,8 @@ class Ingested:
         nbytes: Bytes of their KV.
         seconds: Time since the start.
         of: Number of chunks in all; None: unknown.
+        short: Those that are too short to be stored.
+        unsaved: Those that no tier that outlives the process has, as it refused them; 0 where nobody looked.
     """
 
     chunks: int = 0
@@ -24,9 +26,11 @@ class Ingested:
     nbytes: int = 0
     seconds: float = 0.0
     of: int | None = None
+    short: int = 0
+    unsaved: int = 0
 
-    def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
-        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before."""
+    def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
+        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before or is too short."""
         new = bool(nbytes)
         found = self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes
-        return Ingested(*found, seconds, self.of)
+        return Ingested(*found, seconds, self.of, self.short + is_short, self.unsaved)

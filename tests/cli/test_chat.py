@@ -86,6 +86,17 @@ def test_documents_are_added_while_one_talks(run, book):
     assert "recomputed" in result.stdout
 
 
+def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
+    questions = [f"How many ships passed lighthouse {n} in the year 18{n}0, and who counted them?" for n in range(1, 6)]
+    result = run("chat", lines=questions, RAGFUSE_WINDOW_TOKENS="260")
+    told = [
+        int(n) for n in re.findall(r"window is full: (\d+) tokens of the oldest turns were left out", result.stdout)
+    ]
+    assert told, result.stdout
+    assert told == sorted(set(told))
+    assert "window is full" not in run("chat", lines=questions[:1], RAGFUSE_WINDOW_TOKENS="260").stdout
+
+
 def test_ratio_and_policy_hold_from_then_on(run, book):
     run("ingest", book)
     question = "What was counted in 1812?"
@@ -103,7 +114,9 @@ def test_ratio_and_policy_hold_from_then_on(run, book):
         ("/ratio 2", "ratio is 2.0; wanted a number from 0 to 1"),
         ("/policy nope", "No selection policy 'nope'"),
         ("/docs add /nowhere", "found nothing at '/nowhere'"),
-        ("/docs remove x", "Wanted /docs, or /docs add PATH"),
+        ("/docs forget x", "Wanted /docs, /docs add PATH or /docs remove NAME; found '/docs forget x'"),
+        ("/docs remove x", "Wanted a document of the index 'default', found none named 'x'. It is empty."),
+        ("/docs add 'x", "the closing quote is missing"),
         ("/why", "There is no answer yet"),
         ("/compare", "There is no answer to compare yet"),
         ("/dance", "There is no command '/dance'; there are /docs"),

@@ -1,5 +1,6 @@
 """Help that leaves nothing out, completion in a shell, and mistakes that are told before anything is loaded."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -78,7 +79,8 @@ app()
 def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_path):
     index = tmp_path / "indexes" / "default"
     index.mkdir(parents=True)
-    (index / "some.json").write_text("{}")
+    part = {"file": "a", "part": 0, "parts": 1, "source": "/a.txt", "recipe": [], "texts": ["a"]}
+    (index / "some.json").write_text(json.dumps(part))
     kept = {**os.environ, "PYTHONPATH": str(ROOT), "RAGFUSE_HOME": str(tmp_path), "COLUMNS": "200"}
     run = subprocess.run(
         [sys.executable, "-c", LATE, *shlex.split(command)], env=kept, capture_output=True, text=True, cwd=tmp_path

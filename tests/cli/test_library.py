@@ -128,15 +128,23 @@ def test_vectors_of_another_embedder_are_not_mixed_in(library, book, tokenizer):
         library(embedder="another").vector_store()
 
 
-def test_only_the_files_that_are_wanted_stay(library, book, tokenizer):
-    lib = library()
-    (book / "other.txt").write_text("Another document, of one sentence only.")
+def test_a_document_that_is_removed_is_not_found_and_its_texts_are_told_with_who_holds_them_too(
+    library, book, tokenizer
+):
+    lib, sentence = library(), "Another document, of one sentence only."
+    (book / "other.txt").write_text(sentence)
+    (book / "copy.txt").write_text(sentence)
     for file in book.iterdir():
         lib.add(file, tokenizer)
-    lib.keep_only([book / "other.txt"])
-    assert [d.page_content for d in lib.vector_store().similarity_search("x", k=9)] == [
-        "Another document, of one sentence only."
-    ]
+    library("second").add(book / "other.txt", tokenizer)
+    others = lib.remove([str((book / "lighthouses.txt").resolve())])
+    assert len(others) >= 20
+    assert set(others.values()) == {""}
+    assert {d.page_content for d in lib.vector_store().similarity_search("x", k=9)} == {sentence}
+    assert lib.remove([str((book / "other.txt").resolve())])[sentence]  # copy.txt, or the other index
+    assert lib.remove([str((book / "copy.txt").resolve())]) == {sentence: str((book / "other.txt").resolve())}
+    assert library("second").remove([str((book / "other.txt").resolve())]) == {sentence: ""}
+    assert names(lib) == []
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a b", "é/"])

@@ -1,0 +1,206 @@
+"""Documents that leave an index: those that are gone from the folder they were ingested from, or that are named."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from ragfuse.cli.answerer import is_local
+from ragfuse.cli.entries import counted
+from ragfuse.cli.files import FilesToIngest, is_gone
+from ragfuse.cli.options import index_option
+from ragfuse.cli.show import listed
+from ragfuse.errors import InputError
+from ragfuse.types.sizes import size_text
+
+if TYPE_CHECKING:
+    from ragfuse.cli.library import Library
+    from ragfuse.engine.answerer import Answerer
+    from ragfuse.settings import Settings
+    from ragfuse.store.deletion import ForgottenTexts
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Documents of an index that an ingest of their folder did not find.
+
+    Args:
+        gone: Those that were deleted, renamed or are left out now.
+        unread: Those that may still be there, as they or their folder cannot be read.
+        empty: Those whose folder is empty, as that of a network drive is that is not there.
+    """
+
+    gone: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+
+
+def absent(sources: Iterable[str], paths: Sequence[Path], found: FilesToIngest, whole: bool = False) -> Absent:
+    """Return which documents of an index are gone.
+
+    Args:
+        sources: The index's documents.
+        paths: The files and folders that are ingested.
+        found: What was found at these paths.
+        whole: Whether the index has these paths alone, so that each of its documents lay there.
+    """
+    there = {str(file.resolve()) for file in found.files}
+    skipped = {str(file.resolve()) for file, _ in found.skipped}
+    roots, unreadable = _folders(paths), [path.resolve() for path in found.unreadable]
+    gone, unread, empty = list[str](), list[str](), list[str]()
+    for source in sources:
+        path = Path(source)
+        if source in there or not (whole or source in skipped or _lies_in(path, roots)):
+            continue
+        if _lies_in(path, unreadable):
+            unread.append(source)
+        elif source in skipped or is_gone(path):
+            gone.append(source)
+        elif not _exists(path):
+            empty.append(source)
+        elif whole:
+            gone.append(source)
+    return Absent(tuple(gone), tuple(unread), tuple(empty))
+
+
+def documents_named(library: Library, name: str) -> list[str]:
+    """Return the documents that a person means by a path, a folder, or the end of a path.
+
+    Raises:
+        InputError: There is none in the index, or a name that is no path stands for several.
+    """
+    known = sorted({*library.sources(), *library.awaited()})
+    path = Path(name).expanduser().resolve()
+    exact = [source for source in known if name.strip() and _lies_in(Path(source), [path])]
+    if exact:
+        return exact
+    ending = Path(name).parts
+    found = [source for source in known if ending and Path(source).parts[-len(ending) :] == ending]
+    if len(found) > 1:
+        raise InputError(
+            f"'{name}' may be {listed(found)} of the index '{library.name}'. Give the whole path, or that of a folder."
+        )
+    if not found:
+        names = {Path(source).name: source for source in known}
+        near = difflib.get_close_matches(Path(name).name, names, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"It has: {listed(list(names))}." if names else "It is empty."
+        raise InputError(f"Wanted a document of the index '{library.name}', found none named '{name}'. {hint}")
+    return found
+
+
+def forget_documents(library: Library, sources: Collection[str], answerer: Answerer | None = None) -> ForgottenTexts:
+    """Remove documents from an index, and the KV of their chunks from the store unless other documents hold the same.
+
+    Args:
+        library: The index.
+        sources: The documents.
+        answerer: Who answers questions here, if a model is loaded; a server keeps the KV that it has.
+    """
+    from ragfuse.engine.background import LEARNT
+    from ragfuse.store.deletion import ForgottenTexts, forget_sources
+    from ragfuse.types.keys import whole_text
+
+    texts = {text: whole_text(holder) for text, holder in library.remove(sources).items()}
+    gone = {*map(whole_text, sources), LEARNT}
+    if not texts:
+        return ForgottenTexts()
+    if answerer is not None and not is_local(answerer):
+        return ForgottenTexts()
+    if answerer is not None:
+        answerer.flush()
+        forgotten = forget_sources(answerer.store, answerer.catalog.strict, library.settings.salt, texts, gone)
+        answerer.forget(sorted(forgotten.texts))  # what is in memory: beginnings, and passages that were learnt
+        return forgotten
+    if not _has_store(library.settings):
+        return ForgottenTexts()
+    from ragfuse.admin.store_admin import StoreAdmin
+
+    with StoreAdmin(library.settings) as admin:
+        return admin.forget_sources(texts, gone)
+
+
+def forget_absent(
+    library: Library,
+    answerer: Answerer,
+    paths: Sequence[Path],
+    found: FilesToIngest,
+    console: Console,
+    whole: bool = False,
+) -> tuple[str, ...]:
+    """Forget the documents that are gone from folders which were ingested just now; say which, and which are kept.
+
+    Args:
+        library: The index, brought up to date with what was found.
+        answerer: Who answers questions here.
+        paths: The files and folders that were ingested.
+        found: What was found at these paths.
+        console: Where it is said.
+        whole: As for `absent`.
+
+    Returns:
+        The documents that were forgotten.
+    """
+    sources = library.sources()
+    told = absent(sources, paths, found, whole)
+    if told.gone:
+        forgotten = forget_documents(library, told.gone, answerer)
+        say_forgotten(console, told.gone, sum(sources[source] for source in told.gone), forgotten)
+    if told.unread:
+        _say(console, f"kept in the index: {listed(told.unread)}: cannot be read now")
+    if told.empty:
+        folders = dict.fromkeys(str(Path(source).parent) for source in told.empty)
+        command = shlex.join(["ragfuse", "ingest", *(word for folder in folders for word in ("--remove", folder))])
+        _say(
+            console,
+            f"kept in the index: {listed(told.empty)}: the folder is empty, as that of a drive is that is not mounted. "
+            f"To forget {'it' if len(told.empty) == 1 else 'them'}: {command}{index_option(library.name)}",
+        )
+    return told.gone
+
+
+def stay_in(library: Library, paths: Sequence[Path]) -> str:
+    """Return a sentence on documents of an index that lay at paths where none is found now; "" where there is none."""
+    places = [path.resolve() for path in paths]
+    stay = [source for source in library.sources() if _lies_in(Path(source), places)]
+    if not stay:
+        return ""
+    command = shlex.join(["ragfuse", "ingest", *(word for path in paths for word in ("--remove", str(path)))])
+    return f"{listed(stay)} of the index '{library.name}' stay there; to forget: {command}{index_option(library.name)}"
+
+
+def say_forgotten(console: Console, sources: Sequence[str], n_chunks: int, forgotten: ForgottenTexts) -> None:
+    """Say in one line which documents were forgotten, and what of them."""
+    kv = f", {size_text(forgotten.nbytes)} of KV" if forgotten.nbytes else ""
+    _say(console, f"forgotten: {listed(sources)} ({counted(n_chunks, 'chunk')}{kv})")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _folders(paths: Iterable[Path]) -> list[Path]:
+    return [path.resolve() for path in paths if path.is_dir()]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # not known
+        return False
+
+
+def _lies_in(path: Path, folders: Iterable[Path]) -> bool:
+    """Return whether a path is one of these, or in one of them."""
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _has_store(settings: Settings) -> bool:
+    """Return whether there is a store that outlives a process."""
+    placed = settings.placed()
+    return bool(placed.tiers) or bool(placed.disk_bytes and placed.store_path.exists())

@@ -1,0 +1,272 @@
+"""Documents that leave an index: gone from their folder, or named. What others hold stays, as does the unreadable."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragfuse.cli import ingest as module
+from ragfuse.cli.files import find_files, is_gone
+from ragfuse.cli.gone import absent
+from ragfuse.cli.main import app
+from ragfuse.cli.show import listed, names_of
+
+WALNUTS = "Walnuts are harvested in October, when the village holds a fair for them."
+MAYOR = "The mayor of the village is called Ada, and she has counted all the votes herself."
+
+
+@pytest.fixture
+def run(tiny_settings, tmp_path):
+    """Runs a command over the tiny model in a home of its own."""
+    ours = {"HOME": tmp_path / "user", "MODEL": tiny_settings.model, "DTYPE": "float32", "MAX_TOKENS": 6, "TOP_K": 2}
+    ours |= {"LEARN": "retrieved"}
+    environment = {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
+
+    def run(*arguments, lines=()):
+        typed = "".join(f"{line}\n" for line in lines)
+        result = CliRunner().invoke(app, [*map(str, arguments)], input=typed, env=environment)
+        assert "Traceback" not in result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def told(run):
+    """What a command says as JSON."""
+
+    def told(*arguments):
+        result = run(*arguments, "--json", "-")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    return told
+
+
+@pytest.fixture
+def village(tmp_path):
+    """A folder of two documents, one of them in a folder of its own."""
+    folder = tmp_path / "village"
+    (folder / "trees").mkdir(parents=True)
+    (folder / "mayor.txt").write_text(MAYOR)
+    (folder / "trees" / "walnuts.txt").write_text(WALNUTS)
+    return folder
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Makes a folder one that cannot be listed, as it is for other users than root."""
+
+    def make(folder, number=errno.EACCES):
+        real = os.scandir
+
+        def scandir(path="."):
+            if Path(path) == folder:
+                raise OSError(number, os.strerror(number), str(folder))
+            return real(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+
+    return make
+
+
+def names(paths):
+    return [Path(path).name for path in paths]
+
+
+def kept(told, name):
+    """Sources of the store's entries of a document."""
+    return {entry["source"] for entry in told("store", "ls", "--source", name)["entries"]}
+
+
+def test_a_file_that_is_gone_is_forgotten_with_its_kv_when_its_folder_is_ingested_again(run, told, village):
+    run("ingest", village)
+    assert kept(told, "mayor")
+    (village / "mayor.txt").unlink()
+    result = run("ingest", village)
+    assert "forgotten: mayor.txt (1 chunk, " in result.stdout
+    assert "1 chunk of 1 file in 'default'; it was stored already." in result.stdout
+    assert not kept(told, "mayor")
+    assert kept(told, "walnuts")
+    answer = told("ask", "Who is the mayor of the village?")
+    assert names(s["source"] for s in answer["trace"]["segments"] if s["kind"] == "chunk") == ["walnuts.txt"]
+    assert told("ingest", village)["forgotten"] == []
+
+
+def test_a_file_with_another_name_keeps_its_kv_under_that_name(told, village):
+    told("ingest", village)
+    (village / "mayor.txt").rename(village / "ada.txt")
+    again = told("ingest", village)
+    assert (names(again["forgotten"]), again["encoded"]) == (["mayor.txt"], 0)
+    assert names(kept(told, "ada")) == ["ada.txt"]
+    assert not kept(told, "mayor")
+    (village / "ada.txt").unlink()
+    assert names(told("ingest", village)["forgotten"]) == ["ada.txt"]
+    assert not kept(told, "ada")
+
+
+def test_without_kv_a_renamed_document_keeps_its_kv_too(told, village):
+    told("ingest", village)
+    (village / "mayor.txt").rename(village / "ada.txt")
+    told("ingest", village, "--no-kv")
+    assert names(kept(told, "ada")) == ["ada.txt"]
+
+
+def test_a_folder_that_was_deleted_is_forgotten_and_other_folders_are_not(told, run, village, book):
+    told("ingest", village, book)
+    (village / "trees" / "walnuts.txt").unlink()
+    (village / "trees").rmdir()
+    result = run("ingest", village)
+    assert "forgotten: walnuts.txt" in result.stdout
+    assert "1 chunk of 1 file; " in result.stdout
+    assert " of 2 files in 'default' in all; it was stored already." in result.stdout
+    assert kept(told, "lighthouses")
+
+
+def test_what_is_left_out_now_is_forgotten(told, village):
+    told("ingest", village)
+    (village / "mayor.txt").write_bytes(b"\0\1\2")
+    (village / "trees" / "walnuts.txt").rename(village / "trees" / ".walnuts.txt")
+    (village / "other.txt").write_text("Another document, which is long enough to be one.")
+    assert sorted(names(told("ingest", village)["forgotten"])) == ["mayor.txt", "walnuts.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_keeps_its_documents(told, run, village, unreadable):
+    told("ingest", village)
+    unreadable(village / "trees")
+    result = run("ingest", village)
+    assert "left out: trees/: cannot be read (Permission denied)" in result.stdout
+    assert "kept in the index: walnuts.txt: cannot be read now" in result.stdout
+    assert "1 folder left out: trees/." in result.stdout
+    assert kept(told, "walnuts")
+
+
+def test_an_empty_folder_keeps_its_documents_as_it_may_be_that_of_a_drive(told, run, village):
+    told("ingest", village, "--index", "places")
+    (village / "trees" / "walnuts.txt").unlink()
+    result = run("ingest", village, "--index", "places")
+    assert "kept in the index: walnuts.txt: the folder is empty" in result.stdout
+    assert f"ragfuse ingest --remove {village / 'trees'} --index places" in result.stdout
+    assert names(told("ingest", "--remove", village / "trees", "--index", "places")["forgotten"]) == ["walnuts.txt"]
+
+
+def test_a_path_where_nothing_is_left_says_what_the_index_has_from_there(told, run, village):
+    told("ingest", village)
+    for file in (village / "mayor.txt", village / "trees" / "walnuts.txt"):
+        file.unlink()
+    result = run("ingest", village)
+    assert result.exit_code == 1
+    assert "found none: no file" in result.stderr
+    assert f"stay there; to forget: ragfuse ingest --remove {village}" in result.stderr
+    assert len(told("ingest", "--remove", village)["forgotten"]) == 2
+
+
+def test_what_another_document_or_another_index_holds_keeps_its_kv(told, village):
+    (village / "copy.txt").write_text(MAYOR)
+    told("ingest", village)
+    told("ingest", village / "trees", "--index", "trees")
+    told("ingest", "--remove", "mayor.txt")
+    assert names(kept(told, "copy")) == ["copy.txt"]
+    told("ingest", "--remove", "walnuts.txt")
+    assert names(kept(told, "walnuts")) == ["walnuts.txt"]
+    told("ingest", "--remove", "walnuts.txt", "--index", "trees")
+    told("ingest", "--remove", "copy.txt")
+    assert not kept(told, "walnuts")
+    assert not kept(told, "copy")
+
+
+def test_a_document_is_removed_by_name_without_a_model(run, told, village, monkeypatch):
+    told("ingest", village)
+    monkeypatch.setattr(module, "loaded_engine", None)
+    result = run("ingest", "--remove", "trees/walnuts.txt")
+    assert result.exit_code == 0, result.output
+    assert "forgotten: walnuts.txt (1 chunk, " in result.stdout
+    assert "1 chunk of 1 file in 'default' now." in result.stdout
+    assert not kept(told, "walnuts")
+
+
+def test_a_name_that_fits_none_or_several_documents_is_told(run, village):
+    (village / "trees" / "mayor.txt").write_text("A mayor among trees, which is another document.")
+    run("ingest", village, "--no-kv")
+    several = run("ingest", "--remove", "mayor.txt")
+    assert several.exit_code == 1
+    assert "may be village/mayor.txt, trees/mayor.txt" in several.stderr
+    assert "found none named 'walnut.txt'. Did you mean walnuts.txt?" in run("ingest", "--remove", "walnut.txt").stderr
+    assert "found none named ''" in run("ingest", "--remove", "").stderr
+
+
+@pytest.mark.parametrize("arguments", [(), (".", "--remove", "x")])
+def test_an_ingest_takes_either_paths_or_names_to_remove(run, arguments):
+    result = run("ingest", *arguments)
+    assert result.exit_code == 2
+    assert "either files and folders" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_the_index_of_docs_forgets_the_kv_of_what_is_gone_too(told, village):
+    told("ask", "Who?", "--docs", village)
+    assert kept(told, "mayor")
+    (village / "mayor.txt").unlink()
+    told("ask", "Who?", "--docs", village)
+    assert not kept(told, "mayor")
+
+
+def test_a_chat_forgets_a_document(run, told, village):
+    run("ingest", village)
+    result = run("chat", lines=["/docs remove mayor.txt", "/docs", "Who is the mayor?", "/docs remove mayor.txt"])
+    assert "forgotten: mayor.txt (1 chunk, " in result.stdout
+    assert "found none named 'mayor.txt'. It has: walnuts.txt." in result.stdout
+    assert "From walnuts.txt." in result.stderr
+    assert not kept(told, "mayor")
+
+
+def test_a_document_that_became_unreadable_keeps_what_was_read_of_it(run, village):
+    (village / "data.json").write_text('{"text": "A document of data, which is long enough to be one."}')
+    run("ingest", village, "--no-kv")
+    (village / "data.json").write_text('{"text": ')
+    result = run("ingest", village, "--no-kv")
+    assert "What was read of it before stays in the index." in result.stdout
+    assert "2 chunks of 2 files; 3 chunks of 3 files in 'default' in all, without KV." in result.stdout
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
+def test_nothing_is_gone_from_a_folder_that_fails(village, unreadable, number):
+    source = str((village / "trees" / "walnuts.txt").resolve())
+    (village / "trees" / "walnuts.txt").unlink()
+    (village / "trees" / "notes.txt").write_text("Some notes, so that it is not empty.")
+    assert absent([source], [village], find_files([village])).gone == (source,)
+    unreadable(village / "trees", number)
+    found = absent([source], [village], find_files([village]))
+    assert (found.gone, found.unread) == ((), (source,))
+
+
+def test_a_hidden_file_that_was_ingested_by_its_own_path_stays(village):
+    hidden = village / ".hidden.txt"
+    hidden.write_text("hidden")
+    found = absent([str(hidden.resolve())], [village], find_files([village]))
+    assert found == absent([], [village], find_files([village]))
+
+
+def test_a_file_that_is_named_and_left_out_now_is_gone(village):
+    mayor, walnuts = village / "mayor.txt", village / "trees" / "walnuts.txt"
+    mayor.write_text("")
+    found = absent([str(mayor.resolve()), str(walnuts.resolve())], [mayor, walnuts], find_files([mayor, walnuts]))
+    assert found.gone == (str(mayor.resolve()),)
+
+
+def test_a_file_is_gone_only_where_its_folder_is_there_and_has_something(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    assert [is_gone(tmp_path / name) for name in ("a.txt", "b.txt", "empty/b.txt", "none/b.txt")] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_names_are_told_with_their_folder_where_two_are_the_same():
+    assert names_of(["/x/a.txt", "/y/a.txt", "/x/b\x1b.txt", "", "/x/a.txt"]) == ["x/a.txt", "y/a.txt", "b .txt"]
+    assert listed(f"/x/{number}.txt" for number in range(7)) == "0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more"

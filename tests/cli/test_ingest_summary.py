@@ -1,0 +1,29 @@
+"""What the line of an ingest says of the chunks that were not encoded."""
+
+import pytest
+
+from ragfuse.cli.ingest import _encoded_in_words
+from ragfuse.types.ingested import Ingested
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (
+            Ingested(18, 6, 900, 2_000_000, 1.24),
+            "6 encoded now (900 tokens, 2.0 MB, 1.2 s), the other 12 were stored already",
+        ),
+        (
+            Ingested(18, 6, 900, 2_000_000, 1.24, short=11),
+            "6 encoded now (900 tokens, 2.0 MB, 1.2 s), the other 1 was stored already, 11 are too short to be stored",
+        ),
+        (Ingested(3, 3, 9, 1_000, 1), "3 encoded now (9 tokens, 1.0 KB, 1.0 s)"),
+        (Ingested(3), "all were stored already"),
+        (Ingested(1), "it was stored already"),
+        (Ingested(3, short=1), "2 were stored already, 1 is too short to be stored"),
+        (Ingested(3, unsaved=3), "none had to be encoded now"),
+        (Ingested(), "none had to be encoded now"),
+    ],
+)
+def test_it_says_what_became_of_each(done, said):
+    assert _encoded_in_words(done) == said
