@@ -89,6 +89,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
+        env_ignore_empty=True,  # an empty RAGFUSE_STORE would be the working directory
         toml_file="ragfuse.toml",
         extra="forbid",
         frozen=True,

@@ -248,8 +248,8 @@ def test_files_without_text(run, tmp_path, data, name):
     ("option", "value", "kind", "word"),
     [
         ("--policy", "nope", "SettingsError", "It is one of"),
-        ("--ratio", "2", "SettingsError", "less than or equal to 1"),
-        ("--ratio", "-1", "SettingsError", "greater than or equal to 0"),
+        ("--ratio", "2", "SettingsError", "wanted at most 1, found 2.0 (--ratio)"),
+        ("--ratio", "-1", "SettingsError", "wanted at least 0, found -1.0 (--ratio)"),
         ("--dtype", "int8", "SettingsError", "bfloat16"),
         ("--device", "toaster", "ModelError", "--device cpu"),
         ("--device", "cuda:99", "ModelError", "--device cpu"),

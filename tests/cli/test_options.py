@@ -152,6 +152,13 @@ def test_what_ragfuse_toml_has_wrong_is_told_with_the_file(text, said, tmp_path,
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["store", "home", "ratio", "tiers", "model"])
+def test_an_empty_variable_is_none(name, monkeypatch):
+    usual = settings_of()
+    monkeypatch.setenv(f"RAGFUSE_{name.upper()}", "")
+    assert getattr(settings_of(), name) == getattr(usual, name)
+
+
 def test_a_variable_that_is_no_json_is_named(monkeypatch):
     monkeypatch.setenv("RAGFUSE_PRICES", "cheap")
     with pytest.raises(SettingsError, match="Wanted JSON in RAGFUSE_PRICES"):
