@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from ragfuse.errors import InputError, PMLError, RagFuseError, SettingsError, StoreError, TransferError
+from ragfuse.errors import (
+    InputError,
+    OverlongError,
+    PMLError,
+    RagFuseError,
+    SettingsError,
+    StoreError,
+    TransferError,
+)
+from ragfuse.types.request_limits import OVERLONG
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -18,6 +27,8 @@ ERROR_TYPES: tuple[tuple[int, str], ...] = (
     (429, "rate_limit_error"),
 )
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
+DROP_ADVICE = 'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow": "drop"}.'
+"""What to do about a prompt that is too long with its documents."""
 
 
 class APIError(Exception):
@@ -64,6 +75,8 @@ def api_error_of(error: BaseException) -> APIError:
         return error
     if isinstance(error, PMLError):
         return APIError(400, _without_folder(error), "unusable", "pml")
+    if isinstance(error, OverlongError):
+        return APIError(400, f"{error.found} {DROP_ADVICE if error.may_drop else error.advice}".strip(), OVERLONG)
     if isinstance(error, InputError | SettingsError):
         return APIError(400, str(error), "unusable")
     if isinstance(error, StoreError):
