@@ -17,6 +17,7 @@ from ragfuse.errors import (
     StoreError,
     TransferError,
 )
+from ragfuse.serve.fields import name_of
 from ragfuse.types.request_limits import OVERLONG
 
 log = logging.getLogger("ragfuse.serve")
@@ -101,15 +102,16 @@ def api_error_of(error: BaseException) -> APIError:
 
 
 def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """Convert the first of pydantic's validation errors into an APIError."""
+    """Convert the first of a validator's errors into an APIError."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    name = ".".join(place)
+    name = name_of(first["loc"])
     if first["type"] == "json_invalid":
         why = str((first.get("ctx") or {}).get("error", "")).lower()
         return APIError(400, f"The body is not valid JSON: {why or 'no value'}. Correct it.", "json")
     if first["type"] == "extra_forbidden":
-        return APIError(400, f"There is no field '{name}' here; leave it out.", "unknown_field", name)
+        nearest = (first.get("ctx") or {}).get("nearest")
+        advice = f"did you mean '{nearest}'?" if nearest else "leave it out."
+        return APIError(400, f"There is no field '{name:.80}' here; {advice}", "unknown_field", name)
     if first["type"] == "missing":
         return APIError(400, f"The field '{name or 'body'}' is missing; give it.", "missing", name or None)
     found = _short(first.get("input"))
