@@ -27,7 +27,7 @@ from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, dropped, forget_texts
 from ragfuse.store.factory import free_name, open_tier
 from ragfuse.store.recode import recode
-from ragfuse.store.tenants import Tenant, hidden
+from ragfuse.store.tenants import Tenant, hidden, tenants_in
 from ragfuse.store.tier import Freed
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
@@ -363,12 +363,7 @@ class StoreAdmin:
         self.store.tier(name)
 
     def _tenants(self) -> dict[str, Tenant]:
-        names = [name for name in self.catalog.strict.names() if name.startswith("tenant-")]
-        profiles = {name.removeprefix("tenant-"): self.catalog.strict.get(name) or {} for name in names}
-        return {
-            digest: Tenant(digest, str(found.get("model", "")), str(found.get("tenant", "")))
-            for digest, found in profiles.items()
-        }
+        return tenants_in(self.catalog.strict)
 
     def _rows_of(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[EntryRow]:
         texts: dict[tuple[str, str], tuple[str, str]] = {}

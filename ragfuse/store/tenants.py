@@ -8,16 +8,32 @@ from ragfuse.settings import Settings
 from ragfuse.store.catalog import CatalogQueries
 from ragfuse.types.keys import digest as digest_of
 
+_PREFIX = "tenant-"
+
 
 def remember_tenant(catalog: CatalogQueries, digest: str, settings: Settings) -> None:
     """Save the model, dtype and tenant behind a model digest, so that people can be shown names."""
     fields = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
-    catalog.settle(f"tenant-{digest}", fields)
+    catalog.settle(f"{_PREFIX}{digest}", fields)
 
 
 def hidden(salt: str) -> str:
     """Return what may be saved and shown of a salt: its digest, "" for none."""
     return digest_of("tenant", salt) if salt else ""
+
+
+def tenants_in(catalog: CatalogQueries) -> dict[str, Tenant]:
+    """Return the tenants that a catalog has, by model digest.
+
+    Raises:
+        StoreError: The catalog is strict, and cannot be read.
+    """
+    names = [name for name in catalog.names() if name.startswith(_PREFIX)]
+    saved = {name.removeprefix(_PREFIX): catalog.get(name) or {} for name in names}
+    return {
+        digest: Tenant(digest, str(found.get("model", "")), str(found.get("tenant", "")))
+        for digest, found in saved.items()
+    }
 
 
 @dataclass(frozen=True)
