@@ -30,7 +30,17 @@ class InputError(RagFuseError):
 
 
 class OverlongError(InputError):
-    """A text with more tokens than the model's context holds."""
+    """A text with more tokens than the model's context holds.
+
+    Args:
+        found: What was wanted and found.
+        advice: What to do, in words for a program in Python.
+        may_drop: Whether the prompt has chunks that may be left out where that is asked for (overflow "drop").
+    """
+
+    def __init__(self, found: str, advice: str = "", may_drop: bool = False) -> None:
+        self.found, self.advice, self.may_drop = found, advice, may_drop
+        super().__init__(f"{found} {advice}".strip())
 
 
 class PMLError(InputError):

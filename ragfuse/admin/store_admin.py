@@ -367,7 +367,7 @@ class StoreAdmin:
         self.store.tier(name)
 
     def _tenants(self) -> dict[str, Tenant]:
-        return {tenant.digest: tenant for tenant in tenants_in(self.catalog.strict)}
+        return tenants_in(self.catalog.strict)
 
     def _rows_of(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[EntryRow]:
         texts: dict[tuple[str, str], tuple[str, str]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +25,7 @@ from ragfuse.cli.options import (
     prepare_model,
     settings_of,
 )
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, StoreError
 
 
 def serve(
@@ -51,7 +52,8 @@ def serve(
         list[str] | None,
         option(
             "--api-key",
-            "An accepted key: KEY, or SALT:KEY for the tenant of that salt; repeat for several.",
+            "An accepted key: KEY is a tenant of its own, SALT:KEY the one of that salt, :KEY the one without a salt, "
+            "as of `ragfuse ingest`; repeat for several.",
             default_of("api_keys", "none"),
         ),
     ] = None,
@@ -156,11 +158,20 @@ def serve(
         run_on_ray(settings, accepted, host, port, allow_origin or (), options, ray, tell)
         return
     with console.status("loading the model") as status:
+        from ragfuse.admin.unkeyed import in_words, unkeyed
         from ragfuse.serve.server import serve as run
         from ragfuse.serve.service import Service
         from ragfuse.store.urls import shown
 
         service = Service(settings, keys)
+
+        def tell_unkeyed() -> None:
+            engine = service.engine(service.keys.tenants[0])
+            with contextlib.suppress(StoreError):  # nobody waits for this hint
+                salts = [tenant.salt for tenant in service.keys.tenants]
+                found = unkeyed(engine.store, engine.catalog.strict, service.settings.model, salts)
+                if told := in_words(found):
+                    console.print(told, highlight=False, markup=False, soft_wrap=True)
 
         def announce(url: str) -> None:
             status.stop()
@@ -173,5 +184,8 @@ def serve(
                 place = shown(service.settings.transfer_url)
                 message = f"vLLM at {service.settings.decode_at} {how}; KV is handed over in {place}."
                 console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+            if len(service.keys):
+                service.threads.upkeep.submit(tell_unkeyed)  # a large remote store takes a while to list
 
         run(service, host, port, allow_origin or (), announce)

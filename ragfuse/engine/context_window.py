@@ -59,6 +59,13 @@ class WindowedModel(Protocol):
         ...
 
 
+def advice_for(may_drop: bool) -> str:
+    """Return what to do about a prompt that is too long; `may_drop`: it has chunks that may be left out on request."""
+    if not may_drop:
+        return "Shorten it."
+    return "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
+
+
 def check_messages(
     messages: Sequence[ChatMessage],
     model: WindowedModel,
@@ -67,6 +74,7 @@ def check_messages(
     what: str = "The prompt",
     marker: Marker | None = None,
     is_text: bool = False,
+    may_drop: bool = True,
 ) -> None:
     """Refuse messages that can never fit the model's context.
 
@@ -79,6 +87,7 @@ def check_messages(
         marker: Recognises marks around chunks, which are not text. Each mark counts as at least one token, signed or
             not.
         is_text: Whether the only message is a text without chat template, so that white space at its ends counts.
+        may_drop: Whether chunks, if there are any, may still be left out on request.
 
     Raises:
         OverlongError: They can never fit.
@@ -89,11 +98,13 @@ def check_messages(
     counted = later[len(later) - 1] if later else messages
     texts = [_text_of(message) if is_text else _rendered_text(message) for message in counted]
     arguments = [text for message in counted for text in _argument_texts(message)]
+    n_marks = sum(map(marker.count, texts)) if marker is not None else 0
+    may_drop = may_drop and (n_marks > 0 or any(map(_has_chunks, counted)))
     if marker is not None:
-        check_texts((), model, what, min_tokens=sum(map(marker.count, texts)))
+        check_texts((), model, what, min_tokens=n_marks, may_drop=may_drop)
         texts = [marker.unmarked(text) for text in texts]
     n_messages = sum(message.has_content for message in counted)
-    check_texts([*texts, *arguments, *_strings(tools)], model, what, min_tokens=n_messages)
+    check_texts([*texts, *arguments, *_strings(tools)], model, what, min_tokens=n_messages, may_drop=may_drop)
 
 
 def check_request(request: PMLPrompt, model: WindowedModel) -> None:
@@ -105,8 +116,9 @@ def check_texts(
     texts: Iterable[str],
     model: WindowedModel,
     what: str = "The prompt",
-    advice: str = "Take fewer or shorter chunks.",
+    advice: str = "",
     min_tokens: int = 0,
+    may_drop: bool = False,
 ) -> None:
     """Refuse texts that together can never fit the model's context.
 
@@ -114,8 +126,9 @@ def check_texts(
         texts: The texts that will be tokenised.
         model: The model.
         what: How an error message names the texts.
-        advice: The last sentence of the error message.
+        advice: The last sentence of the error message; "": as `may_drop` says.
         min_tokens: A lower bound of the tokens that is known without looking at the texts.
+        may_drop: Whether they have chunks that may be left out on request.
 
     Raises:
         OverlongError: They can never fit.
@@ -127,7 +140,9 @@ def check_texts(
     if n_tokens > model.max_context:
         raise OverlongError(
             f"{what} does not fit: {model.name} takes at most {model.max_context:,} tokens, "
-            f"found at least {n_tokens:,}{f' in {len(whole):,} characters' if whole else ''}. {advice}"
+            f"found at least {n_tokens:,}{f' in {len(whole):,} characters' if whole else ''}.",
+            advice or advice_for(may_drop),
+            may_drop,
         )
 
 
@@ -192,7 +207,8 @@ class _Extent:
             if at.position > self._max:
                 raise OverlongError(
                     f"{self._what} does not fit: {self._model.name} takes at most {self._max:,} token positions, "
-                    f"found at least {at.position:,}. Shorten its modules."
+                    f"found at least {at.position:,}.",
+                    "Shorten its modules.",
                 )
         return at
 
@@ -222,6 +238,11 @@ def _cut(text: str, lo: int) -> int:
         return len(text)
     space = text.rfind(" ", lo + PIECE_CHARS // 2, hi)
     return space if space > lo else hi
+
+
+def _has_chunks(message: ChatMessage) -> bool:
+    parts = () if isinstance(message.content, str) else message.content
+    return any(isinstance(part, Piece) and part.kind == "chunk" for part in parts)
 
 
 def _text_of(message: ChatMessage) -> str:

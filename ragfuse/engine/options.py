@@ -15,7 +15,11 @@ from ragfuse.settings import Settings
 
 
 def remaining_context(
-    n_tokens: int, model: HFModel, what: str = "The prompt", advice: str = "Take fewer or shorter chunks."
+    n_tokens: int,
+    model: HFModel,
+    what: str = "The prompt",
+    advice: str = "Shorten it.",
+    may_drop: bool = False,
 ) -> int | None:
     """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no limit.
 
@@ -24,6 +28,7 @@ def remaining_context(
         model: The model.
         what: How an error message names the prompt.
         advice: The last sentence of the error message.
+        may_drop: Whether chunks may be left out on request.
 
     Raises:
         OverlongError: The prompt itself does not fit.
@@ -33,7 +38,9 @@ def remaining_context(
         return None
     if n_tokens > max_tokens:
         raise OverlongError(
-            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found {n_tokens:,}. {advice}"
+            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found {n_tokens:,}.",
+            advice,
+            may_drop,
         )
     return max_tokens - n_tokens + 1
 

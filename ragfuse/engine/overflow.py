@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from ragfuse.engine.ask import Ask
+from ragfuse.engine.context_window import advice_for
 from ragfuse.engine.options import options_of, remaining_context
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
@@ -65,8 +66,8 @@ def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
     if n_dropped:
         what = f"The prompt without the {n_dropped} chunks that could be left out"
         return remaining_context(n_tokens, model, what, "Shorten the question, or the messages before it.")
-    advice = "Take fewer or shorter chunks" + ("." if drops else ", or leave out the last ones with overflow='drop'.")
-    return remaining_context(n_tokens, model, advice=advice)
+    may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments)
+    return remaining_context(n_tokens, model, advice=advice_for(may_drop), may_drop=may_drop)
 
 
 def drops(ask: Ask, settings: Settings) -> bool:

@@ -268,7 +268,7 @@ class PromptBuilder:
     ) -> None:
         n_omitted = len(shortened.sources)
         what = f"The prompt without the {n_omitted} chunks that could be left out" if n_omitted else "The prompt"
-        check_messages(messages, self._runtime.model, tools, what=what, is_text=is_text)
+        check_messages(messages, self._runtime.model, tools, what=what, is_text=is_text, may_drop=not shortened.sources)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """Return a message's content cut into chunks and fresh text; pieces in a list stay as they are."""

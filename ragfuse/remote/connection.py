@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ragfuse.errors import BusyError, InputError, RagFuseError, ServerError
+from ragfuse.errors import BusyError, InputError, OverlongError, RagFuseError, ServerError
 from ragfuse.process.fork import ForkLock
 from ragfuse.remote.address import LOCAL, ServerAddress
+from ragfuse.types.request_limits import OVERLONG
 
 try:
     import httpx
@@ -155,7 +156,7 @@ class Connection:
             raise self._strange(f"an event {data[:60]!r} where a JSON object was wanted")
         if event.get("error") is not None:
             error, kind = _told(event)
-            raise InputError(error) if kind == "invalid_request_error" else ServerError(error)
+            raise _refusal(error, event) if kind == "invalid_request_error" else ServerError(error)
         return event
 
     def _whole(self, method: str, path: str, body: bytes) -> Any:
@@ -180,7 +181,7 @@ class Connection:
             raise self._unreachable(error) from error
         except httpx.HTTPError as error:
             raise self._broken(error) from error
-        if response.status_code == 404 and _code(raw) in ("schema_not_found", "session_not_found"):
+        if response.status_code == 404 and _code(_json(raw)) in ("schema_not_found", "session_not_found"):
             return None
         if response.status_code != 200:
             raise self._refusal(response, raw)
@@ -204,10 +205,10 @@ class Connection:
             why = message or f"HTTP status {status}"
             error = BusyError(f"The server at {base_url} is busy: {why}", wait_s if wait_s is not None else 5.0)
             return AgainError(error, wait_s)
-        if _code(raw) == "model_not_found":
+        if _code(_json(raw)) == "model_not_found":
             return ServerError(f"{message} (asked at {base_url})")
         if message and kind == "invalid_request_error":
-            return InputError(message)
+            return _refusal(message, _json(raw))
         if message and kind:
             return ServerError(f"The server at {base_url} answers with status {status}: {message}")
         return self._strange(f"HTTP status {status}")
@@ -305,8 +306,12 @@ def _told(found: Any) -> tuple[str, str]:
     return message[:MAX_ERROR_CHARS], kind
 
 
-def _code(raw: bytes) -> Any:
-    found = _json(raw)
+def _refusal(message: str, found: Any) -> InputError:
+    """Return the error of a request that the server refuses."""
+    return OverlongError(message) if _code(found) == OVERLONG else InputError(message)
+
+
+def _code(found: Any) -> Any:
     error = found.get("error") if isinstance(found, dict) else None
     return error.get("code") if isinstance(error, dict) else None
 

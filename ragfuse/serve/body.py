@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
+from ragfuse.serve.fields import told_errors
 from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
 
@@ -143,7 +144,7 @@ def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
     try:
         return model.model_validate(parsed(raw))
     except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False)) from None
+        raise RequestValidationError(told_errors(model, error.errors(include_url=False))) from None
 
 
 class ParsedRequest(Request):

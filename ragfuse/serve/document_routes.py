@@ -77,7 +77,7 @@ def document_routes(service: Service) -> APIRouter:
 
     @routes.delete("/{id}")
     async def remove(request: Request, id: str) -> dict[str, Any]:
-        """Delete a document, and the KV of passages that no other document of the list has."""
+        """Delete a document and the KV that was encoded for it; what was stored before, or another one has, stays."""
         tenant = tenant_of(request)
         work = service.lookup(tenant, lists.of(tenant).remove(id))
         nbytes = await unless_disconnected(request.receive, work)

@@ -1,6 +1,7 @@
 """Documents that a tenant sends: split into passages, encoded in the background, and searched by their embeddings.
 
-The list of documents and their embeddings are in this process; the KV of their passages is in the store.
+The list of documents and their embeddings are in this process; the KV of their passages is in the store. With a
+document goes the KV that was encoded for the list alone: what the store had before stays.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import base64
 import binascii
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -21,11 +22,13 @@ from numpy.typing import NDArray
 
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError
+from ragfuse.serve.entries import stored_kv
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.pdf_text import text_of_pdf
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.split import passages
+from ragfuse.types.ingested import Ingested
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -39,6 +42,9 @@ BUSY_S = 2.0
 """Seconds after which a turn is asked for again where the queue was full."""
 BUSY_STATUSES = (429, 504)
 """Statuses of a queue that has no turn now."""
+STORED_BEFORE = "stored before"
+TOO_SHORT = "too short to be stored: computed with each question"
+NOT_STORED = "not stored: this model's KV cannot be reused; computed with each question"
 
 
 @dataclass(eq=False)
@@ -49,6 +55,13 @@ class StoredDocument:
         name: Its name, for people.
         text: Its text; "" until it is read from `pdf`.
         pdf: The PDF that it is to be read from.
+        encoded: Passages that are done: encoded, or found to be stored or too short.
+        stored_before: Those whose KV the store had already.
+        too_short: Those that are too short to be stored.
+        unstored: Those that are long enough, and not stored all the same.
+        tokens: Tokens of the passages that are done.
+        nbytes: Bytes of their KV, encoded now or stored before.
+        replaced: Passages of documents of the same name, which this one replaces.
     """
 
     name: str
@@ -60,6 +73,9 @@ class StoredDocument:
     passages: list[str] = field(default_factory=list)
     vectors: list[NDArray[np.float32]] = field(default_factory=list)
     encoded: int = 0
+    stored_before: int = 0
+    too_short: int = 0
+    unstored: int = 0
     tokens: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -68,14 +84,28 @@ class StoredDocument:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in plain JSON types, without its text."""
-        names = ("id", "name", "status", "error", "encoded", "tokens", "nbytes")
+        names = ("id", "name", "status", "error", "encoded", "stored_before", "too_short", "tokens", "nbytes")
         fields = {name: getattr(self, name) for name in names}
         return {
             "object": "ragfuse.document",
             **fields,
             "passages": len(self.passages),
             "seconds": round(self.seconds, 2),
+            "note": self.note,
         }
+
+    @property
+    def note(self) -> str:
+        """For people: which passages were not encoded now, and why; "" where all were, or are yet to be."""
+        return "; ".join(
+            (why if n == self.encoded else f"{n} of {self.encoded} passages {why}")
+            for n, why in (
+                (self.stored_before, STORED_BEFORE),
+                (self.too_short, TOO_SHORT),
+                (self.unstored, NOT_STORED),
+            )
+            if n
+        )
 
 
 class TenantDocuments:
@@ -89,6 +119,7 @@ class TenantDocuments:
     def __init__(self, service: Service, tenant: APITenant) -> None:
         self._service, self._tenant = service, tenant
         self.all: dict[str, StoredDocument] = {}
+        self._own: set[str] = set()  # passages whose KV was encoded for documents of the list, which the store had not
         self._waiting: deque[StoredDocument] = deque()
         self._task: asyncio.Task[None] | None = None
 
@@ -122,10 +153,13 @@ class TenantDocuments:
         return self.all[id]
 
     def remove(self, id: str) -> Callable[[Engine], int]:
-        """Remove a document from the list; return what deletes its KV, and returns the bytes freed."""
+        """Remove a document from the list; return what deletes its KV, and returns the bytes freed.
+
+        KV that the store had before, and that of passages which another document of the list has, stays.
+        """
         document = self.get(id)
         self._remove(document)
-        texts = self._unused(document.passages)
+        texts = self._disowned(document.passages)
         return lambda engine: engine.forget(texts)
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
@@ -141,10 +175,12 @@ class TenantDocuments:
 
     # inside
 
-    def _unused(self, texts: Sequence[str]) -> list[str]:
-        """Return those of these passages that no document of the list has."""
+    def _disowned(self, texts: Iterable[str]) -> list[str]:
+        """Return those of these passages that no document of the list has and that were encoded for one of it."""
         kept = {passage for each in self.all.values() for passage in each.passages}
-        return [text for text in texts if text not in kept]
+        found = [text for text in dict.fromkeys(texts) if text in self._own and text not in kept]
+        self._own.difference_update(found)
+        return found
 
     def _remove(self, document: StoredDocument) -> None:
         document.is_deleted = True
@@ -167,22 +203,42 @@ class TenantDocuments:
             document.pdf = b""
         document.passages = await self._turn(lambda engine: _split(engine, document.text))
         document.text, document.status = "", "encoding"
+        before = dict(zip(document.passages, await self._stored(document.passages), strict=True))
         for at in range(0, len(document.passages), BATCH_PASSAGES):
-            await self._batch(document, document.passages[at : at + BATCH_PASSAGES])
+            await self._batch(document, document.passages[at : at + BATCH_PASSAGES], before)
             document.seconds = time.monotonic() - began_s
             if document.is_deleted:
                 break
         document.status = "ready"
-        texts = self._unused([*document.replaced, *(document.passages if document.is_deleted else ())])
+        texts = self._disowned([*document.replaced, *(document.passages if document.is_deleted else ())])
         if texts:
             await self._turn(lambda engine: engine.forget(texts))
 
-    async def _batch(self, document: StoredDocument, texts: list[str]) -> None:
-        done = await self._turn(lambda engine: engine.ingest([(text, document.name) for text in texts]))
-        document.tokens += done.tokens
-        document.nbytes += done.nbytes
+    async def _batch(self, document: StoredDocument, texts: list[str], before: dict[str, int | None]) -> None:
+        """Encode some passages; `before` has the bytes of KV that the store had of each, None for none."""
+        encoded = Counter[str]()  # bytes of new KV of each passage, also where a later one failed
+        try:
+            n_tokens = await self._turn(lambda engine: _ingest(engine, texts, document.name, encoded))
+        finally:
+            self._own.update(text for text, n in encoded.items() if n and before[text] is None)
+        shortest = self._service.settings.min_chunk_tokens
+        missing = [text for text in texts if not encoded[text] and before[text] is None]
+        if missing:  # too short, or stored since by another request
+            before = {**before, **dict(zip(missing, await self._stored(missing), strict=True))}
+        for text, tokens in zip(texts, n_tokens, strict=True):
+            stored, n = before[text], encoded[text]
+            document.tokens += tokens
+            document.nbytes += n or stored or 0
+            document.stored_before += stored is not None
+            document.too_short += stored is None and tokens < shortest
+            document.unstored += stored is None and not n and tokens >= shortest
         document.vectors += list(await self._turn(lambda _: self._service.embedder.embed(texts)))
         document.encoded += len(texts)
+
+    async def _stored(self, texts: Sequence[str]) -> list[int | None]:
+        """Return the bytes of KV that the store has of each text; None for none."""
+        found: list[int | None] = await self._turn(lambda engine: stored_kv(engine, texts))
+        return found
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:
         """Return the result of `do`, run when its turn in the request queue has come."""
@@ -237,6 +293,20 @@ def _split(engine: Engine, text: str) -> list[str]:
     if not found:
         raise RagFuseError("The document has no text; leave it out.")
     return list(dict.fromkeys(found))
+
+
+def _ingest(engine: Engine, texts: Sequence[str], source: str, encoded: Counter[str]) -> list[int]:
+    """Encode passages unless they are stored; add the bytes of new KV of each to `encoded`, and return their tokens."""
+    nbytes = 0
+
+    def progress(done: Ingested) -> None:
+        nonlocal nbytes
+        encoded[texts[done.chunks - 1]] += done.nbytes - nbytes
+        nbytes = done.nbytes
+
+    n_tokens = [len(engine.tokens(text)) for text in texts]
+    engine.ingest([(text, source) for text in texts], progress=progress)
+    return n_tokens
 
 
 def _hit(document: StoredDocument, at: int, score: float) -> dict[str, Any]:

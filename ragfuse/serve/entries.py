@@ -6,7 +6,7 @@ Only entries of the tenant's own digest are ever listed, pinned or deleted: anot
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.refusals import APIError
 from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks
+from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import Entry
 
 ENTRY_CHARS = 200
@@ -68,15 +69,27 @@ class StoredChunks:
         return sorted(rows, key=lambda row: -row["last_used"])
 
     def sources(self) -> list[dict[str, Any]]:
-        """Return bytes, chunks and hits of each source, largest first; "" is what has no known text."""
+        """Return bytes, chunks and hits of each source, largest first; "" is what has no known text.
+
+        `nbytes` counts KV once, however many tiers have a copy of it; `tiers` has the bytes of the copies.
+        """
         nbytes, chunks, hits = Counter[str](), Counter[str](), Counter[str]()
+        tiers = defaultdict[str, Counter[str]](Counter)
         for chunk, entries in self.entries.items():
             source = self._source(chunk)
-            nbytes[source] += sum(entry.nbytes for entry in entries)
+            nbytes[source] += kv_nbytes(entries)
+            for tier, n in _by_tier(entries).items():
+                tiers[source][tier] += n
             chunks[source] += 1
             hits[source] += sum(entry.hits for entry in entries)
         return [
-            {"source": source, "nbytes": n, "chunks": chunks[source], "hits": hits[source]}
+            {
+                "source": source,
+                "nbytes": n,
+                "tiers": dict(tiers[source]),
+                "chunks": chunks[source],
+                "hits": hits[source],
+            }
             for source, n in nbytes.most_common()
         ]
 
@@ -105,7 +118,7 @@ class StoredChunks:
             "source": source,
             "text": text[:ENTRY_CHARS],
             "n_tokens": entries[0].n_tokens,
-            "nbytes": sum(entry.nbytes for entry in entries),
+            "nbytes": kv_nbytes(entries),
             "tiers": sorted({entry.tier for entry in entries}),
             "levels": sorted({level for entry in entries for level in entry.sizes}),
             "encoded": sorted({entry.key.encoded for entry in entries}),
@@ -116,6 +129,30 @@ class StoredChunks:
 
     def _source(self, chunk: Chunk) -> str:
         return self.texts.get(chunk, ("", ""))[0]
+
+
+def kv_nbytes(entries: Iterable[Entry]) -> int:
+    """Return the bytes of KV in entries; of the copies of a key in several tiers, the largest counts."""
+    largest = dict[ChunkKey, int]()
+    for entry in entries:
+        largest[entry.key] = max(entry.nbytes, largest.get(entry.key, 0))
+    return sum(largest.values())
+
+
+def stored_kv(engine: Engine, texts: Sequence[str]) -> list[int | None]:
+    """Return the bytes of KV that a tenant's store has of each text, in whatever context; None: it has none.
+
+    What is being saved counts as stored, with 0 bytes.
+    """
+    chunks = [(engine.digest, token_digest(engine.tokens(text))) for text in texts]
+    wanted = set(chunks)
+    found: dict[Chunk, list[Entry]] = {
+        chunk: [] for key in engine.store.under_way() if (chunk := chunk_of(key)) in wanted
+    }
+    for entry in engine.store.entries():
+        if (chunk := chunk_of(entry.key)) in wanted:
+            found.setdefault(chunk, []).append(entry)
+    return [kv_nbytes(found[chunk]) if chunk in found else None for chunk in chunks]
 
 
 def pin(engine: Engine, selection: Selection, pinned: bool) -> int:
@@ -147,3 +184,11 @@ def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
         "evicted": {kind: keeper.evicted[kind] for kind in ("bytes", "texts", "sessions")},
         "sources": StoredChunks.of(engine).sources(),
     }
+
+
+def _by_tier(entries: Iterable[Entry]) -> Counter[str]:
+    """Return the bytes of entries by tier."""
+    nbytes = Counter[str]()
+    for entry in entries:
+        nbytes[entry.tier] += entry.nbytes
+    return nbytes

@@ -33,7 +33,8 @@ class Keys:
     """The accepted API keys, kept as digests.
 
     Args:
-        given: Keys as `KEY`, each for a separate tenant, or as `SALT:KEY`, for the tenant of that salt.
+        given: Keys as `KEY`, each for a separate tenant, or as `SALT:KEY`, for the tenant of that salt; `:KEY` is for
+            the tenant without a salt.
         salt: If no keys are given, all requests belong to one tenant, which has this salt.
 
     Raises:

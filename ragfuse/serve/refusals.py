@@ -8,7 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from ragfuse.errors import InputError, PMLError, RagFuseError, SettingsError, StoreError, TransferError
+from ragfuse.errors import (
+    InputError,
+    OverlongError,
+    PMLError,
+    RagFuseError,
+    SettingsError,
+    StoreError,
+    TransferError,
+)
+from ragfuse.serve.fields import name_of
+from ragfuse.types.request_limits import OVERLONG
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -18,6 +28,8 @@ ERROR_TYPES: tuple[tuple[int, str], ...] = (
     (429, "rate_limit_error"),
 )
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
+DROP_ADVICE = 'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow": "drop"}.'
+"""What to do about a prompt that is too long with its documents."""
 
 
 class APIError(Exception):
@@ -64,6 +76,8 @@ def api_error_of(error: BaseException) -> APIError:
         return error
     if isinstance(error, PMLError):
         return APIError(400, _without_folder(error), "unusable", "pml")
+    if isinstance(error, OverlongError):
+        return APIError(400, f"{error.found} {DROP_ADVICE if error.may_drop else error.advice}".strip(), OVERLONG)
     if isinstance(error, InputError | SettingsError):
         return APIError(400, str(error), "unusable")
     if isinstance(error, StoreError):
@@ -88,15 +102,16 @@ def api_error_of(error: BaseException) -> APIError:
 
 
 def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """Convert the first of pydantic's validation errors into an APIError."""
+    """Convert the first of a validator's errors into an APIError."""
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    name = ".".join(place)
+    name = name_of(first["loc"])
     if first["type"] == "json_invalid":
         why = str((first.get("ctx") or {}).get("error", "")).lower()
         return APIError(400, f"The body is not valid JSON: {why or 'no value'}. Correct it.", "json")
     if first["type"] == "extra_forbidden":
-        return APIError(400, f"There is no field '{name}' here; leave it out.", "unknown_field", name)
+        nearest = (first.get("ctx") or {}).get("nearest")
+        advice = f"did you mean '{nearest}'?" if nearest else "leave it out."
+        return APIError(400, f"There is no field '{name:.80}' here; {advice}", "unknown_field", name)
     if first["type"] == "missing":
         return APIError(400, f"The field '{name or 'body'}' is missing; give it.", "missing", name or None)
     found = _short(first.get("input"))

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
 from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
@@ -309,10 +309,11 @@ class ErrorBody(BaseModel):
     error: Error
 
 
-class ExplainRequest(BaseModel):
-    """The body of `/v1/ragfuse/explain`: messages or a prompt, and the fields that change its plan."""
+class ExplainRequest(RequestBody):
+    """The body of `/v1/ragfuse/explain`: messages or a prompt, and the fields that change its plan.
 
-    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
+    Other fields of completions may be there, and change nothing.
+    """
 
     messages: Annotated[list[RequestMessage], FailFast] | None = None
     prompt: str | Ids | None = None
@@ -329,6 +330,15 @@ class ExplainRequest(BaseModel):
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     pml: str | None = Field(default=None, min_length=1)
     ragfuse: AnswerOptions = AnswerOptions()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_other_fields(cls, given: Any) -> Any:
+        """Leave out the fields of completions that change no plan; what nobody knows is an error."""
+        if not isinstance(given, dict):
+            return given
+        others = (ChatRequest.model_fields.keys() | TextRequest.model_fields.keys()) - cls.model_fields.keys()
+        return {name: value for name, value in given.items() if name not in others}
 
 
 class SchemaRequest(RequestBody):

@@ -120,7 +120,7 @@ def forget_sources(
         sources: The documents that are gone.
     """
     found, nbytes = set[str](), 0
-    for model in [each.digest for each in tenants_in(catalog) if each.is_of(salt)]:
+    for model in [digest for digest, each in tenants_in(catalog).items() if each.is_of(salt)]:
         known = list(catalog.texts(model))
         rows = [row for row in known if row.source in sources and row.text in texts]
         catalog.add_texts(model, [(row.key, row.text, texts[row.text]) for row in rows if texts[row.text]])

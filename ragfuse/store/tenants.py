@@ -8,19 +8,33 @@ from ragfuse.settings import Settings
 from ragfuse.store.catalog import CatalogQueries
 from ragfuse.types.keys import digest as digest_of
 
-_NAME = "tenant-"
+_PREFIX = "tenant-"
 """How the catalog's names of tenants begin."""
 
 
 def remember_tenant(catalog: CatalogQueries, digest: str, settings: Settings) -> None:
     """Save the model, dtype and tenant behind a model digest, so that people can be shown names."""
     fields = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
-    catalog.settle(f"{_NAME}{digest}", fields)
+    catalog.settle(f"{_PREFIX}{digest}", fields)
 
 
 def hidden(salt: str) -> str:
     """Return what may be saved and shown of a salt: its digest, "" for none."""
     return digest_of("tenant", salt) if salt else ""
+
+
+def tenants_in(catalog: CatalogQueries) -> dict[str, Tenant]:
+    """Return the tenants that a catalog has, by model digest.
+
+    Raises:
+        StoreError: The catalog is strict, and cannot be read.
+    """
+    names = [name for name in catalog.names() if name.startswith(_PREFIX)]
+    saved = {name.removeprefix(_PREFIX): catalog.get(name) or {} for name in names}
+    return {
+        digest: Tenant(digest, str(found.get("model", "")), str(found.get("tenant", "")))
+        for digest, found in saved.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -45,11 +59,3 @@ class Tenant:
     def is_of(self, salt: str) -> bool:
         """Return whether this is a tenant of that salt ("": of none); False where it is not known."""
         return bool(self.model) and self.tenant == hidden(salt)
-
-
-def tenants_in(catalog: CatalogQueries) -> list[Tenant]:
-    """Return the tenants that a catalog names."""
-    profiles = {name.removeprefix(_NAME): catalog.get(name) or {} for name in catalog.names() if name.startswith(_NAME)}
-    return [
-        Tenant(digest, str(found.get("model", "")), str(found.get("tenant", ""))) for digest, found in profiles.items()
-    ]

@@ -29,7 +29,7 @@ def test_the_whole_way_from_a_document_to_the_tokens_of_its_answer(page: Page, a
     n_cells = turn.locator(".strip .cell").count()
     assert turn.locator(".strip-box h3").inner_text() == f"The prompt, {n_cells} tokens"
     told = turn.locator(".legend").inner_text()
-    counts = {name: int(n) for name, n in re.findall(r"(reused|recomputed|fresh|prefix) (\d+)", told)}
+    counts = {name: int(n) for name, n in re.findall(r"\b(reused|recomputed|computed|beginning) (\d+)", told)}
     assert sum(counts.values()) == n_cells
     assert counts["reused"] > counts["recomputed"] > 0
     for letter, name in zip("rcfp", ("reused", "recomputed", "computed", "beginning"), strict=True):
@@ -159,6 +159,46 @@ def test_markup_in_names_documents_questions_and_answers_stays_text(
     page.get_by_role("button", name=f"Delete {file.name}").click()
 
 
+def test_prompts_of_other_lengths_are_explained_where_both_sides_are_compared(page: Page, address: str) -> None:
+    opened(page, address)
+    add_example(page)
+    turn = asked(page)
+    own, full = (
+        int(
+            re.findall(r"of ([\d,]+) prompt tokens", turn.get_by_label(side, exact=True).inner_text())[0].replace(
+                ",", ""
+            )
+        )
+        for side in ("ragfuse", "Full prefill")
+    )
+    told = turn.locator(".lengths")
+    if own == full:
+        expect(told).to_be_hidden()
+    else:
+        more, several = "more" if own > full else "fewer", "s" if abs(own - full) > 1 else ""
+        expect(told).to_have_text(
+            f"The prompt has {abs(own - full)} token{several} {more} with reuse: "
+            "passages that are reused are tokenized apart."
+        )
+
+
+def test_a_document_that_is_too_short_or_stored_before_says_so(page: Page, address: str, tmp_path: Path) -> None:
+    opened(page, address)
+    text = "The school at Norrby was closed in 1931, when the last of its pupils had moved to the mainland."
+    for name, content, told in (
+        ("tiny.txt", "Hello.", "1 passage, too short to be stored: computed with each question"),
+        ("first.txt", text, re.compile(r"^1 passage, \S+\sKiB of KV, encoded in \S+\ss$")),
+        ("second.txt", text, re.compile(r"^1 passage, \S+\sKiB of KV, stored before$")),
+    ):
+        file = tmp_path / name
+        file.write_text(content, encoding="utf-8")
+        add_file(page, file)
+        expect(page.locator("#documents li").filter(has_text=name).locator(".quiet")).to_have_text(told)
+    for name in ("tiny.txt", "first.txt", "second.txt"):
+        page.get_by_role("button", name=f"Delete {name}").click()
+        expect(page.locator("#documents li").filter(has_text=name)).to_have_count(0)
+
+
 def test_the_store_is_shown_pinned_and_deleted(page: Page, address: str, tmp_path: Path) -> None:
     opened(page, address)
     add_example(page)
@@ -170,6 +210,13 @@ def test_the_store_is_shown_pinned_and_deleted(page: Page, address: str, tmp_pat
     page.get_by_role("button", name="short.txt", exact=True).click()
     expect(page.get_by_role("heading", name="Entries of short.txt")).to_be_visible()
     expect(entries.locator("tbody tr")).to_have_count(1)
+    row = page.get_by_role("region", name="Bytes by source").locator("tbody tr", has_text="short.txt")
+    kv = row.locator("td[data-column=KV]").inner_text()
+    copies = re.findall(
+        r"(memory|disk) (\S+\s\S+?)(?:,|$)", row.locator("td[data-column='copies by tier']").inner_text()
+    )
+    assert set(dict(copies)) == {"memory", "disk"}
+    assert kv in dict(copies).values()
     page.get_by_role("button", name="Pin short.txt", exact=True).click()
     expect(entries.get_by_role("button", name=re.compile("Unpin entry"))).to_have_count(1)
     page.get_by_role("button", name="Delete short.txt").click()

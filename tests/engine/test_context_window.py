@@ -77,7 +77,7 @@ def searched(monkeypatch):
 def test_a_text_of_more_characters_than_the_window_can_hold_is_refused_and_nothing_of_it_is_read():
     model = Words(1000, 16)
     with pytest.raises(
-        OverlongError, match=r"words takes at most 1,000 tokens.*at least 1,001 in 16,001 characters\. Take"
+        OverlongError, match=r"words takes at most 1,000 tokens.*at least 1,001 in 16,001 characters\. Shorten it"
     ):
         check_texts(["a" * 8000, "b" * 8001], model)
     check_texts(["a" * 16_000], Words(1000, 16))

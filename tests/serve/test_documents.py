@@ -13,6 +13,8 @@ import pytest
 from ragfuse import Settings
 from ragfuse.errors import InputError
 from ragfuse.serve import documents, pdf_text
+from ragfuse.serve.documents import StoredDocument
+from ragfuse.serve.entries import stored_kv
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.split import passages
@@ -108,6 +110,58 @@ def test_a_deleted_document_takes_its_kv_with_it_but_not_what_another_has(two: S
     assert (done["deleted"], done["nbytes"]) == (True, 0) or first["passages"] == 1
     assert two.delete(f"{PATH}/{first['id']}", **BLUE).json()["nbytes"] > 0
     assert two.get(f"{PATH}/{first['id']}", **BLUE).status_code == 404
+
+
+def test_a_deleted_document_leaves_the_kv_that_the_store_had_before(two: Served) -> None:
+    engine = two.service.engine(two.service.keys.tenants[0])
+    ingested, asked, own = (
+        "The harbour master writes each arrival into a book with a green cover.",
+        "The pilot boat leaves the harbour an hour before the tide turns.",
+        "The tide tables hang beside the door of the harbour office.",
+    )
+    engine.ingest([(ingested, "harbour.txt")])
+    ask = {"model": two.service.model, "messages": [said()], "documents": [{"text": asked}]}
+    assert two.post("/v1/chat/completions", ask, **BLUE).status_code == 200
+    engine.flush()
+    before = dict(zip((ingested, asked), stored_kv(engine, [ingested, asked]), strict=True))
+    done = [sent(two, f"{at}.txt", text=text) for at, text in enumerate((ingested, asked, own))]
+    again = sent(two, "again.txt", text=own)
+    assert [each["stored_before"] for each in (*done, again)] == [1, 1, 0, 1]
+    assert [each["note"] for each in (*done, again)] == ["stored before", "stored before", "", "stored before"]
+    assert [each["nbytes"] for each in done[:2]] == [before[ingested], before[asked]]
+    assert [each["tokens"] for each in (*done, again)] == [len(engine.tokens(t)) for t in (ingested, asked, own, own)]
+    freed = [two.delete(f"{PATH}/{each['id']}", **BLUE).json()["nbytes"] for each in done]
+    assert freed == [0, 0, 0]  # "again.txt" still has the third
+    assert stored_kv(engine, [ingested, asked]) == [before[ingested], before[asked]]
+    assert two.delete(f"{PATH}/{again['id']}", **BLUE).json()["nbytes"] > 0
+    assert stored_kv(engine, [own]) == [None]
+
+
+def test_a_document_that_is_replaced_leaves_the_kv_that_the_store_had_before(two: Served) -> None:
+    engine = two.service.engine(two.service.keys.tenants[0])
+    old = "The ferry to the islands runs twice a day, but never on a Sunday."
+    engine.ingest([(old, "ferry.txt")])
+    sent(two, "timetable.txt", text=old)
+    sent(two, "timetable.txt", text="From the spring on the ferry to the islands runs four times a day.")
+    assert stored_kv(engine, [old])[0]
+
+
+def test_a_passage_that_is_too_short_to_be_stored_says_so_with_its_tokens(two: Served) -> None:
+    done = sent(two, "short.txt", text="Boat.")
+    assert (done["status"], done["passages"], done["too_short"], done["stored_before"]) == ("ready", 1, 1, 0)
+    assert (done["tokens"], done["nbytes"]) == (5, 0)
+    assert done["note"] == "too short to be stored: computed with each question"
+    again = sent(two, "again short.txt", text="Boat.")
+    assert again["note"] == done["note"]
+    for each in (done, again):
+        assert two.delete(f"{PATH}/{each['id']}", **BLUE).json()["nbytes"] == 0
+
+
+def test_a_note_tells_of_some_of_the_passages() -> None:
+    document = StoredDocument("x", encoded=5, stored_before=2, too_short=1)
+    assert document.note == (
+        "2 of 5 passages stored before; 1 of 5 passages too short to be stored: computed with each question"
+    )
 
 
 def test_a_pdf_is_read_and_a_broken_one_says_so(two: Served) -> None:

@@ -95,6 +95,9 @@ def test_a_selection_says_one_thing(two: Served, body: dict[str, Any]) -> None:
 def test_usage_counts_the_askers_own_bytes_by_tier_and_source(two: Served) -> None:
     found = two.get("/v1/ragfuse/usage", **of(BLUE)).json()
     assert {each["source"] for each in found["sources"]} >= {"book-0", "book-1", "book-2"}
+    for each in found["sources"]:  # KV counts once, its copies by tier
+        assert set(each["tiers"]) == {"memory", "disk"}
+        assert each["nbytes"] == max(each["tiers"].values()) < sum(each["tiers"].values())
     assert found["texts"] == 3
     assert found["sessions"] == 1
     assert found["nbytes"]["disk"] > 0

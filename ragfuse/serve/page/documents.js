@@ -58,8 +58,11 @@ async function send(files) {
 function state(each) {
   if (each.status === "failed") return each.error;
   if (each.status === "ready") {
-    const done = each.nbytes ? `${bytes(each.nbytes)} of KV, encoded in ${seconds(each.seconds)}` : "whose KV was stored already";
-    return `${many(each.passages, "passage")}, ${done}`;
+    const parts = [many(each.passages, "passage")];
+    if (each.nbytes) parts.push(`${bytes(each.nbytes)} of KV`);
+    if (each.nbytes && each.stored_before < each.passages) parts.push(`encoded in ${seconds(each.seconds)}`);
+    if (each.note) parts.push(each.note);
+    return parts.join(", ");
   }
   if (each.status === "encoding") return `encoding ${each.encoded} of ${each.passages} passages`;
   return each.status === "reading" ? "reading" : "waiting";

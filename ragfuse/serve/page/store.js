@@ -55,7 +55,8 @@ function sources(usage) {
   const most = Math.max(1, ...usage.sources.map((each) => each.nbytes));
   const rows = usage.sources.map((each) => [
     make("button", { class: "plain", onclick: () => { source = each.source; showStore(); } }, each.source || "not from a document"),
-    meter(each.nbytes, most, bytes(each.nbytes)), count(each.chunks), count(each.hits),
+    meter(each.nbytes, most, bytes(each.nbytes)),
+    Object.entries(each.tiers).map(([tier, n]) => `${tier} ${bytes(n)}`).join(", "), count(each.chunks), count(each.hits),
     make("div", { class: "row" }, each.source ? [
       action("Pin", `Pin ${each.source}`, () => ask("/v1/ragfuse/entries/pin", { body: { source: each.source } })),
       action("Unpin", `Unpin ${each.source}`, () => ask("/v1/ragfuse/entries/unpin", { body: { source: each.source } })),
@@ -65,8 +66,9 @@ function sources(usage) {
     make("div", { class: "row" }, make("h2", { class: "grow" }, "Bytes by source"),
       action("Delete all", "Delete all entries", remove({ all: "true" }),
         { danger: true, question: "Delete all of your KV from every tier? Documents have to be encoded again." })),
-    rows.length ? table("Bytes by source", ["source", "bytes", "chunks", "hits", ""], rows, [2, 3])
-      : make("p", { class: "quiet" }, "Nothing is stored yet."));
+    rows.length ? table("Bytes by source", ["source", "KV", "copies by tier", "chunks", "hits", ""], rows, [3, 4])
+      : make("p", { class: "quiet" }, "Nothing is stored yet."),
+    rows.length ? make("p", { class: "quiet" }, "KV counts once, however many tiers have a copy of it.") : null);
 }
 
 function entries(found) {
@@ -83,7 +85,7 @@ function entries(found) {
   return make("section", { class: "card stack", "aria-label": "Entries" },
     make("div", { class: "row" }, make("h2", { class: "grow" }, title),
       source === null ? null : make("button", { class: "small", onclick: () => { source = null; showStore(); } }, "Show all")),
-    rows.length ? table("Entries", ["chunk", "tokens", "bytes", "tiers; levels", "hits", "used", ""], rows, [1, 2, 4])
+    rows.length ? table("Entries", ["chunk", "tokens", "KV", "tiers; levels", "hits", "used", ""], rows, [1, 2, 4])
       : make("p", { class: "quiet" }, "None."),
     told ? make("p", { class: "quiet" }, told) : null);
 }

@@ -65,7 +65,8 @@ export class Turn {
   showBelow(plan, trace, body) {
     this.verdict = make("p", { class: "verdict" }, reused(trace));
     const words = make("details", {}, make("summary", {}, "The plan in words"), make("pre", { class: "code", tabIndex: 0 }, plan.words));
-    show(this.below, this.verdict, strip(trace), this.controls, words, same(body));
+    this.lengths = make("p", { class: "quiet lengths", hidden: true });
+    show(this.below, this.verdict, this.lengths, strip(trace), this.controls, words, same(body));
   }
 
   showVerdict(trace) {
@@ -76,6 +77,8 @@ export class Turn {
       parts.unshift(times >= 1.05 ? `First token ${times.toFixed(1)} times sooner.`
         : times > 0.95 ? "First token at about the same time." : `First token ${(1 / times).toFixed(1)} times later.`);
       parts.push(full.answer.trim() === ragfuse.answer.trim() ? "Both answers are the same." : "The answers differ.");
+      this.lengths.textContent = lengths(trace.tokens, full.trace.tokens);
+      this.lengths.hidden = !this.lengths.textContent;
     }
     this.verdict.textContent = parts.join(" ");
     byId("spoken").textContent = `Answered. ${parts.join(" ")}`;
@@ -114,6 +117,13 @@ export class Turn {
   set disabled(is) {
     this.controls.disabled = is;
   }
+}
+
+// Why the two prompts differ in their number of tokens; "" where they do not.
+function lengths(own, full) {
+  if (own === full) return "";
+  const difference = many(Math.abs(own - full), "token");
+  return `The prompt has ${difference} ${own > full ? "more" : "fewer"} with reuse: passages that are reused are tokenized apart.`;
 }
 
 function reused(trace) {

@@ -1,0 +1,111 @@
+"""Fields of request bodies in error messages: their names as a client sends them, and what stands near an unknown one.
+
+The validator's places also name the alternatives of a type, such as `constrained-str`; a client never sees these.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+Part = str | int
+Error = Mapping[str, Any]
+SIMILAR = 0.7
+"""Least similarity of a known field that is suggested for an unknown one."""
+WANTED = MappingProxyType(
+    {
+        "model_type": "an object",
+        "model_attributes_type": "an object",
+        "dict_type": "an object",
+        "list_type": "a list",
+        "string_type": "a valid string",
+        "int_type": "an integer",
+        "float_type": "a number",
+        "bool_type": "true or false",
+    }
+)
+"""What was wanted, by the validator's type of error: one of JSON's types."""
+_COUNTED = re.compile(r" after validation, not \d+$")
+
+
+def told_errors(model: type[BaseModel], errors: Sequence[Error]) -> list[dict[str, Any]]:
+    """Return a validator's errors with fields named as in the body, the most telling one first.
+
+    An unknown field that is close to a known one comes first; its `ctx` has the `nearest`. Of the alternatives of a
+    field the one comes first that the value fits but for a part of it. Where it fits none, all are named.
+    """
+    told = [_told(model, error) for error in errors]
+    near = next((error for error in told if (error.get("ctx") or {}).get("nearest")), None)
+    if near is not None:
+        return [near, *(error for error in told if error is not near)]
+    first = told[0]
+    if first["type"] not in WANTED:
+        return told
+    place = first["loc"]
+    same = [error for error in told if error["loc"][: len(place)] == place]
+    closer = next((error for error in same if error["type"] not in WANTED), None)
+    if closer is not None:
+        return [closer, *(error for error in told if error is not closer)]
+    deepest = max(same, key=lambda error: len(error["loc"]))
+    wanted = dict.fromkeys(WANTED[error["type"]] for error in same if error["loc"] == deepest["loc"])
+    return [{**deepest, "msg": f"wanted {' or '.join(wanted)}"}, *(error for error in told if error is not deepest)]
+
+
+def name_of(place: Sequence[Part]) -> str:
+    """Return the name of a field by its place, such as `messages.0.role`, without where in a request it was sent."""
+    within = place[1:] if place and place[0] in ("body", "query", "path") else place
+    return ".".join(map(str, within))
+
+
+def _told(model: type[BaseModel], error: Error) -> dict[str, Any]:
+    is_unknown = error["type"] == "extra_forbidden"
+    place, known = _place(model, error["loc"], is_unknown)
+    told = {**error, "loc": place, "msg": _COUNTED.sub("", str(error["msg"]))}
+    if not is_unknown:
+        return told
+    nearest = get_close_matches(str(place[-1]), known, 1, SIMILAR)
+    return {**told, "ctx": {"nearest": name_of((*place[:-1], nearest[0]))}} if nearest else told
+
+
+def _place(model: type[BaseModel], parts: Sequence[Part], is_unknown: bool) -> tuple[tuple[Part, ...], list[str]]:
+    """Return an error's place without names of alternatives, and the fields that are known there.
+
+    `is_unknown`: whether the last part is a field that the body should not have.
+    """
+    place, types, known = list[Part](), list[Any]([model]), list[str]()
+    for at, part in enumerate(parts):
+        models = [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
+        known = [name for each in models for name in each.model_fields]
+        if isinstance(part, int):
+            types = [item for each in types if get_origin(each) is list for item in _alternatives(get_args(each)[0])]
+        elif part in known:
+            types = [
+                found
+                for each in models
+                if part in each.model_fields
+                for found in _alternatives(each.model_fields[part].annotation)
+            ]
+        elif len(types) == 1 and get_origin(types[0]) is dict:
+            types = list(_alternatives(get_args(types[0])[1]))
+        elif not is_unknown or at < len(parts) - 1:  # it names an alternative
+            types = [each for each in models if each.__name__ == part] or types
+            continue
+        place.append(part)
+    return tuple(place), known
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    """Yield the types that a field may have, without None."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from _alternatives(each)
+    elif annotation is not NoneType:
+        yield annotation
