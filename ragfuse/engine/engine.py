@@ -141,7 +141,7 @@ class Engine:
             OverlongError: The prompt does not fit the model's context.
             InputError: The prompt or an option is invalid.
         """
-        return self._answer(self._request(question_of(prompt, pml), ask or Ask(), began_s=self._clock()))
+        return self._answer(self._request(question_of(prompt, pml), ask or Ask(), began_s=time.perf_counter()))
 
     def stream(
         self,
@@ -204,7 +204,7 @@ class Engine:
 
     @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event) -> list[Answer]:
-        began_s, stages = self._clock(), self._stages
+        began_s, stages = time.perf_counter(), self._stages
         with collect_notes() as unsaved:
             requests = [self._request(prompt, ask, ends=(cancelled,), began_s=began_s) for prompt in prompts]
             built = [stages.build.build(request) for request in requests]
@@ -228,11 +228,6 @@ class Engine:
                 for prompt, each in zip(built, requests, strict=True)
             ]
             return answers_of(futures, failed)
-
-    def _clock(self) -> float:
-        """Load the model if it is not yet, which is no part of the time to a first token; return `perf_counter()`."""
-        _ = self.runtime.model
-        return time.perf_counter()
 
     def _request(
         self,
@@ -258,7 +253,7 @@ class Engine:
         say: Say,
         stop: threading.Event,
     ) -> Answer:
-        request = self._request(question, ask, say, (stop,), self._clock())
+        request = self._request(question, ask, say, (stop,), time.perf_counter())
         return self._answer(replace(request, prefilled=prefilled, decoder=decoder))
 
     def check_length(self, prompt: Question, ask: Ask | None = None) -> None:

@@ -112,7 +112,7 @@ class GenerateStage:
         self.shared.share(cache, sorted(spans, key=lambda span: span.lo), wiring.windows)
 
     def _trace(self, prepared: PreparedPrompt, request: Request, first_s: float | None) -> Trace:
-        timing = replace(prepared.timing, began_s=request.began_s)
+        timing = replace(prepared.timing, began_s=request.runtime.without_loading(request.began_s))
         trace = trace_of(prepared, timing, first_s, time.perf_counter(), request.model.name)
         return replace(trace, promoted=self.placement.take_promoted())
 

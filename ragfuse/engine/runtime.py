@@ -61,6 +61,7 @@ class Runtime:
         self._store, self._codecs, self._placement = store, codecs, placement
         self._profiles, self._lock = ProfileStore(catalog), ForkLock()
         self._model: HFModel | None = None
+        self._loading_s = (0.0, 0.0)
         self._profile: ModelProfile | None = None
         self._encoder: Encoder | None = None
 
@@ -69,15 +70,24 @@ class Runtime:
         """The model, loaded at first use."""
         with self._lock:
             if self._model is None:
-                given = self._given
+                began_s, given = time.perf_counter(), self._given
                 model = given if isinstance(given, HFModel) else loaded(self._settings, self._profiles, given)
                 tenant = digest(model.fingerprint, self._settings.salt)
                 if model is not given:
                     self._profiles.remember(model.profile)
                     remember_tenant(self._catalog, tenant, self._settings)
                 ensure_tables(self._codecs, tenant, model, self._settings)
-                self._model = model
+                self._model, self._loading_s = model, (began_s, time.perf_counter())
             return self._model
+
+    def without_loading(self, began_s: float) -> float:
+        """Return a time that a request came, later by what it then waited for the model to be loaded.
+
+        Args:
+            began_s: `time.perf_counter()` when it came.
+        """
+        first, end = self._loading_s
+        return began_s + max(0.0, end - max(first, began_s))
 
     @property
     def digest(self) -> str:
