@@ -70,6 +70,13 @@ def open_file(path: Path, flags: int) -> int:
     return fd
 
 
+def share_file(path: Path) -> None:
+    """Open a file that exists to the group of its folder, if the folder is shared; the file itself is not opened."""
+    if _is_shared(path.parent.stat().st_mode):
+        with suppress(PermissionError):  # another of the group made it
+            path.chmod(_GROUP_FILE)
+
+
 def _is_shared(mode: int) -> bool:
     return mode & _SHARED == _SHARED
 

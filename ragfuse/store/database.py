@@ -15,7 +15,7 @@ from threading import Lock, local
 from typing import Any
 
 from ragfuse.process.fork import at_fork
-from ragfuse.store.access import open_file
+from ragfuse.store.access import open_file, share_file
 
 log = logging.getLogger("ragfuse.store")
 
@@ -188,7 +188,7 @@ class Database:
 
     def _connect(self) -> int:
         """Open both connections and return the version of the file, 0 for a new one."""
-        os.close(open_file(self._path, os.O_RDWR))  # sqlite's other files take its mode
+        self._make_file()
         self._reader = self._connection()
         self._writer = writer = self._connection()
         writer.execute("PRAGMA journal_mode=WAL")
@@ -197,6 +197,17 @@ class Database:
         writer.execute("PRAGMA synchronous=NORMAL")
         version: int = writer.execute("PRAGMA user_version").fetchone()[0]
         return version
+
+    def _make_file(self) -> None:
+        """Make the file if it is missing, with the mode that SQLite's other files then take.
+
+        A file that is there is not opened: closing it would drop this process's locks on it, also those of another
+        `Database`, and the next process would take the file for unused and delete its log of writes.
+        """
+        try:
+            os.close(open_file(self._path, os.O_RDWR | os.O_EXCL))
+        except FileExistsError:
+            share_file(self._path)
 
     def _connection(self) -> sqlite3.Connection:
         if self._closed:
