@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
@@ -62,6 +64,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
         redoc_url=None,
         lifespan=lambda _: _open(service),
         responses=error_responses,
+        dependencies=[Depends(_known_parameters)],
     )
     app.state.threads = service.threads
     app.include_router(router(service))
@@ -118,6 +121,22 @@ async def _error_response(request: Request, error: Exception) -> Response:
     else:
         api_error = api_error_of(error)
     return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
+
+
+def _known_parameters(request: Request) -> None:
+    """Refuse query parameters that a route of `/v1/ragfuse` does not have, as `sourc=` would delete all sources.
+
+    OpenAI's own routes take none, and clients of other services may add theirs there.
+    """
+    route = request.scope.get("route")
+    if not request.url.path.startswith("/v1/ragfuse/") or not isinstance(route, APIRoute):
+        return
+    known = [field.alias for field in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            advice = f"did you mean '{near[0]}'?" if near else "leave it out."
+            raise APIError(400, f"There is no parameter '{name:.80}' here; {advice}", "unknown_parameter", name)
 
 
 def _route_refusal(request: Request, error: HTTPException) -> str:

@@ -110,3 +110,14 @@ def test_sessions_are_listed_and_deleted_by_their_tenant_alone(two: Served) -> N
     assert two.delete("/v1/ragfuse/sessions/talk", **of(BLUE)).json()["deleted"] is True
     assert two.delete("/v1/ragfuse/sessions/talk", **of(BLUE)).status_code == 404
     assert len(two.get("/v1/ragfuse/sessions", **of(RED)).json()["data"]) == 1
+
+
+def test_a_misspelt_parameter_deletes_nothing(two: Served) -> None:
+    before = two.get("/v1/ragfuse/entries", **of(BLUE)).json()
+    answer = httpx.delete(f"{two.root}/v1/ragfuse/entries", params={"all": "true", "sourc": "book-0"}, headers=of(BLUE))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "There is no parameter 'sourc' here; did you mean 'source'?"
+    assert two.get("/v1/ragfuse/entries", **of(BLUE)).json() == before
+    assert two.get("/v1/ragfuse/entries?sorce=x", **of(BLUE)).status_code == 400
+    assert two.get("/v1/ragfuse/usage?foo=1", **of(BLUE)).json()["error"]["param"] == "foo"
+    assert two.get("/v1/models?api-version=1", **of(BLUE)).status_code == 200
