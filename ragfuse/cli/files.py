@@ -41,6 +41,7 @@ WORD_NBYTES = 64 << 20
 """Most bytes that are read of one part of a docx, after unpacking."""
 
 
+LINKED_FOLDER = "a link to a folder: name it by itself to ingest what is in it"
 CANNOT_BE_READ = "cannot be read"
 """How the reason begins for a file or folder of which nothing is known."""
 
@@ -105,6 +106,9 @@ def _inside(root: Path) -> Iterator[tuple[Path, str]]:
     errors: list[OSError] = []
     for folder, folders, names in os.walk(root, onerror=errors.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(folder, name) for name in folders):
+            if path.is_symlink():  # not followed: it may lead back here
+                yield path, LINKED_FOLDER
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
             try:
                 if path.is_file():

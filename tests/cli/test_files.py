@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from ragfuse.cli.files import encoding_of, find_files, texts_of
+from ragfuse.cli.files import encoding_of, find_files, shown_name, texts_of
 from ragfuse.errors import InputError
 
 
@@ -235,3 +235,17 @@ def test_halves_of_characters_are_replaced_and_told_once(tmp_path, caplog):
     assert json.loads(text) == {"text": "a \ufffd b 😀"}
     assert [record.message for record in caplog.records if "a.json" in record.message] != []
     assert len(caplog.records) == 1
+
+
+def test_a_link_to_a_folder_is_named_and_not_followed(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("All that the keeper wrote down.")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "b.txt").write_text("What the others wrote.")
+    (tmp_path / "docs" / "linked").symlink_to(tmp_path / "shared")
+    found = find_files([tmp_path / "docs"])
+    assert [path.name for path in found.files] == ["a.txt"]
+    assert [(shown_name(path), why) for path, why in found.skipped] == [
+        ("linked/", "a link to a folder: name it by itself to ingest what is in it")
+    ]
+    assert [path.name for path in find_files([tmp_path / "docs" / "linked"]).files] == ["b.txt"]
