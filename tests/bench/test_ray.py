@@ -10,7 +10,14 @@ import pytest
 from ragfuse_bench.ray import run
 from ragfuse_bench.ray.options import RayOptions
 from ragfuse_bench.ray.simulate import POLICIES, SimulatedReplica, lookup_us, simulate
-from ragfuse_bench.ray.workload import BLOCK, TOPIC_PASSAGES, TimedRequest, conversations, questions
+from ragfuse_bench.ray.workload import (
+    BLOCK,
+    TOPIC_PASSAGES,
+    TimedRequest,
+    conversations,
+    questions,
+    whole_conversations,
+)
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -27,6 +34,16 @@ def test_turns_of_a_conversation_repeat_its_blocks_behind_one_shared_block() -> 
     assert times[0] == len([request for request in trace if request.tokens >= BLOCK])
     assert any(count > 1 for chunk, count in times.items() if chunk)
     assert all(set(request.chunks.values()) <= {BLOCK} and request.fresh >= 1 for request in trace)
+
+
+def test_a_sample_of_a_trace_has_whole_conversations_that_come_back() -> None:
+    _, trace = conversations(None, 60, 1.0, seed=3)
+    sample = whole_conversations(trace, 5, seed=1)
+    assert [request.at_s for request in sample] == sorted(request.at_s for request in sample)
+    chosen = {list(request.chunks)[1] for request in sample}
+    assert len(chosen) == 5
+    assert sample == [request for request in trace if chosen & set(list(request.chunks)[1:2])]
+    assert min(Counter(list(request.chunks)[1] for request in sample).values()) > 1
 
 
 def test_questions_retrieve_most_passages_of_one_topic() -> None:

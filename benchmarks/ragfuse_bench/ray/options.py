@@ -25,7 +25,7 @@ class RayOptions:
         talks: Conversations of the trace where there is no folder of data.
         turns: First requests of the trace that are simulated.
         chunks: Chunks that are encoded in bulk.
-        requests: Requests that are sent to real replicas.
+        sent: Conversations of the trace whose requests are sent to real replicas.
     """
 
     data: Annotated[
@@ -43,7 +43,7 @@ class RayOptions:
     talks: int = 2000
     turns: int = 4000
     chunks: int = 192
-    requests: int = 120
+    sent: int = 80
 
     def __post_init__(self) -> None:
         if not self.parts or not set(self.parts) <= set(PARTS):
@@ -53,5 +53,5 @@ class RayOptions:
 
     def shortened(self) -> RayOptions:
         """Return the options of a trial run where `quick` is set, else these."""
-        less: dict[str, Any] = {"corpus": 20_000, "questions": 2000, "talks": 100, "chunks": 24, "requests": 20}
+        less: dict[str, Any] = {"corpus": 20_000, "questions": 2000, "talks": 100, "chunks": 24, "sent": 6}
         return replace(self, **less) if self.quick else self

@@ -1,6 +1,7 @@
 """Serving with two replicas on a cluster: the share of chunk bytes in the chosen replica's memory, by router.
 
-A trace of conversations is sent as it came, one request after the other: each block of a prompt is a document.
+Conversations of a trace are sent in the order in which they came, one request after the other: each block of a prompt
+is a document.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import json
 import socket
 import urllib.request
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from ragfuse_bench.ray.options import RayOptions
-from ragfuse_bench.ray.workload import TimedRequest, conversations
+from ragfuse_bench.ray.workload import conversations, whole_conversations
 from rich.console import Console
 
 from ragfuse.ray.application import APPLICATION, ROUTER, ReplicaOptions, application
@@ -40,17 +42,18 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
 
     Returns:
         For each router the share of chunk bytes found in the chosen replica's memory, and the requests of the busiest
-        replica over the mean.
+        replica over the mean. one_memory_share: what one memory as large as both would find if it dropped what was used
+        longest ago; no router of whole requests can be expected to find more.
     """
     from ray import serve
 
     source, trace = conversations(options.data, options.talks, 1.0, options.seed)
-    trace = trace[: options.requests]
-    blocks = {chunk for request in trace for chunk in list(request.chunks)[-MOST_BLOCKS:]}
+    trace = whole_conversations(trace, options.sent, options.seed)
+    prompts = [list(request.chunks)[-MOST_BLOCKS:] for request in trace]
+    blocks = {chunk for prompt in prompts for chunk in prompt}
+    capacity = int(max(MEMORY_SHARE * len(blocks), LEAST_BLOCKS))
     settings = Settings(prefix_cache=False, learn="retrieved", history="asked", placement="all", max_tokens=1)
-    probe = _token_nbytes(settings)
-    block_nbytes = BLOCK_WORDS * TOKENS_A_WORD * probe
-    memory = int(max(MEMORY_SHARE * len(blocks), LEAST_BLOCKS) * block_nbytes)
+    memory = capacity * BLOCK_WORDS * TOKENS_A_WORD * _token_nbytes(settings)
     rows = []
     for name, router in ROUTERS:
         mine = settings.model_copy(
@@ -63,32 +66,50 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
         try:
             app = application(shared_settings(mine), (), options=ReplicaOptions(2, cpus=1), router=router)
             serve.run(app, name=APPLICATION, route_prefix="/")
-            rows.append({"router": name, **_sent(trace, port, Path(mine.model).name, name, console)})
+            rows.append({"router": name, **_sent(prompts, port, Path(mine.model).name, name, console)})
         finally:
             serve.shutdown()
     shares = {row["router"]: row["held_share"] for row in rows}
     over = shares["chunks"] / max(shares["round robin"], 1e-9)
+    one_memory = _found_by_one(prompts, 2 * capacity)
     for row in rows:
         console.print(
             f"{row['router']}: {row['held_share']:.1%} of chunk bytes in memory, busiest replica "
             f"{row['requests_over_mean']:.2f} of the mean.",
             highlight=False,
         )
+    console.print(f"One memory as large as both would find {one_memory:.1%}.", highlight=False)
     return {
         "source": source,
+        "conversations": options.sent,
         "requests": len(trace),
+        "blocks": len(blocks),
         "memory_share": MEMORY_SHARE,
+        "one_memory_share": one_memory,
         "rows": rows,
         "over_round_robin": over,
     }
 
 
-def _sent(trace: list[TimedRequest], port: int, model: str, what: str, console: Console) -> dict[str, Any]:
+def _found_by_one(prompts: Sequence[Sequence[int]], capacity: int) -> float:
+    """Return the share of blocks found by one memory of `capacity` blocks that drops what was used longest ago."""
+    memory, found = OrderedDict[int, None](), 0
+    for prompt in prompts:
+        found += sum(chunk in memory for chunk in prompt)
+        for chunk in prompt:
+            memory[chunk] = None
+            memory.move_to_end(chunk)
+        while len(memory) > capacity:
+            memory.popitem(last=False)
+    return found / max(1, sum(map(len, prompts)))
+
+
+def _sent(prompts: Sequence[Sequence[int]], port: int, model: str, what: str, console: Console) -> dict[str, Any]:
     held = wanted = 0
     by_replica, began = Counter[str](), perf_counter()
     with progress(console) as bar:
-        for request in bar.track(trace, description=what):
-            documents = [{"text": _block(chunk)} for chunk in list(request.chunks)[-MOST_BLOCKS:]]
+        for prompt in bar.track(prompts, description=what):
+            documents = [{"text": _block(chunk)} for chunk in prompt]
             question = {"role": "user", "content": "What is the last word?"}
             body = {"model": model, "messages": [question], "documents": documents, "max_tokens": 1}
             asked = urllib.request.Request(
@@ -103,7 +124,7 @@ def _sent(trace: list[TimedRequest], port: int, model: str, what: str, console: 
             held, wanted = held + int(found), wanted + int(of)
     return {
         "held_share": held / max(1, wanted),
-        "requests_over_mean": 2 * max(by_replica.values()) / len(trace),
+        "requests_over_mean": 2 * max(by_replica.values()) / len(prompts),
         "by_replica": dict(by_replica),
         "seconds": perf_counter() - began,
     }

@@ -67,6 +67,21 @@ def conversations(data: Path | None, n_talks: int, per_s: float, seed: int) -> t
     return f"{n_talks} conversations drawn from counts of real ones, behind one system prompt", requests
 
 
+def whole_conversations(requests: Sequence[TimedRequest], n: int, seed: int) -> list[TimedRequest]:
+    """Return all requests of `n` conversations drawn from those that come back, in the order of their times.
+
+    A window of a trace cuts most conversations off, so that little in it comes back. Requests that share their second
+    block are one conversation; the first is the system prompt, which many share.
+    """
+    by_block: dict[int, list[TimedRequest]] = {}
+    for request in requests:
+        for second in list(request.chunks)[1:2]:
+            by_block.setdefault(second, []).append(request)
+    returning = [mine for mine in by_block.values() if len(mine) > 1]
+    chosen = np.random.default_rng(seed).permutation(len(returning))[:n]
+    return sorted((request for at in chosen for request in returning[at]), key=lambda request: request.at_s)
+
+
 def questions(n: int, n_chunks: int, per_s: float, seed: int) -> list[TimedRequest]:
     """Questions over a corpus of `n_chunks` passages: each retrieves passages of one topic, and one of any other."""
     rng = np.random.default_rng(seed)
