@@ -1,25 +1,69 @@
-"""The stored responses of `/v1/responses`: each tenant's latest, in this process.
+"""The stored responses of `/v1/responses`: each tenant's latest, in a SQLite file of the store's folder.
 
-A record has the response as it was sent, its input, and what it continues. The KV of a conversation is in the store,
-under the session that all of its responses share; it outlives the process, the records do not.
+A record has the response as it was sent, its input, and what it continues; the KV of its conversation is in the store,
+under the session that all of its responses share. Both outlive the process, and servers that share the folder share
+them. Where the store is in memory alone, so are the records.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import sqlite3
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from ragfuse.process.lru import LRU
+from pydantic import TypeAdapter
+
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_schema import InputItem
+from ragfuse.settings import Settings
+from ragfuse.store.database import Database, MemoryDatabase
+from ragfuse.store.folder import describe_error, locked, open_folder, refusal
+from ragfuse.types.keys import FORMAT_VERSION, digest
 
+log = logging.getLogger("ragfuse.serve")
+
+FILE_NAME = "responses.sqlite"
 MAX_RECORDS = 1024
 """Most stored responses of a tenant."""
 MAX_RECORD_NBYTES = 32 << 20
 """Most bytes of a tenant's stored responses, as JSON."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses(
+    number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, response TEXT NOT NULL,
+    items TEXT NOT NULL, previous TEXT, session TEXT NOT NULL, nbytes INTEGER NOT NULL, made_s REAL NOT NULL,
+    is_continued INTEGER NOT NULL DEFAULT 0, UNIQUE(tenant, id)
+);
+CREATE INDEX IF NOT EXISTS responses_of_session ON responses(tenant, session);
+"""
+_BEYOND_LIMITS = """
+DELETE FROM responses WHERE number IN (
+    SELECT number FROM (
+        SELECT number, row_number() OVER latest AS rank, sum(nbytes) OVER latest AS total
+        FROM responses WHERE tenant = :tenant WINDOW latest AS (ORDER BY number DESC)
+    ) WHERE rank > 1 AND (rank > :most OR total > :most_nbytes)
+)
+"""
+_UNUSED = """
+DELETE FROM responses WHERE tenant = :tenant AND session IN (
+    SELECT session FROM responses WHERE tenant = :tenant GROUP BY session HAVING max(made_s) < :since_s
+)
+"""
+_CHAIN = """
+WITH RECURSIVE chain AS (
+    SELECT * FROM responses WHERE tenant = ? AND id = ?
+    UNION ALL
+    SELECT before.* FROM responses AS before JOIN chain
+    ON before.tenant = chain.tenant AND before.id = chain.previous AND before.number < chain.number
+)
+SELECT response, items, previous, session FROM chain ORDER BY number DESC
+"""
+_ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
 
 
 @dataclass(frozen=True)
@@ -37,75 +81,137 @@ class Record:
     items: tuple[InputItem, ...]
     previous: str | None
     session: str
-    nbytes: int = field(default=0)
 
 
 class ResponseRecords:
-    """The stored responses of all tenants; a tenant sees its own only. Thread-safe."""
+    """The stored responses of all tenants; a tenant sees its own only. Thread-safe; methods may wait for the disk.
 
-    def __init__(self) -> None:
+    The file is opened at first use, and an unreadable one raises StoreError. Responses of a conversation that was
+    continued last longer ago than `session_ttl_s` are deleted, as its session is.
+
+    Args:
+        settings: Where the store is, and how long sessions are kept.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        self._settings, self._clock = settings, clock
         self._lock = threading.Lock()
-        self._by_tenant: dict[str, dict[str, Record]] = {}
-        self._continued: dict[str, LRU[str, bool]] = {}
+        self._opened: Database | MemoryDatabase | None = None
 
-    def get(self, tenant: str, id: str) -> Record:
-        """Return a tenant's response; APIError (404) where there is none."""
-        with self._lock:
-            found = self._by_tenant.get(tenant, {}).get(id)
-        if found is None:
-            raise APIError(
-                404,
-                f"There is no response '{id:.80}' here: it was not stored, was deleted, is older than the latest "
-                f"{MAX_RECORDS}, or the server was started anew. Send the whole conversation as input.",
-                "response_not_found",
-                "previous_response_id",
-            )
-        return found
+    def get(self, salt: str, id: str) -> Record:
+        """Return the response of the tenant with this salt; APIError (404) where there is none."""
+        return self._found(
+            salt, id, "SELECT response, items, previous, session FROM responses WHERE tenant = ? AND id = ?"
+        )[0]
 
-    def conversation(self, tenant: str, id: str) -> list[InputItem]:
+    def conversation(self, salt: str, id: str) -> list[InputItem]:
         """Return the items of a response and of all that it continues, oldest first; APIError (404) for a gap."""
-        found, at = list[Record](), id or None
-        while at is not None:
-            found.append(record := self.get(tenant, at))
-            at = record.previous
-        return [item for record in reversed(found) for item in record.items]
+        records = self._found(salt, id, _CHAIN)
+        if (gap := records[-1].previous) is not None:
+            raise _not_found(gap)
+        return [item for record in reversed(records) for item in record.items]
 
-    def session_after(self, tenant: str, previous: str | None, id: str) -> str:
+    def session_after(self, salt: str, previous: str | None, id: str) -> str:
         """Return the session for a response that continues `previous`: a new one for a second branch of it."""
-        with self._lock:
-            continued = self._continued.setdefault(tenant, LRU[str, bool](MAX_RECORDS))
-            record = self._by_tenant.get(tenant, {}).get(previous or "")
-            if record is None or continued.get(record.response["id"]):
-                return id
-            continued.add(record.response["id"], True)
-            return record.session
+        if previous is None:
+            return id
+        first = "UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND NOT is_continued"
+        with self._errors(), self._database.write() as transaction:
+            rows = transaction.execute(f"{first} RETURNING session", (_tenant(salt), previous)).fetchall()
+        return str(rows[0][0]) if rows else id
 
     def add(
-        self,
-        tenant: str,
-        response: dict[str, Any],
-        items: Sequence[InputItem],
-        previous: str | None,
-        session: str,
+        self, salt: str, response: dict[str, Any], items: Sequence[InputItem], previous: str | None, session: str
     ) -> None:
-        """Store a response; the oldest ones are dropped beyond the limits."""
-        nbytes = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
-        record = Record(response, tuple(items), previous, session, nbytes)
-        with self._lock:
-            records = self._by_tenant.setdefault(tenant, {})
-            records[response["id"]] = record
-            total = sum(each.nbytes for each in records.values())
-            while len(records) > MAX_RECORDS or (total > MAX_RECORD_NBYTES and len(records) > 1):
-                total -= records.pop(next(iter(records))).nbytes
+        """Store a response; the oldest ones of the tenant are deleted beyond the limits."""
+        texts = json.dumps(response), json.dumps([item.model_dump(exclude_none=True) for item in items])
+        tenant, nbytes = _tenant(salt), sum(map(len, texts))
+        row = (tenant, response["id"], *texts, previous, session, nbytes, self._clock())
+        limits = {"tenant": tenant, "most": MAX_RECORDS, "most_nbytes": MAX_RECORD_NBYTES}
+        with self._errors(), self._database.write() as transaction:
+            transaction.execute(
+                "INSERT INTO responses(tenant, id, response, items, previous, session, nbytes, made_s) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
+            transaction.execute(_BEYOND_LIMITS, limits)
 
-    def delete(self, tenant: str, id: str) -> Record:
+    def delete(self, salt: str, id: str) -> Record:
         """Delete a response and return it; APIError (404) where there is none."""
-        record = self.get(tenant, id)
-        with self._lock:
-            self._by_tenant[tenant].pop(id, None)
+        record = self.get(salt, id)
+        with self._errors(), self._database.write() as transaction:
+            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (_tenant(salt), id))
         return record
 
-    def has_session(self, tenant: str, session: str) -> bool:
+    def has_session(self, salt: str, session: str) -> bool:
         """Return whether a stored response still belongs to a session."""
+        with self._errors():
+            sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
+            return bool(self._database.query(sql, (_tenant(salt), session)))
+
+    def close(self) -> None:
+        """Close the file; a later use opens it again."""
         with self._lock:
-            return any(record.session == session for record in self._by_tenant.get(tenant, {}).values())
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+
+    @property
+    def _database(self) -> Database | MemoryDatabase:
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
+
+    def _open(self) -> Database | MemoryDatabase:
+        if not self._settings.disk_bytes:
+            return MemoryDatabase(_SCHEMA)
+        folder = open_folder(self._settings.store_path, self._settings.shared_with)
+        with locked(folder / "lock"):
+            return Database(folder / FILE_NAME, _SCHEMA, FORMAT_VERSION)
+
+    def _found(self, salt: str, id: str, sql: str) -> list[Record]:
+        """Return the records that a query finds for a tenant and an id; APIError (404) for none, or a damaged one."""
+        with self._errors():
+            self._delete_unused(salt)
+            rows = self._database.query(sql, (_tenant(salt), id))
+        try:
+            found = [Record(json.loads(row[0]), _ITEMS.validate_python(json.loads(row[1])), *row[2:4]) for row in rows]
+        except ValueError:
+            log.warning("A stored response is damaged, and is taken as missing.")
+            found = []
+        if not found:
+            raise _not_found(id)
+        return found
+
+    def _delete_unused(self, salt: str) -> None:
+        """Delete the tenant's responses whose sessions are too old."""
+        if self._settings.session_ttl_s is None:
+            return
+        with self._database.write() as transaction:
+            since_s = self._clock() - self._settings.session_ttl_s
+            transaction.execute(_UNUSED, {"tenant": _tenant(salt), "since_s": since_s})
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            path = self._settings.store_path
+            raise refusal(path, describe_error(path, error, f" in {FILE_NAME}")) from error
+
+
+def _not_found(id: str) -> APIError:
+    return APIError(
+        404,
+        f"There is no response '{id:.80}' here: it was not stored, was deleted, or is older than the latest "
+        f"{MAX_RECORDS}. Send the whole conversation as input.",
+        "response_not_found",
+        "previous_response_id",
+    )
+
+
+def _tenant(salt: str) -> str:
+    """The name of a tenant in the file, from which its salt cannot be found."""
+    return digest("responses", salt)

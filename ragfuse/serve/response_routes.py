@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from asyncio import to_thread
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
@@ -10,45 +12,53 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, StoreError
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of, token_counts_of
 from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.response_items import chat_request_of, items_of
-from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.response_schema import InputItem, ResponseRequest
 from ragfuse.serve.response_writer import ResponseEvents
 from ragfuse.serve.routes import SLOW_S, Events, check_model, first_then, media_type_response
 from ragfuse.serve.run import HARD_S, AnswerRequest, Completed
 from ragfuse.serve.service import Service
 
+log = logging.getLogger("ragfuse.serve")
+
 
 def response_routes(service: Service) -> APIRouter:
     """Return the routes of responses."""
-    routes, records = APIRouter(route_class=BodyRoute), ResponseRecords()
+    routes, records = APIRouter(route_class=BodyRoute), service.responses
 
     @routes.post("/v1/responses", responses=media_type_response("text/event-stream"))
     async def respond(request: Request, body: ResponseRequest) -> Response:
         """Answer an input, as a new conversation or as the next turn of a stored response."""
         check_model(service, body.model)
         tenant, previous = tenant_of(request), body.previous_response_id
-        before = records.conversation(tenant.salt, previous) if previous else []
+        before = await to_thread(records.conversation, tenant.salt, previous) if previous else []
         items = items_of(body)
         chat = chat_request_of(body, [*before, *items])
         writer = ResponseEvents(body, service.model)
-        session = records.session_after(tenant.salt, previous, writer.id) if body.store is not False else None
+        session = None
+        if body.store is not False:
+            session = await to_thread(records.session_after, tenant.salt, previous, writer.id)
         chat = chat.model_copy(update={"session_id": session})
 
         def make(engine: Engine) -> Sequence[AnswerRequest]:
             needs_template = chat.reasoning_effort is not None or chat.verbosity is not None
             return chat_requests(chat, engine.template if needs_template else None)
 
-        def keep(response: dict[str, Any]) -> None:
-            if session is not None:
-                output = [InputItem.model_validate(item) for item in response["output"]]
-                records.add(tenant.salt, response, [*items, *output], previous, session)
+        async def keep(response: dict[str, Any]) -> None:
+            if session is None:
+                return
+            output = [InputItem.model_validate(item) for item in response["output"]]
+            try:
+                await to_thread(records.add, tenant.salt, response, [*items, *output], previous, session)
+            except StoreError as error:  # the answer is there all the same
+                log.error("A response was answered, but not stored: %s", error)
+                response["store"] = False
 
         made = make if service.decoder is None else service.decoder.instead_of(make, tenant.salt)
         run = await unless_disconnected(request.receive, service.begin(tenant, made, session))
@@ -59,7 +69,7 @@ def response_routes(service: Service) -> APIRouter:
                 seconds = service.settings.serve_timeout_s + HARD_S + SLOW_S
                 return Events(writer.events(ready, keep), run, seconds)
             response = await unless_disconnected(request.receive, _whole(writer, found))
-            keep(response)
+            await keep(response)
             return JSONResponse(response)
         except BaseException:
             run.cancel()
@@ -68,12 +78,12 @@ def response_routes(service: Service) -> APIRouter:
     @routes.get("/v1/responses/{id}")
     async def fetch(request: Request, id: str) -> dict[str, Any]:
         """Return a stored response."""
-        return records.get(tenant_of(request).salt, id).response
+        return (await to_thread(records.get, tenant_of(request).salt, id)).response
 
     @routes.get("/v1/responses/{id}/input_items")
     async def input_items(request: Request, id: str) -> dict[str, Any]:
         """Return the input of a stored response, the last item first."""
-        record = records.get(tenant_of(request).salt, id)
+        record = await to_thread(records.get, tenant_of(request).salt, id)
         n_output = len(record.response["output"])
         own = record.items[: len(record.items) - n_output]
         data = [_as_input(item) for item in reversed(own)]
@@ -84,8 +94,8 @@ def response_routes(service: Service) -> APIRouter:
     async def delete(request: Request, id: str) -> dict[str, Any]:
         """Delete a stored response, and with the last one of a conversation its session."""
         tenant = tenant_of(request)
-        record = records.delete(tenant.salt, id)
-        if not records.has_session(tenant.salt, record.session):
+        record = await to_thread(records.delete, tenant.salt, id)
+        if not await to_thread(records.has_session, tenant.salt, record.session):
             work = service.lookup(tenant, lambda engine: _forget(engine, record.session))
             await unless_disconnected(request.receive, work)
         return {"id": id, "object": "response", "deleted": True}

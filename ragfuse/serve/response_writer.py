@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -84,7 +84,9 @@ class ResponseEvents:
                 item["status"] = status if item["type"] == "message" else "completed"
         return self.response(status, output, answer)
 
-    async def events(self, items: AsyncIterator[TextDelta | Completed], done: Any) -> AsyncIterator[bytes]:
+    async def events(
+        self, items: AsyncIterator[TextDelta | Completed], done: Callable[[Json], Awaitable[None]]
+    ) -> AsyncIterator[bytes]:
         """Yield the events; `done` is called with the whole response before the last one."""
         started = self.response("in_progress", [])
         yield self._event("response.created", response=started)
@@ -97,7 +99,7 @@ class ResponseEvents:
                     for event in self._ending(item.answer):
                         yield event
                     whole = self.whole(item)
-                    done(whole)
+                    await done(whole)
                     yield self._event(f"response.{whole['status']}", response=whole)
         except Exception as error:
             api_error = api_error_of(error)

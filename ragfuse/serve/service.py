@@ -23,6 +23,7 @@ from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.remote_decoder import RemoteDecoder, with_place
 from ragfuse.serve.request_queue import Job
+from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun
 from ragfuse.serve.stats import ServerCounts
 from ragfuse.serve.threads import Threads
@@ -76,6 +77,7 @@ class Service:
         if self.decoder is not None:
             self.counts.show_decoder(self.decoder)
         self.embedder = Embedder(settings.embedder, settings.home)
+        self.responses = ResponseRecords(settings)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
@@ -257,13 +259,14 @@ class Service:
             run.cancel()
 
     def close(self) -> None:
-        """Finish pending saves and close all engines."""
+        """Finish pending saves, and close all engines and files."""
         with self._lock:
             engines = list(self._engines.values())
             self._engines.clear()
             self.quotas.clear()
         for engine in engines:
             engine.close()
+        self.responses.close()
         if self.decoder is not None:
             self.decoder.close()
         if self.transfers is not None:

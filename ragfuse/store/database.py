@@ -1,6 +1,6 @@
 """A small SQLite file that threads and processes share: WAL mode, one connection to read and one to write.
 
-`index.py` and `catalog_file.py` define the tables.
+`index.py`, `catalog_file.py` and `serve/response_records.py` define the tables.
 """
 
 from __future__ import annotations
@@ -227,6 +227,41 @@ class Database:
         os.replace(self._path, self._path.with_name(self._path.name + ".bad"))
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+
+class MemoryDatabase:
+    """Tables in this process's memory, used as a `Database` is. What is written is gone once it is closed.
+
+    Args:
+        schema: CREATE TABLE statements.
+    """
+
+    def __init__(self, schema: str) -> None:
+        self._lock = Lock()
+        self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self._connection.executescript(schema)
+
+    def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
+        """Return all rows of a query."""
+        with self._lock:
+            return self._connection.execute(sql, arguments).fetchall()
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """Run the block as one transaction; it is rolled back if the block raises."""
+        with self._lock:
+            self._connection.execute("BEGIN")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    def close(self) -> None:
+        """Drop the tables."""
+        with self._lock:
+            self._connection.close()
 
 
 def _text(data: bytes) -> str | bytes:

@@ -1,0 +1,181 @@
+"""Stored responses: they outlive the process, are shared by processes, bounded, and apart by tenant."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragfuse import Settings
+from ragfuse.errors import StoreError
+from ragfuse.serve import response_records
+from ragfuse.serve.refusals import APIError
+from ragfuse.serve.response_records import FILE_NAME, ResponseRecords
+from ragfuse.serve.response_schema import InputItem
+from tests.serve.kit import serving
+
+openai = pytest.importorskip("openai", reason="the client is not installed")
+
+
+def said(text: str) -> InputItem:
+    return InputItem(role="user", content=text)
+
+
+def add(records: ResponseRecords, id: str, previous: str | None = None, salt: str = "s", text: str = "") -> None:
+    session = records.session_after(salt, previous, id)
+    records.add(salt, {"id": id, "output": []}, [said(text or f"Said {id}.")], previous, session)
+
+
+def texts(records: ResponseRecords, id: str, salt: str = "s") -> list[Any]:
+    return [item.content for item in records.conversation(salt, id)]
+
+
+@pytest.fixture(params=["disk", "memory"])
+def records(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    disk = {} if request.param == "disk" else {"disk_bytes": 0}
+    made = ResponseRecords(Settings(store=tmp_path / "store", **disk))
+    yield made
+    made.close()
+    assert (tmp_path / "store").exists() == (request.param == "disk")
+
+
+def test_a_conversation_is_found_from_any_of_its_responses(records: ResponseRecords) -> None:
+    for id, previous in (("a", None), ("b", "a"), ("c", "b"), ("branch", "a")):
+        add(records, id, previous)
+    assert texts(records, "c") == ["Said a.", "Said b.", "Said c."]
+    assert texts(records, "branch") == ["Said a.", "Said branch."]
+    assert records.get("s", "c").session == "a"
+    assert records.get("s", "branch").session == "branch"
+    assert records.has_session("s", "a")
+
+
+def test_a_response_that_is_missing_makes_a_gap(records: ResponseRecords) -> None:
+    for id, previous in (("a", None), ("b", "a"), ("c", "b")):
+        add(records, id, previous)
+    assert records.delete("s", "b").items == (said("Said b."),)
+    with pytest.raises(APIError, match="'b'"):
+        records.conversation("s", "c")
+    with pytest.raises(APIError, match="whole conversation"):
+        records.delete("s", "b")
+    assert not records.has_session("s", "b")
+
+
+def test_a_tenant_has_its_own(records: ResponseRecords) -> None:
+    add(records, "a", salt="blue")
+    for salt in ("red", ""):
+        with pytest.raises(APIError):
+            records.get(salt, "a")
+        assert not records.has_session(salt, "a")
+        assert records.session_after(salt, "a", "mine") == "mine"
+    assert records.session_after("blue", "a", "mine") == "a"
+
+
+def test_the_latest_are_kept(records: ResponseRecords, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_records, "MAX_RECORDS", 3)
+    for number in range(5):
+        add(records, f"r{number}")
+        add(records, f"r{number}", salt="other")
+    kept = [number for number in range(5) if records.has_session("s", f"r{number}")]
+    assert kept == [2, 3, 4]
+    monkeypatch.setattr(response_records, "MAX_RECORD_NBYTES", 1000)
+    add(records, "long", text="x" * 5000)
+    assert records.has_session("s", "long")
+    assert not records.has_session("s", "r4")
+    assert records.has_session("other", "r4")
+
+
+def test_odd_text_comes_back_as_it_was(records: ResponseRecords) -> None:
+    odd = "caf\u00e9 \U0001f600 \ud800 \x00 'quoted'; DROP TABLE responses"
+    add(records, "a", text=odd)
+    assert texts(records, "a") == [odd]
+
+
+def test_conversations_go_when_their_sessions_do(tmp_path: Path) -> None:
+    now = [1000.0]
+    records = ResponseRecords(Settings(store=tmp_path, session_ttl_s=60), clock=lambda: now[0])
+    add(records, "a")
+    now[0] += 50
+    add(records, "b", "a")
+    add(records, "alone")
+    now[0] += 50
+    assert texts(records, "b") == ["Said a.", "Said b."]
+    now[0] += 50
+    for id in ("a", "b", "alone"):
+        with pytest.raises(APIError):
+            records.get("s", id)
+    records.close()
+
+
+def test_two_servers_share_a_folder_and_only_one_goes_on_with_a_session(tmp_path: Path) -> None:
+    one, other = (ResponseRecords(Settings(store=tmp_path)) for _ in range(2))
+    add(one, "a")
+    assert texts(other, "a") == ["Said a."]
+    with ThreadPoolExecutor(8) as pool:
+        given = list(pool.map(lambda n: (one, other)[n % 2].session_after("s", "a", f"n{n}"), range(16)))
+    assert given.count("a") == 1
+    assert stat.S_IMODE(os.stat(tmp_path / FILE_NAME).st_mode) == 0o600
+    one.close()
+    other.close()
+
+
+def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
+    records = ResponseRecords(Settings(store=tmp_path))
+    add(records, "a")
+    add(records, "b", "a")
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("UPDATE responses SET items = '[{\"type\": \"no such\"}]' WHERE id = 'b'")
+        connection.execute("UPDATE responses SET previous = 'a' WHERE id = 'a'")  # leads to itself
+    connection.close()
+    with pytest.raises(APIError):
+        records.get("s", "b")
+    with pytest.raises(APIError):
+        records.conversation("s", "a")
+    records.close()
+    (tmp_path / FILE_NAME).write_bytes(b"no database" * 1000)
+    add(records, "c")
+    assert texts(records, "c") == ["Said c."]
+    assert (tmp_path / f"{FILE_NAME}.bad").exists()
+    records.close()
+
+
+def test_a_folder_that_cannot_be_used_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be opened"):
+        add(ResponseRecords(Settings(store=tmp_path / "file")), "a")
+
+
+def test_a_conversation_goes_on_after_a_restart(varied_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=8)
+    with serving(settings) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        first = client.responses.create(model=served.service.model, input="Tell me of the keeper who lost his lamp.")
+    with serving(settings) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        second = client.responses.create(model=served.service.model, input="And then?", previous_response_id=first.id)
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+        assert client.responses.retrieve(first.id).output_text == first.output_text
+        client.responses.delete(second.id)
+        client.responses.delete(first.id)
+        assert not list(served.service.engine(served.service.keys.tenants[0]).sessions.ls())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_comes_although_it_cannot_be_stored(
+    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreError("a full disk")
+
+    monkeypatch.setattr(ResponseRecords, "add", full)
+    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "s", home=tmp_path, max_tokens=4)
+    with serving(settings) as served:
+        client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+        made = client.responses.create(model=served.service.model, input="Who?", stream=stream)
+        found = list(made)[-1].response if stream else made
+        assert found.output_text
+        assert found.store is False
