@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import json
 import logging
-import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from ragfuse.serve.record_file import RecordFile, tenant_digest
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_schema import InputItem
 from ragfuse.settings import Settings
-from ragfuse.store.database import Database, MemoryDatabase
-from ragfuse.store.folder import describe_error, locked, open_folder, refusal
-from ragfuse.types.keys import FORMAT_VERSION, digest
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -96,8 +91,7 @@ class ResponseRecords:
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self._settings, self._clock = settings, clock
-        self._lock = threading.Lock()
-        self._opened: Database | MemoryDatabase | None = None
+        self._file = RecordFile(settings, FILE_NAME, _SCHEMA)
 
     def get(self, salt: str, id: str) -> Record:
         """Return the response of the tenant with this salt; APIError (404) where there is none."""
@@ -117,8 +111,8 @@ class ResponseRecords:
         if previous is None:
             return id
         first = "UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND NOT is_continued"
-        with self._errors(), self._database.write() as transaction:
-            rows = transaction.execute(f"{first} RETURNING session", (_tenant(salt), previous)).fetchall()
+        with self._file.write() as transaction:
+            rows = transaction.execute(f"{first} RETURNING session", (tenant_digest(salt), previous)).fetchall()
         return str(rows[0][0]) if rows else id
 
     def add(
@@ -126,10 +120,10 @@ class ResponseRecords:
     ) -> None:
         """Store a response; the oldest ones of the tenant are deleted beyond the limits."""
         texts = json.dumps(response), json.dumps([item.model_dump(exclude_none=True) for item in items])
-        tenant, nbytes = _tenant(salt), sum(map(len, texts))
+        tenant, nbytes = tenant_digest(salt), sum(map(len, texts))
         row = (tenant, response["id"], *texts, previous, session, nbytes, self._clock())
         limits = {"tenant": tenant, "most": MAX_RECORDS, "most_nbytes": MAX_RECORD_NBYTES}
-        with self._errors(), self._database.write() as transaction:
+        with self._file.write() as transaction:
             transaction.execute(
                 "INSERT INTO responses(tenant, id, response, items, previous, session, nbytes, made_s) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -140,42 +134,23 @@ class ResponseRecords:
     def delete(self, salt: str, id: str) -> Record:
         """Delete a response and return it; APIError (404) where there is none."""
         record = self.get(salt, id)
-        with self._errors(), self._database.write() as transaction:
-            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (_tenant(salt), id))
+        with self._file.write() as transaction:
+            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant_digest(salt), id))
         return record
 
     def has_session(self, salt: str, session: str) -> bool:
         """Return whether a stored response still belongs to a session."""
-        with self._errors():
-            sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
-            return bool(self._database.query(sql, (_tenant(salt), session)))
+        sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
+        return bool(self._file.query(sql, (tenant_digest(salt), session)))
 
     def close(self) -> None:
         """Close the file; a later use opens it again."""
-        with self._lock:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
-
-    @property
-    def _database(self) -> Database | MemoryDatabase:
-        with self._lock:
-            if self._opened is None:
-                self._opened = self._open()
-            return self._opened
-
-    def _open(self) -> Database | MemoryDatabase:
-        if not self._settings.disk_bytes:
-            return MemoryDatabase(_SCHEMA)
-        folder = open_folder(self._settings.store_path, self._settings.shared_with)
-        with locked(folder / "lock"):
-            return Database(folder / FILE_NAME, _SCHEMA, FORMAT_VERSION)
+        self._file.close()
 
     def _found(self, salt: str, id: str, sql: str) -> list[Record]:
         """Return the records that a query finds for a tenant and an id; APIError (404) for none, or a damaged one."""
-        with self._errors():
-            self._delete_unused(salt)
-            rows = self._database.query(sql, (_tenant(salt), id))
+        self._delete_unused(salt)
+        rows = self._file.query(sql, (tenant_digest(salt), id))
         try:
             found = [Record(json.loads(row[0]), _ITEMS.validate_python(json.loads(row[1])), *row[2:4]) for row in rows]
         except ValueError:
@@ -189,17 +164,9 @@ class ResponseRecords:
         """Delete the tenant's responses whose sessions are too old."""
         if self._settings.session_ttl_s is None:
             return
-        with self._database.write() as transaction:
+        with self._file.write() as transaction:
             since_s = self._clock() - self._settings.session_ttl_s
-            transaction.execute(_UNUSED, {"tenant": _tenant(salt), "since_s": since_s})
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, sqlite3.Error) as error:
-            path = self._settings.store_path
-            raise refusal(path, describe_error(path, error, f" in {FILE_NAME}")) from error
+            transaction.execute(_UNUSED, {"tenant": tenant_digest(salt), "since_s": since_s})
 
 
 def _not_found(id: str) -> APIError:
@@ -210,8 +177,3 @@ def _not_found(id: str) -> APIError:
         "response_not_found",
         "previous_response_id",
     )
-
-
-def _tenant(salt: str) -> str:
-    """The name of a tenant in the file, from which its salt cannot be found."""
-    return digest("responses", salt)

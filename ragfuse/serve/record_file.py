@@ -1,0 +1,76 @@
+"""A SQLite file of the server's own records, beside the store's."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ragfuse.settings import Settings
+from ragfuse.store.database import Database, MemoryDatabase, Row
+from ragfuse.store.folder import describe_error, locked, open_folder, refusal
+from ragfuse.types.keys import FORMAT_VERSION, digest
+
+
+class RecordFile:
+    """Tables in a file of the store's folder; where the store is in memory alone, in memory.
+
+    It is opened at first use. Thread-safe; processes may share the file. Methods may wait for the disk, and raise
+    StoreError where the file cannot be read or written.
+
+    Args:
+        settings: Where the store is.
+        name: The file's name.
+        schema: CREATE TABLE statements.
+    """
+
+    def __init__(self, settings: Settings, name: str, schema: str) -> None:
+        self._settings, self._name, self._schema = settings, name, schema
+        self._lock = threading.Lock()
+        self._opened: Database | MemoryDatabase | None = None
+
+    def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
+        """Return all rows of a query."""
+        with self._errors():
+            return self._database().query(sql, arguments)
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """Run the block as one transaction; it is rolled back if the block raises."""
+        with self._errors(), self._database().write() as transaction:
+            yield transaction
+
+    def close(self) -> None:
+        """Close the file; a later use opens it again."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None
+
+    def _database(self) -> Database | MemoryDatabase:
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
+
+    def _open(self) -> Database | MemoryDatabase:
+        if not self._settings.disk_bytes:
+            return MemoryDatabase(self._schema)
+        folder = open_folder(self._settings.store_path, self._settings.shared_with)
+        with locked(folder / "lock"):
+            return Database(folder / self._name, self._schema, FORMAT_VERSION)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            path = self._settings.store_path
+            raise refusal(path, describe_error(path, error, f" in {self._name}")) from error
+
+
+def tenant_digest(salt: str) -> str:
+    """Return the name of a tenant in such files, from which its salt cannot be found."""
+    return digest("records", salt)
