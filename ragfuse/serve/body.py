@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from ragfuse.serve.fields import told_errors
+from ragfuse.serve.fields import in_words, told_errors
 from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
 
@@ -99,15 +99,18 @@ def _quotes(step: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.bool_
     return quotes & ~odd, bool(n_slashes[-1] % 2)
 
 
-def parsed(raw: bytes) -> Any:
-    """Parse a body; APIError (400) if it is not JSON or has half of a surrogate pair, which no tokenizer accepts."""
+def parsed(raw: bytes, wanted: str = "JSON") -> Any:
+    """Parse a body; APIError (400) if it is not JSON or has half of a surrogate pair, which no tokenizer accepts.
+
+    `wanted`: what the error message says was wanted.
+    """
     text = decoded(raw)
     check_shape(raw)
     try:
         value = json.loads(text)
     except ValueError as error:  # also raised for a number of thousands of digits
         why = error.msg.lower() if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0].lower()
-        raise APIError(400, f"The body is not valid JSON: {why}. Correct it.", "json") from None
+        raise APIError(400, f"The body is not valid JSON: {why}. Wanted {wanted}; correct it.", "json") from None
     if "\\ud" in text or "\\uD" in text:
         check_surrogates(value)
     return value
@@ -136,15 +139,29 @@ def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
     """Parse and validate a body as `model`.
 
     Raises:
-        APIError: It is not JSON, or too large in shape.
-        RequestValidationError: It is empty, or `model` does not accept it.
+        APIError: It is empty, not JSON, no object, or too large in shape.
+        RequestValidationError: `model` does not accept it.
     """
-    if not raw:
-        raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
+    required = [name for name, each in model.model_fields.items() if each.is_required()]
+    wanted = f"a JSON object{f' with {in_words(required)}' if required else ''}"
+    if not raw.strip():
+        raise APIError(
+            400, f"The body is empty; wanted {wanted}. Send one.", "missing", required[0] if required else None
+        )
+    value = parsed(raw, wanted)
+    if not isinstance(value, dict):
+        raise APIError(400, f"The body is {_kind(value)}; wanted {wanted}. Send one.", "unusable")
     try:
-        return model.model_validate(parsed(raw))
+        return model.model_validate(value)
     except ValidationError as error:
         raise RequestValidationError(told_errors(model, error.errors(include_url=False))) from None
+
+
+def _kind(value: Any) -> str:
+    """Return what a JSON value is, in JSON's words."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return "a list" if isinstance(value, list) else "a string" if isinstance(value, str) else "a number"
 
 
 class ParsedRequest(Request):

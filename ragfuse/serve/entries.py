@@ -31,17 +31,22 @@ class Selection:
     source: str | None = None
     all: bool = False
 
-    def checked(self) -> Selection:
-        """Return it; APIError (400) unless exactly one condition is given."""
+    def checked(self, keys: str = "keys", all: str = "all: true") -> Selection:
+        """Return it; APIError (400) unless exactly one condition is given.
+
+        Args:
+            keys: What the request names `keys` by.
+            all: How the request says that all chunks are meant.
+        """
         if (bool(self.keys) + (self.source is not None) + self.all) != 1:
-            raise APIError(400, "Give one of keys, source and all: true; found none or several.", "unusable", "keys")
+            raise APIError(400, f"Give one of {keys}, source and {all}; found none or several.", "unusable", keys)
         short = next((key for key in self.keys if len(key) < MIN_SELECTING_CHARS), None)
         if short is not None:
             raise APIError(
                 400,
                 f"The key '{short}' is too short; wanted at least its first {MIN_SELECTING_CHARS} characters.",
                 "unusable",
-                "keys",
+                keys,
             )
         return self
 

@@ -15,6 +15,8 @@ from pydantic import BaseModel
 
 Part = str | int
 Error = Mapping[str, Any]
+BODY = "body"
+"""Where in a request the fields of its body are, as FastAPI's own errors name it."""
 SIMILAR = 0.7
 """Least similarity of a known field that is suggested for an unknown one."""
 WANTED = MappingProxyType(
@@ -34,7 +36,7 @@ _COUNTED = re.compile(r" after validation, not \d+$")
 
 
 def told_errors(model: type[BaseModel], errors: Sequence[Error]) -> list[dict[str, Any]]:
-    """Return a validator's errors with fields named as in the body, the most telling one first.
+    """Return a validator's errors with their places in the request, `body` first, the most telling one first.
 
     An unknown field that is close to a known one comes first; its `ctx` has the `nearest`. Of the alternatives of a
     field the one comes first that the value fits but for a part of it. Where it fits none, all are named.
@@ -57,19 +59,29 @@ def told_errors(model: type[BaseModel], errors: Sequence[Error]) -> list[dict[st
 
 
 def name_of(place: Sequence[Part]) -> str:
-    """Return the name of a field by its place, such as `messages.0.role`, without where in a request it was sent."""
-    within = place[1:] if place and place[0] in ("body", "query", "path") else place
-    return ".".join(map(str, within))
+    """Return the name of a field by its place in a request, such as `messages.0.role` for `body, messages, 0, role`.
+
+    Args:
+        place: Where in the request it was sent (`body`, `query` or `path`), then its place there. A field may itself be
+            named `query`.
+    """
+    return ".".join(map(str, place[1:]))
+
+
+def in_words(names: Sequence[str]) -> str:
+    """Return the names of fields for a sentence, such as "'model' and 'messages'"."""
+    quoted = [f"'{name:.80}'" for name in names]
+    return " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
 
 
 def _told(model: type[BaseModel], error: Error) -> dict[str, Any]:
     is_unknown = error["type"] == "extra_forbidden"
     place, known = _place(model, error["loc"], is_unknown)
-    told = {**error, "loc": place, "msg": _COUNTED.sub("", str(error["msg"]))}
+    told = {**error, "loc": (BODY, *place), "msg": _COUNTED.sub("", str(error["msg"]))}
     if not is_unknown:
         return told
     nearest = get_close_matches(str(place[-1]), known, 1, SIMILAR)
-    return {**told, "ctx": {"nearest": name_of((*place[:-1], nearest[0]))}} if nearest else told
+    return {**told, "ctx": {"nearest": name_of((BODY, *place[:-1], nearest[0]))}} if nearest else told
 
 
 def _place(model: type[BaseModel], parts: Sequence[Part], is_unknown: bool) -> tuple[tuple[Part, ...], list[str]]:

@@ -17,7 +17,7 @@ from ragfuse.errors import (
     StoreError,
     TransferError,
 )
-from ragfuse.serve.fields import name_of
+from ragfuse.serve.fields import in_words, name_of
 from ragfuse.types.request_limits import OVERLONG
 
 log = logging.getLogger("ragfuse.serve")
@@ -30,6 +30,9 @@ ERROR_TYPES: tuple[tuple[int, str], ...] = (
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
 DROP_ADVICE = 'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow": "drop"}.'
 """What to do about a prompt that is too long with its documents."""
+
+MAX_NAMED = 8
+"""Most missing fields that one message names."""
 
 
 class APIError(Exception):
@@ -105,15 +108,16 @@ def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """Convert the first of a validator's errors into an APIError."""
     first = errors[0]
     name = name_of(first["loc"])
-    if first["type"] == "json_invalid":
-        why = str((first.get("ctx") or {}).get("error", "")).lower()
-        return APIError(400, f"The body is not valid JSON: {why or 'no value'}. Correct it.", "json")
     if first["type"] == "extra_forbidden":
         nearest = (first.get("ctx") or {}).get("nearest")
         advice = f"did you mean '{nearest}'?" if nearest else "leave it out."
         return APIError(400, f"There is no field '{name:.80}' here; {advice}", "unknown_field", name)
     if first["type"] == "missing":
-        return APIError(400, f"The field '{name or 'body'}' is missing; give it.", "missing", name or None)
+        names = [name_of(error["loc"]) for error in errors if error["type"] == "missing"]
+        what = f"The field '{name:.80}' is missing; give it."
+        if len(names) > 1:
+            what = f"The fields {in_words(names[:MAX_NAMED])} are missing; give them."
+        return APIError(400, what, "missing", name)
     found = _short(first.get("input"))
     message = _lower_first(str(first["msg"]))
     return APIError(400, f"{name or 'The body'}: {message}; found {found}.", "unusable", name or None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.exceptions import RequestValidationError
 
@@ -111,3 +112,67 @@ def test_a_parameter_of_a_query_is_named_as_it_was_sent(served: Served) -> None:
     error = served.get("/v1/ragfuse/entries?limit=0").json()["error"]
     assert error["param"] == "limit"
     assert error["message"].startswith("limit: ")
+
+
+REQUIRED = {
+    "/v1/chat/completions": "fields 'model' and 'messages' are",
+    "/v1/completions": "fields 'model' and 'prompt' are",
+    "/v1/responses": "fields 'model' and 'input' are",
+    "/v1/embeddings": "fields 'model' and 'input' are",
+    "/v1/ragfuse/documents": "field 'name' is",
+    "/v1/ragfuse/documents/search": "field 'query' is",
+    "/v1/ragfuse/schemas": "field 'pml' is",
+}
+"""What is told of a body without any field, by path."""
+
+
+@pytest.mark.parametrize("path", REQUIRED)
+def test_a_missing_field_is_named_on_every_route(served: Served, path: str) -> None:
+    error = served.post(path, {}).json()["error"]
+    it = "it" if "field '" in REQUIRED[path] else "them"
+    assert error["message"] == f"The {REQUIRED[path]} missing; give {it}."
+    assert error["param"] == REQUIRED[path].split("'")[1]
+    assert error["code"] == "missing"
+
+
+@pytest.mark.parametrize("path", [*REQUIRED, "/v1/ragfuse/explain", "/v1/ragfuse/tokens", "/v1/ragfuse/entries/pin"])
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (b"", "The body is empty; wanted "),
+        (b" \n", "The body is empty; wanted "),
+        (b"null", "The body is null; wanted "),
+        (b"[]", "The body is a list; wanted "),
+        (b'"x"', "The body is a string; wanted "),
+        (b"1", "The body is a number; wanted "),
+        (b"{", "The body is not valid JSON: expecting property name enclosed in double quotes. Wanted "),
+    ],
+)
+def test_a_body_that_is_no_object_says_what_is_wanted_on_every_route(
+    served: Served, path: str, body: bytes, found: str
+) -> None:
+    answer = httpx.post(served.root + path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"{found}a JSON object")
+    names = REQUIRED[path].split("'")[1::2] if path in REQUIRED else []
+    assert [name for name in names if f"'{name}'" not in message] == []
+
+
+def test_every_route_with_a_body_is_tried(served: Served) -> None:
+    paths = served.get("/openapi.json").json()["paths"]
+    others = {"/v1/ragfuse/explain", "/v1/ragfuse/tokens", "/v1/ragfuse/entries/pin", "/v1/ragfuse/entries/unpin"}
+    assert {path for path, told in paths.items() if "post" in told} == REQUIRED.keys() | others
+
+
+def test_chunks_to_delete_are_chosen_by_names_of_that_route(served: Served) -> None:
+    error = served.delete("/v1/ragfuse/entries").json()["error"]
+    assert (error["message"], error["param"]) == (
+        "Give one of key, source and all=true; found none or several.",
+        "key",
+    )
+    error = served.post("/v1/ragfuse/entries/pin", {}).json()["error"]
+    assert (error["message"], error["param"]) == (
+        "Give one of keys, source and all: true; found none or several.",
+        "keys",
+    )
