@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
 from ragfuse.serve.access_log import AccessLog
+from ragfuse.serve.allowed_methods import AllowedMethods
 from ragfuse.serve.document_routes import document_routes
 from ragfuse.serve.embeddings import embedding_routes
 from ragfuse.serve.entry_routes import entry_routes
@@ -35,6 +36,7 @@ STATUSES = (
     (400, "The request cannot be answered as it is."),
     (401, "The API key is missing or unknown."),
     (404, "No such model, schema or path."),
+    (405, "The path has other methods, which Allow names."),
     (408, "The body came too slowly."),
     (413, "The body is too large."),
     (415, "The content type is not application/json."),
@@ -64,16 +66,21 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
         redoc_url=None,
         lifespan=lambda _: _open(service),
         responses=error_responses,
-        dependencies=[Depends(_known_parameters)],
+        dependencies=[Depends(_allowed_method), Depends(_known_parameters)],
     )
+    routers = (
+        router(service),
+        schema_routes(service),
+        response_routes(service),
+        embedding_routes(service),
+        entry_routes(service),
+        document_routes(service),
+        page_routes(),
+    )
+    for each in routers:
+        app.include_router(each)
     app.state.threads = service.threads
-    app.include_router(router(service))
-    app.include_router(schema_routes(service))
-    app.include_router(response_routes(service))
-    app.include_router(embedding_routes(service))
-    app.include_router(entry_routes(service))
-    app.include_router(document_routes(service))
-    app.include_router(page_routes())
+    app.state.methods = AllowedMethods(route for each in routers for route in each.routes)
     for kind in (APIError, RagFuseError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _error_response)
     app.openapi = lambda: _without_422(FastAPI.openapi(app))  # type: ignore[method-assign]
@@ -116,11 +123,25 @@ async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         api_error = unreadable(error.errors())
     elif isinstance(error, HTTPException):
-        api_error = APIError(error.status_code, _route_refusal(request, error), "http")
-        return Response(api_error.body(), error.status_code, dict(error.headers or {}), "application/json")
+        headers = dict(error.headers or {})
+        if error.status_code == 405 and (methods := request.app.state.methods.at(request.url.path)):
+            headers = {
+                **{name: headers[name] for name in headers if name.lower() != "allow"},
+                "Allow": ", ".join(methods),
+            }
+        api_error = APIError(
+            error.status_code, _route_refusal(request, error, Headers(headers).get("allow", "")), "http"
+        )
+        return Response(api_error.body(), error.status_code, headers, "application/json")
     else:
         api_error = api_error_of(error)
     return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
+
+
+def _allowed_method(request: Request) -> None:
+    """Refuse a method that a path does not have, where the route of another path takes it for a parameter's value."""
+    if request.method not in request.app.state.methods.at(request.url.path):
+        raise HTTPException(405)
 
 
 def _known_parameters(request: Request) -> None:
@@ -139,13 +160,13 @@ def _known_parameters(request: Request) -> None:
             raise APIError(400, f"There is no parameter '{name:.80}' here; {advice}", "unknown_parameter", name)
 
 
-def _route_refusal(request: Request, error: HTTPException) -> str:
-    """Say which route or method was asked for, and what there is."""
-    path, allowed = f"{request.url.path:.80}", Headers(dict(error.headers or {})).get("allow")
+def _route_refusal(request: Request, error: HTTPException, allowed: str) -> str:
+    """Say which route or method was asked for, and what there is; `allowed`: the path's methods, "" if unknown."""
+    path = f"{request.url.path:.80}"
     if error.status_code == 404:
         return f"There is nothing at {path}. /docs lists what there is; OpenAI's API is below /v1."
     if error.status_code == 405 and allowed:
-        return f"Wanted {allowed} at {path}, found {request.method}."
+        return f"Wanted {allowed.replace(', ', ' or ')} at {path}, found {request.method}."
     return f"{error.detail}."
 
 

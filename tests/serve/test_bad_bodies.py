@@ -263,6 +263,30 @@ def test_paths_and_methods_that_are_none_are_told(
     assert said in refused(answer)["message"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/ragfuse/documents/search", "POST"),
+        ("DELETE", "/v1/ragfuse/documents/search", "POST"),
+        ("GET", "/v1/ragfuse/entries/pin", "POST"),
+        ("PUT", "/v1/ragfuse/documents", "GET, POST"),
+        ("PATCH", "/v1/ragfuse/documents/doc_1", "DELETE, GET"),
+        ("PUT", "/v1/ragfuse/entries", "DELETE, GET"),
+        ("PUT", "/v1/ragfuse/schemas", "GET, POST"),
+        ("POST", "/v1/ragfuse/schemas/a/b", "DELETE, GET"),
+        ("GET", "/v1/ragfuse/sessions/a", "DELETE"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET"),
+        ("POST", "/health", "GET"),
+        ("POST", "/", "GET"),
+    ],
+)
+def test_all_methods_of_a_path_are_named(served: Served, method: str, path: str, allowed: str) -> None:
+    answer = httpx.request(method, served.root + path, json={})
+    assert (answer.status_code, answer.headers.get_list("allow")) == (405, [allowed])
+    wanted = allowed.replace(", ", " or ")
+    assert refused(answer)["message"] == f"Wanted {wanted} at {path}, found {method}."
+
+
 def test_what_is_no_http_ends_the_connection_and_nothing_else(served: Served) -> None:
     with raw(served.port) as line:
         line.sendall(b"\x16\x03\x01\x00 hello\r\n\r\n")
