@@ -67,6 +67,7 @@ ROOMS: dict[str, set[str]] = {
         "plan.explanation",
         "sessions",
         "store.deletion",
+        "store.tenants",
         "telemetry",
         "text",
         "transfer",

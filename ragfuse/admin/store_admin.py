@@ -101,7 +101,7 @@ class EntryFilter:
         keys: Beginnings of chunk keys; an entry matches if its key begins with any of them.
         tier: Name of a tier.
         model: A model's name, or the beginning of a tenant's digest (at least 4 characters).
-        tenant: A tenant's salt.
+        tenant: A tenant's salt, or its name (`store.tenants.tenant_name`).
         source: Part of the source of the text, in any case.
     """
 
@@ -401,7 +401,7 @@ def _matches(row: EntryRow, entry_filter: EntryFilter) -> bool:
 def _matches_tenant(tenant: Tenant, entry_filter: EntryFilter) -> bool:
     model, salt = entry_filter.model, entry_filter.tenant
     is_model = model is None or model == tenant.model or _begins_digest(tenant.digest, model)
-    return is_model and (salt is None or tenant.is_of(salt))
+    return is_model and (salt is None or tenant.is_of(salt) or tenant.is_named(salt))
 
 
 def _begins_digest(digest: str, beginning: str) -> bool:

@@ -52,7 +52,9 @@ Model = Annotated[str | None, option("--model", "Only entries of this model (nam
 Tenant_ = Annotated[
     str | None,
     option(
-        "--tenant", "Only entries of the tenant with this salt ('': no salt).", "RAGFUSE_SALT, or all tenants without"
+        "--tenant",
+        "Only entries of the tenant with this salt or name ('': no salt).",
+        "RAGFUSE_SALT, or all tenants without",
     ),
 ]
 All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]

@@ -183,7 +183,7 @@ class EngineReplica:
 
     def _in_memory(self, salt: str) -> list[Any]:
         """Return the keys of a tenant's entries in memory, of this machine or its GPU."""
-        engine = self._service.engine(APITenant("", salt)) if salt in self._held else None
+        engine = self._service.engine(APITenant(salt)) if salt in self._held else None
         tiers = [tier for tier in engine.store.tiers if not tier.slow] if engine is not None else []
         return [key for tier in tiers for key in tier.entries()]
 

@@ -56,7 +56,7 @@ def _line(scope: Scope, state: dict[str, Any], status: int, seconds: float, coun
     path = quote(scope["path"], safe="/:@-._~")[:MAX_PATH_CHARS]
     tenant = state.get("tenant")
     parts = [f"{scope['method']} {path} {status or 'not answered'}"]
-    parts += [f"tenant {tenant.name}"] if tenant is not None else []
+    parts += [f"tenant {tenant.name}" if tenant.name else "no tenant"] if tenant is not None else []
     parts += [f"{1000 * seconds:.0f} ms"]
     parts += [f"{counts.prompt} + {counts.answer} tokens"] if counts.prompt or counts.answer else []
     return ", ".join(parts)

@@ -9,6 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ragfuse.errors import InputError, SettingsError
+from ragfuse.store.tenants import tenant_name
 from ragfuse.types.keys import digest
 
 MIN_KEY_CHARS = 16
@@ -21,12 +22,15 @@ class APITenant:
     """The tenant of an API key.
 
     Args:
-        name: A label for metrics and the queue; it does not reveal the API key.
-        salt: The salt in the store keys of all entries of this tenant, which keeps tenants apart.
+        salt: The salt in the store keys of all entries of this tenant, which keeps tenants apart; "" for none.
     """
 
-    name: str
     salt: str
+
+    @property
+    def name(self) -> str:
+        """Its name in the log, in metrics and in `ragfuse store ls`, which reveals no salt; "" for none."""
+        return tenant_name(self.salt)
 
 
 class Keys:
@@ -42,7 +46,7 @@ class Keys:
     """
 
     def __init__(self, given: Iterable[str] = (), salt: str = "") -> None:
-        self._default = APITenant("all", salt)
+        self._default = APITenant(salt)
         self._keys = tuple(_parse_key(text) for text in given)
 
     def __len__(self) -> int:
@@ -93,8 +97,7 @@ def _parse_key(text: str) -> tuple[bytes, APITenant]:
             f"API keys need at least {MIN_KEY_CHARS} ASCII characters without spaces, found one of {len(key)}. Make "
             "one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
-    name = digest("tenant", salt if colon else key)[:8]
-    return _digest(key), APITenant(name, salt if colon else digest("key's salt", key))
+    return _digest(key), APITenant(salt if colon else digest("key's salt", key))
 
 
 def _digest(key: str) -> bytes:

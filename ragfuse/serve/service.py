@@ -121,7 +121,7 @@ class Service:
         with self._lock:
             if tenant.salt not in self._engines:
                 engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), conversations=self._index)
-                name = self.model if tenant.name == "all" else f"{self.model}-{tenant.name}"
+                name = f"{self.model}-{tenant.name}" if len(self.keys) and tenant.name else self.model
                 keeper = self.quotas[tenant.salt] = QuotaKeeper(engine, self._quota())
                 self.counts.show(engine, tenant.salt, name, keeper, shares=len(self.keys.tenants) > 1)
             engine = self._engines[tenant.salt]

@@ -10,6 +10,8 @@ from ragfuse.types.keys import digest as digest_of
 
 _PREFIX = "tenant-"
 """How the catalog's names of tenants begin."""
+NAME_CHARS = 8
+"""Characters of the digest of a salt that are a tenant's name."""
 
 
 def remember_tenant(catalog: CatalogQueries, digest: str, settings: Settings) -> None:
@@ -21,6 +23,11 @@ def remember_tenant(catalog: CatalogQueries, digest: str, settings: Settings) ->
 def hidden(salt: str) -> str:
     """Return what may be saved and shown of a salt: its digest, "" for none."""
     return digest_of("tenant", salt) if salt else ""
+
+
+def tenant_name(salt: str) -> str:
+    """Return the name that people know the tenant of a salt by, in lists and in a server's log; "" for no salt."""
+    return hidden(salt)[:NAME_CHARS]
 
 
 def tenants_in(catalog: CatalogQueries) -> dict[str, Tenant]:
@@ -54,8 +61,12 @@ class Tenant:
     @property
     def name(self) -> str:
         """For people: the model and its tenant, or the digest's beginning."""
-        return (self.model or self.digest[:8]) + (f" (tenant {self.tenant[:8]})" if self.tenant else "")
+        return (self.model or self.digest[:8]) + (f" (tenant {self.tenant[:NAME_CHARS]})" if self.tenant else "")
 
     def is_of(self, salt: str) -> bool:
         """Return whether this is a tenant of that salt ("": of none); False where it is not known."""
         return bool(self.model) and self.tenant == hidden(salt)
+
+    def is_named(self, name: str) -> bool:
+        """Return whether this is a tenant of that name, as lists and a server's log have it, or of a longer digest."""
+        return len(name) >= NAME_CHARS and self.tenant.startswith(name)

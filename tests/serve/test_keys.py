@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragfuse import Engine, InputError, Settings, SettingsError
+from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 from ragfuse.admin.unkeyed import in_words, unkeyed
 from ragfuse.serve.keys import Keys, check_host, read_keys
 from tests.serve.kit import Served, process, serving, wait_for, with_documents
@@ -177,3 +179,29 @@ def test_keys_come_from_settings_and_files(tmp_path: Path, monkeypatch: pytest.M
     assert read_keys(file) == [BLUE, f"a-salt:{GREEN}"]
     with pytest.raises(InputError, match="one key a line"):
         read_keys(tmp_path / "none")
+
+
+def test_the_log_names_tenants_as_the_store_does(
+    varied_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=3)
+    keys = [f"salt-of-blue:{BLUE}", GREEN, f":{OTHER_BLUE}"]
+    with serving(settings, Keys(keys)) as served, caplog.at_level(logging.INFO, "ragfuse.serve.access"):
+        body = {"model": served.service.model, "messages": [{"role": "user", "content": "Who?"}], **with_documents()}
+        for key in (BLUE, GREEN, OTHER_BLUE):
+            assert served.post("/v1/chat/completions", body, **bearer(key)).status_code == 200
+    lines = [each.getMessage() for each in caplog.records if each.name == "ragfuse.serve.access"]
+    blue, green, none = (line.split(", ")[1] for line in lines)
+    assert none == "no tenant"
+    with StoreAdmin(settings) as admin:
+        names = {row.tenant.name for row in admin.list_entries()}
+        assert names == {settings.model, *(f"{settings.model} ({each})" for each in (blue, green))}
+        for each in (blue, green):
+            rows = admin.list_entries(EntryFilter(tenant=each.removeprefix("tenant ")))
+            assert {row.tenant.name for row in rows} == {f"{settings.model} ({each})"}
+        assert admin.list_entries(EntryFilter(tenant=blue.removeprefix("tenant ")[:7])) == []
+
+
+def test_the_tenant_of_the_setting_salt_has_its_name_on_loopback() -> None:
+    assert Keys((), "salt-of-blue").tenants[0].name == Keys([f"salt-of-blue:{BLUE}"]).tenants[0].name != ""
+    assert Keys().tenants[0].name == ""

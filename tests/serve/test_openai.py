@@ -39,7 +39,7 @@ def model(served: Served) -> str:
 
 
 def engine_of(served: Served) -> Engine:
-    return served.service.engine(APITenant("all", ""))
+    return served.service.engine(APITenant(""))
 
 
 def test_a_chat_is_answered_as_the_engine_answers_it(client: Any, model: str, served: Served) -> None:

@@ -35,7 +35,7 @@ def model(served: Served) -> str:
 
 
 def sessions(served: Served) -> set[str]:
-    engine = served.service.engine(APITenant("all", ""))
+    engine = served.service.engine(APITenant(""))
     engine.flush()
     return {each.id for each in engine.sessions.ls() if each.persistent}
 

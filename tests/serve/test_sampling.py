@@ -23,7 +23,7 @@ PROMPT = "The keeper of the northern lighthouse"
 
 
 def engine_of(served: Served) -> Engine:
-    return served.service.engine(APITenant("all", ""))
+    return served.service.engine(APITenant(""))
 
 
 def text(served: Served, **fields: Any) -> Any:
