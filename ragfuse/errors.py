@@ -3,6 +3,7 @@
     RagFuseError
     ├── SettingsError      a setting, flag or argument is not usable
     ├── InputError         a path, document or prompt cannot be read
+    │   ├── NoSessionError there is no session of a name
     │   ├── OverlongError  a prompt, chunk or schema is longer than the model's context
     │   └── PMLError       a schema or prompt in PML, or a template or program for one, is wrong; with the line
     ├── ModelError         a model cannot be found, loaded or prepared
@@ -29,6 +30,19 @@ class InputError(RagFuseError):
     """A path, document or prompt that cannot be read, or is empty."""
 
 
+class NoSessionError(InputError):
+    """A session that is named and does not exist.
+
+    Args:
+        found: What was wanted and found.
+        advice: What to do, in words for whoever has the command line.
+    """
+
+    def __init__(self, found: str, advice: str = "") -> None:
+        self.found, self.advice = found, advice
+        super().__init__(f"{found} {advice}".strip())
+
+
 class OverlongError(InputError):
     """A text with more tokens than the model's context holds.
 
@@ -52,12 +66,16 @@ class PMLError(InputError):
         file: The file it was read from; "" for a text.
         line: Line, counted from 1; 0 where it was not read from text.
         column: Column, counted from 1; 0 where it was not read from text.
+        advice: What to do, in words for whoever has the command line or Python; "" where `wanted` says it.
     """
 
-    def __init__(self, found: str, wanted: str, file: str = "", line: int = 0, column: int = 0) -> None:
-        self.file, self.line, self.column, self.found, self.wanted = file, line, column, found, wanted
+    def __init__(
+        self, found: str, wanted: str, file: str = "", line: int = 0, column: int = 0, advice: str = ""
+    ) -> None:
+        self.file, self.line, self.column = file, line, column
+        self.found, self.wanted, self.advice = found, wanted, advice
         place = f"{file or 'PML'}:{line}:{column}" if line else file or "PML"
-        super().__init__(f"{place}: found {found}; wanted {wanted}.")
+        super().__init__(f"{place}: found {found}; wanted {wanted}. {advice}".strip())
 
 
 class ModelError(RagFuseError):

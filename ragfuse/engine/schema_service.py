@@ -160,10 +160,10 @@ class SchemaService:
         """Return the schema of a prompt in PML; PMLError where it is not registered. No model is needed."""
         stored = self._registry.get(request.schema)
         if stored is None:
-            wanted = self._registry.describe_names()
             raise request.at.error(
                 f"a prompt for schema '{request.schema}', which is not registered",
-                f"{wanted}. Register it first: `ragfuse schema add FILE` or Engine.register(FILE)",
+                self._registry.describe_names(),
+                "Register it first: `ragfuse schema add FILE` or Engine.register(FILE).",
             )
         return stored
 

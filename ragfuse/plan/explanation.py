@@ -55,9 +55,15 @@ KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
 UNMEASURED = "Times are not predicted: this machine was not measured with this model and these tiers (ragfuse measure)."
 
 
-def in_words(plan: LoadPlan) -> str:
-    """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound, the times."""
-    return "\n".join((f"{plan.explain()}.", *_segments(plan), *_left_out(plan), *_chosen(plan), *_expected(plan)))
+def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
+    """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound, the times.
+
+    Args:
+        plan: The plan.
+        unmeasured: What is said instead of times on a machine that was not measured.
+    """
+    parts = _segments(plan), _left_out(plan), _chosen(plan), _expected(plan, unmeasured)
+    return "\n".join((f"{plan.explain()}.", *(line for part in parts for line in part)))
 
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
@@ -158,11 +164,11 @@ def _bound(plan: LoadPlan, found: Forecast) -> str:
     return LEAST_RATIO_DESPITE_DEADLINE if found.bound == "deadline" and found.is_late else BOUNDS[found.bound]
 
 
-def _expected(plan: LoadPlan) -> Iterator[str]:
+def _expected(plan: LoadPlan, unmeasured: str) -> Iterator[str]:
     """Yield the predicted times, one line each."""
     found = plan.forecast
     if found is None:
-        yield UNMEASURED
+        yield unmeasured
         return
     both = ", partly at the same time" if found.ttft_s < 0.999 * (found.load_s + found.recompute_s) else ""
     yield (

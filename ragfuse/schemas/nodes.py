@@ -24,9 +24,9 @@ class SourcePosition:
     line: int = 0
     column: int = 0
 
-    def error(self, found: str, wanted: str) -> PMLError:
-        """Return a PMLError at this place: what was found there, and what was wanted instead."""
-        return PMLError(found, wanted, self.file, self.line, self.column)
+    def error(self, found: str, wanted: str, advice: str = "") -> PMLError:
+        """Return a PMLError at this place: what was found there, what was wanted instead, and what to do."""
+        return PMLError(found, wanted, self.file, self.line, self.column, advice)
 
 
 NOWHERE = SourcePosition()

@@ -271,8 +271,8 @@ def checked(text: str) -> str:
         raise InputError("The document has no text; leave it out.")
     if len(text) > MAX_DOCUMENT_CHARS:
         raise InputError(
-            f"The document has {len(text):,} characters; wanted {MAX_DOCUMENT_CHARS:,} at most. Send it in parts, or "
-            "use `ragfuse ingest` on the server's machine."
+            f"The document has {len(text):,} characters; wanted {MAX_DOCUMENT_CHARS:,} at most. Send it in parts, each "
+            "with a name of its own."
         )
     return text
 

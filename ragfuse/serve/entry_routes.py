@@ -9,11 +9,9 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import InputError
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.entries import Selection, StoredChunks, delete, pin, use_of
 from ragfuse.serve.guard import unless_disconnected
-from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import Service
@@ -115,14 +113,7 @@ def entry_routes(service: Service) -> APIRouter:
     @routes.delete("/sessions/{id:path}")
     async def delete_session(request: Request, id: str) -> dict[str, Any]:
         """Delete a stored conversation, and the KV that no other one uses."""
-        done = await look(request, lambda engine: _delete_session(engine, id))
+        done = await look(request, lambda engine: engine.sessions.delete(id).nbytes)
         return {"object": "ragfuse.session", "id": id, "deleted": True, "nbytes": done}
 
     return routes
-
-
-def _delete_session(engine: Engine, id: str) -> int:
-    try:
-        return engine.sessions.delete(id).nbytes
-    except InputError as error:
-        raise APIError(404, str(error), "session_not_found", "id") from error

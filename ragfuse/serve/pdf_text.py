@@ -53,7 +53,7 @@ def read(data: bytes) -> dict[str, str]:
             return {"error": f"it has {len(pages):,} pages, wanted {MAX_PAGES:,} at most"}
         return {"text": "\n\n".join(page.extract_text() for page in pages)}
     except ImportError:
-        return {"error": "the server lacks the package pypdf (pip install 'ragfuse-kv[serve]')"}
+        return {"error": "the server lacks the package pypdf, which whoever runs it can install"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
 

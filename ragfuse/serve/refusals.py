@@ -10,6 +10,7 @@ from typing import Any
 
 from ragfuse.errors import (
     InputError,
+    NoSessionError,
     OverlongError,
     PMLError,
     RagFuseError,
@@ -30,6 +31,10 @@ ERROR_TYPES: tuple[tuple[int, str], ...] = (
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
 DROP_ADVICE = 'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow": "drop"}.'
 """What to do about a prompt that is too long with its documents."""
+SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
+"""What to do about a session that does not exist: a client has no command line on the server's machine."""
+SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
+"""What to do about a schema that is not registered."""
 
 MAX_NAMED = 8
 """Most missing fields that one message names."""
@@ -78,7 +83,9 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, PMLError):
-        return APIError(400, _without_folder(error), "unusable", "pml")
+        return APIError(400, _over_http(error), "unusable", "pml")
+    if isinstance(error, NoSessionError):
+        return APIError(404, f"{error.found} {SESSION_ADVICE}", "session_not_found", "id")
     if isinstance(error, OverlongError):
         return APIError(400, f"{error.found} {DROP_ADVICE if error.may_drop else error.advice}".strip(), OVERLONG)
     if isinstance(error, InputError | SettingsError):
@@ -123,9 +130,10 @@ def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
     return APIError(400, f"{name or 'The body'}: {message}; found {found}.", "unusable", name or None)
 
 
-def _without_folder(error: PMLError) -> str:
-    """Return the message with the schema's file name only, so that no path of this machine is disclosed."""
-    return str(PMLError(error.found, error.wanted, PurePath(error.file).name, error.line, error.column))
+def _over_http(error: PMLError) -> str:
+    """Return the message with the schema's file name only, as paths are not disclosed, and advice for HTTP."""
+    advice = SCHEMA_ADVICE if error.advice else ""
+    return str(PMLError(error.found, error.wanted, PurePath(error.file).name, error.line, error.column, advice))
 
 
 def _short(value: object) -> str:

@@ -42,6 +42,8 @@ from ragfuse.serve.transfer import transfer_of
 
 T = TypeVar("T")
 MakeRequests = Callable[[Engine], Sequence[AnswerRequest]]
+NOT_PREDICTED = "Times are not predicted: the server's machine was not measured with this model and its tiers."
+"""What an explained plan says instead of times; how to measure is told to whoever starts the server."""
 SLOW_S = 30.0
 """Seconds that a client may take to read a stream, beyond the time that the answer may take."""
 
@@ -246,7 +248,7 @@ def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], Non
     check(None)
     plan = engine.plan(question, ask)
     check(None)
-    return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan)}
+    return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan, NOT_PREDICTED)}
 
 
 def _tokens(engine: Engine, body: TokensRequest) -> list[int]:

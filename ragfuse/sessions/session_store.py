@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ragfuse.errors import InputError, StoreError
+from ragfuse.errors import InputError, NoSessionError, StoreError
 from ragfuse.process.fork import ForkLock
 from ragfuse.process.lru import LRU
 from ragfuse.sessions.conversation_index import ConversationIndex, Known
@@ -385,7 +385,7 @@ class SessionStore:
                 f"{len(found)} models or tenants have a session '{id}'. Set RAGFUSE_SALT to choose a tenant; "
                 "`sessions` of an Engine has those of its model only."
             )
-        raise InputError(f"There is no session '{id}'. `ragfuse sessions ls` lists them.")
+        raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 
     def _delete(self, model: str, id: str, before: float = math.inf) -> Deleted:
         """Delete a session and its KV, if it was last used before the time `before`."""

@@ -108,7 +108,9 @@ def test_sessions_are_listed_and_deleted_by_their_tenant_alone(two: Served) -> N
     found = two.get("/v1/ragfuse/sessions", **of(BLUE)).json()["data"]
     assert [(each["id"], each["turns"]) for each in found] == [("talk", 1)]
     assert two.delete("/v1/ragfuse/sessions/talk", **of(BLUE)).json()["deleted"] is True
-    assert two.delete("/v1/ragfuse/sessions/talk", **of(BLUE)).status_code == 404
+    again = two.delete("/v1/ragfuse/sessions/talk", **of(BLUE))
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "session_not_found")
+    assert again.json()["error"]["message"] == "There is no session 'talk'. GET /v1/ragfuse/sessions lists them."
     assert len(two.get("/v1/ragfuse/sessions", **of(RED)).json()["data"]) == 1
 
 

@@ -10,6 +10,9 @@ import torch
 
 from ragfuse import Piece, StoreError
 from ragfuse.engine.ask import Ask
+from ragfuse.engine.schema_service import parse_prompt
+from ragfuse.errors import InputError, NoSessionError
+from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, checked
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.requests import chat_messages_of, chat_requests, text_requests
@@ -135,6 +138,25 @@ def test_an_impossible_token_has_a_number_that_json_knows() -> None:
     told = as_text(recorder.take(), lambda id: "ab"[id])
     assert told["token_logprobs"] == [ZERO_LOGPROB]
     assert json.loads(json.dumps(told, allow_nan=False))["top_logprobs"] == [{"a": 0.0, "b": ZERO_LOGPROB}]
+
+
+def test_advice_is_something_that_a_client_of_http_can_do() -> None:
+    with pytest.raises(InputError) as long:
+        checked("x" * (MAX_DOCUMENT_CHARS + 1))
+    request = parse_prompt('<prompt schema="trip"/>')
+    absent = NoSessionError("There is no session 'x'.", "`ragfuse sessions ls` lists them.")
+    unregistered = request.at.error("a prompt for 'trip'", "a schema", "Register it first: `ragfuse schema add FILE`.")
+    told = [api_error_of(error) for error in (long.value, absent, unregistered)]
+    assert [(each.status, each.code) for each in told] == [
+        (400, "unusable"),
+        (404, "session_not_found"),
+        (400, "unusable"),
+    ]
+    assert told[1].message == "There is no session 'x'. GET /v1/ragfuse/sessions lists them."
+    assert told[2].message.endswith("wanted a schema. Register it first: POST /v1/ragfuse/schemas.")
+    assert not any(
+        command in each.message for each in told for command in ("ragfuse schema", "ragfuse ingest", "Engine")
+    )
 
 
 def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -236,6 +236,8 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
         told = served.post("/v1/ragfuse/explain", {"pml": PROMPT, **further}, **bearer(BLUE))
         assert told.status_code == 200
         assert {each["source"] for each in told.json()["segments"] if each["hit"]} >= {"trip: plan", "trip: diet"}
+        assert "the server's machine was not measured" in told.json()["words"]
+        assert "ragfuse measure" not in told.text
 
 
 @pytest.mark.parametrize(
@@ -243,6 +245,7 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
     [
         ({"pml": '<prompt schema="trip">\n<dite/></prompt>'}, "pml", "PML:2:1: found unknown module 'dite'"),
         ({"pml": '<prompt schema="tripp"/>'}, "pml", "'tripp', which is not registered; wanted"),
+        ({"pml": '<prompt schema="tripp"/>'}, "pml", "Register it first: POST /v1/ragfuse/schemas."),
         ({"pml": f'<prompt schema="trip"><plan days="{"d" * 40}"/></prompt>'}, "pml", "at most 12"),
         ({"pml": TRIP}, "pml", "found <schema>; wanted <prompt>"),
         ({"pml": ""}, "pml", "at least 1 character"),
