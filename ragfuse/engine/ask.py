@@ -38,6 +38,10 @@ RESERVED = frozenset(
     }
 )
 """Parameters of `apply_chat_template` itself, which therefore cannot be variables of a chat template."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+"""Options that change a sampled answer alone."""
+SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+"""What `Ask.generate_options` takes."""
 _TEXT, _NUMBER, _BOOL = ((str,), "a text"), ((Real,), "a number"), ((bool,), "True or False")
 _LIST, _MAPPING = ((Sequence,), "a list"), ((Mapping,), "a mapping")
 _FIELD_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
@@ -58,7 +62,8 @@ class Ask:
     """The options of one answer; None means the value in the settings.
 
     Args:
-        max_tokens: Most tokens of the answer.
+        max_tokens: Most tokens of the answer. More than the model's context has room for behind the prompt are refused;
+            where earlier turns or chunks may be left out for them, more than it takes in all.
         policy: The selection policy: which tokens of reused chunks are recomputed.
         ratio: The share of them that is recomputed, 0..1.
         reuse: False for a full prefill without any reuse, for comparison.
@@ -119,6 +124,23 @@ class Ask:
         return found
 
     @staticmethod
+    def generate_options(values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `options` for sampling and penalties by OpenAI's names; without a temperature decoding is greedy.
+
+        Values that change nothing, as `top_p` without a temperature, are checked all the same.
+
+        Args:
+            values: A model's fields or a call's arguments; None and other names are left out.
+
+        Raises:
+            SettingsError: A number is outside of its range, or no number.
+        """
+        checked = _checked_options({name: values[name] for name in SAMPLED if values.get(name) is not None})
+        is_sampled = bool(checked.get("temperature"))
+        options = {name: value for name, value in checked.items() if is_sampled or name not in SAMPLING}
+        return {**options, **({"do_sample": True} if is_sampled else {})}
+
+    @staticmethod
     def tool_choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
         """Read OpenAI's and LangChain's ways to say whether a tool must be called, as a value of `tool_choice`.
 
@@ -161,7 +183,9 @@ class Ask:
             )
         object.__setattr__(self, "options", _checked_options(self.options))
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops if stop))
+        if not all(isinstance(stop, str) and stop for stop in stops):
+            raise SettingsError(f"stop is {self.stop!r:.80}; wanted texts of at least one character. Leave others out.")
+        object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops))
 
     def _check(self, name: str) -> None:
         """Raise SettingsError for a field of the wrong type; replace None by an empty list or mapping."""
@@ -199,6 +223,9 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
             raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.")
         checked[name] = float(value)
+    top_k = checked.get("top_k")
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 0):
+        raise SettingsError(f"top_k is {top_k!r:.80}; wanted a whole number, 0 (all tokens) or more.")
     return checked
 
 

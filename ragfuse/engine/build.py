@@ -10,7 +10,7 @@ from ragfuse.engine.constraints import offered_tools
 from ragfuse.engine.context_window import check_messages, check_request
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.options import remaining_context
-from ragfuse.engine.overflow import drops, limit_of
+from ragfuse.engine.overflow import check_answer_fits, drops, limit_of
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_documents, mended_question, messages_of
 from ragfuse.engine.request import Request
@@ -35,12 +35,15 @@ class BuildStage:
         """Return the prompt of a question; where it is too long and overflow is "drop", without its last chunks.
 
         Raises:
-            OverlongError: The prompt does not fit the model's context, and nothing more may be left out.
+            OverlongError: The prompt or the length of its answer does not fit the model's context, and nothing more
+                may be left out.
             InputError: The question is invalid.
         """
         question, ask = request.question, request.ask
         if isinstance(question, PMLPrompt):
-            return self.schemas.prompt(question, ask)
+            bound = self.schemas.prompt(question, ask)
+            check_answer_fits(bound, ask, request.model, False)
+            return bound
         tools, question = offered_tools(ask), mended_question(question)
         self.check_length(question, ask)
         limit = limit_of(ask, self.settings, request.model)
@@ -50,6 +53,8 @@ class BuildStage:
         may_shorten = self.history.may_shorten(question, ask)
         make = partial(self.prompts.prompt, digest=self.runtime.digest, tools=tools, ask=ask, check=not may_shorten)
         prompt = self.history.fitted(question, ask, lambda messages, n: make(messages, leave_out=n), limit)
+        leaves_out = limit is not None or (may_shorten and self.history.has_earlier(prompt, question))
+        check_answer_fits(prompt, ask, request.model, leaves_out)
         if documents and all(segment.kind != "chunk" for segment in prompt.segments):
             return replace(prompt, altered=self.prompts.altered(question, documents))
         return prompt

@@ -139,6 +139,13 @@ class ConversationHistory:
             return False
         return len(LaterMessages(messages_of(question))) > 0
 
+    def has_earlier(self, prompt: Prompt, question: ChatInput | Ids) -> bool:
+        """Return whether a prompt has earlier turns, stored ones or in its question, that may be left out of it."""
+        pending = prompt.conversation
+        if isinstance(pending, PendingTurn) and pending.session.turns:
+            return True
+        return not is_ids(question) and len(LaterMessages(messages_of(question))) > 0
+
     def name_of(self, question: ChatInput | Ids, ask: Ask) -> str | None:
         """Return the name of the session that a question continues; None where it continues none."""
         digest = self._runtime.encoder.digest

@@ -45,6 +45,11 @@ def remaining_context(
     return max_tokens - n_tokens + 1
 
 
+def asked_length(ask: Ask) -> int | None:
+    """Return the most tokens that the question itself gives its answer; None where it does not say."""
+    return ask.options.get("max_new_tokens") or ask.max_tokens
+
+
 def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[str, Any]:
     """Return the options for transformers' `generate`: greedy by default, at most `room` new tokens.
 
@@ -60,8 +65,7 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
     if not options.get("do_sample", getattr(config, "do_sample", False)):
         options = {"temperature": None, "top_p": None, "top_k": None, **options}
     if options.get("max_length") is None:
-        limit = options.get("max_new_tokens") or ask.max_tokens or getattr(config, "max_new_tokens", None)
-        limit = limit or settings.max_tokens
+        limit = asked_length(ask) or getattr(config, "max_new_tokens", None) or settings.max_tokens
         options["max_new_tokens"] = limit if room is None else min(limit, room)
         min_tokens = options.get("min_new_tokens") or 0
         if min_tokens > options["max_new_tokens"]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.context_window import advice_for
-from ragfuse.engine.options import options_of, remaining_context
+from ragfuse.engine.options import asked_length, options_of, remaining_context
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
@@ -68,6 +68,34 @@ def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
         return remaining_context(n_tokens, model, what, "Shorten the question, or the messages before it.")
     may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments)
     return remaining_context(n_tokens, model, advice=advice_for(may_drop), may_drop=may_drop)
+
+
+def check_answer_fits(prompt: Prompt, ask: Ask, model: HFModel, may_shorten: bool) -> None:
+    """Refuse an answer that was asked to be longer than the model's context has room for behind its prompt.
+
+    Without a length in the request an answer gets what is left.
+
+    Args:
+        prompt: The prompt; one that is too long by itself passes, as `room_of` refuses it.
+        ask: The question's options.
+        model: The model.
+        may_shorten: Whether the prompt may be shortened for the answer; then its length alone counts.
+
+    Raises:
+        OverlongError: The answer does not fit.
+    """
+    wanted, max_context = asked_length(ask), model.max_context
+    if wanted is None or max_context is None:
+        return
+    n_tokens = prompt.segments[-1].stop
+    room = max_context if may_shorten else max_context - n_tokens + 1
+    if n_tokens <= max_context and wanted > room:
+        behind = "" if may_shorten else f" behind a prompt of {n_tokens:,}"
+        raise OverlongError(
+            f"An answer of {wanted:,} tokens does not fit{behind}: {model.name} takes at most {max_context:,} tokens, "
+            "prompt and answer together.",
+            f"Ask for at most {room:,} tokens{'' if may_shorten else ', or shorten the prompt'}.",
+        )
 
 
 def drops(ask: Ask, settings: Settings) -> bool:

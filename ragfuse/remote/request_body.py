@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.engine.ask import Ask
+from ragfuse.engine.ask import SAMPLING, Ask
 from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_documents, messages_of
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
@@ -20,7 +20,6 @@ from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
 
 Json = dict[str, Any]
 CHAT, TEXT = "chat/completions", "completions"
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 FIELDS: Mapping[str, str] = MappingProxyType(
     {
         "presence_penalty": "presence_penalty",

@@ -27,7 +27,7 @@ MAX_BIASES = 1024
 
 FailFast = Field(fail_fast=True)
 """For a list whose first bad item alone is reported: thousands of errors would take longer than the request."""
-Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
@@ -171,6 +171,7 @@ class CompletionRequest(RequestBody):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of an answer; more than the model's window has room for behind the prompt are refused."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """0 or null means greedy decoding."""
     top_p: float | None = Field(default=None, ge=0, le=1)

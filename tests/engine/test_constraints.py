@@ -278,9 +278,27 @@ def test_whole_numbers_are_numbers_of_sampling_too(name):
         ({"repetition_penalty": 0}, "repetition_penalty is 0; wanted a number above 0."),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": True}, "top_p is True"),
+        ({"top_k": -5}, "top_k is -5; wanted a whole number, 0 (all tokens) or more."),
+        ({"top_k": 1.5}, "top_k is 1.5"),
     ],
 )
 def test_numbers_of_sampling_outside_of_their_range_are_told(options, said):
-    with pytest.raises(SettingsError) as error:
-        Ask(options=options)
-    assert said in str(error.value)
+    for make in (lambda: Ask(options=options), lambda: Ask.generate_options(options)):
+        with pytest.raises(SettingsError) as error:
+            make()
+        assert said in str(error.value)
+
+
+def test_options_that_change_nothing_without_a_temperature_are_left_out():
+    given = {"top_p": 0.5, "top_k": 5, "min_p": None, "presence_penalty": 1, "max_tokens": 3}
+    assert Ask.generate_options(given) == {"presence_penalty": 1.0}
+    sampled = {"temperature": 2.0, "top_p": 0.5, "top_k": 5, "presence_penalty": 1.0, "do_sample": True}
+    assert Ask.generate_options({**given, "temperature": 2}) == sampled
+    assert Ask.generate_options({"temperature": 0}) == {}
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["x", ""], [None]])
+def test_an_empty_stop_string_is_refused(stop):
+    with pytest.raises(SettingsError, match="wanted texts of at least one character"):
+        Ask(stop=stop)
+    assert Ask(stop=()).stop == Ask(stop=None).stop == ()

@@ -91,7 +91,7 @@ def test_an_answer_ends_at_its_length(filled):
 def test_an_answer_ends_at_a_stop_string_and_does_not_show_it(filled):
     whole = filled.answer(messages()).text
     stop = whole[4:6]
-    answer = filled.answer(messages(), Ask(stop=[stop, "never said", ""]))
+    answer = filled.answer(messages(), Ask(stop=[stop, "never said"]))
     assert (answer.text, answer.finish_reason) == (whole[: whole.index(stop)], "stop")
     assert filled.answer(messages(), Ask(stop=stop)).text == answer.text
 

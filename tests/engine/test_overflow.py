@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from ragfuse import Ask, Engine, InputError, Piece, SettingsError
+from ragfuse.errors import OverlongError
 from ragfuse.plan.explanation import in_words
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, chunk_hits, ingest, messages
 
@@ -74,7 +75,7 @@ def test_one_token_more_to_say_costs_one_chunk_more(tight):
 
 def test_a_long_answer_claims_a_quarter_of_the_room_at_most(tight):
     longest = length(tight, 4) + 11
-    trace = tight.answer(messages(), Ask(overflow="drop", max_tokens=10_000)).trace
+    trace = tight.answer(messages(), Ask(overflow="drop", max_tokens=longest)).trace
     kept = len(CHUNKS) - len(trace.dropped)
     assert trace.tokens <= longest + 1 - longest // 4 < length(tight, kept + 1)
 
@@ -147,3 +148,33 @@ def test_a_plan_says_what_is_left_out(tight):
 def test_another_word_is_refused():
     with pytest.raises(SettingsError, match="wanted 'error' or 'drop'"):
         Ask(overflow="truncate")
+
+
+def test_an_answer_that_does_not_fit_behind_its_prompt_is_refused_with_the_numbers(tight):
+    asked = messages(CHUNKS[:4])
+    whole = tight.answer(asked, Ask(max_tokens=12))
+    assert len(whole.token_ids) == 12
+    for ask in (Ask(max_tokens=13), Ask(options={"max_new_tokens": 13})):
+        with pytest.raises(OverlongError) as error:
+            tight.answer(asked, ask)
+        behind = f"An answer of 13 tokens does not fit behind a prompt of {length(tight, 4):,}: "
+        assert str(error.value).startswith(behind)
+        assert error.value.advice == "Ask for at most 12 tokens, or shorten the prompt."
+    with pytest.raises(OverlongError, match="An answer of 13 tokens"):
+        tight.plan(asked, Ask(max_tokens=13))
+
+
+def test_an_answer_without_a_length_of_its_own_gets_what_is_left(narrow, engine):
+    tight = narrow(length(engine, 4) + 4)
+    answer = tight.answer(messages(CHUNKS[:4]))
+    assert (len(answer.token_ids), answer.finish_reason) == (5, "length")
+
+
+def test_where_chunks_may_be_left_out_an_answer_gets_the_room_that_they_leave(tight):
+    longest = length(tight, 4) + 11
+    answer = tight.answer(messages(CHUNKS), Ask(overflow="drop", max_tokens=longest))
+    assert len(answer.token_ids) >= longest // 4
+    with pytest.raises(
+        OverlongError, match=rf"fit: .* at most {longest:,} tokens.*Ask for at most {longest:,} tokens\."
+    ):
+        tight.answer(messages(CHUNKS), Ask(overflow="drop", max_tokens=longest + 1))

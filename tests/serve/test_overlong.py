@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from ragfuse import Settings
 from ragfuse.errors import OverlongError
 from ragfuse.remote import RemoteEngine
+from ragfuse.types.request_limits import OVERLONG
 from tests.serve.kit import Served, said, serving
 from tests.tiny import CHUNKS
 
@@ -96,3 +98,38 @@ def test_clients_know_the_error_by_its_code(narrow: Served) -> None:
         engine.stream([("user", LONG["just too long"])]) as stream,
     ):
         "".join(stream)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [said()], "max_tokens": 10**6}),
+        ("/v1/chat/completions", {"messages": [said()], "max_completion_tokens": 10**6}),
+        ("/v1/chat/completions", {"messages": [said()], "max_tokens": 10**6, "stream": True}),
+        ("/v1/completions", {"prompt": "Who?", "max_tokens": 10**6}),
+        ("/v1/responses", {"input": "Who?", "max_output_tokens": 10**6}),
+        ("/v1/ragfuse/explain", {"messages": [said()], "max_tokens": 10**6}),
+    ],
+)
+def test_an_answer_longer_than_the_window_is_refused_with_what_fits(
+    narrow: Served, path: str, fields: dict[str, Any]
+) -> None:
+    asked = {"model": narrow.service.model, **fields}
+    told = narrow.post(path, asked)
+    assert told.status_code == 400
+    error = told.json()["error"]
+    assert error["code"] == OVERLONG
+    assert error["message"].startswith("An answer of 1,000,000 tokens does not fit behind a prompt of ")
+    most = int(re.findall(r"Ask for at most ([0-9,]+) tokens", error["message"])[0].replace(",", ""))
+    name = next(name for name in fields if name.startswith("max_"))
+    assert narrow.post(path, {**asked, name: most + 1}).status_code == 400
+    assert narrow.post(path, {**asked, name: most}).status_code == 200
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["x", ""]])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_empty_stop_string_is_refused(served: Served, path: str, stop: object) -> None:
+    asked = {"messages": [said()]} if "chat" in path else {"prompt": "Who?"}
+    error = served.post(path, {"model": served.service.model, **asked, "stop": stop}).json()["error"]
+    at = "" if isinstance(stop, str) else f".{len(stop) - 1}"  # type: ignore[arg-type]
+    assert error["message"] == f"stop{at}: string should have at least 1 character; found ''."

@@ -186,6 +186,20 @@ def test_an_unknown_option_is_refused_when_it_is_given(llm: RagfuseChatGenerator
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_p", 3), ("min_p", -1), ("top_k", -5), ("repetition_penalty", 0), ("max_tokens", 0), ("stop", [""])],
+)
+def test_an_option_out_of_its_range_is_refused_ahead_of_a_call_and_in_one_alike(
+    llm: RagfuseChatGenerator, engine: Engine, name: str, value: Any
+) -> None:
+    """Also one that changes nothing at temperature 0."""
+    with pytest.raises(SettingsError, match=name):
+        RagfuseChatGenerator(engine=engine, generation_kwargs={name: value})
+    with pytest.raises(SettingsError, match=name):
+        llm.run(ASKED, generation_kwargs={name: value})
+
+
+@pytest.mark.parametrize(
     "form",
     [Paint, {"type": "json_schema", "json_schema": {"name": "paint", "schema": Paint.model_json_schema()}}],
     ids=["class", "schema"],

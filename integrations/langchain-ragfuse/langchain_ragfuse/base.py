@@ -129,8 +129,16 @@ class RagFuseModel(BaseModel):
         return None if settings is None else settings.as_public()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Resolve where the model is; it is loaded, or its server asked, at first use."""
+        """Check the options of answers, and resolve where the model is.
+
+        It is loaded, or its server asked, at first use.
+
+        Raises:
+            SettingsError: An option is out of its range.
+        """
         super().model_post_init(context)
+        options = Ask.generate_options({name: getattr(self, name) for name in (*SAMPLING, *PENALTIES)})
+        Ask(max_tokens=self.max_tokens, stop=self.stop or (), seed=self.seed, options=options)
         if self.base_url is not None or isinstance(self.engine, RemoteEngine):
             self._place = ServerPlace.of(self)
             return
@@ -292,9 +300,7 @@ def _grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
 
 def _options(option: Callable[[str], Any]) -> dict[str, Any]:
     """Return the options of transformers' `generate` that are not fields of `Ask`."""
-    options: dict[str, Any] = {name: option(name) for name in PENALTIES if option(name) is not None}
-    if option("temperature"):
-        options |= {name: option(name) for name in SAMPLING if option(name) is not None} | {"do_sample": True}
+    options = Ask.generate_options({name: option(name) for name in (*SAMPLING, *PENALTIES)})
     if option("timeout") is not None:
         options["max_time"] = option("timeout")
     return {**options, **option("model_kwargs")}

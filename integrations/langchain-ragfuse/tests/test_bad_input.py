@@ -15,7 +15,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_ragfuse import ChatRagFuse, RagFuseByteStore, RagFuseLLM, create_fused_documents_chain
 
-from ragfuse import Engine, Grammar, InputError, ModelError, RagFuseError, Settings
+from ragfuse import Engine, Grammar, InputError, ModelError, RagFuseError, Settings, SettingsError
 
 TEXT = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 
@@ -113,3 +113,18 @@ async def test_cancelled_streams_leave_no_thread_and_no_half_chunk(tiny_settings
         kept = engine.store.entries()
         assert all(engine.store.read_whole(entry.key) is not None for entry in kept)
         assert engine.store.stats().corrupt == 0
+
+
+@pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_p", 3), ("min_p", -1), ("top_k", -5), ("repetition_penalty", 0), ("max_tokens", 0), ("stop", [""])],
+)
+def test_an_option_out_of_its_range_is_refused_in_fields_and_calls_alike(
+    kind: Any, name: str, value: Any, engine: Engine
+) -> None:
+    """Also one that changes nothing at temperature 0."""
+    with pytest.raises(SettingsError, match=name):
+        kind(engine=engine, **{name: value})
+    with pytest.raises(SettingsError, match=name):
+        kind(engine=engine).bind(**{name: value}).invoke("Hello?")

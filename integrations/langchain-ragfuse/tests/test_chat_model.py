@@ -213,7 +213,7 @@ def _writers() -> list[threading.Thread]:
 
 
 async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:
-    call = asyncio.create_task(llm.ainvoke(ASKED, max_tokens=100_000))
+    call = asyncio.create_task(llm.ainvoke(ASKED, max_tokens=3000))
     while not _writers():
         await asyncio.sleep(0.005)
     call.cancel()
@@ -223,7 +223,7 @@ async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:
 
 
 async def test_leaving_an_async_stream_stops_the_generation(llm: ChatRagFuse) -> None:
-    stream = llm.astream(ASKED, max_tokens=100_000, reuse=False)
+    stream = llm.astream(ASKED, max_tokens=3000, reuse=False)
     await anext(stream)
     assert _writers()
     await stream.aclose()
@@ -231,7 +231,7 @@ async def test_leaving_an_async_stream_stops_the_generation(llm: ChatRagFuse) ->
 
 
 def test_leaving_a_stream_stops_the_generation(llm: ChatRagFuse) -> None:
-    stream = llm.stream(ASKED, max_tokens=100_000, reuse=False)
+    stream = llm.stream(ASKED, max_tokens=3000, reuse=False)
     next(stream)
     assert _writers()
     stream.close()

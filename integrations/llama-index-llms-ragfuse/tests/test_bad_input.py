@@ -92,3 +92,17 @@ async def test_what_was_serialised_names_model_and_store(llm: RagFuseLLM, engine
     assert again.get_engine().settings.dtype == "float32"
     assert "engine" not in llm.to_dict()
     assert (await again.acomplete("Hello?", max_tokens=4)).text == llm.complete("Hello?", max_tokens=4).text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_p", 3), ("min_p", -1), ("top_k", -5), ("repetition_penalty", 0), ("max_tokens", 0), ("stop", [""])],
+)
+def test_an_option_out_of_its_range_is_refused_in_fields_and_calls_alike(
+    name: str, value: Any, engine: Engine, llm: RagFuseLLM
+) -> None:
+    """Also one that changes nothing at temperature 0."""
+    with pytest.raises(SettingsError, match=name):
+        RagFuseLLM(engine=engine, **{name: value})
+    with pytest.raises(SettingsError, match=name):
+        llm.complete("Hello?", **{name: value})

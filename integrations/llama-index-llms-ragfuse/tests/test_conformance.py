@@ -33,7 +33,7 @@ class Conforming(LLMConformance):
 
 
 class TestTheTinyModel(Conforming):
-    long_kwargs: ClassVar = {"max_tokens": 100_000, "reuse": False}
+    long_kwargs: ClassVar = {"max_tokens": 3000, "reuse": False}
     object_kwargs: ClassVar = {"max_tokens": 200}
     shared_threads = THREADS
 

@@ -181,7 +181,7 @@ def _hold(lock: Any, held: threading.Event, over: threading.Event) -> None:
 
 
 async def test_cancelling_a_call_stops_the_generation(llm: RagFuseLLM) -> None:
-    call = asyncio.create_task(llm.achat(CHAT, max_tokens=100_000))
+    call = asyncio.create_task(llm.achat(CHAT, max_tokens=3000))
     while not _writers():
         await asyncio.sleep(0.005)
     call.cancel()
@@ -191,7 +191,7 @@ async def test_cancelling_a_call_stops_the_generation(llm: RagFuseLLM) -> None:
 
 
 def test_leaving_a_stream_stops_the_generation(llm: RagFuseLLM) -> None:
-    stream = llm.stream_chat(CHAT, max_tokens=100_000, reuse=False)
+    stream = llm.stream_chat(CHAT, max_tokens=3000, reuse=False)
     next(stream)
     assert _writers()
     stream.close()

@@ -205,7 +205,7 @@ def url(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 
 class TestTheTinyModelAtAServer(LLMConformance):
-    long_kwargs: ClassVar = {"max_tokens": 100_000, "reuse": False}
+    long_kwargs: ClassVar = {"max_tokens": 3000, "reuse": False}
     object_kwargs: ClassVar = {"max_tokens": 200}
 
     @pytest.fixture

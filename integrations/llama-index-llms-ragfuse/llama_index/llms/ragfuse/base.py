@@ -141,8 +141,16 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     _place: ProcessPlace | ServerPlace = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Resolve where the model is; it is loaded, or its server asked, at first use."""
+        """Check the options of answers, and resolve where the model is.
+
+        It is loaded, or its server asked, at first use.
+
+        Raises:
+            SettingsError: An option is out of its range.
+        """
         super().model_post_init(context)
+        options = Ask.generate_options({name: getattr(self, name) for name in (*SAMPLING, *PENALTIES)})
+        Ask(max_tokens=self.max_tokens, stop=self.stop or (), seed=self.seed, options=options)
         is_remote = self.base_url is not None or isinstance(self.engine, RemoteEngine)
         self._place = ServerPlace.of(self) if is_remote else ProcessPlace.of(self)
         if self.engine is not None and isinstance(self._place, ProcessPlace):
@@ -370,7 +378,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             policy=values["policy"],
             ratio=values["ratio"],
             reuse=values["reuse"],
-            stop=values["stop"] or (),
+            stop=() if values["stop"] is None else values["stop"],
             seed=values["seed"],
             deadline_s=values["deadline_s"],
             options=_options(values),
@@ -402,9 +410,7 @@ def _append_piece(text: str, reasoning: str, piece: Any) -> tuple[str, str]:
 
 def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of transformers' `generate` that are not fields of `Ask`."""
-    options: dict[str, Any] = {name: values[name] for name in PENALTIES if values[name] is not None}
-    if values["temperature"]:
-        options |= {name: values[name] for name in SAMPLING if values[name] is not None} | {"do_sample": True}
+    options = Ask.generate_options({name: values[name] for name in (*SAMPLING, *PENALTIES)})
     if values["timeout"] is not None:
         options["max_time"] = values["timeout"]
     return {**options, **values["generate_kwargs"]}

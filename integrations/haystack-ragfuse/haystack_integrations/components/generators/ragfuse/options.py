@@ -52,13 +52,12 @@ def ask_of(given: Mapping[str, Any], tools: Sequence[Tool], documents: Sequence[
     """
     check_names(given)
     schemas = [{"type": "function", "function": tool.tool_spec} for tool in tools]
-    stop = given.get("stop") or ()
     return Ask(
-        max_tokens=given.get("max_tokens", given.get("max_completion_tokens")),
+        max_tokens=_max_tokens(given),
         policy=given.get("policy"),
         ratio=given.get("ratio"),
         reuse=given.get("reuse", True),
-        stop=(stop,) if isinstance(stop, str) else stop,
+        stop=() if given.get("stop") is None else given["stop"],
         seed=given.get("seed"),
         overflow=given.get("overflow"),
         deadline_s=given.get("deadline_s"),
@@ -70,6 +69,22 @@ def ask_of(given: Mapping[str, Any], tools: Sequence[Tool], documents: Sequence[
         documents=documents,
         chat_template_kwargs=Ask.template_kwargs(given),
         continue_final_message=bool(given.get("continue_final_message")),
+    )
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Check options that are given ahead of a call.
+
+    Raises:
+        InputError: There is no option of a name.
+        SettingsError: An option is out of its range.
+    """
+    check_names(given)
+    Ask(
+        max_tokens=_max_tokens(given),
+        stop=() if given.get("stop") is None else given["stop"],
+        seed=given.get("seed"),
+        options=Ask.generate_options({name: given.get(name) for name in (*SAMPLING, *PENALTIES)}),
     )
 
 
@@ -120,6 +135,10 @@ def grammar_of(form: Any) -> Grammar | None:
     return Grammar.json(schema)
 
 
+def _max_tokens(given: Mapping[str, Any]) -> int | None:
+    return given.get("max_tokens", given.get("max_completion_tokens"))
+
+
 def _choice(choice: Any, schemas: Sequence[Mapping[str, Any]]) -> str:
     """Return a tool choice in OpenAI's form as "auto", "none", "required" or the name of a tool."""
     names = [each["function"]["name"] for each in schemas]
@@ -131,9 +150,7 @@ def _choice(choice: Any, schemas: Sequence[Mapping[str, Any]]) -> str:
 
 def _generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of transformers' `generate` that are not fields of `Ask`."""
-    options = {name: given[name] for name in PENALTIES if given.get(name) is not None}
-    if given.get("temperature"):
-        options |= {name: given[name] for name in SAMPLING if given.get(name) is not None} | {"do_sample": True}
+    options = Ask.generate_options({name: given.get(name) for name in (*SAMPLING, *PENALTIES)})
     if given.get("timeout") is not None:
         options["max_time"] = given["timeout"]
     return {**options, **(given.get("generate_kwargs") or {})}

@@ -36,7 +36,7 @@ from haystack_integrations.components.generators.ragfuse.messages import (
     reply,
     to_ragfuse_messages,
 )
-from haystack_integrations.components.generators.ragfuse.options import ask_of, check_names, serialisable
+from haystack_integrations.components.generators.ragfuse.options import ask_of, check, serialisable
 from haystack_integrations.components.generators.ragfuse.places import ProcessPlace, ServerPlace
 from haystack_integrations.components.generators.ragfuse.retrieved import listen, retrieved_for, texts_of
 
@@ -99,7 +99,7 @@ class RagfuseChatGenerator:
         self.base_url, self.api_key, self.max_retries = base_url, api_key, max_retries
         self.dtype, self.device, self.store, self.settings = dtype, device, store, settings
         self.model_kwargs = model_kwargs or {}
-        check_names(self.generation_kwargs)
+        check(self.generation_kwargs)
         _named_once(flatten_tools_or_toolsets(tools))
         is_remote = base_url is not None or isinstance(engine, RemoteEngine)
         self._place: ProcessPlace | ServerPlace = ServerPlace.of(self) if is_remote else ProcessPlace.of(self)
