@@ -24,7 +24,17 @@ from ragfuse.store.archive import ArchivedText
 from ragfuse.store.bulk import Outcome, Progress, unanswered
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import CodecRegistry
-from ragfuse.store.deletion import Chunk, ForgottenTexts, chunk_named, chunk_of, dropped, forget_sources, forget_texts
+from ragfuse.store.deletion import (
+    LEARNT,
+    Chunk,
+    ForgottenTexts,
+    chunk_named,
+    chunk_of,
+    dropped,
+    forget_sources,
+    forget_texts,
+    sources_in_order,
+)
 from ragfuse.store.factory import free_name, open_tier
 from ragfuse.store.recode import recode
 from ragfuse.store.tenants import Tenant, tenants_in
@@ -59,12 +69,21 @@ _N_READ = 4
 
 @dataclass(frozen=True)
 class EntryRow:
-    """One entry with its tenant, its source, and the beginning of the chunk's text."""
+    """One entry with its tenant, its sources, and the beginning of the chunk's text.
+
+    Args:
+        entry: The entry.
+        tenant: Its tenant.
+        source: The source that brought the chunk first; "" for none.
+        text: The beginning of the chunk's text.
+        sources: All sources of the chunk, that one first.
+    """
 
     entry: Entry
     tenant: Tenant
     source: str = ""
     text: str = ""
+    sources: tuple[str, ...] = ()
 
     @property
     def short(self) -> str:
@@ -82,6 +101,7 @@ class EntryRow:
             "tier": entry.tier,
             "encoded": entry.key.encoded,
             "source": self.source,
+            "sources": list(self.sources),
             "text": self.text,
             "n_tokens": entry.n_tokens,
             "n_layers": entry.n_layers,
@@ -271,6 +291,23 @@ class StoreAdmin:
         """Return the selected tiers that do not answer; an earlier listing lacks their entries."""
         return [name for name in self.store.silent() if entry_filter.tier in (None, name)]
 
+    def divided(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> tuple[list[EntryRow], list[EntryRow]]:
+        """Divide entries that a filter selected into those of its sources alone, and those that others have as well."""
+        if entry_filter.source is None:
+            return list(rows), []
+        alone, shared = list[EntryRow](), list[EntryRow]()
+        for row in rows:
+            others = {*row.sources}.difference(_matching_sources(row, entry_filter), (LEARNT,))
+            (shared if others else alone).append(row)
+        return alone, shared
+
+    def leave_sources(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> None:
+        """Forget that entries came from the sources that the filter selects, where `divided` found others."""
+        for row in {chunk_of(row.entry.key): row for row in rows}.values():
+            for source in _matching_sources(row, entry_filter):
+                keys = [str(ChunkKey(*chunk_of(row.entry.key)))]
+                self.catalog.strict.delete_texts(row.entry.key.model, source=source, keys=keys)
+
     def clear(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> Cleared:
         """Delete `rows`, which the filter selected, and the texts of chunks that have no entry left."""
         remaining = self.store.drop([row.entry.key for row in rows], entry_filter.tier)
@@ -370,13 +407,17 @@ class StoreAdmin:
         return tenants_in(self.catalog.strict)
 
     def _rows_of(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[EntryRow]:
-        texts: dict[tuple[str, str], tuple[str, str]] = {}
+        texts, sources = dict[Chunk, str](), dict[Chunk, list[str]]()
         file = self.catalog.file
         for model in {entry.key.model for entry, _ in found}:
             for known in file.texts(model) if file is not None else ():
-                texts.setdefault(chunk_named(known.key), (known.source, known.text[:_SHOWN_CHARS]))
+                chunk = chunk_named(known.key)
+                texts.setdefault(chunk, known.text[:_SHOWN_CHARS])
+                sources.setdefault(chunk, []).append(known.source)
         for entry, tenant in found:
-            yield EntryRow(entry, tenant, *texts.get(chunk_of(entry.key), ("", "")))
+            chunk = chunk_of(entry.key)
+            names = sources_in_order(filter(None, sources.get(chunk, ())))
+            yield EntryRow(entry, tenant, names[0] if names else "", texts.get(chunk, ""), names)
 
     def _texts(self, keys: Iterable[ChunkKey]) -> Iterator[ArchivedText]:
         wanted, file = {chunk_of(key) for key in keys}, self.catalog.file
@@ -394,8 +435,15 @@ class StoreAdmin:
 
 
 def _matches(row: EntryRow, entry_filter: EntryFilter) -> bool:
-    source = entry_filter.source
-    return _matches_tenant(row.tenant, entry_filter) and (source is None or source.casefold() in row.source.casefold())
+    return _matches_tenant(row.tenant, entry_filter) and (
+        entry_filter.source is None or bool(_matching_sources(row, entry_filter))
+    )
+
+
+def _matching_sources(row: EntryRow, entry_filter: EntryFilter) -> list[str]:
+    """Return the sources of an entry that a filter selects."""
+    part = (entry_filter.source or "").casefold()
+    return [source for source in row.sources or ("",) if part in source.casefold()]
 
 
 def _matches_tenant(tenant: Tenant, entry_filter: EntryFilter) -> bool:

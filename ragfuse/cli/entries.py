@@ -76,7 +76,8 @@ def _cells(row: EntryRow, has_models: bool, has_text: bool, has_levels: bool) ->
     key, levels = row.short + ("*" if entry.pinned else ""), ("+".join(entry.sizes),) if has_levels else ()
     models = (row.tenant.name,) if has_models else ()
     names = map(plain, (key, *models, entry.tier, *levels, entry.key.encoded))
-    texts = (short(plain(Path(row.source).name)), plain(row.text))[: 1 + has_text]
+    more = f" +{len(row.sources) - 1}" if len(row.sources) > 1 else ""
+    texts = (f"{short(plain(Path(row.source).name))}{more}", plain(row.text))[: 1 + has_text]
     numbers = (f"{entry.n_tokens:,}", size_text(entry.nbytes), f"{entry.hits:,}", _ago(entry.last_used))
     return (*names, *texts, *numbers)
 

@@ -102,8 +102,7 @@ def forget_documents(library: Library, sources: Collection[str], answerer: Answe
         sources: The documents.
         answerer: Who answers questions here, if a model is loaded; a server keeps the KV that it has.
     """
-    from ragfuse.engine.background import LEARNT
-    from ragfuse.store.deletion import ForgottenTexts, forget_sources
+    from ragfuse.store.deletion import LEARNT, ForgottenTexts, forget_sources
     from ragfuse.types.keys import whole_text
 
     texts = {text: whole_text(holder) for text, holder in library.remove(sources).items()}

@@ -142,6 +142,8 @@ def clear(
 ) -> None:
     """Delete entries, and the texts of chunks that have no entry left.
 
+    With --source a chunk that another source holds as well is kept, and has only that other source then.
+
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one; without a salt, --all
     deletes those of all tenants.
 
@@ -150,13 +152,17 @@ def clear(
     entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
     with open_admin(store, console) as admin:
         entry_filter = admin.within_tenant(entry_filter)
-        rows = select_entries(admin, console, entry_filter)
+        rows, shared = admin.divided(select_entries(admin, console, entry_filter), entry_filter)
         if rows or admin.text_models(entry_filter):
             what = describe(rows) if rows else "all texts of chunks that no tier stores"
             confirm(f"Delete {what}?", yes, "clear")
         cleared = admin.clear(rows, entry_filter)
+        if entry_filter.tier is None:
+            admin.leave_sources(shared, entry_filter)
     print_cleared(console, cleared)
-    write_json(cleared_dict(cleared), json)
+    if shared:
+        console.print(f"Kept {describe(shared)}: other sources have the same text.", highlight=False, markup=False)
+    write_json({**cleared_dict(cleared), "kept": len(shared)}, json)
     raise typer.Exit(1 if cleared.silent else 0)
 
 

@@ -22,9 +22,6 @@ from ragfuse.types.prompt import Prompt
 
 log = logging.getLogger("ragfuse.engine")
 
-LEARNT = "seen again"
-"""The source of known chunks that were learnt because several prompts contained them."""
-
 MAX_WAITING_JOBS = 256
 """Most jobs that may wait; further ones are dropped, and submitted again by the next question that needs them."""
 IDLE_WAIT_S = 2.0

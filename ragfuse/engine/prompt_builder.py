@@ -20,7 +20,6 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.background import LEARNT
 from ragfuse.engine.context_window import check_messages, check_texts, may_fit
 from ragfuse.engine.options import ends_of
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
@@ -30,6 +29,7 @@ from ragfuse.process.fork import ForkLock, at_fork
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
 from ragfuse.store.catalog import Catalog
+from ragfuse.store.deletion import LEARNT
 from ragfuse.text.altered import altered
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_probe import call_format
@@ -91,7 +91,8 @@ class PromptBuilder:
             if not self._is_read:
                 self._is_read, texts = self._catalog.try_texts(digest)
                 for text in texts or ():
-                    known.add([text.text], text.source)
+                    if text.text not in known:  # else it has the source that brought it first
+                        known.add([text.text], text.source)
                 if texts:
                     thread = threading.Thread(target=self._read_all, args=(texts,), name="ragfuse-index", daemon=True)
                     self._reading = thread
@@ -123,10 +124,12 @@ class PromptBuilder:
         self._remember(digest, text, source, tokens)
 
     def _remember(self, digest: str, text: str, source: str, tokens: Sequence[int]) -> None:
-        """Add a known chunk in this process only."""
-        self._spans.add(tokens, text, source)
+        """Add a known chunk in this process only; one that is known keeps the source that brought it first."""
+        known = self.known(digest)
+        is_known = bool(text) and text in known
+        self._spans.add(tokens, text, "" if is_known else source)
         self._retrieved.discard(tokens)
-        if text and text not in (known := self.known(digest)):
+        if text and not is_known:
             known.add([text], source)
 
     def note_retrieved(self, digest: str, texts: Iterable[tuple[str, str]], question: ChatInput | Ids) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ragfuse.engine.background import IDLE_WAIT_S, LEARNT, BackgroundEncoder, EncodeJob, jobs_after
+from ragfuse.engine.background import IDLE_WAIT_S, BackgroundEncoder, EncodeJob, jobs_after
 from ragfuse.engine.generate import Generated
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.model_profiles import refusal_of
@@ -21,6 +21,7 @@ from ragfuse.process.shared import shared
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
+from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_prose
 
 

@@ -12,7 +12,7 @@ import binascii
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -28,6 +28,7 @@ from ragfuse.serve.pdf_text import text_of_pdf
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.split import passages
+from ragfuse.store.deletion import leave_source
 from ragfuse.types.ingested import Ingested
 
 log = logging.getLogger("ragfuse.serve")
@@ -138,7 +139,7 @@ class TenantDocuments:
             )
         for each in replaced:
             self._remove(each)
-            document.replaced += each.passages
+            document.replaced += [*each.passages, *each.replaced]
         self.all[document.id] = document
         self._waiting.append(document)
         if self._task is None or self._task.done():
@@ -155,12 +156,12 @@ class TenantDocuments:
     def remove(self, id: str) -> Callable[[Engine], int]:
         """Remove a document from the list; return what deletes its KV, and returns the bytes freed.
 
-        KV that the store had before, and that of passages which another document of the list has, stays.
+        KV that the store had before, and that of passages which another source has, stays.
         """
         document = self.get(id)
         self._remove(document)
-        texts = self._disowned(document.passages)
-        return lambda engine: engine.forget(texts)
+        own = self._disowned(document.passages)
+        return lambda engine: _forget(engine, document.name, document.passages, own)
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the passages that are closest to a query, closest first. It may block."""
@@ -210,9 +211,11 @@ class TenantDocuments:
             if document.is_deleted:
                 break
         document.status = "ready"
-        texts = self._disowned([*document.replaced, *(document.passages if document.is_deleted else ())])
-        if texts:
-            await self._turn(lambda engine: engine.forget(texts))
+        left = set(document.replaced).difference(() if document.is_deleted else document.passages)
+        left.update(document.passages if document.is_deleted else ())
+        own = self._disowned(left)
+        if left:
+            await self._turn(lambda engine: _forget(engine, document.name, left, own))
 
     async def _batch(self, document: StoredDocument, texts: list[str], before: dict[str, int | None]) -> None:
         """Encode some passages; `before` has the bytes of KV that the store had of each, None for none."""
@@ -307,6 +310,17 @@ def _ingest(engine: Engine, texts: Sequence[str], source: str, encoded: Counter[
     n_tokens = [len(engine.tokens(text)) for text in texts]
     engine.ingest([(text, source) for text in texts], progress=progress)
     return n_tokens
+
+
+def _forget(engine: Engine, name: str, texts: Collection[str], own: Collection[str]) -> int:
+    """Forget that passages came from a document, and delete the KV of those of its `own` that no other source has.
+
+    Returns:
+        The bytes freed.
+    """
+    shared = leave_source(engine.catalog.strict, engine.digest, texts, name)
+    alone = [text for text in own if text not in shared]
+    return engine.forget(alone) if alone else 0
 
 
 def _hit(document: StoredDocument, at: int, score: float) -> dict[str, Any]:

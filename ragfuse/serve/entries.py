@@ -13,7 +13,7 @@ from typing import Any
 from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.refusals import APIError
-from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks
+from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks, leave_source, sources_in_order
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import Entry
 
@@ -56,7 +56,7 @@ class StoredChunks:
     """The entries of one tenant, by chunk, with the sources and texts that the catalog has for them."""
 
     entries: Mapping[Chunk, Sequence[Entry]]
-    texts: Mapping[Chunk, tuple[str, str]]
+    texts: Mapping[Chunk, Sequence[tuple[str, str]]]
 
     @classmethod
     def of(cls, engine: Engine) -> StoredChunks:
@@ -65,28 +65,31 @@ class StoredChunks:
         for entry in engine.store.entries():
             if entry.key.model == engine.digest:
                 found[chunk_of(entry.key)].append(entry)
-        texts = {chunk_named(known.key): (known.source, known.text) for known in engine.catalog.texts(engine.digest)}
+        texts = defaultdict[Chunk, list[tuple[str, str]]](list)
+        for known in engine.catalog.texts(engine.digest):
+            texts[chunk_named(known.key)].append((known.source, known.text))
         return cls(found, texts)
 
     def rows(self, source: str | None = None) -> list[dict[str, Any]]:
         """Return a row for each chunk, most recently used first; `source`: only of that source."""
-        rows = [self._row(chunk) for chunk in self.entries if source is None or self._source(chunk) == source]
+        rows = [self._row(chunk) for chunk in self.entries if source is None or source in self._sources(chunk)]
         return sorted(rows, key=lambda row: -row["last_used"])
 
     def sources(self) -> list[dict[str, Any]]:
         """Return bytes, chunks and hits of each source, largest first; "" is what has no known text.
 
-        `nbytes` counts KV once, however many tiers have a copy of it; `tiers` has the bytes of the copies.
+        `nbytes` counts KV once, however many tiers have a copy of it; `tiers` has the bytes of the copies. A chunk of
+        several sources counts in each.
         """
         nbytes, chunks, hits = Counter[str](), Counter[str](), Counter[str]()
         tiers = defaultdict[str, Counter[str]](Counter)
         for chunk, entries in self.entries.items():
-            source = self._source(chunk)
-            nbytes[source] += kv_nbytes(entries)
-            for tier, n in _by_tier(entries).items():
-                tiers[source][tier] += n
-            chunks[source] += 1
-            hits[source] += sum(entry.hits for entry in entries)
+            for source in self._sources(chunk):
+                nbytes[source] += kv_nbytes(entries)
+                for tier, n in _by_tier(entries).items():
+                    tiers[source][tier] += n
+                chunks[source] += 1
+                hits[source] += sum(entry.hits for entry in entries)
         return [
             {
                 "source": source,
@@ -103,7 +106,7 @@ class StoredChunks:
         if selection.all:
             return set(self.entries)
         if selection.source is not None:
-            return {chunk for chunk in self.entries if self._source(chunk) == selection.source}
+            return {chunk for chunk in self.entries if selection.source in self._sources(chunk)}
         found = set[Chunk]()
         for key in selection.keys:
             matches = {chunk for chunk in self.entries if chunk[1].startswith(key)}
@@ -116,12 +119,14 @@ class StoredChunks:
 
     def _row(self, chunk: Chunk) -> dict[str, Any]:
         entries = self.entries[chunk]
-        source, text = self.texts.get(chunk, ("", ""))
+        known = self.texts.get(chunk, ())
+        sources = self._sources(chunk)
         return {
             "object": "ragfuse.entry",
             "key": chunk[1],
-            "source": source,
-            "text": text[:ENTRY_CHARS],
+            "source": sources[0],
+            "sources": [source for source in sources if source],
+            "text": known[0][1][:ENTRY_CHARS] if known else "",
             "n_tokens": entries[0].n_tokens,
             "nbytes": kv_nbytes(entries),
             "tiers": sorted({entry.tier for entry in entries}),
@@ -132,8 +137,9 @@ class StoredChunks:
             "pinned": any(entry.pinned for entry in entries),
         }
 
-    def _source(self, chunk: Chunk) -> str:
-        return self.texts.get(chunk, ("", ""))[0]
+    def _sources(self, chunk: Chunk) -> tuple[str, ...]:
+        """Return the sources of a chunk, the one that brought it first before others; ("",) where none is known."""
+        return sources_in_order(source for source, _ in self.texts.get(chunk, ())) or ("",)
 
 
 def kv_nbytes(entries: Iterable[Entry]) -> int:
@@ -170,14 +176,18 @@ def pin(engine: Engine, selection: Selection, pinned: bool) -> int:
 
 
 def delete(engine: Engine, selection: Selection) -> dict[str, Any]:
-    """Delete the selected chunks from every tier, with their texts; return how many, and the bytes freed."""
+    """Delete the selected chunks from every tier, with their texts; return how many, and the bytes freed.
+
+    A chunk that was selected by a source and that another source holds, too, is kept, and has only the other one then.
+    """
     stored = StoredChunks.of(engine)
     chunks = stored.selected(selection)
-    texts = [stored.texts[chunk][1] for chunk in chunks if chunk in stored.texts]
-    nbytes = engine.forget(texts) if texts else 0
+    texts = {stored.texts[chunk][0][1] for chunk in chunks if chunk in stored.texts}
+    kept = leave_source(engine.catalog.strict, engine.digest, texts, selection.source) if selection.source else set()
+    nbytes = engine.forget(sorted(texts - kept)) if texts - kept else 0
     rest = {chunk for chunk in chunks if chunk not in stored.texts}
     nbytes += forget_chunks(engine.store, engine.catalog.strict, rest)
-    return {"object": "ragfuse.deleted", "chunks": len(chunks), "nbytes": nbytes}
+    return {"object": "ragfuse.deleted", "chunks": len(chunks) - len(kept), "nbytes": nbytes, "kept": len(kept)}
 
 
 def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:

@@ -13,10 +13,13 @@ from ragfuse.store import KVStore
 from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import CatalogQueries
 from ragfuse.store.tenants import tenants_in
-from ragfuse.types.keys import ChunkKey
+from ragfuse.types.keys import ChunkKey, whole_text
 from ragfuse.types.kv import Entry
 
 log = logging.getLogger("ragfuse.store")
+
+LEARNT = "seen again"
+"""The source of known chunks that were learnt because several prompts contained them: no document."""
 
 Chunk = tuple[str, str]
 """One tenant's chunk: digests of model and token ids, shared by its entries in whatever context they were encoded."""
@@ -92,6 +95,32 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
     else:
         forget_texts(catalog, chunks)
     return sum(entry.nbytes for entry in entries if not done.has_left(entry))
+
+
+def leave_source(catalog: CatalogQueries, model: str, texts: Collection[str], source: str) -> set[str]:
+    """Forget that texts came from a source, where another one holds them too; the only source of a text stays.
+
+    Args:
+        catalog: The catalog.
+        model: The tenant's model digest.
+        texts: The texts.
+        source: The source that they leave.
+
+    Returns:
+        Those of the texts that another source holds; what was learnt from prompts is no source.
+    """
+    wanted = {whole_text(text).strip() for text in texts}
+    rows = [row for row in catalog.texts(model) if row.text in wanted]
+    shared = {row.text for row in rows if row.source not in (source, LEARNT)}
+    stale = [row.key for row in rows if row.source == source and row.text in shared]
+    if stale:
+        catalog.delete_texts(model, source=source, keys=stale)
+    return {text for text in texts if whole_text(text).strip() in shared}
+
+
+def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
+    """Return the sources of a text, each once: the one that brought it first, and last what was learnt from prompts."""
+    return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
 
 
 @dataclass(frozen=True)

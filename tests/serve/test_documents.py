@@ -164,6 +164,53 @@ def test_a_note_tells_of_some_of_the_passages() -> None:
     )
 
 
+def row_of(served: Served, text: str) -> dict[str, Any]:
+    """The entry of a text."""
+    (row,) = [
+        each for each in served.get("/v1/ragfuse/entries?limit=1000", **BLUE).json()["data"] if each["text"] == text
+    ]
+    return row
+
+
+def test_a_text_of_two_documents_has_both_sources_and_loses_only_the_one_that_is_deleted(two: Served) -> None:
+    text = "The bell of the harbour is rung by hand whenever the fog comes in."
+    first, second = sent(two, "bell.txt", text=text), sent(two, "fog.txt", text=text)
+    row = row_of(two, text)
+    assert (row["source"], row["sources"]) == ("bell.txt", ["bell.txt", "fog.txt"])
+    for name in ("bell.txt", "fog.txt"):
+        assert [each["text"] for each in two.get(f"/v1/ragfuse/entries?source={name}", **BLUE).json()["data"]] == [text]
+    by_source = {each["source"]: each for each in two.get("/v1/ragfuse/usage", **BLUE).json()["sources"]}
+    assert by_source["bell.txt"]["nbytes"] == by_source["fog.txt"]["nbytes"] == row["nbytes"]
+    assert two.delete(f"{PATH}/{first['id']}", **BLUE).json()["nbytes"] == 0
+    assert row_of(two, text)["sources"] == ["fog.txt"]
+    assert two.delete(f"{PATH}/{second['id']}", **BLUE).json()["nbytes"] >= row["nbytes"]
+
+
+def test_a_deleted_document_leaves_kv_that_another_source_has_got_since(two: Served) -> None:
+    engine = two.service.engine(two.service.keys.tenants[0])
+    text = "The lamp of the pier burns green, and that of the mole burns red."
+    done = sent(two, "pier.txt", text=text)
+    engine.ingest([(text, "/docs/lamps.md")])
+    assert row_of(two, text)["sources"] == ["pier.txt", "/docs/lamps.md"]
+    assert two.delete(f"{PATH}/{done['id']}", **BLUE).json()["nbytes"] == 0
+    assert row_of(two, text)["sources"] == ["/docs/lamps.md"]
+    sent(two, "pier.txt", text=text)
+    sent(two, "pier.txt", text="The pier has no lamp any more since the storm of last winter.")
+    wait_for(lambda: row_of(two, text)["sources"] == ["/docs/lamps.md"])
+
+
+def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(two: Served) -> None:
+    both = "Every boat of the harbour has a number on its bow, painted white, that is as high as a hand is long."
+    own = "The numbers are given out by the harbour master on the first of May, and they cost a barrel of herring."
+    sent(two, "boats.txt", text=both)
+    sent(two, "numbers.txt", text=f"{both}\n\n{own}")
+    done = two.delete("/v1/ragfuse/entries?source=numbers.txt", **BLUE).json()
+    assert (done["chunks"], done["kept"], done["nbytes"] > 0) == (1, 1, True)
+    assert row_of(two, both)["sources"] == ["boats.txt"]
+    done = two.delete("/v1/ragfuse/entries?source=boats.txt", **BLUE).json()
+    assert (done["chunks"], done["kept"]) == (1, 0)
+
+
 def test_a_pdf_is_read_and_a_broken_one_says_so(two: Served) -> None:
     data = base64.b64encode(pdf("The lamp was lit in the year of the great storm.")).decode()
     done = sent(two, "lamp.pdf", pdf=data)

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.background import LEARNT, EncodeJob
+from ragfuse.engine.background import EncodeJob
+from ragfuse.store.deletion import LEARNT
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, QUESTION, chunk_hits, ingest, messages
 

@@ -61,19 +61,19 @@ function sources(usage) {
       action("Pin", `Pin ${each.source}`, () => ask("/v1/ragfuse/entries/pin", { body: { source: each.source } })),
       action("Unpin", `Unpin ${each.source}`, () => ask("/v1/ragfuse/entries/unpin", { body: { source: each.source } })),
       action("Delete", `Delete ${each.source}`, remove({ source: each.source }),
-        { danger: true, question: `Delete the KV of ${each.source} from every tier?` })] : [])]);
+        { danger: true, question: `Delete the KV of ${each.source} from every tier? What other sources have, too, stays.` })] : [])]);
   return make("section", { class: "card stack", "aria-label": "Bytes by source" },
     make("div", { class: "row" }, make("h2", { class: "grow" }, "Bytes by source"),
       action("Delete all", "Delete all entries", remove({ all: "true" }),
         { danger: true, question: "Delete all of your KV from every tier? Documents have to be encoded again." })),
     rows.length ? table("Bytes by source", ["source", "KV", "copies by tier", "chunks", "hits", ""], rows, [3, 4])
       : make("p", { class: "quiet" }, "Nothing is stored yet."),
-    rows.length ? make("p", { class: "quiet" }, "KV counts once, however many tiers have a copy of it.") : null);
+    rows.length ? make("p", { class: "quiet" }, "KV counts once, however many tiers have a copy of it; a chunk that several sources have counts in each.") : null);
 }
 
 function entries(found) {
   const rows = found.data.map((each) => [
-    make("div", {}, make("div", {}, each.source || "not from a document"), make("div", { class: "quiet clip" }, each.text)),
+    make("div", {}, make("div", {}, each.sources.join(", ") || "not from a document"), make("div", { class: "quiet clip" }, each.text)),
     count(each.n_tokens), bytes(each.nbytes), `${each.tiers.join(", ")}; ${each.levels.join(", ")}`, count(each.hits),
     ago(each.last_used), make("div", { class: "row" },
       each.pinned
