@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,10 +102,17 @@ def forget_documents(library: Library, sources: Collection[str], answerer: Answe
         sources: The documents.
         answerer: Who answers questions here, if a model is loaded; a server keeps the KV that it has.
     """
+    return _forget(library, library.remove(sources), sources, answerer)
+
+
+def _forget(
+    library: Library, holders: Mapping[str, str], sources: Collection[str], answerer: Answerer | None
+) -> ForgottenTexts:
+    """Remove chunks of documents from the store; `holders`: their texts, each with a document that holds it, or ""."""
     from ragfuse.store.deletion import LEARNT, ForgottenTexts, forget_sources
     from ragfuse.types.keys import whole_text
 
-    texts = {text: whole_text(holder) for text, holder in library.remove(sources).items()}
+    texts = {text: whole_text(holder) for text, holder in holders.items()}
     gone = {*map(whole_text, sources), LEARNT}
     if not texts:
         return ForgottenTexts()
@@ -134,6 +141,8 @@ def forget_absent(
 ) -> tuple[str, ...]:
     """Forget the documents that are gone from folders which were ingested just now; say which, and which are kept.
 
+    With them go the chunks that documents there had before they changed.
+
     Args:
         library: The index, brought up to date with what was found.
         answerer: Who answers questions here.
@@ -145,6 +154,7 @@ def forget_absent(
     Returns:
         The documents that were forgotten.
     """
+    _forget_replaced(library, answerer, console)
     sources = library.sources()
     told = absent(sources, paths, found, whole)
     if told.gone:
@@ -161,6 +171,16 @@ def forget_absent(
             f"To forget {'it' if len(told.empty) == 1 else 'them'}: {command}{index_option(library.name)}",
         )
     return told.gone
+
+
+def _forget_replaced(library: Library, answerer: Answerer, console: Console) -> None:
+    """Remove from the store the chunks of earlier versions of documents that no document holds any more."""
+    holders, sources = library.take_replaced()
+    forgotten = _forget(library, holders, sources, answerer)
+    if forgotten.texts:
+        size = f", {size_text(forgotten.nbytes)} of KV" if forgotten.nbytes else ""
+        chunks = counted(len(forgotten.texts), "old chunk")
+        _say(console, f"forgotten of what changed: {listed(sorted(sources))} ({chunks}{size})")
 
 
 def stay_in(library: Library, paths: Sequence[Path]) -> str:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -117,12 +117,13 @@ class Library:
         self.settings, self.name = settings, name
         self.folder = settings.home / "indexes" / name
         self._embeddings: Any = None
+        self._replaced: dict[str, str] = {}  # texts of earlier versions of documents -> the document
 
     def add(self, file: Path, tokenizer: Any, progress: Progress = lambda done: None) -> list[tuple[str, str]]:
         """Split and embed a file, unless it is indexed already; return (text, source) of its chunks.
 
-        An earlier version of the file is replaced. `tokenizer` is the LLM's, as chunks are measured in its tokens.
-        InputError for a file without text.
+        An earlier version of the file is replaced (see `take_replaced`). `tokenizer` is the LLM's, as chunks are
+        measured in its tokens. InputError for a file without text.
         """
         source = str(file.resolve())
         name = self._name_of(file)
@@ -135,7 +136,9 @@ class Library:
             if number not in parts:
                 self._write(name, source, number, count, texts[number * PART_CHUNKS : (number + 1) * PART_CHUNKS])
             progress(SPLIT_SHARE + (1 - SPLIT_SHARE) * (number + 1) / count)
-        self._drop(part for part in self._parts() if part.source == source and part.file != name)
+        old = [part for part in self._parts() if part.source == source and part.file != name]
+        self._replaced |= {text: source for part in old if part.recipe == self._recipe() for text in part.texts}
+        self._drop(iter(old))
         return [(text, source) for text in texts]
 
     def has(self, file: Path) -> bool:
@@ -152,12 +155,19 @@ class Library:
         parts = [part for part in self._parts() if part.source in sources]
         self._drop(iter(parts))
         end(self.folder, sources)
-        holders = {text: "" for part in parts for text in part.texts}
-        for path in self.folder.parent.glob("[!.]*/*.json") if holders else ():
-            part = FilePart.read(path)
-            if part is not None:
-                holders |= {text: part.source for text in part.texts if text in holders}
-        return holders
+        return self._holders(text for part in parts for text in part.texts)
+
+    def take_replaced(self) -> tuple[dict[str, str], set[str]]:
+        """Return what became of chunks as their files changed, since this was asked last.
+
+        A file that was only split or embedded anew, as the settings changed, has not changed.
+
+        Returns:
+            The texts of the earlier versions' chunks, each with a document of any index of this home that holds it now,
+            "" for none; and the documents.
+        """
+        replaced, self._replaced = self._replaced, {}
+        return self._holders(replaced), set(replaced.values())
 
     @contextmanager
     def ingesting(self, paths: Sequence[Path], files: Sequence[Path]) -> Iterator[None]:
@@ -234,6 +244,15 @@ class Library:
                     model_name=str(source), encode_kwargs={"normalize_embeddings": True}
                 )
         return self._embeddings
+
+    def _holders(self, texts: Iterable[str]) -> dict[str, str]:
+        """Return texts, each with a document of any index of this home that holds it; "" for none."""
+        holders = dict.fromkeys(texts, "")
+        for path in self.folder.parent.glob("[!.]*/*.json") if holders else ():
+            part = FilePart.read(path)
+            if part is not None:
+                holders |= {text: part.source for text in part.texts if text in holders}
+        return holders
 
     def _name_of(self, file: Path) -> str:
         return digest("file", str(file.resolve()), _bytes_of(file), repr(self._recipe()))

@@ -178,6 +178,43 @@ def test_what_another_document_or_another_index_holds_keeps_its_kv(told, village
     assert not kept(told, "copy")
 
 
+FORGE = "The forge of the village has been cold since the smith moved to the town in spring."
+
+
+def test_the_kv_of_what_a_changed_file_no_longer_holds_goes(run, told, village):
+    run("ingest", village)
+    (old,) = told("store", "ls", "--source", "mayor")["entries"]
+    (village / "mayor.txt").write_text(FORGE)
+    result = run("ingest", village)
+    assert "forgotten of what changed: mayor.txt (1 old chunk, " in result.stdout
+    (new,) = told("store", "ls", "--source", "mayor")["entries"]
+    assert new["key"] != old["key"]
+    assert kept(told, "walnuts")
+    assert "forgotten" not in run("ingest", village).stdout
+
+
+def test_what_another_document_or_index_holds_of_a_changed_file_keeps_its_kv(told, village):
+    (village / "copy.txt").write_text(MAYOR)
+    told("ingest", village)
+    told("ingest", village / "trees", "--index", "trees")
+    before = {entry["key"] for entry in told("store", "ls")["entries"]}
+    (village / "mayor.txt").write_text(FORGE)
+    (village / "trees" / "walnuts.txt").write_text(f"{FORGE} There are walnuts in it now.")
+    told("ingest", village)
+    after = {entry["key"]: entry["sources"] for entry in told("store", "ls")["entries"]}
+    assert before <= after.keys()
+    assert all(names(sources) != ["mayor.txt", "copy.txt"] for sources in after.values())
+    told("ingest", village / "trees", "--index", "trees")
+    assert not before <= {entry["key"] for entry in told("store", "ls")["entries"]}
+
+
+def test_a_changed_size_of_chunks_forgets_no_kv(told, village):
+    told("ingest", village)
+    before = {entry["key"] for entry in told("store", "ls")["entries"]}
+    told("ingest", village, "--chunk-tokens", "16")
+    assert before <= {entry["key"] for entry in told("store", "ls")["entries"]}
+
+
 def test_a_document_is_removed_by_name_without_a_model(run, told, village, monkeypatch):
     told("ingest", village)
     monkeypatch.setattr(module, "loaded_engine", None)
