@@ -53,33 +53,33 @@ def document_routes(service: Service) -> APIRouter:
             raise APIError(400, "Give either text or pdf, found both or neither.", "unusable", "text")
         text = checked(whole_text(body.text)) if body.text is not None else ""
         document = StoredDocument(body.name, text, pdf_of(body.pdf) if body.pdf is not None else b"")
-        lists.of(tenant_of(request)).add(document)
+        (await lists.of(tenant_of(request))).add(document)
         return document.as_dict()
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
-        """List the documents of the client's tenant that were sent since the server started."""
-        found = lists.of(tenant_of(request)).all.values()
+        """List the documents of the client's tenant."""
+        found = (await lists.of(tenant_of(request))).all.values()
         return {"object": "list", "data": [each.as_dict() for each in found]}
 
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
         """Return the passages that are closest to a query, by the embedder of the settings."""
         tenant, top_k = tenant_of(request), body.top_k or min(service.settings.top_k, MAX_PASSAGES)
-        documents = lists.of(tenant)
+        documents = await lists.of(tenant)
         work = service.lookup(tenant, lambda _: documents.search(body.query, top_k, body.documents))
         return {"object": "list", "data": await unless_disconnected(request.receive, work)}
 
     @routes.get("/{id}")
     async def show(request: Request, id: str) -> dict[str, Any]:
         """Show how far a document is."""
-        return lists.of(tenant_of(request)).get(id).as_dict()
+        return (await lists.of(tenant_of(request))).get(id).as_dict()
 
     @routes.delete("/{id}")
     async def remove(request: Request, id: str) -> dict[str, Any]:
         """Delete a document and the KV that was encoded for it; what was stored before, or another one has, stays."""
         tenant = tenant_of(request)
-        work = service.lookup(tenant, lists.of(tenant).remove(id))
+        work = service.lookup(tenant, (await lists.of(tenant)).remove(id))
         nbytes = await unless_disconnected(request.receive, work)
         return {"object": "ragfuse.document", "id": id, "deleted": True, "nbytes": nbytes}
 

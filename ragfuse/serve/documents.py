@@ -1,7 +1,8 @@
 """Documents that a tenant sends: split into passages, encoded in the background, and searched by their embeddings.
 
-The list of documents and their embeddings are in this process; the KV of their passages is in the store. With a
-document goes the KV that was encoded for the list alone: what the store had before stays.
+A document that is ready is in the file of `DocumentRecords`, so that it is there after a restart and for other servers
+over the same folder; the KV of its passages is in the store. With a document goes the KV that was encoded for the list
+alone: what the store had before stays.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragfuse.engine.engine import Engine
-from ragfuse.errors import InputError, RagFuseError
+from ragfuse.errors import InputError, RagFuseError, StoreError
+from ragfuse.serve.document_records import DocumentRecord, DocumentRecords
 from ragfuse.serve.entries import stored_kv
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.pdf_text import text_of_pdf
@@ -46,6 +48,9 @@ BUSY_STATUSES = (429, 504)
 STORED_BEFORE = "stored before"
 TOO_SHORT = "too short to be stored: computed with each question"
 NOT_STORED = "not stored: this model's KV cannot be reused; computed with each question"
+NOT_LISTED = "could not be saved: it is forgotten when the server ends"
+COUNTS = ("encoded", "stored_before", "too_short", "unstored", "tokens", "nbytes", "seconds")
+"""What is counted while a document is encoded, as attributes of `StoredDocument`."""
 
 
 @dataclass(eq=False)
@@ -63,6 +68,8 @@ class StoredDocument:
         tokens: Tokens of the passages that are done.
         nbytes: Bytes of their KV, encoded now or stored before.
         replaced: Passages of documents of the same name, which this one replaces.
+        replaced_ids: The ids of these documents.
+        is_saved: Whether it is in the file.
     """
 
     name: str
@@ -81,7 +88,29 @@ class StoredDocument:
     nbytes: int = 0
     seconds: float = 0.0
     replaced: list[str] = field(default_factory=list)
+    replaced_ids: list[str] = field(default_factory=list)
     is_deleted: bool = False
+    is_saved: bool = False
+
+    @classmethod
+    def of(cls, record: DocumentRecord, vectors: NDArray[np.float32]) -> StoredDocument:
+        """Return the document of a record."""
+        document = cls(record.name, id=record.id, status="ready", passages=record.passages, is_saved=True)
+        document.vectors = list(vectors)
+        for name, count in record.counts.items():
+            if name in COUNTS:
+                setattr(document, name, count)
+        return document
+
+    def record(self, own: Collection[str]) -> DocumentRecord:
+        """Return what is saved of it.
+
+        Args:
+            own: The passages whose KV was encoded for documents of the list.
+        """
+        mine = [passage for passage in self.passages if passage in own]
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return DocumentRecord(self.id, self.name, self.passages, mine, counts, np.stack(self.vectors))
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in plain JSON types, without its text."""
@@ -98,7 +127,8 @@ class StoredDocument:
     @property
     def note(self) -> str:
         """For people: which passages were not encoded now, and why; "" where all were, or are yet to be."""
-        return "; ".join(
+        is_unsaved = self.status == "ready" and not self.is_saved
+        notes = [
             (why if n == self.encoded else f"{n} of {self.encoded} passages {why}")
             for n, why in (
                 (self.stored_before, STORED_BEFORE),
@@ -106,7 +136,8 @@ class StoredDocument:
                 (self.unstored, NOT_STORED),
             )
             if n
-        )
+        ]
+        return "; ".join([*notes, *([NOT_LISTED] if is_unsaved else [])])
 
 
 class TenantDocuments:
@@ -115,14 +146,33 @@ class TenantDocuments:
     Args:
         service: The service.
         tenant: The tenant.
+        records: The file of documents.
     """
 
-    def __init__(self, service: Service, tenant: APITenant) -> None:
-        self._service, self._tenant = service, tenant
+    def __init__(self, service: Service, tenant: APITenant, records: DocumentRecords) -> None:
+        self._service, self._tenant, self._records = service, tenant, records
         self.all: dict[str, StoredDocument] = {}
         self._own: set[str] = set()  # passages whose KV was encoded for documents of the list, which the store had not
+        self._hidden: set[str] = (
+            set()
+        )  # ids of documents that are removed or replaced, and in the file until that is done
         self._waiting: deque[StoredDocument] = deque()
         self._task: asyncio.Task[None] | None = None
+
+    async def refresh(self) -> None:
+        """Take in what is in the file, also from before the server started, and drop what is not in it any more."""
+        saved_before = [id for id, each in self.all.items() if each.is_saved]
+        ids = await asyncio.to_thread(self._records.ids, self._tenant.salt)
+        for id in ids:
+            if id not in self.all and id not in self._hidden:
+                found = await asyncio.to_thread(self._read, id)
+                if found is not None and id not in self._hidden:
+                    document, own = found
+                    self.all.setdefault(id, document)
+                    self._own.update(own)
+        for id in set(saved_before).difference(ids):
+            self.all.pop(id, None)
+        self._hidden.intersection_update(ids)
 
     def add(self, document: StoredDocument) -> None:
         """Add a document and begin to encode it. It replaces one of the same name, whose KV goes once it is ready.
@@ -140,6 +190,7 @@ class TenantDocuments:
         for each in replaced:
             self._remove(each)
             document.replaced += [*each.passages, *each.replaced]
+            document.replaced_ids += [each.id, *each.replaced_ids]
         self.all[document.id] = document
         self._waiting.append(document)
         if self._task is None or self._task.done():
@@ -161,7 +212,12 @@ class TenantDocuments:
         document = self.get(id)
         self._remove(document)
         own = self._disowned(document.passages)
-        return lambda engine: _forget(engine, document.name, document.passages, own)
+
+        def forget(engine: Engine) -> int:
+            self._records.delete(self._tenant.salt, [id])
+            return _forget(engine, document.name, document.passages, own)
+
+        return forget
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the passages that are closest to a query, closest first. It may block."""
@@ -185,7 +241,32 @@ class TenantDocuments:
 
     def _remove(self, document: StoredDocument) -> None:
         document.is_deleted = True
+        self._hidden.add(document.id)
         self.all.pop(document.id, None)
+
+    def _read(self, id: str) -> tuple[StoredDocument, list[str]] | None:
+        """Return a document of the file, and the passages whose KV was encoded for it. It may block."""
+        record = self._records.read(self._tenant.salt, id)
+        if record is None:
+            return None
+        vectors = record.vectors
+        if vectors is None:  # another embedder made them
+            vectors = self._service.embedder.embed(record.passages)
+            self._records.add(self._tenant.salt, replace(record, vectors=vectors))
+        return StoredDocument.of(record, vectors), record.own
+
+    async def _save(self, document: StoredDocument) -> None:
+        """Write a document to the file, in place of those that it replaces; a deleted one takes these with it."""
+        salt = self._tenant.salt
+        try:
+            if not document.is_deleted:
+                record = document.record(self._own)
+                await asyncio.to_thread(self._records.add, salt, record)
+                document.is_saved = True
+            gone = [*document.replaced_ids, *([document.id] if document.is_deleted else [])]
+            await asyncio.to_thread(self._records.delete, salt, gone)
+        except StoreError as error:
+            log.error("A document is listed, but could not be saved: %s", error)
 
     async def _encode_all(self) -> None:
         while self._waiting:
@@ -196,6 +277,7 @@ class TenantDocuments:
                 await self._encode(document)
             except Exception as error:
                 document.status, document.error = "failed", api_error_of(error).message
+                self._hidden.difference_update(document.replaced_ids)  # they are still in the file
 
     async def _encode(self, document: StoredDocument) -> None:
         began_s, document.status = time.monotonic(), "reading"
@@ -210,6 +292,7 @@ class TenantDocuments:
             document.seconds = time.monotonic() - began_s
             if document.is_deleted:
                 break
+        await self._save(document)
         document.status = "ready"
         left = set(document.replaced).difference(() if document.is_deleted else document.passages)
         left.update(document.passages if document.is_deleted else ())
@@ -261,11 +344,13 @@ class DocumentLists:
         self._service = service
         self._by_tenant: dict[str, TenantDocuments] = {}
 
-    def of(self, tenant: APITenant) -> TenantDocuments:
-        """Return a tenant's documents."""
+    async def of(self, tenant: APITenant) -> TenantDocuments:
+        """Return a tenant's documents, as the file has them now."""
         if tenant.salt not in self._by_tenant:
-            self._by_tenant[tenant.salt] = TenantDocuments(self._service, tenant)
-        return self._by_tenant[tenant.salt]
+            self._by_tenant[tenant.salt] = TenantDocuments(self._service, tenant, self._service.documents)
+        found = self._by_tenant[tenant.salt]
+        await found.refresh()
+        return found
 
 
 def checked(text: str) -> str:

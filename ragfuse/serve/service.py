@@ -17,6 +17,7 @@ from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
 from ragfuse.serve.admission import RETRY_S, AdmissionControl, Ticket
+from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.live import RecentCounts
@@ -78,6 +79,7 @@ class Service:
             self.counts.show_decoder(self.decoder)
         self.embedder = Embedder(settings.embedder, settings.home)
         self.responses = ResponseRecords(settings)
+        self.documents = DocumentRecords(settings, self.embedder.name)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
@@ -267,6 +269,7 @@ class Service:
         for engine in engines:
             engine.close()
         self.responses.close()
+        self.documents.close()
         if self.decoder is not None:
             self.decoder.close()
         if self.transfers is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections import Counter
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from ragfuse import Settings
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, StoreError
 from ragfuse.serve import documents, pdf_text
+from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.documents import StoredDocument
 from ragfuse.serve.entries import stored_kv
 from ragfuse.serve.keys import Keys
@@ -68,6 +70,78 @@ def test_a_document_is_split_encoded_and_found(two: Served) -> None:
     ask = {"model": two.service.model, "messages": [said()], "documents": [{"text": each["text"]} for each in found]}
     trace = two.post("/v1/chat/completions", ask, **BLUE).json()["ragfuse"]
     assert [each["hit"] for each in trace["segments"] if each["kind"] == "chunk"] == [True, True]
+
+
+def names(served: Served, key: dict[str, str] = BLUE) -> list[str]:
+    return [each["name"] for each in served.get(PATH, **key).json()["data"]]
+
+
+def test_documents_are_there_after_a_restart_and_for_a_second_server(
+    varied_path: Path, minilm_path: Path, tmp_path: Path
+) -> None:
+    settings = Settings(
+        model=str(varied_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=Settings().home,
+        max_tokens=4,
+        chunk_tokens=150,
+        filler_tokens=0,
+    )
+    keys = Keys(["blue:a-key-of-the-blue-tenant", "red:a-key-of-the-red-tenant"])
+    search = {"query": "Who keeps the northern light?", "top_k": 1}
+    with serving(settings, keys) as served:
+        done = sent(served, "lights.txt", text="\n\n".join(CHUNKS))
+        other = sent(served, "other.txt", text=CHUNKS[0])
+        found = served.post(f"{PATH}/search", search, **BLUE).json()["data"]
+        sent(served, "red.txt", RED, text=CHUNKS[1])
+    with serving(settings, keys) as served:
+        assert served.get(f"{PATH}/{done['id']}", **BLUE).json() == done
+        assert served.post(f"{PATH}/search", search, **BLUE).json()["data"] == found
+        assert (names(served), names(served, RED)) == (["lights.txt", "other.txt"], ["red.txt"])
+        with serving(settings, keys) as second:
+            assert names(second) == ["lights.txt", "other.txt"]
+            replaced = sent(second, "lights.txt", text="\n\n".join(CHUNKS[1:]))
+            assert served.get(f"{PATH}/{done['id']}", **BLUE).status_code == 404
+            assert served.get(f"{PATH}/{replaced['id']}", **BLUE).json() == replaced
+            assert served.delete(f"{PATH}/{other['id']}", **BLUE).json()["nbytes"] > 0
+            assert names(second) == ["lights.txt"]
+            assert not any(second.get("/v1/ragfuse/entries?source=other.txt", **BLUE).json()["data"])
+
+
+def test_a_document_that_fails_leaves_the_one_that_it_was_to_replace(two: Served) -> None:
+    kept = sent(two, "kept.pdf", text=CHUNKS[0])
+    failed = sent(two, "kept.pdf", pdf=base64.b64encode(b"%PDF-1.4 broken").decode())
+    assert failed["status"] == "failed"
+    assert two.get(f"{PATH}/{kept['id']}", **BLUE).json() == kept
+    for id in (kept["id"], failed["id"]):
+        assert two.delete(f"{PATH}/{id}", **BLUE).status_code == 200
+    assert "kept.pdf" not in names(two)
+
+
+def test_a_document_that_cannot_be_saved_says_so_and_is_found(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise StoreError("a full disk")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DocumentRecords, "add", full)
+        done = sent(two, "unsaved.txt", text=CHUNKS[0])
+    assert documents.NOT_LISTED in done["note"]
+    assert "unsaved.txt" in names(two)
+    assert two.delete(f"{PATH}/{done['id']}", **BLUE).status_code == 200
+
+
+def test_another_embedder_embeds_saved_passages_anew(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = sent(two, "embedded.txt", text=CHUNKS[0])
+    lists = documents.DocumentLists(two.service)
+    records = DocumentRecords(two.service.settings, "another")
+    monkeypatch.setattr(two.service, "documents", records)
+    found = asyncio.run(lists.of(two.service.keys.tenants[0])).all[done["id"]]
+    read = records.read(two.service.keys.tenants[0].salt, done["id"])
+    assert read is not None
+    assert read.vectors is not None
+    assert len(found.vectors) == len(read.vectors) == done["passages"]
+    records.close()
 
 
 def test_no_tenant_sees_or_finds_another_ones_documents(two: Served) -> None:
