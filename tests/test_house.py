@@ -67,6 +67,7 @@ ROOMS: dict[str, set[str]] = {
         "plan.explanation",
         "sessions",
         "store.deletion",
+        "store.record_file",
         "store.tenants",
         "telemetry",
         "text",

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragfuse.serve.record_file import RecordFile, tenant_digest
 from ragfuse.settings import Settings
-from ragfuse.store.database import Row
+from ragfuse.store.record_file import RecordFile, Row, tenant_digest
 
 log = logging.getLogger("ragfuse.serve")
 
-FILE_NAME = "documents.sqlite"
+DOCUMENTS_FILE = "documents.sqlite"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS documents(
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, name TEXT NOT NULL,
@@ -61,7 +60,7 @@ class DocumentRecords:
     """
 
     def __init__(self, settings: Settings, embedder: str) -> None:
-        self._file, self._embedder = RecordFile(settings, FILE_NAME, _SCHEMA), embedder
+        self._file, self._embedder = RecordFile(settings, DOCUMENTS_FILE, _SCHEMA), embedder
 
     def ids(self, salt: str) -> list[str]:
         """Return the ids of the documents of the tenant with this salt, the oldest first."""

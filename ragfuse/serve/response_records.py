@@ -16,14 +16,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ragfuse.serve.record_file import RecordFile, tenant_digest
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_schema import InputItem
 from ragfuse.settings import Settings
+from ragfuse.store.record_file import RecordFile, tenant_digest
 
 log = logging.getLogger("ragfuse.serve")
 
-FILE_NAME = "responses.sqlite"
+RESPONSES_FILE = "responses.sqlite"
 MAX_RECORDS = 1024
 """Most stored responses of a tenant."""
 MAX_RECORD_NBYTES = 32 << 20
@@ -91,7 +91,7 @@ class ResponseRecords:
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self._settings, self._clock = settings, clock
-        self._file = RecordFile(settings, FILE_NAME, _SCHEMA)
+        self._file = RecordFile(settings, RESPONSES_FILE, _SCHEMA)
 
     def get(self, salt: str, id: str) -> Record:
         """Return the response of the tenant with this salt; APIError (404) where there is none."""

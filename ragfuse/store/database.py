@@ -1,6 +1,6 @@
 """A small SQLite file that threads and processes share: WAL mode, one connection to read and one to write.
 
-`index.py`, `catalog_file.py` and `serve/response_records.py` define the tables.
+`index.py`, `catalog_file.py` and those who have a `RecordFile` define the tables.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ragfuse import Settings
-from ragfuse.serve.document_records import FILE_NAME, DocumentRecord, DocumentRecords
+from ragfuse.serve.document_records import DOCUMENTS_FILE, DocumentRecord, DocumentRecords
 
 PASSAGES = ["The northern light is kept by Ada.", "caf\u00e9 \ud800 \x00 'quoted'"]
 
@@ -72,7 +72,7 @@ def test_vectors_of_another_embedder_are_not_returned(records: DocumentRecords, 
 def test_a_damaged_document_is_a_missing_one(records: DocumentRecords, tmp_path: Path, damage: str) -> None:
     records.add("s", record("a"))
     records.add("s", record("b", "other"))
-    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    connection = sqlite3.connect(tmp_path / DOCUMENTS_FILE)
     with connection:
         connection.execute(f"UPDATE documents SET {damage} WHERE id = 'a'")
     connection.close()

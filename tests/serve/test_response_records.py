@@ -15,7 +15,7 @@ from ragfuse import Settings
 from ragfuse.errors import StoreError
 from ragfuse.serve import response_records
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.response_records import FILE_NAME, ResponseRecords
+from ragfuse.serve.response_records import RESPONSES_FILE, ResponseRecords
 from ragfuse.serve.response_schema import InputItem
 from tests.serve.kit import serving
 
@@ -118,7 +118,7 @@ def test_two_servers_share_a_folder_and_only_one_goes_on_with_a_session(tmp_path
     with ThreadPoolExecutor(8) as pool:
         given = list(pool.map(lambda n: (one, other)[n % 2].session_after("s", "a", f"n{n}"), range(16)))
     assert given.count("a") == 1
-    assert stat.S_IMODE(os.stat(tmp_path / FILE_NAME).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(tmp_path / RESPONSES_FILE).st_mode) == 0o600
     one.close()
     other.close()
 
@@ -127,7 +127,7 @@ def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_p
     records = ResponseRecords(Settings(store=tmp_path))
     add(records, "a")
     add(records, "b", "a")
-    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+    with sqlite3.connect(tmp_path / RESPONSES_FILE) as connection:
         connection.execute("UPDATE responses SET items = '[{\"type\": \"no such\"}]' WHERE id = 'b'")
         connection.execute("UPDATE responses SET previous = 'a' WHERE id = 'a'")  # leads to itself
     connection.close()
@@ -136,10 +136,10 @@ def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_p
     with pytest.raises(APIError):
         records.conversation("s", "a")
     records.close()
-    (tmp_path / FILE_NAME).write_bytes(b"no database" * 1000)
+    (tmp_path / RESPONSES_FILE).write_bytes(b"no database" * 1000)
     add(records, "c")
     assert texts(records, "c") == ["Said c."]
-    assert (tmp_path / f"{FILE_NAME}.bad").exists()
+    assert (tmp_path / f"{RESPONSES_FILE}.bad").exists()
     records.close()
 
 

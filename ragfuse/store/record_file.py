@@ -1,4 +1,4 @@
-"""A SQLite file of the server's own records, beside the store's."""
+"""A SQLite file of records in a store's folder, opened at first use: a server's responses and documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ragfuse.settings import Settings
-from ragfuse.store.database import Database, MemoryDatabase, Row
+from ragfuse.store.database import Database, MemoryDatabase
+from ragfuse.store.database import Row as Row
 from ragfuse.store.folder import describe_error, locked, open_folder, refusal
 from ragfuse.types.keys import FORMAT_VERSION, digest
 
