@@ -164,8 +164,9 @@ def _ingest(
 ) -> None:
     """Bring the index up to date with a folder, and encode its chunks, unless a server will after its answers."""
     print_skipped(console, documents)
+    before = library.sources()
     chunks, _ = add_files(library, tokenizer_for(engine, library.settings), [docs], documents.files, console)
-    forget_absent(library, engine, [docs], documents, console, whole=True)
+    forget_absent(library, engine, [docs], documents, console, before, whole=True)
     if not no_kv and is_local(engine):  # a server encodes what a question brings, after its answer
         encode(engine, chunks, console)
 

@@ -239,8 +239,9 @@ class Talk:
         conversation = self.conversation
         library, answerer, documents = conversation.library, conversation.answerer, find_files([path])
         print_skipped(self.console, documents)
+        before = library.sources()
         chunks, _ = add_files(library, tokenizer_for(answerer, library.settings), [path], documents.files, self.console)
-        forget_absent(library, answerer, [path], documents, self.console, whole)
+        forget_absent(library, answerer, [path], documents, self.console, before, whole)
         if is_local(answerer):
             encode(answerer, chunks, self.console)
         conversation.has_documents = True

@@ -37,7 +37,7 @@ class IngestForecast:
 
     Args:
         files: Files to ingest.
-        known: Those that are in the index already, as they are.
+        known: Those that are in the index already, as they are, under their own name or another.
         tokens: About how many tokens the other files have.
         nbytes: About how many bytes of KV they take; 0 where none is computed now.
         token_nbytes: Bytes of KV a token.
@@ -81,7 +81,7 @@ def forecast(library: Library, engine: Engine, files: Sequence[Path], encodes: b
         encodes: Whether KV is computed.
         here: Whether that happens in this process, whose speed is known then.
     """
-    new = [file for file in files if not library.has(file)]
+    new = library.new_of(files)
     n_tokens, sample = _tokens_of(new, engine)
     known = len(files) - len(new)
     if not new or not n_tokens:

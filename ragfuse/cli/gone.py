@@ -1,11 +1,12 @@
-"""Documents that leave an index: those that are gone from the folder they were ingested from, or that are named."""
+"""Documents that leave an index: moved or gone from the folder they were ingested from, or named by a person."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from ragfuse.cli.answerer import is_local
 from ragfuse.cli.entries import counted
 from ragfuse.cli.files import FilesToIngest, is_gone
 from ragfuse.cli.options import index_option
-from ragfuse.cli.show import listed
+from ragfuse.cli.show import NAMED, listed, printable
 from ragfuse.errors import InputError
 from ragfuse.types.sizes import size_text
 
@@ -31,42 +32,58 @@ class Absent:
     """Documents of an index that an ingest of their folder did not find.
 
     Args:
-        gone: Those that were deleted, renamed or are left out now.
+        moved: Those whose file has another place or name now, each with that of the document that it is now.
+        gone: Those that were deleted, changed and renamed, or are left out now.
         unread: Those that may still be there, as they or their folder cannot be read.
         empty: Those whose folder is empty, as that of a network drive is that is not there.
     """
 
+    moved: Mapping[str, str] = field(default_factory=dict)
     gone: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
 
 
-def absent(sources: Iterable[str], paths: Sequence[Path], found: FilesToIngest, whole: bool = False) -> Absent:
+def absent(
+    contents: Mapping[str, str],
+    paths: Sequence[Path],
+    found: FilesToIngest,
+    whole: bool = False,
+    before: Collection[str] | None = None,
+) -> Absent:
     """Return which documents of an index are gone.
 
     Args:
-        sources: The index's documents.
+        contents: The index's documents, each with the digest of its bytes; "" where that is not known.
         paths: The files and folders that are ingested.
         found: What was found at these paths.
         whole: Whether the index has these paths alone, so that each of its documents lay there.
+        before: The documents that the index had before this ingest; None: not known, so that none counts as moved.
     """
     there = {str(file.resolve()) for file in found.files}
     skipped = {str(file.resolve()) for file, _ in found.skipped}
     roots, unreadable = _folders(paths), [path.resolve() for path in found.unreadable]
-    gone, unread, empty = list[str](), list[str](), list[str]()
-    for source in sources:
+    added = there - (there if before is None else set(before))
+    named = {contents[source]: source for source in sorted(added & contents.keys(), reverse=True) if contents[source]}
+    moved, gone, unread, empty = dict[str, str](), list[str](), list[str](), list[str]()
+    for source, content in contents.items():
         path = Path(source)
-        if source in there or not (whole or source in skipped or _lies_in(path, roots)):
+        is_inside = whole or source in skipped or _lies_in(path, roots)
+        if source in there:
             continue
         if _lies_in(path, unreadable):
-            unread.append(source)
+            unread += [source] if is_inside else []
+        elif content in named and (is_gone(path) or (is_inside and not _exists(path))):
+            moved[source] = named[content]
+        elif not is_inside:
+            continue
         elif source in skipped or is_gone(path):
             gone.append(source)
         elif not _exists(path):
             empty.append(source)
         elif whole:
             gone.append(source)
-    return Absent(tuple(gone), tuple(unread), tuple(empty))
+    return Absent(moved, tuple(gone), tuple(unread), tuple(empty))
 
 
 def documents_named(library: Library, name: str) -> list[str]:
@@ -137,8 +154,9 @@ def forget_absent(
     paths: Sequence[Path],
     found: FilesToIngest,
     console: Console,
+    before: Collection[str],
     whole: bool = False,
-) -> tuple[str, ...]:
+) -> Absent:
     """Forget the documents that are gone from folders which were ingested just now; say which, and which are kept.
 
     With them go the chunks that documents there had before they changed.
@@ -149,14 +167,18 @@ def forget_absent(
         paths: The files and folders that were ingested.
         found: What was found at these paths.
         console: Where it is said.
+        before: As for `absent`.
         whole: As for `absent`.
 
     Returns:
-        The documents that were forgotten.
+        The documents that were moved or forgotten, and those that are kept.
     """
     _forget_replaced(library, answerer, console)
     sources = library.sources()
-    told = absent(sources, paths, found, whole)
+    told = absent(library.contents(), paths, found, whole, before)
+    if told.moved:
+        forget_documents(library, told.moved, answerer)  # under their old names: their KV has the new ones from now on
+        _say(console, f"moved: {_moves(told.moved)} ({counted(sum(sources[name] for name in told.moved), 'chunk')})")
     if told.gone:
         forgotten = forget_documents(library, told.gone, answerer)
         say_forgotten(console, told.gone, sum(sources[source] for source in told.gone), forgotten)
@@ -170,7 +192,7 @@ def forget_absent(
             f"kept in the index: {listed(told.empty)}: the folder is empty, as that of a drive is that is not mounted. "
             f"To forget {'it' if len(told.empty) == 1 else 'them'}: {command}{index_option(library.name)}",
         )
-    return told.gone
+    return told
 
 
 def _forget_replaced(library: Library, answerer: Answerer, console: Console) -> None:
@@ -197,6 +219,16 @@ def say_forgotten(console: Console, sources: Sequence[str], n_chunks: int, forgo
     """Say in one line which documents were forgotten, and what of them."""
     kv = f", {size_text(forgotten.nbytes)} of KV" if forgotten.nbytes else ""
     _say(console, f"forgotten: {listed(sources)} ({counted(n_chunks, 'chunk')}{kv})")
+
+
+def _moves(moved: Mapping[str, str]) -> str:
+    """Return documents with their old and new places below the nearest folder of both, `NAMED` of them at most."""
+    moves = list[str]()
+    for old, new in sorted(moved.items()):
+        above = os.path.commonpath([Path(old).parent, Path(new).parent])
+        was, now = (printable(Path(source).relative_to(above).as_posix()) for source in (old, new))
+        moves.append(f"{was} is now {now}")
+    return ", ".join(moves[:NAMED]) + (f" and {len(moves) - NAMED:,} more" if len(moves) > NAMED else "")
 
 
 def _say(console: Console, text: str) -> None:

@@ -93,7 +93,8 @@ def ingest(
 ) -> None:
     """Split documents into chunks, index them, and compute each chunk's KV. After an interruption, run it again.
 
-    A folder that is ingested again is as it is then: files that are gone from it are forgotten.
+    A folder that is ingested again is as it is then: files that were moved have their new names, and files that are
+    gone from it are forgotten.
     """
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens
@@ -115,6 +116,7 @@ def ingest(
     print_skipped(console, documents)
     from ragfuse.types.ingested import Ingested
 
+    before = library.sources()
     with loaded_engine(settings, console) as engine:
         with console.status("looking at the documents"):
             from ragfuse.cli.forecast import forecast
@@ -122,7 +124,7 @@ def ingest(
             told = forecast(library, engine, documents.files, encodes=not no_kv, here=ray is None).in_words()
         console.print(told, highlight=False, markup=False, soft_wrap=True)
         chunks, failed = add_files(library, engine.model.tokenizer, paths, documents.files, console)
-        forgotten = forget_absent(library, engine, paths, documents, console)
+        left = forget_absent(library, engine, paths, documents, console, before)
         on_ray: BulkSummary | None = None
         if no_kv:
             done = Ingested()
@@ -143,7 +145,8 @@ def ingest(
         console.print(f"[yellow]{_left_out(skipped)} left out[/]: {escape(names)}.", highlight=False)
     console.print(f'Ask: ragfuse ask "..."{index_option(index)}', highlight=False)
     result = {"index": index, "files": len(documents.files), "skipped": [[str(p), why] for p, why in skipped]}
-    result |= {"chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes, "forgotten": list(forgotten)}
+    result |= {"chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}
+    result |= {"moved": dict(left.moved), "forgotten": list(left.gone)}
     write_json({**result, **({} if on_ray is None else {"ray": on_ray.as_dict()})}, json)
 
 

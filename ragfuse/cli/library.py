@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class FilePart:
         source: Path of the document.
         recipe: Embedder, model, chunk size and overlap that the chunks were made with.
         texts: The chunks.
+        content: Digest of the document's bytes; "" where an earlier version of ragfuse wrote the part.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class FilePart:
     source: str
     recipe: tuple[Any, ...]
     texts: tuple[str, ...]
+    content: str = ""
 
     @classmethod
     def read(cls, path: Path) -> FilePart | None:
@@ -75,7 +77,8 @@ class FilePart:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             texts, recipe = tuple(map(str, data["texts"])), tuple(data["recipe"])
-            return cls(path, str(data["file"]), int(data["part"]), int(data["parts"]), data["source"], recipe, texts)
+            number, of, content = int(data["part"]), int(data["parts"]), str(data.get("content", ""))
+            return cls(path, str(data["file"]), number, of, data["source"], recipe, texts, content)
         except FileNotFoundError:  # replaced by another process just now
             return None
         except (ValueError, KeyError, TypeError):
@@ -122,29 +125,57 @@ class Library:
     def add(self, file: Path, tokenizer: Any, progress: Progress = lambda done: None) -> list[tuple[str, str]]:
         """Split and embed a file, unless it is indexed already; return (text, source) of its chunks.
 
-        An earlier version of the file is replaced (see `take_replaced`). `tokenizer` is the LLM's, as chunks are
-        measured in its tokens. InputError for a file without text.
+        An earlier version of the file is replaced (see `take_replaced`). Of a file that is indexed under another name, as
+        it is now, the chunks and their vectors are taken from there. `tokenizer` is the LLM's, as chunks are measured
+        in its tokens. InputError for a file without text.
         """
-        source = str(file.resolve())
-        name = self._name_of(file)
+        source, data = str(file.resolve()), _bytes_of(file)
+        name, content = self._name_of(file, data), digest("content", data)
         parts = {part.number: part for part in self._parts(name) if part.vectors() is not None}
-        texts = self._complete_texts(parts) or list(split_file(file, self.settings, tokenizer, progress))
+        texts = self._complete_texts(parts)
+        twin = {} if texts else self._twin(file, content)
+        texts = texts or self._complete_texts(twin) or list(split_file(file, self.settings, tokenizer, progress))
         if not texts:
             raise InputError(f"'{file}' contains no text; leave it out.")
+        for part in [part for part in parts.values() if part.content != content]:
+            self._write_manifest(replace(part, content=content))
         count = -(-len(texts) // PART_CHUNKS)
         for number in range(count):
             if number not in parts:
-                self._write(name, source, number, count, texts[number * PART_CHUNKS : (number + 1) * PART_CHUNKS])
+                lo = number * PART_CHUNKS
+                part = FilePart(
+                    self.folder / f"{name}-{number:05d}.json",
+                    file=name,
+                    number=number,
+                    of=count,
+                    source=source,
+                    recipe=self._recipe(),
+                    texts=tuple(texts[lo : lo + PART_CHUNKS]),
+                    content=content,
+                )
+                same = twin.get(number)
+                self._write(part, same.vectors() if same is not None and same.texts == part.texts else None)
             progress(SPLIT_SHARE + (1 - SPLIT_SHARE) * (number + 1) / count)
         old = [part for part in self._parts() if part.source == source and part.file != name]
         self._replaced |= {text: source for part in old if part.recipe == self._recipe() for text in part.texts}
         self._drop(iter(old))
         return [(text, source) for text in texts]
 
-    def has(self, file: Path) -> bool:
-        """Return whether a file is in the index as it is now, complete."""
-        parts = {part.number: part for part in self._parts(self._name_of(file))}
-        return bool(self._complete_texts(parts))
+    def new_of(self, files: Sequence[Path]) -> list[Path]:
+        """Return the files that have to be split and embedded: no complete document of the index is as they are now."""
+        counts, lengths, kinds = Counter[str](), dict[str, int](), dict[str, tuple[str, str]]()
+        for part in self._parts():
+            counts[part.file], lengths[part.file] = counts[part.file] + 1, part.of
+            if part.recipe == self._recipe() and part.content:
+                kinds[part.file] = part.content, Path(part.source).suffix.lower()
+        complete = {file for file, n in counts.items() if n == lengths[file]}
+        there, new = {kind for file, kind in kinds.items() if file in complete}, list[Path]()
+        for file in files:
+            data = _bytes_of(file)
+            kind = digest("content", data), file.resolve().suffix.lower()
+            if kind not in there and self._name_of(file, data) not in complete:
+                new.append(file)
+        return new
 
     def remove(self, sources: Collection[str]) -> dict[str, str]:
         """Remove documents from the index.
@@ -198,6 +229,10 @@ class Library:
         for part in self._parts():
             counts[part.source] += len(part.texts)
         return dict(sorted(counts.items()))
+
+    def contents(self) -> dict[str, str]:
+        """Return the digest of each document's bytes, in the order of their paths; "" where it is not known."""
+        return dict(sorted({part.source: part.content for part in self._parts()}.items()))
 
     def awaited(self) -> set[str]:
         """Return the documents of ingests that have not ended, whether they are in the index or not."""
@@ -254,8 +289,16 @@ class Library:
                 holders |= {text: part.source for text in part.texts if text in holders}
         return holders
 
-    def _name_of(self, file: Path) -> str:
-        return digest("file", str(file.resolve()), _bytes_of(file), repr(self._recipe()))
+    def _name_of(self, file: Path, data: bytes) -> str:
+        return digest("file", str(file.resolve()), data, repr(self._recipe()))
+
+    def _twin(self, file: Path, content: str) -> dict[int, FilePart]:
+        """Return all parts, by number, of a document with another name that is read as this file is; {} for none."""
+        suffix, found = file.resolve().suffix.lower(), dict[str, dict[int, FilePart]]()
+        for part in self._parts():
+            if part.content == content and part.recipe == self._recipe() and Path(part.source).suffix.lower() == suffix:
+                found.setdefault(part.file, {})[part.number] = part
+        return next((parts for parts in found.values() if self._complete_texts(parts)), {})
 
     def _recipe(self) -> tuple[Any, ...]:
         s = self.settings
@@ -266,15 +309,20 @@ class Library:
         is_complete = bool(parts) and len(parts) == next(iter(parts.values())).of
         return [text for number in sorted(parts) for text in parts[number].texts] if is_complete else []
 
-    def _write(self, name: str, source: str, number: int, count: int, texts: Sequence[str]) -> None:
-        vectors = np.asarray(self.embeddings.embed_documents(list(texts)), dtype=np.float32)
-        head = {"file": name, "part": number, "parts": count, "source": source, "recipe": self._recipe()}
-        text = json.dumps({**head, "texts": texts})
-        target = self.folder / f"{name}-{number:05d}.json"
+    def _write(self, part: FilePart, vectors: Any) -> None:
+        """Write a part with the vectors of its texts, which are computed where they are None."""
+        if vectors is None:
+            vectors = np.asarray(self.embeddings.embed_documents(list(part.texts)), dtype=np.float32)
         with self._writing():
             make_root(self.folder)
-            _atomically(target.with_suffix(".safetensors"), lambda path: save_file({"vectors": vectors}, path))
-            _atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
+            _atomically(part.path.with_suffix(".safetensors"), lambda path: save_file({"vectors": vectors}, path))
+        self._write_manifest(part)
+
+    def _write_manifest(self, part: FilePart) -> None:
+        head = {"file": part.file, "part": part.number, "parts": part.of, "source": part.source, "recipe": part.recipe}
+        text = json.dumps({**head, "content": part.content, "texts": part.texts})
+        with self._writing():
+            _atomically(part.path, lambda path: path.write_text(text, encoding="utf-8"))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -95,23 +95,22 @@ NAMED = 5
 """Most names in a list of files; what follows is counted."""
 
 
-def names_of(sources: Iterable[str]) -> list[str]:
-    """Return the names of documents, with their folder where two have the same name; what has no name is left out.
+def printable(name: str) -> str:
+    """Return a name with spaces for control characters, which a terminal would interpret."""
+    return "".join(c if c.isprintable() else " " for c in name)
 
-    Control characters, which a terminal would interpret, become spaces.
-    """
+
+def names_of(sources: Iterable[str]) -> list[str]:
+    """Return the names of documents, with their folder where two have the same name; what has no name is left out."""
     paths = [Path(source) for source in dict.fromkeys(sources) if Path(source).name]
     n_named = Counter(path.name for path in paths)
     names = (path.name if n_named[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths)
-    return list(dict.fromkeys("".join(c if c.isprintable() else " " for c in name) for name in names))
+    return list(dict.fromkeys(map(printable, names)))
 
 
 def listed(sources: Iterable[str]) -> str:
     """Return the names of documents in a list, `NAMED` of them at most, such as "a.txt, b.txt and 7 more"."""
-    names = [
-        name if name.isprintable() else "".join(c if c.isprintable() else " " for c in name)
-        for name in names_of(sources)
-    ]
+    names = names_of(sources)
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
 
 

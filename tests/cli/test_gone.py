@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from ragfuse.cli import ingest as module
 from ragfuse.cli.files import find_files, is_gone
 from ragfuse.cli.gone import absent
+from ragfuse.cli.library import Library
 from ragfuse.cli.main import app
 from ragfuse.cli.show import listed, names_of
 
@@ -96,16 +97,53 @@ def test_a_file_that_is_gone_is_forgotten_with_its_kv_when_its_folder_is_ingeste
     assert told("ingest", village)["forgotten"] == []
 
 
-def test_a_file_with_another_name_keeps_its_kv_under_that_name(told, village):
+def test_a_file_with_another_name_is_moved_and_keeps_its_vectors_and_its_kv(told, run, village, monkeypatch):
     told("ingest", village)
-    (village / "mayor.txt").rename(village / "ada.txt")
-    again = told("ingest", village)
-    assert (names(again["forgotten"]), again["encoded"]) == (["mayor.txt"], 0)
+    (village / "mayor.txt").rename(village / "trees" / "ada.txt")
+    with monkeypatch.context() as patched:
+        patched.setattr(Library, "embeddings", None)  # whoever embeds now fails
+        again = told("ingest", village)
+    assert (again["moved"], again["forgotten"], again["encoded"]) == (
+        {str(village / "mayor.txt"): str(village / "trees" / "ada.txt")},
+        [],
+        0,
+    )
     assert names(kept(told, "ada")) == ["ada.txt"]
     assert not kept(told, "mayor")
-    (village / "ada.txt").unlink()
+    (village / "trees").rename(village / "wood")
+    result = run("ingest", village)
+    assert "2 files, all in the index already." in result.stdout
+    assert "moved: trees/ada.txt is now wood/ada.txt, trees/walnuts.txt is now wood/walnuts.txt (2 chunks)" in (
+        result.stdout
+    )
+    (village / "wood" / "ada.txt").unlink()
     assert names(told("ingest", village)["forgotten"]) == ["ada.txt"]
     assert not kept(told, "ada")
+
+
+def test_a_folder_with_another_name_is_moved_when_it_is_ingested_by_that_name(told, village):
+    told("ingest", village / "trees")
+    (village / "trees").rename(village / "wood")
+    again = told("ingest", village / "wood")
+    assert (names(again["moved"].values()), again["forgotten"]) == (["walnuts.txt"], [])
+    assert list(again["moved"]) == [str(village / "trees" / "walnuts.txt")]
+    assert names(kept(told, "walnuts")) == ["walnuts.txt"]
+
+
+def test_a_file_that_is_gone_is_forgotten_though_a_copy_of_it_was_there_before(told, village):
+    (village / "copy.txt").write_text(MAYOR)
+    told("ingest", village)
+    (village / "mayor.txt").unlink()
+    again = told("ingest", village)
+    assert (again["moved"], names(again["forgotten"])) == ({}, ["mayor.txt"])
+
+
+def test_a_file_that_was_changed_and_renamed_is_another_one(told, village):
+    told("ingest", village)
+    (village / "mayor.txt").rename(village / "ada.txt")
+    (village / "ada.txt").write_text(f"{MAYOR} She has a cat, too, which sleeps on the ballots.")
+    again = told("ingest", village)
+    assert (again["moved"], names(again["forgotten"]), again["encoded"]) == ({}, ["mayor.txt"], 1)
 
 
 def test_without_kv_a_renamed_document_keeps_its_kv_too(told, village):
@@ -273,23 +311,24 @@ def test_nothing_is_gone_from_a_folder_that_fails(village, unreadable, number):
     source = str((village / "trees" / "walnuts.txt").resolve())
     (village / "trees" / "walnuts.txt").unlink()
     (village / "trees" / "notes.txt").write_text("Some notes, so that it is not empty.")
-    assert absent([source], [village], find_files([village])).gone == (source,)
+    assert absent({source: ""}, [village], find_files([village])).gone == (source,)
     unreadable(village / "trees", number)
-    found = absent([source], [village], find_files([village]))
+    found = absent({source: ""}, [village], find_files([village]))
     assert (found.gone, found.unread) == ((), (source,))
 
 
 def test_a_hidden_file_that_was_ingested_by_its_own_path_stays(village):
     hidden = village / ".hidden.txt"
     hidden.write_text("hidden")
-    found = absent([str(hidden.resolve())], [village], find_files([village]))
-    assert found == absent([], [village], find_files([village]))
+    found = absent({str(hidden.resolve()): ""}, [village], find_files([village]))
+    assert found == absent({}, [village], find_files([village]))
 
 
 def test_a_file_that_is_named_and_left_out_now_is_gone(village):
     mayor, walnuts = village / "mayor.txt", village / "trees" / "walnuts.txt"
     mayor.write_text("")
-    found = absent([str(mayor.resolve()), str(walnuts.resolve())], [mayor, walnuts], find_files([mayor, walnuts]))
+    sources = {str(mayor.resolve()): "", str(walnuts.resolve()): ""}
+    found = absent(sources, [mayor, walnuts], find_files([mayor, walnuts]))
     assert found.gone == (str(mayor.resolve()),)
 
 

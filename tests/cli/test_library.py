@@ -46,6 +46,41 @@ def test_a_file_that_is_known_is_not_embedded_again(library, book, tokenizer):
     assert again._embeddings is None
 
 
+def test_a_file_that_is_known_by_another_name_is_not_embedded_again(library, book, tokenizer):
+    file, copy = book / "lighthouses.txt", book / "copy.txt"
+    first = library().add(file, tokenizer)
+    copy.write_bytes(file.read_bytes())
+    again = library()
+    again._embeddings = None  # whoever embeds now loads a model
+    assert again.new_of([file, copy]) == []
+    assert again.add(copy, tokenizer) == [(text, str(copy.resolve())) for text, _ in first]
+    assert again._embeddings is None
+    assert len(set(again.contents().values())) == 1
+    vectors = {source: [p.vectors() for p in again._parts() if p.source == source] for source in again.sources()}
+    assert all((a == b).all() for a, b in zip(*vectors.values(), strict=True))
+
+
+def test_a_file_that_is_read_or_cut_otherwise_is_another_document(library, book, tokenizer):
+    file, page = book / "lighthouses.txt", book / "lighthouses.html"
+    page.write_bytes(file.read_bytes())
+    library().add(file, tokenizer)
+    assert library().new_of([file, page]) == [page]
+    assert library(chunk_tokens=80).new_of([file]) == [file]
+
+
+def test_what_an_earlier_version_wrote_is_kept_and_gets_the_digest_of_its_file(library, book, tokenizer):
+    lib, file = library(), book / "lighthouses.txt"
+    lib.add(file, tokenizer)
+    for part in lib.folder.glob("*.json"):
+        data = json.loads(part.read_text())
+        assert data.pop("content")
+        part.write_text(json.dumps(data))
+    assert lib.contents() == {str(file.resolve()): ""}
+    assert lib.new_of([file]) == []
+    lib.add(file, tokenizer)
+    assert lib.contents()[str(file.resolve())]
+
+
 def test_a_changed_file_replaces_what_it_was(library, book, tokenizer):
     lib, file = library(), book / "lighthouses.txt"
     lib.add(file, tokenizer)
