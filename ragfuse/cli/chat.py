@@ -29,7 +29,7 @@ from ragfuse.cli.answerer import (
 from ragfuse.cli.document_chat import DocumentChat, common_sources, earlier_messages, new_session
 from ragfuse.cli.entries import counted
 from ragfuse.cli.files import find_files
-from ragfuse.cli.gone import documents_named, forget_absent, forget_documents, say_forgotten
+from ragfuse.cli.gone import documents_named, forget_absent, forget_documents, found_for, say_forgotten
 from ragfuse.cli.ingest import add_files, encode, print_skipped
 from ragfuse.cli.notices import tell_sources, warn_of_unfinished
 from ragfuse.cli.options import (
@@ -237,9 +237,13 @@ class Talk:
     def add(self, path: Path, whole: bool = False) -> None:
         """Ingest a file or folder into the index; `whole`: the index has nothing else."""
         conversation = self.conversation
-        library, answerer, documents = conversation.library, conversation.answerer, find_files([path])
+        library, answerer = conversation.library, conversation.answerer
+        documents, before = found_for(library, [path]), library.sources()
         print_skipped(self.console, documents)
-        before = library.sources()
+        if not documents.files:
+            forget_absent(library, answerer, [path], documents, self.console, before, whole)
+            conversation.has_documents = bool(library.sources())
+            return
         chunks, _ = add_files(library, tokenizer_for(answerer, library.settings), [path], documents.files, self.console)
         forget_absent(library, answerer, [path], documents, self.console, before, whole)
         if is_local(answerer):

@@ -58,9 +58,26 @@ class FilesToIngest:
         """The files and folders that cannot be read now."""
         return tuple(path for path, why in self.skipped if why.startswith(CANNOT_BE_READ))
 
+    def none_at(self, paths: Sequence[Path]) -> InputError:
+        """Return the error that says why there is no document at `paths`."""
+        skipped = self.skipped
+        why = f"{len(skipped)} skipped ({shown_name(skipped[0][0])}: {skipped[0][1]})" if skipped else "no file"
+        return InputError(
+            f"Wanted documents ({READABLE_TYPES}) in '{', '.join(map(str, paths))}', found none: {why}. "
+            "Name a file or folder that has some."
+        )
+
 
 def find_files(paths: Sequence[Path]) -> FilesToIngest:
     """Find all documents at `paths`, folders included; InputError where there is none."""
+    found = look_for_files(paths)
+    if not found.files:
+        raise found.none_at(paths)
+    return found
+
+
+def look_for_files(paths: Sequence[Path]) -> FilesToIngest:
+    """Find all documents at `paths`, folders included, if there are any; InputError for a path that is not there."""
     files: list[Path] = []
     skipped: list[tuple[Path, str]] = []
     for path in paths:
@@ -72,12 +89,6 @@ def find_files(paths: Sequence[Path]) -> FilesToIngest:
                 skipped.append((file, reason))
             else:
                 files.append(file)
-    if not files:
-        why = f"{len(skipped)} skipped ({shown_name(skipped[0][0])}: {skipped[0][1]})" if skipped else "no file"
-        raise InputError(
-            f"Wanted documents ({READABLE_TYPES}) in '{', '.join(map(str, paths))}', found none: {why}. "
-            "Name a file or folder that has some."
-        )
     return FilesToIngest(tuple(dict.fromkeys(files)), tuple(skipped))
 
 
@@ -86,19 +97,30 @@ def shown_name(path: Path) -> str:
     return f"{path.name}/" if path.is_dir() else path.name
 
 
-def is_gone(file: Path) -> bool:
+def is_gone(file: Path, mount: str = "") -> bool:
     """Return whether a file was surely deleted or renamed.
 
-    It is not where its folder, or the nearest one above it that exists, cannot be read or is empty: that may be the
-    folder of a network that is not there now.
+    It is not where its folder, or the nearest one above it that exists, cannot be read, nor where its drive is not
+    mounted.
+
+    Args:
+        file: The file.
+        mount: Where its drive was mounted, by `mount_of`. If that is not known (""), an empty folder may be that of a
+            drive which is not mounted now.
     """
     try:
         if file.exists():
             return False
         folder = next(folder for folder in file.parents if folder.exists())
-        return folder.is_dir() and any(True for _ in folder.iterdir())
+        has_something = folder.is_dir() and any(True for _ in folder.iterdir())
+        return os.path.ismount(mount) if mount else has_something
     except OSError:
         return False
+
+
+def mount_of(file: Path) -> str:
+    """Return where the drive with a file is mounted."""
+    return str(next((folder for folder in file.resolve().parents if os.path.ismount(folder)), ""))
 
 
 def _inside(root: Path) -> Iterator[tuple[Path, str]]:

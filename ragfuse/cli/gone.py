@@ -14,14 +14,14 @@ from rich.console import Console
 
 from ragfuse.cli.answerer import is_local
 from ragfuse.cli.entries import counted
-from ragfuse.cli.files import FilesToIngest, is_gone
+from ragfuse.cli.files import FilesToIngest, is_gone, look_for_files
 from ragfuse.cli.options import index_option
 from ragfuse.cli.show import NAMED, listed, printable
 from ragfuse.errors import InputError
 from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
-    from ragfuse.cli.library import Library
+    from ragfuse.cli.library import Library, Origin
     from ragfuse.engine.answerer import Answerer
     from ragfuse.settings import Settings
     from ragfuse.store.deletion import ForgottenTexts
@@ -35,17 +35,17 @@ class Absent:
         moved: Those whose file has another place or name now, each with that of the document that it is now.
         gone: Those that were deleted, changed and renamed, or are left out now.
         unread: Those that may still be there, as they or their folder cannot be read.
-        empty: Those whose folder is empty, as that of a network drive is that is not there.
+        away: Those whose drive may not be mounted now.
     """
 
     moved: Mapping[str, str] = field(default_factory=dict)
     gone: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    empty: tuple[str, ...] = ()
+    away: tuple[str, ...] = ()
 
 
 def absent(
-    contents: Mapping[str, str],
+    origins: Mapping[str, Origin],
     paths: Sequence[Path],
     found: FilesToIngest,
     whole: bool = False,
@@ -54,7 +54,7 @@ def absent(
     """Return which documents of an index are gone.
 
     Args:
-        contents: The index's documents, each with the digest of its bytes; "" where that is not known.
+        origins: The index's documents, each with what is known of its file.
         paths: The files and folders that are ingested.
         found: What was found at these paths.
         whole: Whether the index has these paths alone, so that each of its documents lay there.
@@ -64,26 +64,45 @@ def absent(
     skipped = {str(file.resolve()) for file, _ in found.skipped}
     roots, unreadable = _folders(paths), [path.resolve() for path in found.unreadable]
     added = there - (there if before is None else set(before))
-    named = {contents[source]: source for source in sorted(added & contents.keys(), reverse=True) if contents[source]}
-    moved, gone, unread, empty = dict[str, str](), list[str](), list[str](), list[str]()
-    for source, content in contents.items():
+    names = {origins[source].content: source for source in sorted(added & origins.keys(), reverse=True)}
+    moved, gone, unread, away = dict[str, str](), list[str](), list[str](), list[str]()
+    for source, origin in origins.items():
         path = Path(source)
         is_inside = whole or source in skipped or _lies_in(path, roots)
         if source in there:
             continue
         if _lies_in(path, unreadable):
             unread += [source] if is_inside else []
-        elif content in named and (is_gone(path) or (is_inside and not _exists(path))):
-            moved[source] = named[content]
+        elif origin.content and origin.content in names and is_gone(path, origin.mount):
+            moved[source] = names[origin.content]
         elif not is_inside:
             continue
-        elif source in skipped or is_gone(path):
+        elif source in skipped or is_gone(path, origin.mount):
             gone.append(source)
         elif not _exists(path):
-            empty.append(source)
+            away.append(source)
         elif whole:
             gone.append(source)
-    return Absent(moved, tuple(gone), tuple(unread), tuple(empty))
+    return Absent(moved, tuple(gone), tuple(unread), tuple(away))
+
+
+def found_for(library: Library, paths: Sequence[Path]) -> FilesToIngest:
+    """Return what is at paths that are ingested: documents, or none where those that the index had there are gone.
+
+    Raises:
+        InputError: A path is not there, or there is no document and nothing to forget; the message says what the index
+            keeps from there.
+    """
+    try:
+        found = look_for_files(paths)
+        if found.files or absent(library.origins(), paths, found).gone:
+            return found
+        raise found.none_at(paths)
+    except InputError as error:
+        stay = _stay_in(library, paths)
+        if not stay:
+            raise
+        raise InputError(f"{error} {stay}") from error
 
 
 def documents_named(library: Library, name: str) -> list[str]:
@@ -150,7 +169,7 @@ def _forget(
 
 def forget_absent(
     library: Library,
-    answerer: Answerer,
+    answerer: Answerer | None,
     paths: Sequence[Path],
     found: FilesToIngest,
     console: Console,
@@ -163,7 +182,7 @@ def forget_absent(
 
     Args:
         library: The index, brought up to date with what was found.
-        answerer: Who answers questions here.
+        answerer: Who answers questions here, if a model is loaded.
         paths: The files and folders that were ingested.
         found: What was found at these paths.
         console: Where it is said.
@@ -175,7 +194,7 @@ def forget_absent(
     """
     _forget_replaced(library, answerer, console)
     sources = library.sources()
-    told = absent(library.contents(), paths, found, whole, before)
+    told = absent(library.origins(), paths, found, whole, before)
     if told.moved:
         forget_documents(library, told.moved, answerer)  # under their old names: their KV has the new ones from now on
         _say(console, f"moved: {_moves(told.moved)} ({counted(sum(sources[name] for name in told.moved), 'chunk')})")
@@ -184,18 +203,19 @@ def forget_absent(
         say_forgotten(console, told.gone, sum(sources[source] for source in told.gone), forgotten)
     if told.unread:
         _say(console, f"kept in the index: {listed(told.unread)}: cannot be read now")
-    if told.empty:
-        folders = dict.fromkeys(str(Path(source).parent) for source in told.empty)
+    if told.away:
+        folders = dict.fromkeys(str(Path(source).parent) for source in told.away)
         command = shlex.join(["ragfuse", "ingest", *(word for folder in folders for word in ("--remove", folder))])
+        they, it = ("it was", "it") if len(told.away) == 1 else ("they were", "them")
         _say(
             console,
-            f"kept in the index: {listed(told.empty)}: the folder is empty, as that of a drive is that is not mounted. "
-            f"To forget {'it' if len(told.empty) == 1 else 'them'}: {command}{index_option(library.name)}",
+            f"kept in the index: {listed(told.away)}: the drive that {they} on may not be mounted now. "
+            f"To forget {it}: {command}{index_option(library.name)}",
         )
     return told
 
 
-def _forget_replaced(library: Library, answerer: Answerer, console: Console) -> None:
+def _forget_replaced(library: Library, answerer: Answerer | None, console: Console) -> None:
     """Remove from the store the chunks of earlier versions of documents that no document holds any more."""
     holders, sources = library.take_replaced()
     forgotten = _forget(library, holders, sources, answerer)
@@ -205,7 +225,13 @@ def _forget_replaced(library: Library, answerer: Answerer, console: Console) -> 
         _say(console, f"forgotten of what changed: {listed(sorted(sources))} ({chunks}{size})")
 
 
-def stay_in(library: Library, paths: Sequence[Path]) -> str:
+def say_forgotten(console: Console, sources: Sequence[str], n_chunks: int, forgotten: ForgottenTexts) -> None:
+    """Say in one line which documents were forgotten, and what of them."""
+    kv = f", {size_text(forgotten.nbytes)} of KV" if forgotten.nbytes else ""
+    _say(console, f"forgotten: {listed(sources)} ({counted(n_chunks, 'chunk')}{kv})")
+
+
+def _stay_in(library: Library, paths: Sequence[Path]) -> str:
     """Return a sentence on documents of an index that lay at paths where none is found now; "" where there is none."""
     places = [path.resolve() for path in paths]
     stay = [source for source in library.sources() if _lies_in(Path(source), places)]
@@ -213,12 +239,6 @@ def stay_in(library: Library, paths: Sequence[Path]) -> str:
         return ""
     command = shlex.join(["ragfuse", "ingest", *(word for path in paths for word in ("--remove", str(path)))])
     return f"{listed(stay)} of the index '{library.name}' stay there; to forget: {command}{index_option(library.name)}"
-
-
-def say_forgotten(console: Console, sources: Sequence[str], n_chunks: int, forgotten: ForgottenTexts) -> None:
-    """Say in one line which documents were forgotten, and what of them."""
-    kv = f", {size_text(forgotten.nbytes)} of KV" if forgotten.nbytes else ""
-    _say(console, f"forgotten: {listed(sources)} ({counted(n_chunks, 'chunk')}{kv})")
 
 
 def _moves(moved: Mapping[str, str]) -> str:

@@ -20,8 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, find_files, shown_name
-from ragfuse.cli.gone import documents_named, forget_absent, forget_documents, say_forgotten, stay_in
+from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, shown_name
+from ragfuse.cli.gone import Absent, documents_named, forget_absent, forget_documents, found_for, say_forgotten
 from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
     Device,
@@ -112,8 +112,11 @@ def ingest(
         from ragfuse.ray.cluster import check_cluster
 
         check_cluster(settings, ray)
-    console, documents = console_for(json), _found(paths, library)
+    console, documents = console_for(json), found_for(library, paths)
     print_skipped(console, documents)
+    if not documents.files:
+        _forget_all(library, paths, documents, console, json)
+        return
     from ragfuse.types.ingested import Ingested
 
     before = library.sources()
@@ -144,21 +147,39 @@ def ingest(
         names = ", ".join(shown_name(path) for path, _ in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
         console.print(f"[yellow]{_left_out(skipped)} left out[/]: {escape(names)}.", highlight=False)
     console.print(f'Ask: ragfuse ask "..."{index_option(index)}', highlight=False)
-    result = {"index": index, "files": len(documents.files), "skipped": [[str(p), why] for p, why in skipped]}
-    result |= {"chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}
-    result |= {"moved": dict(left.moved), "forgotten": list(left.gone)}
+    result = _result(library, documents, skipped, left, len(chunks), done)
     write_json({**result, **({} if on_ray is None else {"ray": on_ray.as_dict()})}, json)
 
 
-def _found(paths: Sequence[Path], library: Library) -> FilesToIngest:
-    """Return what is at paths; InputError where there is nothing, with what the index has from there."""
-    try:
-        return find_files(paths)
-    except InputError as error:
-        stay = stay_in(library, paths)
-        if not stay:
-            raise
-        raise InputError(f"{error} {stay}") from error
+def _forget_all(
+    library: Library, paths: Sequence[Path], found: FilesToIngest, console: Console, json: Path | None
+) -> None:
+    """Forget what the index has from paths where no document is left."""
+    with library.ingesting(paths, ()):
+        left = forget_absent(library, None, paths, found, console, library.sources())
+    console.print(f"{_sums(library.sources())} in '{library.name}' now.", highlight=False, markup=False)
+    write_json(_result(library, found, found.skipped, left), json)
+
+
+def _result(
+    library: Library,
+    found: FilesToIngest,
+    skipped: Sequence[tuple[Path, str]],
+    left: Absent,
+    n_chunks: int = 0,
+    done: Ingested | None = None,
+) -> dict[str, Any]:
+    """Return an ingest as JSON."""
+    return {
+        "index": library.name,
+        "files": len(found.files),
+        "skipped": [[str(path), why] for path, why in skipped],
+        "chunks": n_chunks,
+        "encoded": 0 if done is None else done.encoded,
+        "nbytes": 0 if done is None else done.nbytes,
+        "moved": dict(left.moved),
+        "forgotten": list(left.gone),
+    }
 
 
 def _remove(library: Library, names: Sequence[str], console: Console, json: Path | None) -> None:

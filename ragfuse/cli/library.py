@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ragfuse.cli.files import texts_of
+from ragfuse.cli.files import mount_of, texts_of
 from ragfuse.cli.unfinished import UnfinishedIngest, end, unfinished_in
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.models import quietly, resolve_embedder
@@ -48,6 +48,27 @@ Progress = Callable[[float], object]
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What is known of the file that a document is; "" where an earlier version of ragfuse indexed it.
+
+    Args:
+        content: Digest of its bytes.
+        mount: Where its drive is mounted.
+    """
+
+    content: str = ""
+    mount: str = ""
+
+    @classmethod
+    def of(cls, file: Path, data: bytes) -> Origin:
+        """Return that of a file with these bytes."""
+        return cls(digest("content", data), mount_of(file))
+
+
+UNKNOWN_ORIGIN = Origin()
+
+
+@dataclass(frozen=True)
 class FilePart:
     """Some chunks of one file, in order.
 
@@ -59,7 +80,7 @@ class FilePart:
         source: Path of the document.
         recipe: Embedder, model, chunk size and overlap that the chunks were made with.
         texts: The chunks.
-        content: Digest of the document's bytes; "" where an earlier version of ragfuse wrote the part.
+        origin: The file that the document is.
     """
 
     path: Path
@@ -69,7 +90,7 @@ class FilePart:
     source: str
     recipe: tuple[Any, ...]
     texts: tuple[str, ...]
-    content: str = ""
+    origin: Origin = UNKNOWN_ORIGIN
 
     @classmethod
     def read(cls, path: Path) -> FilePart | None:
@@ -77,8 +98,9 @@ class FilePart:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             texts, recipe = tuple(map(str, data["texts"])), tuple(data["recipe"])
-            number, of, content = int(data["part"]), int(data["parts"]), str(data.get("content", ""))
-            return cls(path, str(data["file"]), number, of, data["source"], recipe, texts, content)
+            number, of = int(data["part"]), int(data["parts"])
+            origin = Origin(str(data.get("content", "")), str(data.get("mount", "")))
+            return cls(path, str(data["file"]), number, of, data["source"], recipe, texts, origin)
         except FileNotFoundError:  # replaced by another process just now
             return None
         except (ValueError, KeyError, TypeError):
@@ -125,20 +147,20 @@ class Library:
     def add(self, file: Path, tokenizer: Any, progress: Progress = lambda done: None) -> list[tuple[str, str]]:
         """Split and embed a file, unless it is indexed already; return (text, source) of its chunks.
 
-        An earlier version of the file is replaced (see `take_replaced`). Of a file that is indexed under another name, as
-        it is now, the chunks and their vectors are taken from there. `tokenizer` is the LLM's, as chunks are measured
+        An earlier version of the file is replaced (see `take_replaced`). Of a file that is indexed under another name,
+        as it is now, chunks and vectors are taken from there. `tokenizer` is the LLM's, as chunks are measured
         in its tokens. InputError for a file without text.
         """
         source, data = str(file.resolve()), _bytes_of(file)
-        name, content = self._name_of(file, data), digest("content", data)
+        name, origin = self._name_of(file, data), Origin.of(file, data)
         parts = {part.number: part for part in self._parts(name) if part.vectors() is not None}
         texts = self._complete_texts(parts)
-        twin = {} if texts else self._twin(file, content)
+        twin = {} if texts else self._twin(file, origin.content)
         texts = texts or self._complete_texts(twin) or list(split_file(file, self.settings, tokenizer, progress))
         if not texts:
             raise InputError(f"'{file}' contains no text; leave it out.")
-        for part in [part for part in parts.values() if part.content != content]:
-            self._write_manifest(replace(part, content=content))
+        for part in [part for part in parts.values() if part.origin != origin]:
+            self._write_manifest(replace(part, origin=origin))
         count = -(-len(texts) // PART_CHUNKS)
         for number in range(count):
             if number not in parts:
@@ -151,7 +173,7 @@ class Library:
                     source=source,
                     recipe=self._recipe(),
                     texts=tuple(texts[lo : lo + PART_CHUNKS]),
-                    content=content,
+                    origin=origin,
                 )
                 same = twin.get(number)
                 self._write(part, same.vectors() if same is not None and same.texts == part.texts else None)
@@ -166,8 +188,8 @@ class Library:
         counts, lengths, kinds = Counter[str](), dict[str, int](), dict[str, tuple[str, str]]()
         for part in self._parts():
             counts[part.file], lengths[part.file] = counts[part.file] + 1, part.of
-            if part.recipe == self._recipe() and part.content:
-                kinds[part.file] = part.content, Path(part.source).suffix.lower()
+            if part.recipe == self._recipe() and part.origin.content:
+                kinds[part.file] = part.origin.content, Path(part.source).suffix.lower()
         complete = {file for file, n in counts.items() if n == lengths[file]}
         there, new = {kind for file, kind in kinds.items() if file in complete}, list[Path]()
         for file in files:
@@ -230,9 +252,10 @@ class Library:
             counts[part.source] += len(part.texts)
         return dict(sorted(counts.items()))
 
-    def contents(self) -> dict[str, str]:
-        """Return the digest of each document's bytes, in the order of their paths; "" where it is not known."""
-        return dict(sorted({part.source: part.content for part in self._parts()}.items()))
+    def origins(self) -> dict[str, Origin]:
+        """Return what is known of the file of each document, in the order of their paths."""
+        parts = sorted(self._parts(), key=lambda part: part.source)
+        return {part.source: part.origin for part in parts}
 
     def awaited(self) -> set[str]:
         """Return the documents of ingests that have not ended, whether they are in the index or not."""
@@ -296,7 +319,8 @@ class Library:
         """Return all parts, by number, of a document with another name that is read as this file is; {} for none."""
         suffix, found = file.resolve().suffix.lower(), dict[str, dict[int, FilePart]]()
         for part in self._parts():
-            if part.content == content and part.recipe == self._recipe() and Path(part.source).suffix.lower() == suffix:
+            is_same = part.origin.content == content and part.recipe == self._recipe()
+            if is_same and Path(part.source).suffix.lower() == suffix:
                 found.setdefault(part.file, {})[part.number] = part
         return next((parts for parts in found.values() if self._complete_texts(parts)), {})
 
@@ -320,7 +344,7 @@ class Library:
 
     def _write_manifest(self, part: FilePart) -> None:
         head = {"file": part.file, "part": part.number, "parts": part.of, "source": part.source, "recipe": part.recipe}
-        text = json.dumps({**head, "content": part.content, "texts": part.texts})
+        text = json.dumps({**head, **asdict(part.origin), "texts": part.texts})
         with self._writing():
             _atomically(part.path, lambda path: path.write_text(text, encoding="utf-8"))
 

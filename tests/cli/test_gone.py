@@ -1,5 +1,6 @@
 """Documents that leave an index: gone from their folder, or named. What others hold stays, as does the unreadable."""
 
+import contextlib
 import errno
 import json
 import os
@@ -9,14 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from ragfuse.cli import ingest as module
-from ragfuse.cli.files import find_files, is_gone
+from ragfuse.cli.files import find_files, is_gone, mount_of
 from ragfuse.cli.gone import absent
-from ragfuse.cli.library import Library
+from ragfuse.cli.library import Library, Origin
 from ragfuse.cli.main import app
 from ragfuse.cli.show import listed, names_of
 
 WALNUTS = "Walnuts are harvested in October, when the village holds a fair for them."
 MAYOR = "The mayor of the village is called Ada, and she has counted all the votes herself."
+
+HERE = Origin(mount="/")
 
 
 @pytest.fixture
@@ -182,24 +185,88 @@ def test_a_folder_that_cannot_be_read_is_named_and_keeps_its_documents(told, run
     assert kept(told, "walnuts")
 
 
-def test_an_empty_folder_keeps_its_documents_as_it_may_be_that_of_a_drive(told, run, village):
-    told("ingest", village, "--index", "places")
-    (village / "trees" / "walnuts.txt").unlink()
-    result = run("ingest", village, "--index", "places")
-    assert "kept in the index: walnuts.txt: the folder is empty" in result.stdout
-    assert f"ragfuse ingest --remove {village / 'trees'} --index places" in result.stdout
-    assert names(told("ingest", "--remove", village / "trees", "--index", "places")["forgotten"]) == ["walnuts.txt"]
-
-
-def test_a_path_where_nothing_is_left_says_what_the_index_has_from_there(told, run, village):
+def test_a_folder_in_another_one_that_was_emptied_is_forgotten(told, run, village):
     told("ingest", village)
-    for file in (village / "mayor.txt", village / "trees" / "walnuts.txt"):
-        file.unlink()
+    (village / "trees" / "walnuts.txt").unlink()
+    assert "forgotten: walnuts.txt (1 chunk, " in run("ingest", village).stdout
+    assert not kept(told, "walnuts")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_folder_that_was_emptied_is_forgotten_alone_and_beside_others(told, run, village, book, beside):
+    told("ingest", village / "trees")
+    (village / "trees" / "walnuts.txt").unlink()
+    paths = [village / "trees", *([book] if beside else [])]
+    result = run("ingest", *paths)
+    assert result.exit_code == 0, result.output
+    assert "forgotten: walnuts.txt (1 chunk, " in result.stdout
+    assert not kept(told, "walnuts")
+    again = run("ingest", *paths)
+    assert "forgotten" not in again.output
+    assert again.exit_code == (0 if beside else 1)
+    assert beside or "found none: no file" in again.stderr
+
+
+def test_a_folder_that_is_not_there_itself_says_what_the_index_has_from_there(told, run, village):
+    told("ingest", village)
+    village.rename(village.parent / "town")
     result = run("ingest", village)
     assert result.exit_code == 1
-    assert "found none: no file" in result.stderr
+    assert "found nothing at" in result.stderr
     assert f"stay there; to forget: ragfuse ingest --remove {village}" in result.stderr
-    assert len(told("ingest", "--remove", village)["forgotten"]) == 2
+    assert kept(told, "mayor")
+
+
+def test_a_folder_where_no_document_is_left_is_forgotten_without_a_model(told, run, village, monkeypatch):
+    told("ingest", village)
+    (village / "mayor.txt").write_bytes(b"\0\1\2")
+    (village / "trees" / "walnuts.txt").unlink()
+    monkeypatch.setattr(module, "loaded_engine", None)
+    result = told("ingest", village)
+    assert sorted(names(result["forgotten"])) == ["mayor.txt", "walnuts.txt"]
+    assert (result["files"], result["chunks"], result["encoded"], result["moved"]) == (0, 0, 0, {})
+    assert [why for _, why in result["skipped"]] == ["binary, not text"]
+    assert not kept(told, "mayor")
+
+
+def test_an_interrupted_ingest_of_a_folder_that_was_emptied_is_over(library, told, village):
+    told("ingest", village / "trees")
+    lib = Library(library().settings.model_copy(update={"home": village.parent / "user"}))
+    with contextlib.suppress(KeyboardInterrupt), lib.ingesting([village / "trees"], [village / "trees" / "new.txt"]):
+        raise KeyboardInterrupt
+    (village / "trees" / "walnuts.txt").unlink()
+    assert lib.warnings()
+    told("ingest", village / "trees")
+    assert not lib.warnings()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_lay_on_a_drive_that_is_not_mounted_is_kept(told, run, village, book, beside, monkeypatch):
+    drive, is_mount = village / "trees", os.path.ismount
+    with monkeypatch.context() as mounted:
+        mounted.setattr(os.path, "ismount", lambda path: Path(path) == drive or is_mount(path))
+        told("ingest", drive, "--index", "places")
+    (drive / "walnuts.txt").unlink()
+    result = run("ingest", drive, *([book] if beside else []), "--index", "places")
+    assert "forgotten" not in result.output
+    command = f"ragfuse ingest --remove {drive} --index places"
+    if beside:
+        assert "kept in the index: walnuts.txt: the drive that it was on may not be mounted now." in result.stdout
+        assert f"To forget it: {command}" in result.stdout
+    else:
+        assert result.exit_code == 1
+        assert f"walnuts.txt of the index 'places' stay there; to forget: {command}" in result.stderr
+    assert kept(told, "walnuts")
+    assert names(told("ingest", "--remove", drive, "--index", "places")["forgotten"]) == ["walnuts.txt"]
+
+
+def test_a_chat_forgets_a_folder_that_was_emptied(told, run, village):
+    told("ingest", village / "trees")
+    (village / "trees" / "walnuts.txt").unlink()
+    result = run("chat", lines=[f"/docs add {village / 'trees'}", "/docs"])
+    assert result.exit_code == 0, result.output
+    assert "forgotten: walnuts.txt (1 chunk, " in result.stdout
+    assert not kept(told, "walnuts")
 
 
 def test_what_another_document_or_another_index_holds_keeps_its_kv(told, village):
@@ -311,36 +378,42 @@ def test_nothing_is_gone_from_a_folder_that_fails(village, unreadable, number):
     source = str((village / "trees" / "walnuts.txt").resolve())
     (village / "trees" / "walnuts.txt").unlink()
     (village / "trees" / "notes.txt").write_text("Some notes, so that it is not empty.")
-    assert absent({source: ""}, [village], find_files([village])).gone == (source,)
+    assert absent({source: HERE}, [village], find_files([village])).gone == (source,)
     unreadable(village / "trees", number)
-    found = absent({source: ""}, [village], find_files([village]))
+    found = absent({source: HERE}, [village], find_files([village]))
     assert (found.gone, found.unread) == ((), (source,))
 
 
 def test_a_hidden_file_that_was_ingested_by_its_own_path_stays(village):
     hidden = village / ".hidden.txt"
     hidden.write_text("hidden")
-    found = absent({str(hidden.resolve()): ""}, [village], find_files([village]))
+    found = absent({str(hidden.resolve()): HERE}, [village], find_files([village]))
     assert found == absent({}, [village], find_files([village]))
 
 
 def test_a_file_that_is_named_and_left_out_now_is_gone(village):
     mayor, walnuts = village / "mayor.txt", village / "trees" / "walnuts.txt"
     mayor.write_text("")
-    sources = {str(mayor.resolve()): "", str(walnuts.resolve()): ""}
+    sources = {str(mayor.resolve()): HERE, str(walnuts.resolve()): HERE}
     found = absent(sources, [mayor, walnuts], find_files([mayor, walnuts]))
     assert found.gone == (str(mayor.resolve()),)
 
 
-def test_a_file_is_gone_only_where_its_folder_is_there_and_has_something(tmp_path):
+@pytest.mark.parametrize(
+    ("mount", "gone"),
+    [("", ["b.txt", "none/b.txt"]), ("/", ["b.txt", "empty/b.txt", "none/b.txt"]), ("/no/such/drive", [])],
+)
+def test_a_file_is_gone_only_where_its_folder_is_there_and_its_drive_is_mounted(tmp_path, mount, gone):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("a")
-    assert [is_gone(tmp_path / name) for name in ("a.txt", "b.txt", "empty/b.txt", "none/b.txt")] == [
-        False,
-        True,
-        False,
-        True,
-    ]
+    files = ("a.txt", "b.txt", "empty/b.txt", "none/b.txt")
+    assert [name for name in files if is_gone(tmp_path / name, mount)] == gone
+
+
+def test_the_mount_of_a_file_is_that_of_the_nearest_folder_above_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in (Path("/"), tmp_path, tmp_path / "drive"))
+    assert mount_of(tmp_path / "drive" / "trees" / "a.txt") == str(tmp_path / "drive")
+    assert mount_of(tmp_path / "other" / "a.txt") == str(tmp_path)
 
 
 def test_names_are_told_with_their_folder_where_two_are_the_same():

@@ -55,7 +55,7 @@ def test_a_file_that_is_known_by_another_name_is_not_embedded_again(library, boo
     assert again.new_of([file, copy]) == []
     assert again.add(copy, tokenizer) == [(text, str(copy.resolve())) for text, _ in first]
     assert again._embeddings is None
-    assert len(set(again.contents().values())) == 1
+    assert len(set(again.origins().values())) == 1
     vectors = {source: [p.vectors() for p in again._parts() if p.source == source] for source in again.sources()}
     assert all((a == b).all() for a, b in zip(*vectors.values(), strict=True))
 
@@ -68,17 +68,18 @@ def test_a_file_that_is_read_or_cut_otherwise_is_another_document(library, book,
     assert library(chunk_tokens=80).new_of([file]) == [file]
 
 
-def test_what_an_earlier_version_wrote_is_kept_and_gets_the_digest_of_its_file(library, book, tokenizer):
+def test_what_an_earlier_version_wrote_is_kept_and_gets_what_is_known_of_its_file(library, book, tokenizer):
     lib, file = library(), book / "lighthouses.txt"
     lib.add(file, tokenizer)
     for part in lib.folder.glob("*.json"):
         data = json.loads(part.read_text())
         assert data.pop("content")
+        assert data.pop("mount")
         part.write_text(json.dumps(data))
-    assert lib.contents() == {str(file.resolve()): ""}
+    assert lib.origins() == {str(file.resolve()): module.Origin()}
     assert lib.new_of([file]) == []
     lib.add(file, tokenizer)
-    assert lib.contents()[str(file.resolve())]
+    assert lib.origins() == {str(file.resolve()): module.Origin.of(file, file.read_bytes())}
 
 
 def test_a_changed_file_replaces_what_it_was(library, book, tokenizer):
