@@ -138,18 +138,17 @@ def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> Strea
 
 
 def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:
+    told = SegmentTrace(segment.source, segment.told_kind, len(segment.tokens), segment.start, hit=False)
     if not segment.keys:
-        return SegmentTrace(segment.source, "chunk", len(segment.tokens), segment.start, hit=False, why=SHORT)
+        return replace(told, why=SHORT)
     fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
-    common = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens), "start": segment.start}
-    common["goes_on"] = _goes_on(plan.prompt.segments, index)
+    told = replace(told, goes_on=_goes_on(plan.prompt.segments, index))
     if fetch is None or plan.fallback_reason:
-        why = plan.fallback_reason or dict(plan.misses).get(index, "")
-        return SegmentTrace(**common, hit=False, why=why)  # type: ignore[arg-type]
+        return replace(told, why=plan.fallback_reason or dict(plan.misses).get(index, ""))
     lo, hi = plan.prompt.spans[index]
     recomputed, exact = sum(lo <= row < hi for row in rows), is_exact(plan.prompt, fetch)
-    return SegmentTrace(
-        **common,  # type: ignore[arg-type]
+    return replace(
+        told,
         hit=True,
         tier=fetch.tier,
         level=fetch.level,

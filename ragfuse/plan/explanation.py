@@ -76,7 +76,7 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
             fetch, (load_s, compute_s) = fetches.get(at), times.get(at, (None, None))
             row: dict[str, Any] = {
                 "source": segment.source,
-                "kind": segment.kind if segment.keys else "chunk",
+                "kind": segment.told_kind,
                 "n_tokens": len(segment.tokens),
             }
             row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}

@@ -58,6 +58,11 @@ class Segment:
         return self.kind == "fresh" and not self.source
 
     @property
+    def told_kind(self) -> Kind:
+        """What plans and traces call it, unless it is new text: a chunk that is too short to have keys is one, too."""
+        return self.kind if self.keys else "chunk"
+
+    @property
     def shift(self) -> int:
         """Positions by which the keys of the stored run are rotated to stand at their place in the prompt."""
         return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
