@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from platformdirs import user_cache_path
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -30,6 +30,7 @@ from pydantic_settings import (
 from ragfuse.errors import SettingsError
 from ragfuse.types.eviction import EVICTION_NAMES
 from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.selection import as_setting
 from ragfuse.types.tiers import TIER_KINDS
 
 log = logging.getLogger("ragfuse.settings")
@@ -196,7 +197,7 @@ class Settings(BaseSettings):
         description="Which chunks are reused without being indexed first. off: none. retrieved: those that the "
         "retrievers of a framework returned. text: also long passages that several prompts contain.",
     )
-    policy: str = Field(
+    policy: Annotated[str, AfterValidator(as_setting)] = Field(
         default="auto",
         description="Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the calibrated one, "
         "else query; hkvd over chunks encoded without filler text.",

@@ -28,7 +28,7 @@ BELOW_DOORS = {*VALUES, *BELOW_ENGINE, "admin", "engine"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "process": set(),
-    "settings": {"errors", "types.eviction", "types.levels", "types.tiers"},
+    "settings": {"errors", "types.eviction", "types.levels", "types.selection", "types.tiers"},
     "types": {"errors"},
     "fuse": {"errors", "types"},
     "codec": {"errors", "fuse.rope", "types"},

@@ -117,6 +117,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     policies = folder / "ragfuse/fuse/select/__init__.py"
     _insert(policies, "POLICIES = (\n", "from ragfuse.fuse.select.every_second import EverySecond\n\n")
     _insert(policies, "    Full(),\n", "    EverySecond(),\n")
+    _insert(folder / "ragfuse/types/selection.py", '    "full",\n', '    "every-second",\n')
     _insert(folder / "ragfuse/types/levels.py", '    CodecLevel("cg1"', '    CodecLevel("int4", "uniform", bits=4),\n')
     (folder / "ragfuse/store/toy.py").write_text(TIER, encoding="utf-8")
     line = '    TierKind("toy", ("toy",), "ragfuse.store.toy:ToyTier"),\n'

@@ -18,7 +18,7 @@ from torch import Tensor
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.deviation import attention_of, kv_deviation
 from ragfuse.calibration.prompts import PROMPT_TEXTS
-from ragfuse.engine.ask import Ask, known_policy
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine, PreparedPrompt
 from ragfuse.engine.options import ends_of
 from ragfuse.errors import InputError, ModelError, SettingsError
@@ -32,6 +32,7 @@ from ragfuse.store import KVStore, MemoryTier
 from ragfuse.text.chunks import Piece
 from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.selection import known_policy
 
 Encoded = Literal["filler", "alone"]
 WRONG_MASK = "wrongmask"

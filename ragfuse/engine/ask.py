@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ragfuse.errors import SettingsError
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.keys import whole_text
-from ragfuse.types.policy_cost import AUTO
+from ragfuse.types.selection import known_policy
 
 RESERVED = frozenset(
     {
@@ -227,11 +227,3 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 0):
         raise SettingsError(f"top_k is {top_k!r:.80}; wanted a whole number, 0 (all tokens) or more.")
     return checked
-
-
-def known_policy(name: str) -> None:
-    """Raise SettingsError for a name that is not a selection policy."""
-    if name != AUTO:
-        from ragfuse.fuse.select import policy_named  # needs torch
-
-        policy_named(name)

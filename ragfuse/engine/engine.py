@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
-from ragfuse.engine.ask import Ask, known_policy
+from ragfuse.engine.ask import Ask
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.constraints import Tool, offered_tools
 from ragfuse.engine.decoder import Decoder
@@ -59,6 +59,7 @@ from ragfuse.types.model_card import ModelCard
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import MachineProfile, ModelProfile
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.selection import known_policy
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "RegisteredSchema"]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse import InputError, SettingsError
+from ragfuse import InputError, Settings, SettingsError
 from ragfuse.cli.options import ONE_LINE, json_text, settings_of, write_json
 
 
@@ -70,6 +70,23 @@ def test_a_result_goes_to_standard_output_or_nowhere(capsys: pytest.CaptureFixtu
 def test_tiers_may_be_a_list_one_url_or_nothing(given, found, monkeypatch):
     monkeypatch.setenv("RAGFUSE_TIERS", given)
     assert settings_of().tiers == found
+
+
+def test_a_policy_that_is_none_is_refused_wherever_it_comes_from(monkeypatch, tmp_path):
+    told = "policy: wanted one of: auto, full, .*, lego-N .*; found 'hkdv'; did you mean hkvd"
+    with pytest.raises(SettingsError, match=rf"{told}.*--policy"):
+        settings_of(policy="hkdv")
+    with pytest.raises(ValueError, match="found 'hkdv'; did you mean hkvd"):
+        Settings(policy="hkdv")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ragfuse.toml").write_text('policy = "hkdv"')
+    with pytest.raises(SettingsError, match=rf"{told}.*ragfuse.toml"):
+        settings_of()
+    monkeypatch.setenv("RAGFUSE_POLICY", "hkdv")
+    with pytest.raises(SettingsError, match=rf"{told}.*environment RAGFUSE_POLICY"):
+        settings_of()
+    monkeypatch.setenv("RAGFUSE_POLICY", "lego-16")
+    assert settings_of().policy == "lego-16"
 
 
 @pytest.mark.parametrize("given", ['{"a": 1}', '["redis://:secret@a"', "{"])

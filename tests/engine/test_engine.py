@@ -145,6 +145,8 @@ def test_a_ratio_out_of_bounds_is_refused(ratio):
 def test_a_policy_that_is_none_is_refused(tiny_settings):
     with pytest.raises(SettingsError, match="'nothing-such'"):
         Ask(policy="nothing-such")
+    with pytest.raises(SettingsError, match=r"'hkdv'\. Did you mean hkvd\?"):
+        Ask(policy="hkdv")
     with pytest.raises(SettingsError, match="'nothing-such'"):
         Engine(tiny_settings.model_copy(update={"policy": "nothing-such"}))
 

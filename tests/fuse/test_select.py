@@ -13,6 +13,7 @@ from torch import Tensor
 from ragfuse.errors import SettingsError
 from ragfuse.fuse.select import POLICIES, Candidates, Policy, policy_named, schedule
 from ragfuse.fuse.select.policy import best
+from ragfuse.types.selection import POLICY_NAMES, is_policy
 from tests import reference
 
 EVERY = [*(policy.name for policy in POLICIES), "lego-3"]
@@ -214,8 +215,14 @@ def test_a_policy_is_found_by_the_name_it_reports(name: str) -> None:
     assert policy_named(name).name == name
 
 
-def test_names_are_distinct() -> None:
+def test_names_are_distinct_and_those_that_settings_know() -> None:
     assert len({policy.name for policy in POLICIES}) == len(POLICIES)
+    assert tuple(policy.name for policy in POLICIES) == POLICY_NAMES
+
+
+@every
+def test_settings_know_every_policy(name: str) -> None:
+    assert is_policy(name)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +231,7 @@ def test_names_are_distinct() -> None:
 def test_an_unknown_name_lists_the_known(name: str) -> None:
     with pytest.raises(SettingsError, match=r"hkvd-flat.*lego-N"):
         policy_named(name)
+    assert not is_policy(name)
 
 
 @by_ratio

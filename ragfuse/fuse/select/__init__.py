@@ -1,9 +1,8 @@
-"""Selection policies: which rows of cached chunks are recomputed. Each policy is one file and one entry of `POLICIES`.
+"""Selection policies: which rows of cached chunks are recomputed. Each is one file, and one entry of `POLICIES`.
 
 A policy is chosen by name. The suffixes `:k` and `:v` make `hkvd` and `hkvd-flat` compare keys or values only.
 """
 
-from ragfuse.errors import SettingsError
 from ragfuse.fuse.select.edges import Full, Nothing
 from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.hybrid import Hybrid
@@ -14,6 +13,7 @@ from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
 from ragfuse.fuse.select.words import nearness
 from ragfuse.types.policy_cost import PolicyCost
+from ragfuse.types.selection import no_policy
 
 __all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named", "schedule"]
 
@@ -52,5 +52,4 @@ def policy_named(name: str) -> Policy:
     head, _, count = name.rpartition("-")
     if head == "lego" and count.isascii() and count.isdigit() and int(count) > 0:
         return Lego(name=name, first=int(count))
-    known = ", ".join(policy.name for policy in POLICIES)
-    raise SettingsError(f"No selection policy '{name}'. It is one of: auto, {known}, lego-N (N tokens: lego-16).")
+    raise no_policy(name)
