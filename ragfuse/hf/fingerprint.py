@@ -1,7 +1,7 @@
 """The fingerprint of a model: a digest of everything that decides its KV, which is part of every KV key.
 
 Every byte of every weight, buffer, adapter and quantisation state is hashed once, so that any change gives other keys.
-A loader may cache `weights_digest` by the identity of the weight files and pass it in.
+A loader may cache `weights_digest` and `tokenizer_digest` by the identity of the files and pass them in.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def fingerprint(
     drift: ChunkKV | None = None,
     weights: str | None = None,
     chunk_adapter: str = "",
+    words: str | None = None,
 ) -> str:
     """Return the digest of everything that decides a model's KV.
 
@@ -52,6 +53,7 @@ def fingerprint(
         drift: The KV offset of chunks encoded behind filler text, if there is one.
         weights: The result of `weights_digest` for these weights, if known.
         chunk_adapter: Digest of the adapter that encodes chunks; "" for none.
+        words: The result of `tokenizer_digest` for this tokenizer, if known.
     """
     config = {name: _plain(value) for name, value in model.config.to_diff_dict().items() if name not in UNNAMED}
     hasher = [str(FORMAT_VERSION), str(model.dtype), _text(config)]
@@ -62,7 +64,7 @@ def fingerprint(
         hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))
     if chunk_adapter:
         hasher.append(f"chunk adapter {chunk_adapter}")
-    return digest(*hasher, _tokenizer_digest(tokenizer))
+    return digest(*hasher, words or tokenizer_digest(tokenizer))
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -82,6 +84,17 @@ def weights_digest(model: nn.Module) -> str:
             known[id(value)] = found
         parts.append((name, found))
     return digest(*(part for pair in sorted(parts) for part in pair))
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return the digest of a tokenizer, without its current padding and truncation settings."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        words = tokenizer.get_vocab() if tokenizer is not None else {}
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        return digest(type(tokenizer).__name__, _text(words), _text({id: str(token) for id, token in added.items()}))
+    parts = json.loads(backend.to_str())
+    return digest(json.dumps({**parts, "padding": None, "truncation": None}, sort_keys=True))
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -221,14 +234,3 @@ def _remote_code(model: PreTrainedModel) -> Sequence[str]:
     modules = {type(module).__module__ for module in model.modules()}
     files = [getattr(sys.modules.get(name), "__file__", None) for name in modules if name.partition(".")[0] == REMOTE]
     return [digest(Path(file).read_bytes()) for file in sorted(file for file in files if file)]
-
-
-def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return the digest of a tokenizer, without its current padding and truncation settings."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        words = tokenizer.get_vocab() if tokenizer is not None else {}
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        return digest(type(tokenizer).__name__, _text(words), _text({id: str(token) for id, token in added.items()}))
-    parts = json.loads(backend.to_str())
-    return digest(json.dumps({**parts, "padding": None, "truncation": None}, sort_keys=True))

@@ -60,6 +60,7 @@ class HFModel:
         drift: KV offset that is added to chunks encoded behind filler text (`fuse/drift.py`), one row per layer.
         weights: The result of `weights_digest`, if known; else it is computed.
         chunk_adapter: Adapter that the model has while it encodes chunks behind filler text.
+        words: The result of `tokenizer_digest`, if known; else it is computed.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class HFModel:
         drift: ChunkKV | None = None,
         weights: str | None = None,
         chunk_adapter: ChunkAdapter | None = None,
+        words: str | None = None,
     ) -> None:
         self.model, self._tokenizer, self.drift = model.eval(), tokenizer, drift
         self.chunk_adapter = chunk_adapter
@@ -86,7 +88,7 @@ class HFModel:
         self.name = str(model.config._name_or_path) or model.config.model_type
         self.weights = weights or weights_digest(model)
         adapted = chunk_adapter.digest if chunk_adapter is not None else ""
-        self.fingerprint = fingerprint(model, tokenizer, drift, self.weights, adapted)
+        self.fingerprint = fingerprint(model, tokenizer, drift, self.weights, adapted, words)
         self.n_layers = int(model.config.get_text_config().num_hidden_layers)
         self.profile = ModelProfile(self.fingerprint, self.n_layers)
         known = profile_of(self.fingerprint) if profile_of is not None else None

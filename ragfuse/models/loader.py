@@ -32,12 +32,13 @@ from transformers import (
 from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter
 from ragfuse.hf.drift import read_drift
+from ragfuse.hf.fingerprint import tokenizer_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
-from ragfuse.models.weight_files import WeightDigests, identity
+from ragfuse.models.weight_files import FileDigests, identity, tokenizer_identity
 from ragfuse.types.profiles import ModelProfile
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -74,8 +75,8 @@ def load_model(
         device: Where it runs; a `device_map` in `model_kwargs` has precedence.
         profile_of: Looks up a stored profile by fingerprint, so that a model is probed only once.
         model_kwargs: Options of `from_pretrained`, see `settings.LOADING`.
-        home: Folder for digests of weights and for prepared base models of adapters. None: digests are not kept, and
-            base models are prepared in the user's cache.
+        home: Folder for digests of weights and tokenizers and for prepared base models of adapters. None: digests are
+            not kept, and base models are prepared in the user's cache.
         pack: Whether weights may be packed; False: they keep gradients, for training.
 
     Raises:
@@ -102,19 +103,26 @@ def load_model(
             parts += [Path(base)] if Path(base).is_dir() else []
             name, changed = identity(parts, load_options)
             model = _adapted(base, folder, dtype, device, options)
-            tokenizer = _tokenizer(folder if (folder / "tokenizer_config.json").is_file() else base, options)
+            words_from = folder if (folder / "tokenizer_config.json").is_file() else base
+            tokenizer = _tokenizer(words_from, options)
         else:
             options.pop("merge_adapter", None)
             name, changed = identity(parts, load_options)
+            words_from = source
             tokenizer = _tokenizer(source, options)
             model = _weights(source, dtype, device, options)
-    digests = WeightDigests(home.expanduser() / "fingerprints" if home is not None else None)
-    known = digests.get(name)
+    digests = FileDigests(home.expanduser() / "fingerprints" if home is not None else None)
+    if identity(parts, load_options) != (name, changed):  # what was read is not known
+        name = ""
+    words_name = tokenizer_identity(name, Path(words_from), options) if Path(words_from) in parts else ""
+    known, words = digests.get(name), digests.get(words_name)
     chunk_adapter = read_chunk_adapter(adapted_chunks, model) if has_chunk_adapter else None
     drift = None if has_chunk_adapter else read_drift(folder, model)
-    loaded = HFModel(model, tokenizer, profile_of, drift, known, chunk_adapter)
-    if known is None and identity(parts, load_options) == (name, changed):
-        digests.put(name, loaded.weights, changed, time.time_ns())
+    read_words = words or tokenizer_digest(tokenizer)
+    loaded = HFModel(model, tokenizer, profile_of, drift, known, chunk_adapter, read_words)
+    if None in (known, words) and identity(parts, load_options) == (name, changed):
+        for each, found in ((name, loaded.weights), (words_name, read_words)):
+            digests.put(each, found, changed, time.time_ns())
     shipped = read_shipped(adapted_chunks.parent if has_chunk_adapter else folder)
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)

@@ -1,7 +1,8 @@
-"""A cache of weight digests, by the identity of the files that the weights were read from.
+"""A cache of digests of weights and tokenizers, by the identity of the files that they were read from.
 
-Hashing a large model takes seconds. Files whose path, size, inode and times are unchanged hold the same bytes, so their
-digest is written to the user's cache once and read from there when they are loaded again.
+Hashing a large model takes seconds, and writing out a tokenizer a fifth of one. Files whose path, size, inode and times
+are unchanged hold the same bytes, so their digest is written to the user's cache once and read from there when they are
+loaded again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,21 @@ def identity(folders: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, 
     return (digest("weights", options_json, *libraries, *lines), changed) if lines else ("", 0)
 
 
-class WeightDigests:
+def tokenizer_identity(name: str, folder: Path, options: Mapping[str, Any]) -> str:
+    """Return a name for the tokenizer in a folder, "" where files there do not tell all of what it is.
+
+    They do not where its code is from elsewhere, and where a library makes it of a file in another format.
+
+    Args:
+        name: The name by `identity` of all files that a model is read from; the folder is one of theirs.
+        folder: The folder that the tokenizer is read from.
+        options: The options that it is loaded with.
+    """
+    is_whole = (folder / "tokenizer.json").is_file() and not options.get("trust_remote_code")
+    return digest("tokenizer", name, str(folder.resolve()), version("tokenizers")) if name and is_whole else ""
+
+
+class FileDigests:
     """A folder of digests by `identity`, one small file each. Read and write errors count as a miss and never raise."""
 
     def __init__(self, folder: Path | None) -> None:

@@ -21,7 +21,9 @@ from ragfuse import Ask, Engine, InputError, ModelError, Settings
 from ragfuse.cli.main import app
 from ragfuse.errors import SettingsError
 from ragfuse.hf import model as hf_model
+from ragfuse.models import loader
 from ragfuse.models.loader import load_model
+from ragfuse.models.weight_files import tokenizer_identity
 from ragfuse.process.shared import forget
 from ragfuse.text.chunks import Piece
 from tests.hf import kit
@@ -394,6 +396,56 @@ def test_weights_from_files_are_hashed_once(varied_path: Path, tmp_path: Path, m
     assert len(counted) == 2
 
 
+def test_a_tokenizer_from_files_is_written_out_once(
+    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, home, counted = tmp_path / "model", tmp_path / "home", list[int]()
+    shutil.copytree(varied_path, folder)
+    plain = loader.tokenizer_digest
+    monkeypatch.setattr(loader, "tokenizer_digest", lambda words: counted.append(1) or plain(words))
+    monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
+    names = [load_model(folder, "float32", home=home).fingerprint for _ in range(3)]
+    assert (len(counted), set(names)) == (1, {load_model(varied_path, "float32").fingerprint})
+    counted.clear()
+    for name, change in (
+        ("tokenizer.json", lambda data: data["added_tokens"][0].update(content="<new>")),
+        ("tokenizer_config.json", lambda data: data.update(add_prefix_space=True)),
+    ):
+        data = json.loads((folder / name).read_text())
+        change(data)
+        (folder / name).write_text(json.dumps(data))
+        names.append(load_model(folder, "float32", home=home).fingerprint)
+        assert names[-1] == load_model(folder, "float32").fingerprint
+    assert len(counted) == 4
+    assert len(set(names)) >= 2
+
+
+def test_files_that_change_while_they_are_read_are_not_taken_for_what_they_were(
+    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, home = tmp_path / "model", tmp_path / "home"
+    shutil.copytree(varied_path, folder)
+    monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
+    before, plain = load_model(folder, "float32", home=home).fingerprint, loader._tokenizer
+
+    def changed(source: Any, options: Any) -> Any:
+        data = json.loads((folder / "tokenizer.json").read_text())
+        data["added_tokens"][0]["content"] = "<new>"
+        (folder / "tokenizer.json").write_text(json.dumps(data))
+        return plain(source, options)
+
+    monkeypatch.setattr(loader, "_tokenizer", changed)
+    assert load_model(folder, "float32", home=home).fingerprint != before
+
+
+def test_a_tokenizer_is_known_by_its_files_only_where_they_tell_all_of_it(varied_path: Path) -> None:
+    assert tokenizer_identity("name", varied_path, {"trust_remote_code": False})
+    assert not tokenizer_identity("name", varied_path, {"trust_remote_code": True})
+    assert not tokenizer_identity("name", varied_path.parent, {})
+    assert not tokenizer_identity("", varied_path, {})
+    assert tokenizer_identity("name", varied_path, {}) != tokenizer_identity("other", varied_path, {})
+
+
 def test_files_that_changed_just_now_are_hashed_again(varied_path: Path, tmp_path: Path) -> None:
     """A clock's tick may hide a change that comes right after another."""
     folder = tmp_path / "model"
@@ -405,8 +457,10 @@ def test_files_that_changed_just_now_are_hashed_again(varied_path: Path, tmp_pat
 def test_a_damaged_digest_is_not_believed(varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
     first = load_model(varied_path, "float32", home=tmp_path).fingerprint
-    (kept,) = (tmp_path / "fingerprints").iterdir()
-    kept.write_text("../../etc/passwd")
+    kept = list((tmp_path / "fingerprints").iterdir())
+    assert len(kept) == 2
+    for each in kept:
+        each.write_text("../../etc/passwd")
     assert load_model(varied_path, "float32", home=tmp_path).fingerprint == first
 
 
