@@ -10,6 +10,7 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from ragfuse.calibration.fidelity import Fidelity, fidelity
@@ -17,6 +18,7 @@ from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
 from ragfuse.demo.answer import DemoAnswer
 from ragfuse.demo.show import show_question, show_strip
+from ragfuse.demo.vectors import KeptVectors, Vectors
 from ragfuse.engine.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.telemetry.progress import progress
@@ -100,7 +102,7 @@ class Demo:
         roles = [(role, template[role]) for role in ("system", "human") if template.get(role)]
         self.prompt = ChatPromptTemplate.from_messages(roles)
         self.llm = ChatRagFuse(engine=engine, max_tokens=DEMO_ANSWER_TOKENS)
-        self.texts = _split_corpus(engine, chunk_tokens)
+        self.texts, self.chunk_tokens = _split_corpus(engine, chunk_tokens), chunk_tokens
         self.parser = StrOutputParser()
         self.retriever: Any = None
 
@@ -185,14 +187,27 @@ class Demo:
         with quietly(source):
             embeddings = HuggingFaceEmbeddings(model_name=str(source))
         sources = [{"source": source} for _, source in self.texts]
-        texts, vectors = [text for text, _ in self.texts], list[list[float]]()
+        texts = [text for text, _ in self.texts]
+        kept = KeptVectors.of(
+            self.engine.settings.store_path / "vectors", f"passages-{self.chunk_tokens}", texts, source
+        )
+        vectors = kept.read()
+        if vectors is None:
+            vectors = self._embedded(texts, embeddings, what, console)
+            kept.write(vectors)
+        pairs = zip(texts, vectors.tolist(), strict=True)
+        index = FAISS.from_embeddings(pairs, embeddings, metadatas=sources)
+        self.retriever = index.as_retriever(search_kwargs={"k": 6})
+
+    def _embedded(self, texts: Sequence[str], embeddings: Any, what: str, console: Console) -> Vectors:
+        """Return the vectors of the texts, computed under a bar."""
+        found = list[list[float]]()
         with progress(console) as bar:
             task = bar.add_task(what, total=len(texts))
             for at in range(0, len(texts), EMBEDDED_TOGETHER):
-                vectors += embeddings.embed_documents(texts[at : at + EMBEDDED_TOGETHER])
-                bar.update(task, completed=len(vectors))
-        index = FAISS.from_embeddings(zip(texts, vectors, strict=True), embeddings, metadatas=sources)
-        self.retriever = index.as_retriever(search_kwargs={"k": 6})
+                found += embeddings.embed_documents(texts[at : at + EMBEDDED_TOGETHER])
+                bar.update(task, completed=len(found))
+        return np.asarray(found, dtype=np.float32)
 
     def _chain(self, reuse: bool) -> Any:
         from langchain_core.runnables import RunnablePassthrough
