@@ -27,6 +27,7 @@ from ragfuse.cli.notices import tell_sources, warn_of_unfinished
 from ragfuse.cli.options import (
     Deadline,
     Device,
+    DocsFirst,
     Dtype,
     Index,
     Json,
@@ -54,9 +55,7 @@ if TYPE_CHECKING:
 
 def ask(
     question: Annotated[str, typer.Argument(help="The question.", show_default="none: needs --pml")] = "",
-    docs: Annotated[
-        Path | None, option("--docs", "Ingest this file or folder first, into an index of its own.", "none")
-    ] = None,
+    docs: DocsFirst = None,
     pml: Annotated[
         Path | None,
         option("--pml", "Ask the prompt in this PML file; QUESTION, if given, is appended to it.", "none"),

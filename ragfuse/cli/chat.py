@@ -34,6 +34,7 @@ from ragfuse.cli.ingest import add_files, encode, print_skipped
 from ragfuse.cli.notices import tell_sources, warn_of_unfinished
 from ragfuse.cli.options import (
     Device,
+    DocsFirst,
     Dtype,
     Index,
     MaxTokens,
@@ -69,9 +70,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 
 
 def chat(
-    docs: Annotated[
-        Path | None, option("--docs", "Ingest this file or folder first, into an index of its own.", "none")
-    ] = None,
+    docs: DocsFirst = None,
     index: Index = "default",
     server: Server = None,
     api_key: APIKey = None,

@@ -59,6 +59,9 @@ Store = Annotated[Path | None, option("--store", "Folder of the KV store.", STOR
 Documents = Annotated[
     list[Path], typer.Option("--docs", help="Files or folders of your documents: txt, md, rst, html, pdf.")
 ]
+DocsFirst = Annotated[
+    Path | None, option("--docs", "Ingest this file or folder first, into an index of its own.", "none")
+]
 Policy = Annotated[
     str | None,
     option(
@@ -105,6 +108,7 @@ RayCPUs = Annotated[
 Json = Annotated[
     Path | None, option("--json", "Write the result as JSON to this file ('-': standard output).", "none is written")
 ]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ragfuse.cli.entries import counted, plain
 from ragfuse.cli.opened import open_admin
-from ragfuse.cli.options import Json, Store, console_for, option, write_json
+from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
 from ragfuse.cli.words import HintingGroup
 from ragfuse.errors import InputError
 from ragfuse.settings import SINKS
@@ -75,7 +75,7 @@ def rm(
     unused: Annotated[
         float | None, option("--unused", "Delete all sessions unused for this many days.", "none", min=0)
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     store: Store = None,
     json: Json = None,
 ) -> None:

@@ -24,7 +24,7 @@ from ragfuse.cli.entries import (
     use_in_words,
 )
 from ragfuse.cli.opened import confirm, entry_filter_of, open_admin, progress_bar, refuse, select_entries
-from ragfuse.cli.options import Json, Store, console_for, option, write_json
+from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
 from ragfuse.cli.words import HintingGroup
 from ragfuse.errors import InputError
 from ragfuse.types.levels import LEVEL_NAMES
@@ -58,7 +58,6 @@ Tenant_ = Annotated[
     ),
 ]
 All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 _MOVED = "Nothing is lost: what was copied is in both tiers. Run the same command again to continue."
 _RECODED = "Every entry is complete, recoded or not. Run the same command again to continue."

@@ -1,10 +1,12 @@
 """Help that leaves nothing out, completion in a shell, and mistakes that are told before anything is loaded."""
 
+import ast
 import json
 import os
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -145,3 +147,13 @@ def test_the_file_of_a_model_in_gguf_is_a_model(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert "nothing.gguf" in result.stderr
     assert result.stderr.startswith("ModelError: ")
+
+
+def test_an_option_that_says_the_same_in_several_commands_is_declared_once() -> None:
+    declared = Counter[tuple[str, ...]]()
+    for file in (ROOT / "ragfuse/cli").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("option", "typer.Option"):
+                given = (*node.args[:2], *(each.value for each in node.keywords if each.arg == "help"))
+                declared[tuple(ast.unparse(each) for each in given)] += 1
+    assert [names for names, count in declared.items() if count > 1] == []
