@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-gpu test-slow lint format docs notebooks results clean test-browser dist
+.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-torchao test-gpu test-slow lint format docs notebooks results clean test-browser dist
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -96,6 +96,17 @@ $(RAY_READY): $(RAY_INPUTS)
 
 test-ray: $(RAY_READY) ## the tests of ragfuse.ray, over a Ray cluster that really runs
 	@$(ONE) $(RAY_VENV)/bin/python -m pytest -m '' tests/ray $(ARGS)
+
+# torchao lies in a folder of its own, beside what .venv has: programs in .venv would print what it says as it is imported.
+TORCHAO ?= .venv-torchao
+TORCHAO_READY := $(TORCHAO)/.ready-$(shell cksum < tests/models/torchao.txt | cut -d ' ' -f 1)
+
+$(TORCHAO_READY): | $(READY)
+	@$(PIP) -q --upgrade --no-deps --target $(TORCHAO) -r tests/models/torchao.txt
+	@touch $@
+
+test-torchao: $(READY) $(TORCHAO_READY) ## the tests of weights that torchao quantised
+	@$(ONE) PYTHONPATH=$(abspath $(TORCHAO)) $(BIN)/python -m pytest -m '' tests/models/test_quantised.py $(ARGS)
 
 # Tiers of the GPU's own are left out, so that what engines keep goes through the host's memory and over to the GPU; the tests of
 # stores and of reading ahead have tiers on the GPU themselves.

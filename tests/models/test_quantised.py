@@ -21,12 +21,16 @@ from ragfuse.models.loader import load_model
 from ragfuse.text.chunks import Piece
 from tests.hf import kit
 
-torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
 SCHEMES = ["int8", "int8-dynamic", "int4"]
+
+
+def torchao_or_skip() -> Any:
+    return pytest.importorskip("torchao.quantization", reason="torchao is not installed: make test-torchao")
 
 
 def scheme(name: str) -> Any:
     """How torchao is to quantise linear layers; what a CPU multiplies."""
+    torchao = torchao_or_skip()
     return {
         "int8": torchao.Int8WeightOnlyConfig(),
         "int8-dynamic": torchao.Int8DynamicActivationInt8WeightConfig(),
@@ -35,7 +39,7 @@ def scheme(name: str) -> Any:
 
 
 def quantised(model: Any, name: str) -> Any:
-    torchao.quantize_(model, scheme(name), filter_fn=lambda module, path: isinstance(module, nn.Linear))
+    torchao_or_skip().quantize_(model, scheme(name), filter_fn=lambda module, path: isinstance(module, nn.Linear))
     return model
 
 
@@ -69,6 +73,7 @@ def test_any_changed_quantisation_state_is_another_key(name: str) -> None:
 
 
 def test_a_folder_is_quantised_while_it_is_loaded(varied_path: Path) -> None:
+    torchao = torchao_or_skip()
     from transformers import TorchAoConfig
 
     options = {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -49,6 +50,13 @@ def test_settings_and_errors_are_used_without_torch() -> None:
     assert not {"torch", "transformers"} & loaded_by(
         "import ragfuse; ragfuse.Settings(); issubclass(ragfuse.InputError, ragfuse.RagFuseError)"
     )
+
+
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="transformers imports torchao, which prints")
+def test_importing_an_engine_prints_nothing() -> None:
+    code = "from ragfuse import Engine; from langchain_ragfuse import ChatRagFuse; import transformers.quantizers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 @pytest.mark.slow
