@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,10 +92,16 @@ def open_questions(found: Sequence[Distribution], changelog: str, changed: Seque
     """
     questions = []
     main = next(each for each in found if each.name == MAIN)
-    if not re.search(rf"^## \[{re.escape(main.version)}\]", changelog, re.MULTILINE):
+    if not re.search(rf"^## \[{re.escape(main.version)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.MULTILINE):
+        today = date.today().isoformat()
         questions.append(
-            f"CHANGELOG.md has no heading for {main.version}. Write '## [{main.version}] - DATE' over "
+            f"CHANGELOG.md has no heading with a date for {main.version}. Write '## [{main.version}] - {today}' over "
             "what stands under Unreleased."
+        )
+    elif _entries_under("Unreleased", changelog):
+        questions.append(
+            f"CHANGELOG.md has entries under Unreleased, above {main.version}. Move what {main.version} has below its "
+            "heading."
         )
     others = sorted({each.version for each in found} - {main.version})
     if others:
@@ -102,6 +109,12 @@ def open_questions(found: Sequence[Distribution], changelog: str, changed: Seque
     if changed:
         questions.append(f"{len(changed)} files differ from the last commit, {changed[0]} among them. Commit first.")
     return questions
+
+
+def _entries_under(heading: str, changelog: str) -> bool:
+    """Return whether a changelog has entries under a heading of the second level."""
+    found = re.search(rf"^## \[{re.escape(heading)}\].*?$(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    return found is not None and re.search(r"^- ", found[1], re.MULTILINE) is not None
 
 
 def _name(requirement: str) -> str:

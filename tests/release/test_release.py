@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,33 @@ def test_what_is_open_is_asked() -> None:
     assert open_questions([ONE], "## [Unreleased]\n\n## [1.2] - 2030-01-01\n", []) == []
     asked = open_questions([ONE, Distribution("x", "1.1", ROOT)], "## [Unreleased]\n", ["a.py", "b.py"])
     assert [sentence.split()[0] for sentence in asked] == ["CHANGELOG.md", "ragfuse-kv", "2"]
-    assert "no heading for 1.2" in asked[0]
+    assert "no heading with a date for 1.2" in asked[0]
     assert "others are 1.1" in asked[1]
+
+
+@pytest.mark.parametrize(
+    ("changelog", "said"),
+    [
+        ("## [1.2]\n\n### Added\n- x\n", "no heading with a date for 1.2"),
+        ("## [1.20] - 2030-01-01\n", "no heading with a date for 1.2"),
+        ("## [Unreleased]\n\n### Added\n- x\n\n## [1.2] - 2030-01-01\n", "entries under Unreleased, above 1.2"),
+    ],
+)
+def test_a_changelog_that_a_release_could_not_use_is_asked_about(changelog: str, said: str) -> None:
+    (asked,) = open_questions([ONE], changelog, [])
+    assert said in asked
+
+
+def test_the_changelog_has_the_form_that_a_release_uses() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
+    headings = [line for line in lines if line.startswith("## ")]
+    versions = headings[headings[0] == "## [Unreleased]" :]
+    assert all(re.fullmatch(r"## \[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", line) for line in versions)
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert {line.removeprefix("### ") for line in lines if line.startswith("### ")} <= kinds
+    main = next(each for each in distributions() if each.name == MAIN)
+    released = [line.split("[")[1].split("]")[0] for line in versions]
+    assert main.version not in released[1:]
 
 
 def test_what_is_left_names_all_files_in_the_order_of_their_upload(tmp_path: Path) -> None:
