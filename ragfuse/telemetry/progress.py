@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from operator import length_hint
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -20,6 +21,7 @@ from rich.progress import (
 
 from ragfuse.types.sizes import duration_text
 
+T = TypeVar("T")
 LINE_EVERY_S = 10.0
 """Seconds between two lines where the output is no terminal."""
 
@@ -57,6 +59,29 @@ class LineProgress(Progress):
         """Change a task; `changes` are those of `rich.progress.Progress.update`."""
         super().update(task_id, **changes)
         self._tell(task_id)
+
+    def track(
+        self,
+        sequence: Iterable[T],
+        total: float | None = None,
+        completed: int = 0,
+        task_id: TaskID | None = None,
+        description: str = "Working...",
+        update_period: float = 0.1,
+    ) -> Iterator[T]:
+        """Yield the items of a sequence, each counted as done once the next is asked for.
+
+        rich counts in a thread that ends at once where no bar can be shown, so that no line would be printed there.
+        """
+        total = length_hint(sequence) or None if total is None else total
+        if task_id is None:
+            task_id = self.add_task(description, total=total, completed=completed)
+        else:
+            self.update(task_id, total=total, completed=completed)
+        self._tell(task_id)
+        for item in sequence:
+            yield item
+            self.advance(task_id)
 
     def stop(self) -> None:
         """End the display; a notebook's bars disappear."""

@@ -40,6 +40,21 @@ def test_off_a_terminal_a_line_now_and_then_says_how_long_it_will_take() -> None
     assert lines[-1] == "questions: 100% done"
 
 
+@pytest.mark.parametrize("as_list", [True, False])
+def test_items_that_are_tracked_are_told_off_a_terminal(as_list: bool) -> None:
+    output, clock = io.StringIO(), Clock()
+    with LineProgress(console=Console(file=output), get_time=clock) as bar:
+        items = bar.track([1, 2, 3, 4] if as_list else iter(range(4)), total=4, description="questions")
+        for _ in items:
+            clock.seconds += LINE_EVERY_S
+    assert output.getvalue().splitlines() == [
+        "questions: 25% done, about 30 seconds left",
+        "questions: 50% done, about 20 seconds left",
+        "questions: 75% done, about 10 seconds left",
+        "questions: 100% done",
+    ]
+
+
 def test_what_was_done_before_does_not_make_the_rest_look_short() -> None:
     output, clock = io.StringIO(), Clock()
     with LineProgress(console=Console(file=output), get_time=clock) as bar:
