@@ -52,7 +52,9 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
     prompts = [list(request.chunks)[-MOST_BLOCKS:] for request in trace]
     blocks = {chunk for prompt in prompts for chunk in prompt}
     capacity = int(max(MEMORY_SHARE * len(blocks), LEAST_BLOCKS))
-    settings = Settings(prefix_cache=False, learn="retrieved", history="asked", placement="all", max_tokens=1)
+    settings = Settings(
+        prefix_cache=False, learn="retrieved", history="asked", placement="all", filler_tokens=0, max_tokens=1
+    )
     memory = capacity * BLOCK_WORDS * TOKENS_A_WORD * _token_nbytes(settings)
     rows = []
     for name, router in ROUTERS:
