@@ -12,6 +12,7 @@ import urllib.request
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from time import perf_counter
 from typing import Any
 
@@ -33,7 +34,6 @@ LEAST_BLOCKS = 24
 BLOCK_WORDS = 40
 MOST_BLOCKS = 12
 """Blocks of one prompt, the latest ones: as many as the tiny prompts of this benchmark hold."""
-TOKENS_A_WORD = 3
 ASK_S = 600.0
 
 
@@ -55,7 +55,7 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
     settings = Settings(
         prefix_cache=False, learn="retrieved", history="asked", placement="all", filler_tokens=0, max_tokens=1
     )
-    memory = capacity * BLOCK_WORDS * TOKENS_A_WORD * _token_nbytes(settings)
+    memory = int(capacity * _block_nbytes(settings, sorted(blocks)))
     rows = []
     for name, router in ROUTERS:
         mine = settings.model_copy(
@@ -137,9 +137,9 @@ def _block(number: int) -> str:
     return f"Block {number}. " + " ".join(f"w{(number * 7919 + at * 104729) % 9973}" for at in range(BLOCK_WORDS))
 
 
-def _token_nbytes(settings: Settings) -> int:
-    """Bytes of the KV of one token of the model."""
+def _block_nbytes(settings: Settings, blocks: Sequence[int]) -> float:
+    """Mean bytes of the KV of a block."""
     from ragfuse.engine.engine import Engine
 
     with Engine(settings.model_copy(update={"disk_bytes": 0})) as engine:
-        return engine.model.nbytes_per_token
+        return engine.model.nbytes_per_token * mean(len(engine.tokens(_block(number))) for number in blocks)
