@@ -31,7 +31,7 @@ MEMORY_SHARE = 0.1
 """Of the KV of all blocks of the trace, what the memory of each replica holds."""
 LEAST_BLOCKS = 24
 """What it holds at least, in blocks: two prompts."""
-BLOCK_WORDS = 40
+BLOCK_WORDS = 12
 MOST_BLOCKS = 12
 """Blocks of one prompt, the latest ones: as many as the tiny prompts of this benchmark hold."""
 ASK_S = 600.0
