@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from docutils import nodes
@@ -22,16 +23,8 @@ PYDANTIC = "model_config, model_fields, model_computed_fields, model_post_init"
 def setup(app: Sphinx) -> dict[str, Any]:
     """Called by Sphinx."""
     app.connect("builder-inited", lambda app: write_pages(MADE))
-    app.connect("source-read", fill)
     app.connect("missing-reference", resolve)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
-
-
-def fill(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put what is generated in place of its mark in a page."""
-    for mark, made in (("<!-- made: settings -->", settings_table), ("<!-- made: commands -->", commands)):
-        if mark in source[0]:
-            source[0] = source[0].replace(mark, made())
 
 
 # settings
@@ -178,3 +171,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, text: nodes.
             full = f"{package}.{name}"
             return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", full, node, text)
     return text
+
+
+MARKS: Mapping[str, Callable[[], str]] = MappingProxyType({"settings": settings_table, "commands": commands})
+"""What `python -m docs.made` writes, by the page that has it."""

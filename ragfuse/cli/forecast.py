@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ragfuse.cli.entries import counted
 from ragfuse.cli.files import texts_of
-from ragfuse.cli.room import target_tiers, token_nbytes_in
+from ragfuse.cli.room import room_nbytes_of, target_tiers, token_nbytes_in
 from ragfuse.errors import InputError
 from ragfuse.types.sizes import capacity_text, duration_text, size_text
 
@@ -42,7 +42,7 @@ class IngestForecast:
         nbytes: About how many bytes of KV they take; 0 where none is computed now.
         token_nbytes: Bytes of KV a token.
         tier: The tier that gets it.
-        capacity: How many bytes that tier can hold.
+        capacity: How many bytes that tier can hold, by its setting and by the disk's free space.
         seconds: About how long it takes; None: unknown.
     """
 
@@ -102,7 +102,7 @@ def forecast(library: Library, engine: Engine, files: Sequence[Path], encodes: b
         int(n_tokens * token_nbytes),
         int(token_nbytes),
         tier,
-        engine.store.tier(tier).capacity,
+        int(room_nbytes_of(engine, tier)),
         found.seconds,
     )
 

@@ -13,7 +13,7 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, is_sampled, is_single
 from ragfuse.errors import InputError
-from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, check
+from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, check, is_installed
 from ragfuse.hf.handover import resolve_option, stop_strings_of
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
@@ -136,13 +136,14 @@ class ConstraintCompiler:
         self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
         self._templates: list[ChatTemplate] = []
 
-    def compile(self, ask: Ask, model: HFModel, calls: CallFormat) -> OutputConstraints:
+    def compile(self, ask: Ask, model: HFModel, calls: CallFormat, is_after_calls: bool = False) -> OutputConstraints:
         """Return the constraints of the answers to a question.
 
         Args:
             ask: The question's options.
             model: The model.
             calls: The format of the model's tool calls.
+            is_after_calls: Whether the question has tool calls in its messages, which a model may imitate.
 
         Raises:
             InputError: The tools or the grammar cannot be used, or the chat template has no variable of a name in
@@ -155,7 +156,9 @@ class ConstraintCompiler:
                 f"It uses {sorted(self.template(model).names)}; leave others out."
             )
         if ask.grammar is None and not tools.offered_tools:
-            return OutputConstraints(ask, model, thoughts=self.template(model).thoughts)
+            plain = OutputConstraints(ask, model, thoughts=self.template(model).thoughts)
+            may_imitate = (tools.given or is_after_calls) and is_installed() and is_single(ask.options, model)
+            return self._without_calls(plain, calls) if may_imitate else plain
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
         thoughts = None if tools.must_call else self.template(model).thoughts
@@ -165,6 +168,18 @@ class ConstraintCompiler:
         if ask.grammar is not None:  # its texts are never read as tool calls or reasoning
             return OutputConstraints(ask, model, None, grammars, grammar)
         return OutputConstraints(ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts)
+
+    def _without_calls(self, plain: OutputConstraints, calls: CallFormat) -> OutputConstraints:
+        """Return the constraints of an answer that is text, and may be any but the markup of calls."""
+        try:
+            grammars = self._over(plain.model, ends_of(plain.model, plain.ask.options))
+        except InputError:  # a tokenizer that grammars cannot read
+            return plain
+        tags = (plain.thoughts.open, plain.thoughts.close) if plain.thoughts is not None else ()
+        rules = calls.text_rules(grammars.literal, tags)
+        if not rules:
+            return plain
+        return replace(plain, grammars=grammars, grammar=Grammar.lark(rules), is_text=True)
 
     def template(self, model: HFModel) -> ChatTemplate:
         """Return the properties of the model's chat template, read once."""
@@ -211,6 +226,7 @@ class OutputConstraints:
         schemas: JSON schemas of the tools' arguments, by tool name.
         thoughts: The tags around reasoning; None where the model writes none.
         is_thinking: Whether the prompt ends inside reasoning that it opened.
+        is_text: Whether the grammar only keeps the markup of calls out of free text, which may end anywhere.
     """
 
     ask: Ask
@@ -222,6 +238,7 @@ class OutputConstraints:
     schemas: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     thoughts: Thoughts | None = None
     is_thinking: bool = False
+    is_text: bool = False
 
     def for_prompt(self, token_ids: Sequence[int], is_chat: bool) -> OutputConstraints:
         """Return the constraints of the answers to a prompt.
@@ -307,7 +324,7 @@ class OutputConstraints:
         has_time_limit = bool(resolve_option("max_time", options, self.model))
         is_short = len(token_ids) < options.get("max_new_tokens", 0) and not has_time_limit
         over = draft.over or is_short
-        if self.grammars is not None and self.grammar is not None and not over:
+        if self.grammars is not None and self.grammar is not None and not (over or self.is_text):
             over = (bool(calls) or self.calls is None) and self.grammars.is_whole(self.grammar, token_ids)
         reason: Ended = "stop" if over and (calls or not self.must_call) else "length"
         reason = "tool_calls" if calls and reason == "stop" else reason

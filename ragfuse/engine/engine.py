@@ -25,7 +25,16 @@ from ragfuse.engine.options import remaining_context
 from ragfuse.engine.placement import Placement
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
-from ragfuse.engine.question import ChatInput, Ids, Question, is_ids, mended_content, mended_question, question_of
+from ragfuse.engine.question import (
+    ChatInput,
+    Ids,
+    Question,
+    has_calls,
+    is_ids,
+    mended_content,
+    mended_question,
+    question_of,
+)
 from ragfuse.engine.request import Prefilled, Request, Say
 from ragfuse.engine.runtime import Runtime, handed_over
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
@@ -242,8 +251,9 @@ class Engine:
 
     def _constrained(self, request: Request) -> Request:
         """Return the request with the constraints of its answer: tools, grammar, stop strings."""
-        calls = self._stages.prompts.calls
-        return replace(request, constraints=self._stages.constraints.compile(request.ask, request.model, calls))
+        calls, constraints = self._stages.prompts.calls, self._stages.constraints
+        is_after_calls = has_calls(request.question)
+        return replace(request, constraints=constraints.compile(request.ask, request.model, calls, is_after_calls))
 
     def _say(
         self,

@@ -92,8 +92,8 @@ def check_answer_fits(prompt: Prompt, ask: Ask, model: HFModel, may_shorten: boo
     if n_tokens <= max_context and wanted > room:
         behind = "" if may_shorten else f" behind a prompt of {n_tokens:,}"
         raise OverlongError(
-            f"An answer of {wanted:,} tokens does not fit{behind}: {model.name} takes at most {max_context:,} tokens, "
-            "prompt and answer together.",
+            f"An answer of {wanted:,} tokens does not fit{behind}: {model.name} reads at most {max_context:,} tokens, "
+            "all of the prompt and all but the last of the answer.",
             f"Ask for at most {room:,} tokens{'' if may_shorten else ', or shorten the prompt'}.",
         )
 

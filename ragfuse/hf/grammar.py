@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -260,10 +261,13 @@ LAYOUT = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separa
 """JSON layout of `json.dumps`: with free white space a small model may write nothing else."""
 
 
+def is_installed() -> bool:
+    """Return whether llguidance, which grammars need, is installed."""
+    return find_spec("llguidance") is not None
+
+
 def _require() -> None:
-    try:
-        import llguidance  # noqa: F401
-    except ImportError as error:
+    if not is_installed():
         raise InputError(
             "Grammars and tools need llguidance, which is not installed: pip install 'ragfuse-kv[structured]'"
-        ) from error
+        )

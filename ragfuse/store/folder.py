@@ -23,7 +23,7 @@ def refusal(path: Path, found: str) -> StoreError:
     """Return the error for a folder that cannot be used, saying what was found and what to do."""
     return StoreError(
         f"The store at {path} cannot be opened: wanted a folder that this user can read and write, found {found}. "
-        "Give another folder (setting `store`, environment RAGFUSE_STORE), or free space or repair this one."
+        "Give another folder (setting `store`, environment RAGFUSE_STORE), or make this one usable."
     )
 
 
@@ -56,8 +56,14 @@ def open_folder(path: Path, shared_with: SharedWith = "nobody") -> Path:
     except OSError as error:
         raise refusal(path, f"{error.strerror} ({error.filename})") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise refusal(path, "one without permission")
+        raise refusal(
+            path, "one on a file system that is read-only" if _is_read_only(path) else "one without permission"
+        )
     return path
+
+
+def _is_read_only(path: Path) -> bool:
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
 def fsync_folder(path: Path) -> None:

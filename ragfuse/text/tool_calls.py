@@ -214,13 +214,22 @@ class CallFormat:
                 lines += _pair_rules(self.pairs, f"args_{at}", json.loads(schema), literal)
         return "\n".join(lines) + "\n"
 
+    def text_rules(self, literal: Callable[[str], str], tags: Sequence[str] = ()) -> str:
+        """Return the Lark grammar of any text that begins no call; "" where calls have no mark to know them by.
+
+        Args:
+            literal: As for `rules`.
+            tags: As for `rules`.
+        """
+        if not self.marker:
+            return ""
+        return f"start: {_before(literal, tags)}TEXT\nTEXT: /(.|\\n)*/ & ~{_containing(self.marker)}\n"
+
     def _start(self, literal: Callable[[str], str], free: bool, tags: Sequence[str]) -> str:
         if not free:
             return f"start: {literal(self.head)} calls"
         rest = literal(self.head.lstrip()[len(self.marker) :])
-        # A tag that is not one token is matched by TEXT already.
-        tag_tokens = [mark for mark in map(literal, tags) if _TOKEN_LITERAL.fullmatch(mark)]
-        before = f"(TEXT ({' | '.join(tag_tokens)}))* " if tag_tokens else ""
+        before = _before(literal, tags)
         if not self.marker:
             lead = f"({literal(self.lead)})? " if self.lead else ""
             return f"start: {before}(TEXT | {lead}{rest} calls)\nTEXT: /\\s*([^{_escaped(self.opener)}\\s](.|\\n)*)?/"
@@ -550,6 +559,12 @@ def _text_rules(after: str, name: str, schema: Mapping[str, Any], literal: Calla
 
 
 _TOKEN_LITERAL = re.compile(r"<\[[0-9]+\]>")
+
+
+def _before(literal: Callable[[str], str], tags: Sequence[str]) -> str:
+    """Return the rule of texts that each end in a tag; a tag that is not one token is matched by TEXT already."""
+    tag_tokens = [mark for mark in map(literal, tags) if _TOKEN_LITERAL.fullmatch(mark)]
+    return f"(TEXT ({' | '.join(tag_tokens)}))* " if tag_tokens else ""
 
 
 def _containing(text: str) -> str:

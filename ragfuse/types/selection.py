@@ -25,6 +25,8 @@ POLICY_NAMES = (
     "query-gradual",
 )
 """All policies of `fuse.select.POLICIES`, in order."""
+POLICY_SIMILARITY = 0.7
+"""Least similarity of a policy that may be meant by a name that is none's."""
 ALL_NAMES = ", ".join((AUTO, *POLICY_NAMES, "lego-N (N tokens: lego-16)"))
 """What a setting may name, for people."""
 _COUNTED = re.compile(r"lego-0*[1-9][0-9]*")
@@ -43,7 +45,7 @@ def no_policy(name: str) -> SettingsError:
 
 def nearest_policy(name: str) -> str:
     """Return the policy that may be meant by a name that is none's; "" for none."""
-    return next(iter(get_close_matches(name.strip().lower(), (AUTO, *POLICY_NAMES), 1)), "")
+    return next(iter(get_close_matches(name.strip().lower(), (AUTO, *POLICY_NAMES), 1, POLICY_SIMILARITY)), "")
 
 
 def known_policy(name: str) -> None:

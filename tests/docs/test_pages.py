@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import matrix
+from docs import made, matrix
 from docs._ext import book_files, book_reference
 from docs.check import broken
 from docs.pictures import draw
@@ -94,6 +94,11 @@ def test_pictures_follow_the_themes_of_the_book() -> None:
 
 
 # what is read from the code
+
+
+@pytest.mark.parametrize("page", made.PAGES, ids=lambda page: page.stem)
+def test_pages_of_the_repository_have_what_the_code_says(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == made.whole(page), "Write them anew: python -m docs.made"
 
 
 def test_every_setting_stands_in_the_table() -> None:
