@@ -31,20 +31,27 @@ PATH = "/v1/ragfuse/documents"
 BLUE, RED = ({"authorization": f"Bearer a-key-of-the-{name}-tenant"} for name in ("blue", "red"))
 
 
-@pytest.fixture(scope="module")
-def two(varied_path: Path, minilm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server of two tenants, whose model reads bytes: a passage of ours has about a hundred."""
-    home = tmp_path_factory.mktemp("documents")
-    settings = Settings(
-        model=str(varied_path),
+def settings_at(folder: Path, model: Path) -> Settings:
+    return Settings(
+        model=str(model),
         dtype="float32",
-        store=home / "store",
+        store=folder / "store",
         home=Settings().home,
         max_tokens=4,
         chunk_tokens=150,
         filler_tokens=0,
     )
-    with serving(settings, Keys(["blue:a-key-of-the-blue-tenant", "red:a-key-of-the-red-tenant"])) as served:
+
+
+def two_tenants() -> Keys:
+    return Keys(["blue:a-key-of-the-blue-tenant", "red:a-key-of-the-red-tenant"])
+
+
+@pytest.fixture(scope="module")
+def two(varied_path: Path, minilm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of two tenants, whose model reads bytes: a passage of ours has about a hundred."""
+    home = tmp_path_factory.mktemp("documents")
+    with serving(settings_at(home, varied_path), two_tenants()) as served:
         yield served
 
 
@@ -79,16 +86,7 @@ def names(served: Served, key: dict[str, str] = BLUE) -> list[str]:
 def test_documents_are_there_after_a_restart_and_for_a_second_server(
     varied_path: Path, minilm_path: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(varied_path),
-        dtype="float32",
-        store=tmp_path / "store",
-        home=Settings().home,
-        max_tokens=4,
-        chunk_tokens=150,
-        filler_tokens=0,
-    )
-    keys = Keys(["blue:a-key-of-the-blue-tenant", "red:a-key-of-the-red-tenant"])
+    settings, keys = settings_at(tmp_path, varied_path), two_tenants()
     search = {"query": "Who keeps the northern light?", "top_k": 1}
     with serving(settings, keys) as served:
         done = sent(served, "lights.txt", text="\n\n".join(CHUNKS))
