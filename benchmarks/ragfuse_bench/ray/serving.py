@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from ragfuse_bench.ray.options import RayOptions
@@ -35,6 +35,8 @@ BLOCK_WORDS = 12
 MOST_BLOCKS = 12
 """Blocks of one prompt, the latest ones: as many as the tiny prompts of this benchmark hold."""
 ASK_S = 600.0
+GONE_S = 120.0
+"""Seconds that the end of Serve is waited for."""
 
 
 def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str, Any]:
@@ -71,6 +73,7 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
             rows.append({"router": name, **_sent(prompts, port, Path(mine.model).name, name, console)})
         finally:
             serve.shutdown()
+            _wait_until_gone()
     shares = {row["router"]: row["held_share"] for row in rows}
     over = shares["chunks"] / max(shares["round robin"], 1e-9)
     one_memory = _found_by_one(prompts, 2 * capacity)
@@ -91,6 +94,15 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
         "rows": rows,
         "over_round_robin": over,
     }
+
+
+def _wait_until_gone() -> None:
+    """Wait for the end of Serve's controller: on a busy machine the next start would connect to it while it ends."""
+    from ray.util import list_named_actors
+
+    until_s = monotonic() + GONE_S
+    while monotonic() < until_s and any("SERVE" in str(each["name"]) for each in list_named_actors(True)):
+        sleep(0.5)
 
 
 def _found_by_one(prompts: Sequence[Sequence[int]], capacity: int) -> float:
