@@ -127,7 +127,7 @@ class PromptBuilder:
         """Add a known chunk in this process only; one that is known keeps the source that brought it first."""
         known = self.known(digest)
         is_known = bool(text) and text in known
-        self._spans.add(tokens, text, "" if is_known else source)
+        self._spans.add(tokens, text, known.source_of(text) or source)
         self._retrieved.discard(tokens)
         if text and not is_known:
             known.add([text], source)

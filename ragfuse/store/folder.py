@@ -18,12 +18,16 @@ from ragfuse.process.fork import at_fork
 from ragfuse.settings import SharedWith
 from ragfuse.store.access import make_root, open_file
 
+FULL_DISK = "a full disk"
+"""What is found where a disk has no free space, for error messages."""
+
 
 def refusal(path: Path, found: str) -> StoreError:
     """Return the error for a folder that cannot be used, saying what was found and what to do."""
+    mend = "free space" if found == FULL_DISK else "make this one usable"
     return StoreError(
         f"The store at {path} cannot be opened: wanted a folder that this user can read and write, found {found}. "
-        "Give another folder (setting `store`, environment RAGFUSE_STORE), or make this one usable."
+        f"Give another folder (setting `store`, environment RAGFUSE_STORE), or {mend}."
     )
 
 
@@ -31,7 +35,7 @@ def describe_error(path: Path, error: Exception, where: str = "") -> str:
     """Describe an error that occurred in `path`. A full disk is named as such, as SQLite reports it as an I/O error."""
     with suppress(OSError):
         if not os.statvfs(path).f_bavail:
-            return "a full disk"
+            return FULL_DISK
     return f"an error{where} ({error})"
 
 

@@ -97,6 +97,10 @@ class KnownChunks:
     def __contains__(self, text: str) -> bool:
         return text.strip() in self._sources
 
+    def source_of(self, text: str) -> str:
+        """Return where a known chunk came from; "" where that, or the chunk, is not known."""
+        return self._sources.get(text.strip(), "")
+
     def add(self, texts: Iterable[str], source: str = "") -> list[str]:
         """Add chunks, so that they are found from now on, and return their ids.
 
