@@ -153,9 +153,7 @@ class TenantDocuments:
         self._service, self._tenant, self._records = service, tenant, records
         self.all: dict[str, StoredDocument] = {}
         self._own: set[str] = set()  # passages whose KV was encoded for documents of the list, which the store had not
-        self._hidden: set[str] = (
-            set()
-        )  # ids of documents that are removed or replaced, and in the file until that is done
+        self._hidden = set[str]()  # ids in the file that are not listed: removed or replaced just now, or damaged
         self._waiting: deque[StoredDocument] = deque()
         self._task: asyncio.Task[None] | None = None
 
@@ -166,7 +164,9 @@ class TenantDocuments:
         for id in ids:
             if id not in self.all and id not in self._hidden:
                 found = await asyncio.to_thread(self._read, id)
-                if found is not None and id not in self._hidden:
+                if found is None:
+                    self._hidden.add(id)
+                elif id not in self._hidden:
                     document, own = found
                     self.all.setdefault(id, document)
                     self._own.update(own)

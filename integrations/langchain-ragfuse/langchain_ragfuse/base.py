@@ -137,8 +137,7 @@ class RagFuseModel(BaseModel):
             SettingsError: An option is out of its range.
         """
         super().model_post_init(context)
-        options = Ask.generate_options({name: getattr(self, name) for name in (*SAMPLING, *PENALTIES)})
-        Ask(max_tokens=self.max_tokens, stop=self.stop or (), seed=self.seed, options=options)
+        Ask.check_fields({name: getattr(self, name) for name in type(self).model_fields})
         if self.base_url is not None or isinstance(self.engine, RemoteEngine):
             self._place = ServerPlace.of(self)
             return

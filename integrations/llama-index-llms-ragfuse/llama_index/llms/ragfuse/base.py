@@ -149,8 +149,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             SettingsError: An option is out of its range.
         """
         super().model_post_init(context)
-        options = Ask.generate_options({name: getattr(self, name) for name in (*SAMPLING, *PENALTIES)})
-        Ask(max_tokens=self.max_tokens, stop=self.stop or (), seed=self.seed, options=options)
+        Ask.check_fields({name: getattr(self, name) for name in type(self).model_fields})
         is_remote = self.base_url is not None or isinstance(self.engine, RemoteEngine)
         self._place = ServerPlace.of(self) if is_remote else ProcessPlace.of(self)
         if self.engine is not None and isinstance(self._place, ProcessPlace):

@@ -80,12 +80,7 @@ def check(given: Mapping[str, Any]) -> None:
         SettingsError: An option is out of its range.
     """
     check_names(given)
-    Ask(
-        max_tokens=_max_tokens(given),
-        stop=() if given.get("stop") is None else given["stop"],
-        seed=given.get("seed"),
-        options=Ask.generate_options({name: given.get(name) for name in (*SAMPLING, *PENALTIES)}),
-    )
+    Ask.check_fields({**given, "max_tokens": _max_tokens(given)})
 
 
 def check_names(given: Mapping[str, Any]) -> None:
