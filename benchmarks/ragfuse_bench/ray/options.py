@@ -26,6 +26,7 @@ class RayOptions:
         turns: First requests of the trace that are simulated.
         chunks: Chunks that are encoded in bulk.
         sent: Conversations of the trace whose requests are sent to real replicas.
+        pause_s: Seconds between an answer and the next of these requests, in which replicas encode what they missed.
     """
 
     data: Annotated[
@@ -43,7 +44,8 @@ class RayOptions:
     talks: int = 2000
     turns: int = 4000
     chunks: int = 192
-    sent: int = 80
+    sent: int = 40
+    pause_s: float = 3.0
 
     def __post_init__(self) -> None:
         if not self.parts or not set(self.parts) <= set(PARTS):
@@ -53,5 +55,12 @@ class RayOptions:
 
     def shortened(self) -> RayOptions:
         """Return the options of a trial run where `quick` is set, else these."""
-        less: dict[str, Any] = {"corpus": 20_000, "questions": 2000, "talks": 100, "chunks": 24, "sent": 6}
+        less: dict[str, Any] = {
+            "corpus": 20_000,
+            "questions": 2000,
+            "talks": 100,
+            "chunks": 24,
+            "sent": 6,
+            "pause_s": 0.5,
+        }
         return replace(self, **less) if self.quick else self

@@ -1,7 +1,7 @@
 """Serving with two replicas on a cluster: the share of chunk bytes in the chosen replica's memory, by router.
 
 Conversations of a trace are sent in the order in which they came, one request after the other: each block of a prompt
-is a document.
+is a document. After each answer is a pause, much shorter than in the trace, in which replicas encode what they missed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
         try:
             app = application(shared_settings(mine), (), options=ReplicaOptions(2, cpus=1), router=router)
             serve.run(app, name=APPLICATION, route_prefix="/")
-            rows.append({"router": name, **_sent(prompts, port, Path(mine.model).name, name, console)})
+            rows.append({"router": name, **_sent(prompts, options.pause_s, port, Path(mine.model).name, name, console)})
         finally:
             serve.shutdown()
             _wait_until_gone()
@@ -90,6 +90,7 @@ def run_serving(options: RayOptions, folder: Path, console: Console) -> dict[str
         "requests": len(trace),
         "blocks": len(blocks),
         "memory_share": MEMORY_SHARE,
+        "pause_s": options.pause_s,
         "one_memory_share": one_memory,
         "rows": rows,
         "over_round_robin": over,
@@ -118,7 +119,9 @@ def _found_by_one(prompts: Sequence[Sequence[int]], capacity: int) -> float:
     return found / max(1, sum(map(len, prompts)))
 
 
-def _sent(prompts: Sequence[Sequence[int]], port: int, model: str, what: str, console: Console) -> dict[str, Any]:
+def _sent(
+    prompts: Sequence[Sequence[int]], pause_s: float, port: int, model: str, what: str, console: Console
+) -> dict[str, Any]:
     held = wanted = 0
     by_replica, began = Counter[str](), perf_counter()
     with progress(console) as bar:
@@ -136,6 +139,7 @@ def _sent(prompts: Sequence[Sequence[int]], port: int, model: str, what: str, co
                 found, _, of = (answer.headers.get("x-ragfuse-held-bytes") or "0/0").partition("/")
                 answer.read()
             held, wanted = held + int(found), wanted + int(of)
+            sleep(pause_s)
     return {
         "held_share": held / max(1, wanted),
         "requests_over_mean": 2 * max(by_replica.values()) / len(prompts),
