@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,10 +180,14 @@ class Pair:
         params = self.prefills.params(case, **changes) if case is not None else None
         return {"ids": self.prefills.ids, "params": params}
 
-    def wait_until_left(self, n: int) -> None:
-        """Until so many prompts wait in the place."""
+    def waiting(self) -> set[Any]:
+        """Keys of the prompts that wait in the place."""
+        return set(self.prefills.place._tier.entries())
+
+    def wait_until_left(self, before: Set[Any] = frozenset()) -> None:
+        """Until no prompt waits in the place that did not before; of those, some may have gone meanwhile."""
         until_s = time.monotonic() + PATIENCE_S
-        while self.prefills.place.n_waiting != n:
+        while self.waiting() - before:
             assert time.monotonic() < until_s, "something was left behind"
             time.sleep(0.05)
 

@@ -29,7 +29,7 @@ def test_greedy_tokens_equal_those_of_transformers_over_the_same_kv(pair: Any) -
         assert tokens(answers) == [pair.prefills.wanted[case]], case
         assert answers[0]["cached"] == len(pair.prefills.ids) - 1
         assert loaded(answers) == [True]
-    pair.wait_until_left(0)
+    pair.wait_until_left()
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_the_embedded_model_goes_on_from_the_same_kv(embedded_pair: Any) -> None
         answers = embedded_pair.decoder.ask(embedded_pair.request(case), embedded_pair.request(None))
         assert tokens(answers) == [embedded_pair.prefills.wanted[case], embedded_pair.prefills.wanted["full"]], case
         assert loaded(answers) == [True, None]
-    embedded_pair.wait_until_left(0)
+    embedded_pair.wait_until_left()
 
 
 def test_a_plain_request_is_never_answered_from_fused_kv(pair: Any) -> None:
@@ -51,7 +51,7 @@ def test_requests_of_all_kinds_are_decoded_together(pair: Any) -> None:
     cases = ("foreign", None, "fused", "reused", "full", None, "foreign")
     answers = pair.decoder.ask(*map(pair.request, cases))
     assert tokens(answers) == [pair.prefills.wanted[case or "full"] for case in cases]
-    pair.wait_until_left(0)
+    pair.wait_until_left()
 
 
 @pytest.mark.parametrize("pair", ["llama-async"], indirect=True)  # whose cache is small enough
@@ -61,7 +61,7 @@ def test_a_preempted_request_loads_its_kv_again(pair: Any) -> None:
     answers = pair.decoder.ask(*map(pair.request, cases))
     assert pair.decoder.counters["vllm:num_preemptions"] > before
     assert tokens(answers) == [pair.prefills.wanted[case] for case in cases]
-    pair.wait_until_left(0)
+    pair.wait_until_left()
 
 
 LIES = {
@@ -118,7 +118,7 @@ def test_an_aborted_request_leaves_nothing(step: int, pair: Any) -> None:
 
 
 def test_nothing_is_left_after_many_requests(pair: Any) -> None:
-    before = pair.prefills.place.n_waiting
+    before = pair.waiting()
     cases = ("fused", "foreign") * 10
     for _ in range(10):
         answers = pair.decoder.ask(*map(pair.request, cases), max_tokens=2)
