@@ -6,6 +6,7 @@ workers, interrupted runs and several runs at once cost time, never an entry.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -223,7 +224,11 @@ def _pairs(given: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _error_of(row: Mapping[str, Any]) -> RagFuseError:
-    """Return the error that a worker reports, as an error of the same class where a text makes one."""
-    kind = getattr(errors, str(row["error"]), RagFuseError)
-    is_plain = isinstance(kind, type) and issubclass(kind, RagFuseError) and "__init__" not in vars(kind)
-    return (kind if is_plain else RagFuseError)(str(row["message"]))
+    """Return the error that a worker reports, with its class, text and attributes."""
+    kind, message = getattr(errors, str(row["error"]), None), str(row["message"])
+    if not (isinstance(kind, type) and issubclass(kind, RagFuseError)):
+        return RagFuseError(message)
+    error = kind.__new__(kind)  # what it was made from is in its attributes
+    Exception.__init__(error, message)
+    vars(error).update(json.loads(row["attributes"]))
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -42,14 +43,18 @@ class EncodeWorker:
         """Encode the chunks in the columns `text` and, if there is one, `source`.
 
         Returns:
-            One row: of counts, or of an error's class and text.
+            One row: of counts, or of an error's class, text and attributes.
         """
         try:
             if self._failure is not None or self._engine is None:
                 raise self._failure or RefusedError("The worker has no engine.")
             row = self._encode(self._engine, batch)
         except RagFuseError as error:
-            row = {"error": type(error).__name__, "message": str(error)}
+            row = {
+                "error": type(error).__name__,
+                "message": str(error),
+                "attributes": json.dumps(vars(error), default=str),
+            }
         return {name: [value] for name, value in row.items()}
 
     def _encode(self, engine: Engine, batch: Mapping[str, Any]) -> dict[str, Any]:

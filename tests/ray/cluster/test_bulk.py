@@ -116,8 +116,9 @@ def test_what_is_no_dataset_of_texts_is_refused(settings: Settings) -> None:
 
 
 def test_an_error_of_ragfuse_in_a_worker_is_raised_as_itself(settings: Settings) -> None:
-    with pytest.raises(OverlongError):
+    with pytest.raises(OverlongError, match="takes at most 4,096 tokens, found 24,999") as told:
         encode([("word " * 5000, "long")], settings, **SIZE)
+    assert told.value.advice == "Shorten it."
 
 
 def test_a_connected_process_stays_connected(two_ray_nodes: str) -> None:
