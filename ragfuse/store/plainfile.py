@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SPARSE_NBYTES = 1 << 20
@@ -47,7 +48,10 @@ def open_plain(path: str | Path, *, follow: bool = False) -> int:
 
 
 def check_there(fd: int, begin: int, end: int) -> None:
-    """Raise ValueError if most of the bytes `begin` to `end` of a file are a hole. Call it before allocating memory."""
+    """Raise ValueError if most of the bytes `begin` to `end` of a file are a hole. Call it before allocating memory.
+
+    The position of the descriptor stays where it is, as a buffered reader of the same file relies on it.
+    """
     if (
         end - begin > SPARSE_NBYTES
         and hasattr(os, "SEEK_DATA")
@@ -57,9 +61,13 @@ def check_there(fd: int, begin: int, end: int) -> None:
 
 
 def next_written(fd: int, at: int, size: int) -> int:
-    """Return the first offset from `at` on that is not in a hole of a file of `size` bytes; `size` if there is none."""
+    """Return the first offset from `at` on that is not in a hole of a file of `size` bytes; `size` if there is none.
+
+    The position of the descriptor stays where it is.
+    """
     try:
-        return os.lseek(fd, at, os.SEEK_DATA) if hasattr(os, "SEEK_DATA") else at
+        with _position_kept(fd):
+            return os.lseek(fd, at, os.SEEK_DATA) if hasattr(os, "SEEK_DATA") else at
     except OSError as error:
         return size if error.errno == errno.ENXIO else at
 
@@ -67,7 +75,8 @@ def next_written(fd: int, at: int, size: int) -> int:
 def _written(fd: int, begin: int, end: int) -> int:
     """Count the bytes of a range that are not in a hole, stopping once there are enough for `MAX_SPARSE_FACTOR`."""
     found, at = 0, begin
-    with suppress(OSError):  # raised if only a hole follows; a file system without holes reports none
+    # OSError is raised if only a hole follows; a file system without holes reports none
+    with _position_kept(fd), suppress(OSError):
         for _ in range(_EXTENTS):
             lo = os.lseek(fd, at, os.SEEK_DATA)
             at = os.lseek(fd, lo, os.SEEK_HOLE)
@@ -75,6 +84,16 @@ def _written(fd: int, begin: int, end: int) -> int:
             if at >= end or MAX_SPARSE_FACTOR * found >= end - begin:
                 break
     return found
+
+
+@contextmanager
+def _position_kept(fd: int) -> Iterator[None]:
+    """Seek back at the end: looking for holes moves a descriptor, behind the back of a reader that buffers it."""
+    position = os.lseek(fd, 0, os.SEEK_CUR)
+    try:
+        yield
+    finally:
+        os.lseek(fd, position, os.SEEK_SET)
 
 
 def remove(path: Path) -> None:

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from ragfuse.hf import probe
 from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import typical
 from tests import reference
 from tests.hf import kit
+from tests.hf.families import VOCABULARY
 
 BOUNDS = {torch.bfloat16: 6e-2, torch.float16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS)
@@ -30,6 +33,34 @@ def test_both_ends_are_right_within_rounding(name: str, dtype: torch.dtype) -> N
     logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
     assert kit.off(fused.logits, logits) < BOUNDS[dtype]
     assert kit.worst(kit.states(fused), states) < BOUNDS[dtype]
+
+
+def test_keys_that_are_mostly_a_constant_bias_are_moved_all_the_same() -> None:
+    dtype = torch.bfloat16
+    built = kit.build("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, dtype=dtype)
+    with torch.no_grad():
+        for layer in built.model.layers[1::2]:
+            bias = layer.self_attn.k_proj.bias.view(2, -1)
+            bias[:, bias.shape[1] // 2 - 1] = 40.0  # of the pair that turns slowest
+    model, scene = HFModel(built, kit.tokenizer()), kit.usual()
+    tokens = probe.probe_tokens(VOCABULARY, probe.RUN_TOKENS, model.device)
+    near = torch.arange(probe.RUN_TOKENS)
+    pairs = zip(*(probe.plain_kv(built, tokens, near + delta) for delta in (0, probe.DELTA)), strict=True)
+    changes = [typical(a.keys, b.keys) for a, b in pairs]
+    assert max(changes[1::2]) < probe.tolerance_of(dtype, model.n_layers)  # what moving does passes for rounding
+    assert all(layout is not None for layout in model.profile.rope)
+    fused = kit.fuse(model, scene, "none", 0.0)
+    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
+    assert kit.off(fused.logits, logits) < BOUNDS[dtype]
+    for (mine, _), (own, _) in zip(kit.states(fused), states, strict=True):
+        assert kit.off(mine[..., :-1], own[..., :-1]) < BOUNDS[dtype]
+
+
+@dtypes
+def test_layers_without_positions_are_not_moved(dtype: torch.dtype) -> None:
+    of_dtype, exact = (kit.family("smollm3-some-nope", each).profile.rope for each in (dtype, torch.float32))
+    assert [layout is None for layout in of_dtype] == [layout is None for layout in exact]
+    assert {layout is None for layout in exact} == {True, False}
 
 
 @dtypes

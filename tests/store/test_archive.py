@@ -15,6 +15,7 @@ from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
 from ragfuse.store import archive as archive_file
 from ragfuse.store.archive import ArchivedText
 from ragfuse.store.chunkfile import Header, pack_header, pieces
+from ragfuse.store.plainfile import SPARSE_NBYTES
 from ragfuse.store.tier import EntryMeta
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 from tests.store.kit import child, encoded, files, key, kv, same
@@ -88,6 +89,22 @@ def test_what_is_exported_comes_back_bit_for_bit_with_its_texts(empty, archive):
     assert holds(empty, 0, 1, 2, 3)
     again = bulk.import_(empty, archive)
     assert (again.chunks, again.known, again.failed) == (0, 4, 0)
+
+
+def test_chunks_of_megabytes_come_back_bit_for_bit(tmp_path):
+    wanted = {key(n): kv(n, n=n) for n in (3000, 8000, 12_000)}  # 0.8, 2.2 and 3.4 MB, so that holes are looked for
+    assert max(chunk.nbytes for chunk in wanted.values()) > 3 * SPARSE_NBYTES
+    path = tmp_path / "large.tar"
+    with KVStore([DiskTier(tmp_path / "large", 64 * MB, lru)]) as store:
+        for one, chunk in wanted.items():
+            store.put(one, chunk, wait=True)
+        bulk.export(store, path, list(wanted), [])
+    with KVStore([DiskTier(tmp_path / "again", 64 * MB, lru)]) as store:
+        done = bulk.import_(store, path)
+        assert (done.chunks, done.failed) == (3, 0)
+        for one, chunk in wanted.items():
+            for n, layer in enumerate(chunk.layers):
+                assert same(store.read_layers(one, n)[0], layer)
 
 
 def test_an_archive_is_a_tar_of_chunk_files_that_a_disk_tier_takes_as_they_are(archive, tmp_path):
