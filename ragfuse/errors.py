@@ -23,7 +23,16 @@ class RagFuseError(Exception):
 
 
 class SettingsError(RagFuseError):
-    """A setting, flag or argument that cannot be used as given."""
+    """A setting, flag or argument that cannot be used as given.
+
+    Args:
+        message: What was wanted, what was found, what to do.
+        argument: Name of the setting or argument; "" where it is about several, or about none.
+    """
+
+    def __init__(self, message: str = "", argument: str = "") -> None:
+        super().__init__(message)
+        self.argument = argument
 
 
 class InputError(RagFuseError):

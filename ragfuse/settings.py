@@ -10,15 +10,23 @@ import json
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from platformdirs import user_cache_path
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -26,10 +34,14 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+from pydantic_settings import SettingsError as PydanticSettingsError
 
 from ragfuse.errors import SettingsError
+from ragfuse.types.arguments import meant, refused_arguments
 from ragfuse.types.eviction import EVICTION_NAMES
 from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.load_options import LOADING, LoadingOptions
+from ragfuse.types.places import model_placed, placed_folder, server_address, tier_placed
 from ragfuse.types.selection import as_setting
 from ragfuse.types.tiers import TIER_KINDS
 
@@ -42,27 +54,6 @@ AUTO_LEVEL = "auto"
 SINKS = 4
 """First tokens of a conversation that a truncation keeps: later tokens attend to them (StreamingLLM, 3.1)."""
 _CREDENTIALS = re.compile(r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE)
-LOADING = (
-    "revision",
-    "trust_remote_code",
-    "attn_implementation",
-    "device_map",
-    "token",
-    "torch_dtype",
-    "dtype",
-    "quantization_config",
-    "max_memory",
-    "offload_folder",
-    "offload_buffers",
-    "experts_implementation",
-    "subfolder",
-    "cache_dir",
-    "local_files_only",
-    "variant",
-    "gguf_file",
-    "merge_adapter",
-)
-"""Options for loading a model: those of transformers' `from_pretrained`, and whether an adapter is merged."""
 TIER_NAMES = ("gpu", "memory", *(kind.name for kind in TIER_KINDS))
 """Names of tiers; further tiers of a kind that a URL opens are numbered (`redis-2`)."""
 
@@ -76,13 +67,6 @@ class Prices(BaseModel):
     disk: float = Field(default=0.08, ge=0)
     redis: float = Field(default=5.0, ge=0)
     objects: float = Field(default=0.023, ge=0)
-
-
-class LoadingOptions(dict[str, Any]):
-    """Options for loading a model, by name. Hashable, so that settings are; never mutate one."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(repr(sorted(self.items(), key=lambda item: item[0])))
 
 
 class Settings(BaseSettings):
@@ -104,7 +88,7 @@ class Settings(BaseSettings):
         default="smollm2-135m-reader",
         description="The LLM: name of an embedded model, Hugging Face id, local folder, adapter folder or GGUF file.",
     )
-    model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(lambda given: _loading(given))] = Field(
+    model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(LoadingOptions.read)] = Field(
         default=LoadingOptions(),
         repr=False,  # may hold a token
         description="Options of transformers' from_pretrained for the LLM, by name: revision, trust_remote_code, "
@@ -339,6 +323,7 @@ class Settings(BaseSettings):
 
     decode_at: str = Field(
         default="",
+        repr=False,  # one that is refused may hold a password
         description="Address of a vLLM server with the connector of vllm-ragfuse that decodes what a server prefills, "
         "such as http://127.0.0.1:8001. Empty: it decodes itself.",
     )
@@ -403,22 +388,22 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute(cls, given: Path | None) -> Path | None:
         """Make a folder absolute, so that a later change of the working directory does not matter."""
-        return given if given is None else _placed(given)
+        return given if given is None else placed_folder(given)
 
     @field_validator("tiers", mode="after")
     @classmethod
     def _absolute_tiers(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(_tier_placed, given))
+        return tuple(map(tier_placed, given))
 
     @field_validator("transfer_url", mode="after")
     @classmethod
     def _absolute_transfer(cls, given: str) -> str:
-        return _tier_placed(given)
+        return tier_placed(given)
 
     @field_validator("decode_at", mode="after")
     @classmethod
     def _server_address(cls, given: str) -> str:
-        return _address(given) if given.strip() else ""
+        return server_address(given) if given.strip() else ""
 
     @field_validator("decode_key", mode="after")
     @classmethod
@@ -432,7 +417,7 @@ class Settings(BaseSettings):
     @field_validator("model", "embedder", mode="after")
     @classmethod
     def _absolute_model(cls, given: str) -> str:
-        return _model_placed(given)
+        return model_placed(given)
 
     def as_public(self) -> dict[str, Any]:
         """Return all settings in plain JSON types, to be saved: `Settings(**them)` restores them.
@@ -464,12 +449,12 @@ class Settings(BaseSettings):
     def placed(self) -> Settings:
         """Return the settings with all folders absolute. `model_copy` skips validation, so copies may lack that."""
         named = {
-            "home": _placed(self.home),
-            "store": None if self.store is None else _placed(self.store),
-            "tiers": tuple(map(_tier_placed, self.tiers)),
-            "transfer_url": _tier_placed(self.transfer_url),
-            "model": _model_placed(self.model),
-            "embedder": _model_placed(self.embedder),
+            "home": placed_folder(self.home),
+            "store": None if self.store is None else placed_folder(self.store),
+            "tiers": tuple(map(tier_placed, self.tiers)),
+            "transfer_url": tier_placed(self.transfer_url),
+            "model": model_placed(self.model),
+            "embedder": model_placed(self.embedder),
         }
         changed = {name: value for name, value in named.items() if value != getattr(self, name)}
         return self.model_copy(update=changed) if changed else self
@@ -501,69 +486,8 @@ class Settings(BaseSettings):
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
 
-def _placed(folder: str | Path) -> Path:
-    """Return the absolute path of a folder, with `~` expanded."""
-    return Path(os.path.abspath(os.path.expanduser(folder)))
-
-
-def _tier_placed(url: str) -> str:
-    """Return a tier's URL, with an absolute path where it names a folder of this machine."""
-    scheme, mark, rest = url.partition("://")
-    if not mark:
-        return str(_placed(url)) if url.strip() else url
-    return f"{scheme}://{_placed(rest)}" if scheme.lower() in ("file", "local") and rest else url
-
-
-def _address(url: str) -> str:
-    """Return the address of a server without its path `/v1`; ValueError for anything but scheme, host and port."""
-    wanted = "wanted the address of a server, as http://HOST:PORT, found "
-    try:
-        parts = urlsplit(url.strip())
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ValueError(f"{wanted}one that cannot be read ({error})") from None
-    if "@" in parts.netloc:
-        raise ValueError(f"{wanted}one with a user or password; set RAGFUSE_DECODE_KEY to the API key")
-    if parts.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{wanted}{url!r:.80}")
-    if parts.path.rstrip("/") not in ("", "/v1") or parts.query or parts.fragment:
-        raise ValueError(f"{wanted}{url!r:.80}; leave out what follows the port")
-    name = f"[{host}]" if ":" in host else host
-    return f"{parts.scheme}://{name}" + (f":{port}" if port is not None else "")
-
-
-def _model_placed(name: str) -> str:
-    """Return the absolute path where a model's name is an existing folder; any other name unchanged."""
-    try:
-        is_folder = bool(name.strip()) and os.path.isdir(os.path.expanduser(name))
-    except ValueError:  # no path at all
-        is_folder = False
-    return str(_placed(name)) if is_folder else name
-
-
 class _InvalidSettingError(ValueError):
     """An invalid setting, with a message for people."""
-
-
-def _loading(given: Any) -> LoadingOptions:
-    """Return loading options from a mapping or its JSON; only names in `LOADING` are allowed."""
-    options = given
-    if isinstance(given, str):
-        try:
-            options = json.loads(given or "{}")
-        except ValueError:
-            options = None
-    if not isinstance(options, Mapping):
-        raise ValueError(
-            'wanted a JSON object of options by name, such as {"revision": "main"}, found something else (the option '
-            "--model-kwargs, the variable RAGFUSE_MODEL_KWARGS)"
-        )
-    strange = next((str(name) for name in options if name not in LOADING), None)
-    if strange is not None:
-        near = get_close_matches(strange, LOADING, 1)
-        meant = f"; did you mean {near[0]}?" if near else f"; the options are: {', '.join(LOADING)}"
-        raise ValueError(f"'{strange}' is not an option for loading a model{meant}")
-    return LoadingOptions({str(name): value for name, value in options.items()})
 
 
 def _tier_named(name: object) -> str:
@@ -590,3 +514,49 @@ def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
     log.warning("%s is ignored, there is no such setting%s", name, meant)
+
+
+def _in_words(init: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor of `Settings` that raises SettingsError, with where a value was set."""
+
+    @wraps(init)
+    def checked(self: Settings, **given: Any) -> None:
+        try:
+            init(self, **given)
+        except ValidationError as error:
+            for each in error.errors():
+                if each["type"] == "extra_forbidden" and each["loc"][0] not in given:
+                    raise _unknown_in_file(str(each["loc"][0]), each["input"]) from None
+            raise refused_arguments(error, Settings, partial(_place, given)) from None
+        except PydanticSettingsError as error:
+            name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")
+            raise SettingsError(
+                f"Wanted JSON in {PREFIX}{name.upper()}, found something else. Correct the variable or remove it."
+            ) from None
+        except (ValueError, OSError) as error:  # ragfuse.toml itself
+            raise SettingsError(
+                f"ragfuse.toml in this folder cannot be read: {error}. Correct it or remove it."
+            ) from error
+
+    return checked
+
+
+def _place(given: Mapping[str, Any], name: str) -> str:
+    """Return where a setting that the caller did not give was set."""
+    if name in given:
+        return ""
+    variable = f"{PREFIX}{name.upper()}"
+    return f"environment {variable}" if any(each.upper() == variable for each in os.environ) else "ragfuse.toml"
+
+
+def _unknown_in_file(name: str, value: object) -> SettingsError:
+    """Return the error for a name in ragfuse.toml that is no setting."""
+    if isinstance(value, dict):
+        return SettingsError(
+            f"ragfuse.toml has a table [{name}]; wanted settings alone, above any table: leave out its heading.", name
+        )
+    told = meant(name, list(Settings.model_fields), "The settings are")
+    return SettingsError(f"There is no setting '{name}' (ragfuse.toml). {told}", name)
+
+
+Settings.__init__ = _in_words(Settings.__init__)  # type: ignore[method-assign]

@@ -28,7 +28,16 @@ BELOW_DOORS = {*VALUES, *BELOW_ENGINE, "admin", "engine"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "process": set(),
-    "settings": {"errors", "types.eviction", "types.levels", "types.selection", "types.tiers"},
+    "settings": {
+        "errors",
+        "types.arguments",
+        "types.eviction",
+        "types.levels",
+        "types.load_options",
+        "types.places",
+        "types.selection",
+        "types.tiers",
+    },
     "types": {"errors"},
     "fuse": {"errors", "types"},
     "codec": {"errors", "fuse.rope", "types"},
@@ -113,6 +122,7 @@ OF_EXTRAS = {"serve": {"fastapi", "httpx", "starlette", "uvicorn"}, "remote": {"
 LOADED_BY_RAY = {"ray/request_router.py", "ray/deployment.py"}  # which nothing imports but Ray, and functions
 BEHIND_EXTRAS |= {"ray"} | {name for names in OF_EXTRAS.values() for name in names}
 PUBLIC_PACKAGES = {"remote", "transfer"}  # for clients, and for engines that decode: what its __all__ names
+PUBLIC_FILES = {"types.arguments"}  # for classes of frameworks
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "local", "Lock", "RLock", "Event", "Condition", "Queue"}
@@ -266,13 +276,13 @@ def _is_mutable(value: ast.expr) -> bool:
 
 
 def no_open_keywords_below_the_engine(source: Source) -> Iterator[str]:
-    """In `hf` a callback may take what transformers hands it; only what `wraps` a function of theirs passes it on."""
+    """What `wraps` a function passes on what that takes; in `hf` a callback may take what transformers hands it."""
     if source.room not in {*VALUES, *BELOW_ENGINE} - {"telemetry"}:
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node.args.kwarg:
             name = node.args.kwarg.arg
-            if source.room != "hf" or (_passes_on(node, name) and not _wraps(node)):
+            if not _wraps(node) and (source.room != "hf" or _passes_on(node, name)):
                 yield f"line {node.lineno}: **{name}"
 
 
@@ -313,7 +323,8 @@ def integrations_use_public_names(source: Source) -> Iterator[str]:
     public = _public_names()
     for item in source.imports:
         name = item.path.removeprefix("ragfuse").lstrip(".")
-        if item.root == "ragfuse" and name and name not in public and name.split(".")[0] not in PUBLIC_PACKAGES:
+        is_public = name in public or name.split(".")[0] in PUBLIC_PACKAGES or name.rpartition(".")[0] in PUBLIC_FILES
+        if item.root == "ragfuse" and name and not is_public:
             yield f"line {item.line}: '{item.path}' is not a public name of ragfuse"
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "ragfuse" and node.attr not in public:

@@ -16,9 +16,11 @@ from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, KVStore
 from ragfuse.store.named import as_entry, value_of
 from ragfuse.store.tenants import hidden
+from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.keys import ChunkKey, digest
 
 
+@checks_arguments
 class ByteStore:
     """A mapping of names to bytes in a folder or at a URL. Thread-safe, and shared with other processes.
 

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
-from pydantic_settings import SettingsError as PydanticSettingsError
 from rich.console import Console
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 
 def default_of(setting: str, value: str = "") -> str:
@@ -129,66 +122,11 @@ def settings_of(**given: Any) -> Settings:
     """
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0])
-        if first["type"] == "extra_forbidden":
-            raise SettingsError(_unknown(name, first["input"])) from error
-        told = _reason(name, [each for each in error.errors() if each["loc"][0] == name], name in given)
-        raise SettingsError(told) from None
-    except PydanticSettingsError as error:
-        name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")
-        raise SettingsError(
-            f"Wanted JSON in RAGFUSE_{name.upper()}, found something else. Correct the variable or remove it."
-        ) from None
-    except (ValueError, OSError) as error:  # ragfuse.toml itself
-        raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Correct it or remove it.") from error
-
-
-_MAY_BE_SECRET = ("tiers", "salt", "api_key", "api_keys", "decode_at", "decode_key", "model_kwargs", "transfer_url")
-"""Settings whose values are in no message."""
-_WORDS = (
-    ("Value error, ", ""),
-    ("Input should be a valid integer, unable to parse string as an integer", "wanted a whole number"),
-    ("Input should be a valid number, unable to parse string as a number", "wanted a number"),
-    ("Input should be a valid boolean, unable to interpret input", "wanted true or false"),
-    ("Input should be greater than or equal to", "wanted at least"),
-    ("Input should be less than or equal to", "wanted at most"),
-    ("Input should be greater than", "wanted more than"),
-    ("Input should be less than", "wanted less than"),
-    ("Input should be", "wanted"),
-)
-"""How pydantic says what it wanted, and how this command line does."""
-
-
-def _unknown(name: str, value: object) -> str:
-    """Say that ragfuse.toml, or a program, gives a setting that there is none of, and which one may be meant."""
-    if isinstance(value, dict):
-        return f"ragfuse.toml has a table [{name}]; wanted settings alone, above any table: leave out its heading."
-    near = get_close_matches(name.lower(), Settings.model_fields, 1)
-    meant = f"Did you mean {near[0]}?" if near else f"The settings are: {', '.join(Settings.model_fields)}."
-    return f"There is no setting '{name}' (ragfuse.toml). {meant}"
-
-
-def _reason(name: str, errors: Sequence[ErrorDetails], is_given: bool) -> str:
-    """Return what a setting should be, what it is, unless that may be a secret, and where it was set.
-
-    Args:
-        name: The setting.
-        errors: What pydantic says of it.
-        is_given: Whether an option of the command line set it.
-    """
-    wanted = list[str]()
-    for each in errors:
-        said = each["msg"]
-        for theirs, ours in _WORDS:
-            said = said.replace(theirs, ours, 1)
-        wanted.append(said.removeprefix("wanted ") if wanted else said)
-    told, variable = " or ".join(dict.fromkeys(wanted)), f"RAGFUSE_{name.upper()}"
-    is_variable = any(each.upper() == variable for each in os.environ)
-    where = f"--{name.replace('_', '-')}" if is_given else f"environment {variable}" if is_variable else "ragfuse.toml"
-    found = "" if name in _MAY_BE_SECRET or "found" in told else f", found {errors[0]['input']!r}"
-    return f"{name}: {told}{found}{'' if variable in told else f' ({where})'}."
+    except SettingsError as error:
+        told, name = str(error), error.argument
+        if given.get(name) is None or f"RAGFUSE_{name.upper()}" in told:
+            raise
+        raise SettingsError(f"{told.removesuffix('.')} (--{name.replace('_', '-')}).", name) from None
 
 
 def prepare_model(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse.errors import SettingsError
+from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.keys import whole_text
 from ragfuse.types.selection import known_policy
@@ -57,6 +58,7 @@ _FIELD_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
 """The types that each field of an `Ask` accepts, and their name in an error message."""
 
 
+@checks_arguments
 @dataclass(frozen=True)
 class Ask:
     """The options of one answer; None means the value in the settings.

@@ -62,6 +62,7 @@ from ragfuse.text.chat_messages import Content
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.text.chunks import KnownChunks, Marker, Piece
 from ragfuse.types.answer import Answer
+from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.keys import ChunkKey, whole_text
 from ragfuse.types.model_card import ModelCard
@@ -80,6 +81,7 @@ def _ignore(*what: object) -> None:
     """Ignore progress."""
 
 
+@checks_arguments
 class Engine:
     """A model with a store of KV caches, which answers prompts and reuses the KV of their chunks. Thread-safe.
 

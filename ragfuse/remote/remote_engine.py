@@ -32,6 +32,7 @@ from ragfuse.schemas.nodes import Schema
 from ragfuse.settings import Settings
 from ragfuse.text.chunks import Marker
 from ragfuse.types.answer import Answer, Trace
+from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.model_card import ModelCard
 
@@ -43,6 +44,7 @@ MAX_COUNTED = 1024
 """Texts whose token ids are kept."""
 
 
+@checks_arguments
 class RemoteEngine:
     """A client of `ragfuse serve` with the interface of an `Engine` (`Answerer`). Thread-safe; it opens no store.
 

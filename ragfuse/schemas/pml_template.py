@@ -17,6 +17,7 @@ from ragfuse.schemas.frontends.templates import Syntax, filled, from_template, p
 from ragfuse.schemas.nodes import Import, MessageNode, Param, PMLPrompt, Schema, SourcePosition, TextNode, inner
 from ragfuse.schemas.pml import is_name, parse_prompt, parse_schema, read, to_pml
 from ragfuse.schemas.pml_writer import NO_TEXT
+from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.keys import digest
 
 Change = Callable[[str, SourcePosition], str]
@@ -56,6 +57,7 @@ class FilledTemplate(str):
         return self.request, self.schema, self.progress, self._schema_digest
 
 
+@checks_arguments
 class PMLTemplate:
     """A prompt in PML over a schema, with variables in its texts, messages and arguments, which `fill` replaces.
 

@@ -76,7 +76,7 @@ def test_a_policy_that_is_none_is_refused_wherever_it_comes_from(monkeypatch, tm
     told = "policy: wanted one of: auto, full, .*, lego-N .*; found 'hkdv'; did you mean hkvd"
     with pytest.raises(SettingsError, match=rf"{told}.*--policy"):
         settings_of(policy="hkdv")
-    with pytest.raises(ValueError, match="found 'hkdv'; did you mean hkvd"):
+    with pytest.raises(SettingsError, match="found 'hkdv'; did you mean hkvd"):
         Settings(policy="hkdv")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ragfuse.toml").write_text('policy = "hkdv"')

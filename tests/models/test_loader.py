@@ -206,9 +206,9 @@ def test_other_options_of_langchains_models_are_those_of_generate(tiny_settings:
 
 
 def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant() -> None:
-    with pytest.raises(ValueError, match="'revison' is not an option for loading a model; did you mean revision"):
+    with pytest.raises(SettingsError, match="'revison' is not an option for loading a model; did you mean revision"):
         Settings(model_kwargs={"revison": "main"})
-    with pytest.raises(ValueError, match="wanted a JSON object of options by name"):
+    with pytest.raises(SettingsError, match="wanted a JSON object of options by name"):
         Settings(model_kwargs="[1]")
 
 

@@ -590,7 +590,7 @@ def test_a_name_of_its_own_is_used(settings: Settings, peer: VLLM, place: Transf
     ],
 )
 def test_an_address_that_is_none_is_refused(url: str, words: str) -> None:
-    with pytest.raises(ValueError, match="decode_at") as raised:
+    with pytest.raises(SettingsError, match="decode_at") as raised:
         Settings(decode_at=url)
     assert words in str(raised.value)
 
@@ -607,7 +607,7 @@ def test_a_key_is_neither_shown_nor_saved() -> None:
     assert KEY not in repr(settings)
     with pytest.raises(SettingsError, match="RAGFUSE_DECODE_KEY"):
         settings.as_public()
-    with pytest.raises(ValueError, match="printable"):
+    with pytest.raises(SettingsError, match="printable"):
         Settings(decode_key="a\nb")
 
 

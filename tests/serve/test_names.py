@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ragfuse import Settings
+from ragfuse import Settings, SettingsError
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.page_routes import HEADERS
 from tests.serve.kit import Served, process, said, serving, wait_for
@@ -80,7 +80,7 @@ def test_the_command_takes_names_and_says_where_the_page_is(tiny_settings: Setti
 
 def test_names_that_are_no_names_are_refused() -> None:
     for given in ([1], 7):
-        with pytest.raises(ValueError, match="wanted names"):
+        with pytest.raises(SettingsError, match="wanted names"):
             Settings(served_model_name=given)
 
 

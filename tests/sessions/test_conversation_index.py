@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from ragfuse import Settings
+from ragfuse import Settings, SettingsError
 from ragfuse.plan.evict import ConversationEvictor, lru
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import HistoryMessage, KVSpan, Session, Turn
@@ -93,5 +92,5 @@ def test_the_policy_is_named_by_a_setting(tmp_path):
     assert ahead.together(KEYS[0], KEYS[1])
     assert not ahead.together(KEYS[0], KEYS[2])
     for name in ("random", "fifo", ""):  # fifo is for simulations: tiers do not record arrivals
-        with pytest.raises(ValidationError, match="evict"):
+        with pytest.raises(SettingsError, match="evict"):
             Settings(home=tmp_path, evict=name)

@@ -1,10 +1,9 @@
 """A store from its settings: tiers in order, by kind, each as large as is said; no password in what is told."""
 
 import pytest
-from pydantic import ValidationError
 
 from ragfuse.codec import RAW, UniformCodec
-from ragfuse.errors import StoreError
+from ragfuse.errors import SettingsError, StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store, open_tier
@@ -86,7 +85,7 @@ def test_no_password_is_told(url):
 
 
 def test_settings_do_not_tell_what_they_were_given(tmp_path):
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(SettingsError) as caught:
         Settings(tiers={"redis://:hunter2@h": 1})
     assert "hunter2" not in str(caught.value)
 

@@ -172,6 +172,18 @@ def test_options_hold_for_the_generator_and_for_a_call(change: dict[str, Any], e
     assert replied(fixed, generation_kwargs={"max_tokens": 1}).meta["usage"]["completion_tokens"] == 1
 
 
+def test_a_misspelt_argument_is_told_with_what_is_meant(engine: Engine) -> None:
+    with pytest.raises(SettingsError, match=r"^RagfuseChatGenerator has no argument 'modle'\. Did you mean model\?$"):
+        RagfuseChatGenerator(modle="x")
+    with pytest.raises(SettingsError, match=r"^dtype: wanted 'auto', .* found 'flot32'\.$"):
+        RagfuseChatGenerator(dtype="flot32")
+    assert set(inspect.signature(RagfuseChatGenerator.__init__).parameters) >= {"model", "engine", "tools"}
+    saved = RagfuseChatGenerator(settings=engine.settings).to_dict()
+    saved["init_parameters"]["generation_kwarg"] = {}
+    with pytest.raises(SettingsError, match="Did you mean generation_kwargs"):
+        RagfuseChatGenerator.from_dict(saved)
+
+
 def test_an_unknown_option_is_refused_when_it_is_given(llm: RagfuseChatGenerator, engine: Engine) -> None:
     with pytest.raises(InputError, match="no 'loudness'; wanted policy, ratio"):
         llm.run(ASKED, generation_kwargs={"loudness": 3})

@@ -22,10 +22,12 @@ from langchain_ragfuse.prompts import pml_of, ready
 from langchain_ragfuse.tools import choice_of, parsed_into, structured, tools_of
 from ragfuse import Answer, Ask
 from ragfuse.remote import Answerer
+from ragfuse.types.arguments import checks_arguments
 
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "strict")
 
 
+@checks_arguments
 class ChatRagFuse(RagFuseModel, BaseChatModel):
     """A local chat model that reuses the stored KV of retrieved chunks and computes only the rest of the prompt.
 

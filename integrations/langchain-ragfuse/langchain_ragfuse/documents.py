@@ -17,6 +17,7 @@ from langchain_ragfuse.messages import source_of, to_ragfuse_messages
 from langchain_ragfuse.progress import Progress, shown
 from ragfuse import ChatMessage, Ingested, InputError
 from ragfuse.remote import Answerer, is_answerer
+from ragfuse.types.arguments import checks_arguments
 
 PAGE = PromptTemplate.from_template("{page_content}")
 SAMPLE_DOCUMENT = (
@@ -25,6 +26,7 @@ SAMPLE_DOCUMENT = (
 """A document that stands in for the others to find out what a prompt has before them."""
 
 
+@checks_arguments
 class RagFuseIndexer(BaseDocumentTransformer):
     """Encodes documents ahead of questions: an indexed document is found in any prompt and its KV is reused.
 

@@ -17,10 +17,12 @@ from langchain_ragfuse.callbacks import batch_parents
 from langchain_ragfuse.prompts import ready
 from ragfuse import Answer, Ask, InputError
 from ragfuse.remote import Answerer
+from ragfuse.types.arguments import checks_arguments
 
 COUNTED = ("input_tokens", "output_tokens", "total_tokens")
 
 
+@checks_arguments
 class RagFuseLLM(RagFuseModel, BaseLLM):
     """A local text model that reuses the stored KV of retrieved chunks and computes only the rest of the prompt.
 

@@ -18,6 +18,7 @@ from langchain_ragfuse.base import RagFuseModel
 from langchain_ragfuse.progress import Progress, shown
 from ragfuse import Ingested, InputError, PMLTemplate
 from ragfuse.remote import Answerer
+from ragfuse.types.arguments import checks_arguments
 
 T = TypeVar("T")
 Filled = PMLTemplate.Filled
@@ -63,6 +64,7 @@ class PMLPromptValue(PromptValue):
         return [PMLMessage.of(self._filled)]
 
 
+@checks_arguments
 class PMLPromptTemplate(BasePromptTemplate[str]):
     """A prompt template whose fixed texts are encoded once: `PMLPromptTemplate(schema, prompt) | llm`.
 

@@ -14,8 +14,10 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field
 
 from langchain_ragfuse.documents import PAGE, engine_of, text_of
+from ragfuse.types.arguments import checks_arguments
 
 
+@checks_arguments
 class RagFuseRetriever(BaseRetriever):
     """A wrapper of a retriever: it returns the same documents and starts copying their stored KV to memory.
 
@@ -23,7 +25,7 @@ class RagFuseRetriever(BaseRetriever):
     the prompt by which the chain formats each document.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     retriever: Runnable[str, list[Document]]
     llm: Any = Field(repr=False)

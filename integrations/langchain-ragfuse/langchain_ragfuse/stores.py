@@ -8,8 +8,10 @@ from pathlib import Path
 from langchain_core.stores import BaseStore
 
 from ragfuse import ByteStore, Settings
+from ragfuse.types.arguments import checks_arguments
 
 
+@checks_arguments
 class RagFuseByteStore(BaseStore[str, bytes]):
     """Values in bytes by name, in the disk tier of the chunk store or in another place.
 

@@ -13,11 +13,54 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
-from langchain_ragfuse import ChatRagFuse, RagFuseByteStore, RagFuseLLM, create_fused_documents_chain
+from langchain_ragfuse import (
+    ChatRagFuse,
+    PMLPromptTemplate,
+    RagFuseByteStore,
+    RagFuseIndexer,
+    RagFuseLLM,
+    RagFuseRetriever,
+    create_fused_documents_chain,
+)
 
 from ragfuse import Engine, Grammar, InputError, ModelError, RagFuseError, Settings, SettingsError
 
+PML = "<schema name='a'>A door.</schema>"
 TEXT = "The lighthouse keeper counted forty ships that night and wrote all their names down."
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "told"),
+    [
+        (ChatRagFuse, {"modle": "x"}, "ChatRagFuse has no argument 'modle'. Did you mean model?"),
+        (
+            ChatRagFuse,
+            {"stop_sequence": []},
+            "has no argument 'stop_sequence'. Did you mean stop_sequences?",
+        ),
+        (ChatRagFuse, {"calbacks": []}, "ChatRagFuse has no argument 'calbacks'. Did you mean callbacks?"),
+        (ChatRagFuse, {"ratio": 3}, "ratio: wanted at most 1, found 3."),
+        (ChatRagFuse, {"dtype": "flot32"}, "dtype: wanted 'auto', 'float32', 'bfloat16' or 'float16', found 'flot32'."),
+        (ChatRagFuse, {"engine": "x"}, "engine: wanted a ragfuse.Engine or a ragfuse.RemoteEngine, found a str."),
+        (RagFuseLLM, {"modle": "x"}, "RagFuseLLM has no argument 'modle'. Did you mean model?"),
+        (RagFuseRetriever, {"retriver": None}, "RagFuseRetriever has no argument 'retriver'. Did you mean retriever?"),
+        (RagFuseRetriever, {"llm": None}, "RagFuseRetriever needs the argument 'retriever', which is missing."),
+        (RagFuseIndexer, {"document_promt": 1}, "has no argument 'document_promt'. Did you mean document_prompt?"),
+        (RagFuseByteStore, {"namespce": "a"}, "has no argument 'namespce'. Did you mean namespace?"),
+        (PMLPromptTemplate, {"schema": PML, "progres": True}, "has no argument 'progres'. Did you mean progress?"),
+    ],
+)
+def test_a_misspelt_argument_is_told_with_what_is_meant(kind: Any, given: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        kind(**given)
+    assert str(refused.value).endswith(told)
+
+
+def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine, callbacks=[], tags=["a"], metadata={"b": 1}, stop_sequences=["."], cache=False)
+    assert (llm.tags, llm.metadata["b"], llm.stop) == (["a"], 1, ["."])
+    found = RunnableLambda(lambda query: [Document(TEXT)])
+    assert RagFuseRetriever(retriever=found, llm=llm, tags=["c"], name="d").tags == ["c"]
 
 
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])

@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Rem
 from langchain_ragfuse import ChatRagFuse
 from langchain_ragfuse.messages import to_ragfuse_messages
 
-from ragfuse import Engine, InputError, Settings
+from ragfuse import Engine, InputError, Settings, SettingsError
 
 FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
@@ -109,7 +109,7 @@ def test_a_deadline_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
     assert llm._ask(None, {"deadline_s": 0.5}).deadline_s == 0.5
     assert llm._identifying_params["deadline_s"] == 5.0
     assert llm.invoke(ASKED, deadline_s=0.5).content == ChatRagFuse(engine=engine).invoke(ASKED).content
-    with pytest.raises(ValueError, match="deadline_s"):
+    with pytest.raises(SettingsError, match="deadline_s: wanted at least 0"):
         ChatRagFuse(engine=engine, deadline_s=-1.0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.callbacks.schema import EventPayload
-from llama_index.llms.ragfuse import RagFuseLLM
+from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, RagFuseSynthesizer
 from llama_index_llm_conformance import CALLS, CallbackRecorder
 
 from ragfuse import Engine, InputError, ModelError, Settings, SettingsError
@@ -82,8 +82,32 @@ async def test_wishes_that_nobody_knows_are_refused(llm: RagFuseLLM, call: str) 
 
 def test_fields_that_cannot_be_are_refused_at_once(tiny_settings: Settings) -> None:
     for wrong in ({"ratio": 2.0}, {"deadline_s": -1.0}, {"overflow": "cut"}, {"temprature": 1.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
+        with pytest.raises(SettingsError, match=next(iter(wrong))):
             RagFuseLLM(settings=tiny_settings, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "told"),
+    [
+        (RagFuseLLM, {"modle": "x"}, "RagFuseLLM has no argument 'modle'. Did you mean model?"),
+        (RagFuseLLM, {"callback_manger": None}, "has no argument 'callback_manger'. Did you mean callback_manager?"),
+        (RagFuseLLM, {"dtype": "flot32"}, "dtype: wanted 'auto', 'float32', 'bfloat16' or 'float16', found 'flot32'."),
+        (RagFuseLLM, {"engine": "x"}, "engine: wanted a ragfuse.Engine or a ragfuse.RemoteEngine, found a str."),
+        (RagFuseSynthesizer, {"streming": True}, "has no argument 'streming'. Did you mean streaming?"),
+        (KVPrecompute, {"llm": None, "colection": "a"}, "has no argument 'colection'. Did you mean collection?"),
+        (RagFuseLLM, {"settings": {"modle": "x"}}, "Settings has no argument 'modle'. Did you mean model?"),
+    ],
+)
+def test_a_misspelt_argument_is_told_with_what_is_meant(kind: Any, given: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        kind(**given)
+    assert str(refused.value).endswith(told)
+
+
+def test_fields_of_the_framework_are_taken_by_name_and_alias(engine: Engine) -> None:
+    llm = RagFuseLLM(engine=engine, callback_manager=CallbackManager(), system_prompt="Be brief.")
+    assert llm.system_prompt == "Be brief."
+    assert RagFuseLLM(model_name=engine.settings.model, settings=engine.settings).model == engine.settings.model
 
 
 async def test_what_was_serialised_names_model_and_store(llm: RagFuseLLM, engine: Engine) -> None:

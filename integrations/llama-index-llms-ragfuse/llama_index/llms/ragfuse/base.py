@@ -34,6 +34,7 @@ from pydantic import AfterValidator, SecretStr
 import ragfuse
 from ragfuse import Answer, AnswerStream, Ask, InputError, PMLTemplate, Settings
 from ragfuse.remote import Answerer, RemoteEngine, is_answerer
+from ragfuse.types.arguments import checks_arguments
 
 Prompt = Any
 """A prompt as an engine takes it: a text, messages, or a prompt in PML."""
@@ -54,6 +55,7 @@ def _checked_engine(engine: Any) -> Any:
     return engine
 
 
+@checks_arguments
 class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     """A local LLM that reuses the stored KV of retrieved nodes and computes only the rest of the prompt.
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.llms.ragfuse.base import RagFuseLLM
@@ -15,8 +15,10 @@ from llama_index.llms.ragfuse.ledger import Keep, Ledger
 from tqdm.auto import tqdm
 
 from ragfuse import Ingested, InputError
+from ragfuse.types.arguments import checks_arguments
 
 
+@checks_arguments
 class KVPrecompute(TransformComponent):
     """Encodes nodes ahead of questions, as the last step of an ingestion pipeline, after the splitter.
 
@@ -28,6 +30,8 @@ class KVPrecompute(TransformComponent):
         collection: Name of the documents of one docstore; docstores that share a chunk store need different names.
         show_progress: Show a bar if stderr is a terminal.
     """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     llm: RagFuseLLM = Field(exclude=True)
     collection: str = Field(default="default", description="Name of the documents of one docstore.")

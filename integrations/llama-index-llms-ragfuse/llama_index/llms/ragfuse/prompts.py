@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ragfuse import Ingested, InputError, PMLTemplate
 from ragfuse.remote import Answerer
+from ragfuse.types.arguments import checks_arguments
 
 T = TypeVar("T")
 Filled = PMLTemplate.Filled
@@ -41,6 +42,7 @@ class PMLMessage(ChatMessage):
         return cast("Filled | None", self._filled)
 
 
+@checks_arguments
 class PMLPromptTemplate(BasePromptTemplate):
     """A prompt template whose fixed texts are encoded once: `llm.predict(PMLPromptTemplate(schema, prompt), **values)`.
 

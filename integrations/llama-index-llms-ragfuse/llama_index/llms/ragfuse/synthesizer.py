@@ -23,6 +23,7 @@ from llama_index.llms.ragfuse.convert import source_of
 from llama_index.llms.ragfuse.structured import grammar_of
 
 from ragfuse import InputError
+from ragfuse.types.arguments import checks_arguments
 
 TEMPLATE_TOKENS = 64
 """Tokens reserved for the text that a chat template adds around messages."""
@@ -30,6 +31,7 @@ MIN_CONTEXT_TOKENS = 64
 """The least tokens of a context; below it there is an error."""
 
 
+@checks_arguments
 class RagFuseSynthesizer(BaseSynthesizer):
     """A synthesizer that puts as many whole nodes as fit into one prompt and refines the answer with the others.
 

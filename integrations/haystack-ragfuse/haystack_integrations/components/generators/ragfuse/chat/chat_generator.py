@@ -42,9 +42,11 @@ from haystack_integrations.components.generators.ragfuse.retrieved import listen
 
 from ragfuse import Answer, AnswerStream, Ask, InputError, Settings
 from ragfuse.remote import Answerer, RemoteEngine, is_answerer
+from ragfuse.types.arguments import checks_arguments
 
 
 @component
+@checks_arguments
 class RagfuseChatGenerator:
     """A local chat generator that reuses the stored KV of retrieved documents and computes only the rest of the prompt.
 

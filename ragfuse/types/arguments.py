@@ -1,0 +1,132 @@
+"""What is told where a constructor refuses its arguments: what was wanted, what was found, and which may be meant.
+
+For classes that users construct, those of frameworks too. Nothing here decides which arguments are right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ragfuse.errors import SettingsError
+
+__all__ = ["checks_arguments"]
+
+T = TypeVar("T", bound=type)
+MAX_VALUE_CHARS = 80
+"""Most characters of a value in a message."""
+WORDS = (
+    ("Value error, ", ""),
+    ("Input should be a valid integer, unable to parse string as an integer", "wanted a whole number"),
+    ("Input should be a valid integer", "wanted a whole number"),
+    ("Input should be a valid number, unable to parse string as a number", "wanted a number"),
+    ("Input should be a valid number", "wanted a number"),
+    ("Input should be a valid boolean, unable to interpret input", "wanted true or false"),
+    ("Input should be a valid boolean", "wanted true or false"),
+    ("Input should be a valid string", "wanted a text"),
+    ("Input should be a valid dictionary", "wanted a mapping"),
+    ("Input should be a valid list", "wanted a list"),
+    ("Input is not a valid path", "wanted a path"),
+    ("Input should be greater than or equal to", "wanted at least"),
+    ("Input should be less than or equal to", "wanted at most"),
+    ("Input should be greater than", "wanted more than"),
+    ("Input should be less than", "wanted less than"),
+    ("Input should be", "wanted"),
+)
+"""How pydantic says what it wanted, and how ragfuse does."""
+
+
+def checks_arguments(cls: T) -> T:
+    """Decorate a class, so that its constructor raises SettingsError for a name or value that it does not take.
+
+    Subclasses have the same. Positions and missing arguments of a class without fields stay Python's own errors.
+
+    Args:
+        cls: A class with fields that pydantic checks, or one whose `__init__` names all that it takes.
+    """
+    init = cls.__init__  # type: ignore[misc]
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    names = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        strange = [] if takes_any else [name for name in given if name not in names]
+        if strange:
+            raise unknown_argument(type(self).__name__, strange[0], names)
+        try:
+            init(self, *args, **given)
+        except ValidationError as error:
+            if not isinstance(self, BaseModel) or error.title != type(self).__name__:  # that of another object
+                raise
+            raise refused_arguments(error, type(self)) from None
+
+    cls.__init__ = checked  # type: ignore[misc]
+    return cls
+
+
+def unknown_argument(owner: str, name: str, known: Sequence[str]) -> SettingsError:
+    """Return the error for an argument that there is not, with the one that may be meant.
+
+    Args:
+        owner: The class that does not take it.
+        name: What was given.
+        known: What the class takes.
+    """
+    return SettingsError(f"{owner} has no argument '{name:.80}'. {meant(name, known)}", name)
+
+
+def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
+    """Return the sentence that says which known name may be meant by another, or all that there are.
+
+    Args:
+        name: What was given.
+        known: All names that there are.
+        all_known: How a sentence begins that names them all.
+    """
+    near = get_close_matches(name.lower(), known, 1)
+    return f"Did you mean {near[0]}?" if near else f"{all_known}: {', '.join(known)}."
+
+
+def refused_arguments(
+    error: ValidationError, cls: type[BaseModel], place: Callable[[str], str] = lambda name: ""
+) -> SettingsError:
+    """Return an error that tells in words what pydantic refused: first a name that there is not, else the first value.
+
+    Args:
+        error: What pydantic raised.
+        cls: The class whose fields it checked.
+        place: Returns where the value of a field was set, for people; "" where the caller gave it.
+    """
+    errors = error.errors(include_url=False)
+    strange = next((each for each in errors if each["type"] == "extra_forbidden" and len(each["loc"]) == 1), None)
+    if strange is not None:
+        aliases = [field.alias for field in cls.model_fields.values() if field.alias]
+        return unknown_argument(cls.__name__, str(strange["loc"][0]), [*cls.model_fields, *aliases])
+    first = errors[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return SettingsError(f"{cls.__name__} needs the argument '{name}', which is missing.", name)
+    field = next((field for known, field in cls.model_fields.items() if name in (known, field.alias)), None)
+    told = _told([each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1]])
+    is_secret = field is None or not field.repr
+    found = "" if is_secret or "found" in told else f", found {first['input']!r:.{MAX_VALUE_CHARS}}"
+    where = place(name)
+    return SettingsError(f"{name}: {told}{found}{f' ({where})' if where and where not in told else ''}.", name)
+
+
+def _told(messages: Sequence[str]) -> str:
+    """Return what was wanted of one field, in words: any of what its alternatives wanted."""
+    wanted = list[str]()
+    for said in messages:
+        for theirs, ours in WORDS:
+            if said.startswith(theirs):
+                said = ours + said.removeprefix(theirs)
+                break
+        wanted.append(said.removeprefix("wanted ") if wanted else said)
+    return " or ".join(dict.fromkeys(wanted))
