@@ -97,6 +97,7 @@ ROOMS: dict[str, set[str]] = {
         "store",
         "telemetry.progress",
         "text.Piece",
+        "text.mended",
         "plan.explanation",
     },
     "__main__": {"cli"},
@@ -122,7 +123,7 @@ OF_EXTRAS = {"serve": {"fastapi", "httpx", "starlette", "uvicorn"}, "remote": {"
 LOADED_BY_RAY = {"ray/request_router.py", "ray/deployment.py"}  # which nothing imports but Ray, and functions
 BEHIND_EXTRAS |= {"ray"} | {name for names in OF_EXTRAS.values() for name in names}
 PUBLIC_PACKAGES = {"remote", "transfer"}  # for clients, and for engines that decode: what its __all__ names
-PUBLIC_FILES = {"types.arguments"}  # for classes of frameworks
+PUBLIC_FILES = {"types.arguments", "types.whole_text"}  # for classes of frameworks
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "local", "Lock", "RLock", "Event", "Condition", "Queue"}

@@ -18,8 +18,6 @@ from xml.etree import ElementTree
 
 from ragfuse.errors import InputError
 
-log = logging.getLogger("ragfuse.cli")
-
 TEXT_TYPES, HTML_TYPES, PDF_TYPES = (".txt", ".md", ".rst", ".text", ".markdown"), (".html", ".htm"), (".pdf",)
 _CODE = (
     "py pyi js mjs ts jsx tsx java kt scala groovy c h cc cpp hpp cs go rs rb php swift m r jl lua pl sh bash",
@@ -191,12 +189,12 @@ def encoding_of(data: bytes) -> str:
 def texts_of(file: Path) -> Iterable[str]:
     """Return the texts of a document, by LangChain's loaders where they support its type.
 
-    Halves of surrogate pairs become U+FFFD.
+    NUL and halves of surrogate pairs become U+FFFD.
 
     Raises:
         InputError: The document cannot be parsed, or contains no text.
     """
-    from ragfuse.types.keys import whole_text
+    from ragfuse.text.mended import mended_value
 
     suffix = file.suffix.lower()
     try:
@@ -206,12 +204,10 @@ def texts_of(file: Path) -> Iterable[str]:
     except Exception as error:
         reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({reason}). Repair it or leave it out.") from error
-    texts = [whole_text(text) for text in raw_texts]
-    if not any(text.strip() for text in texts):
+    if not any(text.strip() for text in raw_texts):
         hint = "if its pages are scanned, run OCR on it first" if suffix in PDF_TYPES else "leave it out"
         raise InputError(f"'{file}' contains no text; {hint}.")
-    if texts != raw_texts:
-        log.warning("'%s' has invalid Unicode (lone surrogates); U+FFFD replaces each of them.", whole_text(str(file)))
+    texts: list[str] = mended_value(raw_texts, f"'{file}'")
     return texts
 
 

@@ -146,7 +146,7 @@ def _forget(
 ) -> ForgottenTexts:
     """Remove chunks of documents from the store; `holders`: their texts, each with a document that holds it, or ""."""
     from ragfuse.store.deletion import LEARNT, ForgottenTexts, forget_sources
-    from ragfuse.types.keys import whole_text
+    from ragfuse.types.whole_text import whole_text
 
     texts = {text: whole_text(holder) for text, holder in holders.items()}
     gone = {*map(whole_text, sources), LEARNT}

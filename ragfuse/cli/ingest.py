@@ -239,7 +239,7 @@ def add_files(
     Raises:
         InputError: No file holds text.
     """
-    from ragfuse.types.keys import whole_text
+    from ragfuse.types.whole_text import whole_text
 
     chunks, failed = list[tuple[str, str]](), list[tuple[Path, str]]()
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()

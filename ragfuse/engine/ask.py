@@ -13,10 +13,11 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse.errors import SettingsError
+from ragfuse.text.mended import mended_value
 from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.grammar import Grammar
-from ragfuse.types.keys import whole_text
 from ragfuse.types.selection import known_policy
+from ragfuse.types.whole_text import whole_text
 
 RESERVED = frozenset(
     {
@@ -203,6 +204,9 @@ class Ask:
                 "out; how a prompt ends is set with continue_final_message, and its tools with tools."
             )
         object.__setattr__(self, "options", _checked_options(self.options))
+        object.__setattr__(self, "tools", mended_value(self.tools, "A tool"))
+        whole = mended_value(self.chat_template_kwargs, "A variable of the chat template")
+        object.__setattr__(self, "chat_template_kwargs", whole)
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not all(isinstance(stop, str) and stop for stop in stops):
             raise SettingsError(f"stop is {self.stop!r:.80}; wanted texts of at least one character. Leave others out.")

@@ -64,12 +64,13 @@ from ragfuse.text.chunks import KnownChunks, Marker, Piece
 from ragfuse.types.answer import Answer
 from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.ingested import Ingested
-from ragfuse.types.keys import ChunkKey, whole_text
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.model_card import ModelCard
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import MachineProfile, ModelProfile
 from ragfuse.types.prompt import Prompt
 from ragfuse.types.selection import known_policy
+from ragfuse.types.whole_text import whole_text
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "RegisteredSchema"]
 

@@ -16,7 +16,7 @@ from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import chunk_of, forget_chunks
 from ragfuse.types.ingested import Ingested
-from ragfuse.types.keys import whole_text
+from ragfuse.types.whole_text import whole_text
 
 
 @dataclass(frozen=True)

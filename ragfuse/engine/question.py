@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -15,9 +14,9 @@ from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.schemas.pml import parse_prompt, read
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import Piece
-from ragfuse.types.keys import whole_text
-
-log = logging.getLogger("ragfuse.engine")
+from ragfuse.text.mended import mended, mended_value
+from ragfuse.types.answer import ToolCall
+from ragfuse.types.whole_text import whole_text
 
 ChatInput = str | Sequence[tuple[str, Content] | ChatMessage]
 """One text, or messages for the chat template, each a (role, content) pair or a `ChatMessage`."""
@@ -38,23 +37,15 @@ def is_ids(question: object) -> TypeGuard[Ids]:
     return isinstance(question[0], Integral) and not isinstance(question[0], bool)
 
 
-def mended(text: str, what: str) -> str:
-    """Return a text without lone surrogates (U+FFFD replaces them); log a warning that names the text by `what`."""
-    whole = whole_text(text)
-    if whole is not text:
-        log.warning("%s has invalid characters (lone surrogates); each is replaced by U+FFFD.", whole_text(what))
-    return whole
-
-
 def mended_content(content: Content) -> Content:
-    """Return a message's content, and the sources of its chunks, without lone surrogates."""
+    """Return a message's content, and the sources of its chunks, as `whole_text` does."""
     if isinstance(content, str):
         return mended(content, "The prompt")
     return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
 
 
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (text, source) of documents without lone surrogates; raise InputError for anything else than such pairs."""
+    """Yield (text, source) of documents as `whole_text` does; raise InputError for anything else than such pairs."""
     if isinstance(texts, str):
         raise InputError(
             f"Documents are a list of (text, source) pairs; found the text {texts!r:.80}. Write [(text, source)]."
@@ -68,7 +59,7 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
 
 
 def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
-    """Return a question without lone surrogates; token ids are returned unchanged."""
+    """Return a question with its texts as `whole_text` does; token ids are returned unchanged."""
     if is_ids(question):
         return question
     question = cast(ChatInput, question)
@@ -80,6 +71,8 @@ def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
             content=mended_content(message.content),
             name=whole_text(message.name),
             reasoning=mended(message.reasoning, "The prompt"),
+            tool_calls=tuple(map(_mended_call, message.tool_calls)),
+            tool_call_id=whole_text(message.tool_call_id),
         )
         for message in messages_of(question)
     ]
@@ -153,6 +146,12 @@ def _mended_part(part: str | Piece) -> str | Piece:
     source = whole_text(part.source)
     text = mended(part.text, f"'{source}'" if source else "The prompt")
     return part if text is part.text and source is part.source else replace(part, text=text, source=source)
+
+
+def _mended_call(call: ToolCall) -> ToolCall:
+    given = call.name, dict(call.arguments), call.id
+    whole = mended_value(given, "A call of a tool")
+    return call if whole is given else ToolCall(*whole)
 
 
 def _message(given: object) -> ChatMessage:

@@ -34,9 +34,9 @@ from ragfuse.hf.states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.process.fork import ForkLock, at_fork
-from ragfuse.types.keys import whole_text
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import ModelProfile
+from ragfuse.types.whole_text import whole_text
 
 __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 

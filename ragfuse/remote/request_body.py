@@ -15,8 +15,8 @@ from ragfuse.schemas.pml import to_pml
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import Marker, Piece
 from ragfuse.types.grammar import Grammar
-from ragfuse.types.keys import whole_text
 from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
+from ragfuse.types.whole_text import whole_text
 
 Json = dict[str, Any]
 CHAT, TEXT = "chat/completions", "completions"

@@ -33,6 +33,7 @@ from ragfuse.schemas.nodes import (
     check_scope,
 )
 from ragfuse.schemas.pml_writer import to_pml
+from ragfuse.text.mended import mended
 
 __all__ = ["MAX_DEPTH", "MAX_ELEMENTS", "MAX_LENGTH", "MAX_PML_CHARS", "MAX_ROOM", "PML_ROLES", "PML_TAGS"]
 __all__ += ["is_name", "one_of", "parse", "parse_prompt", "parse_schema", "read", "to_pml"]
@@ -83,7 +84,7 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
     Raises:
         PMLError: The text cannot be parsed; the error carries the place.
     """
-    return _Reader(text, file).read()
+    return _Reader(mended(text, file or "A text in PML"), file).read()
 
 
 def parse_schema(text: str, file: str = "") -> Schema:
@@ -174,10 +175,6 @@ class _Reader:
             raise PMLError(f"{len(self._text)} characters", f"at most {MAX_PML_CHARS}", self._file)
         try:
             self._parser.Parse(self._text.encode(), True)
-        except UnicodeEncodeError as error:
-            raise PMLError(
-                f"half a character (lone surrogate) at {error.start}", "valid Unicode", self._file
-            ) from error
         except expat.ExpatError as error:
             raise self._malformed(error) from None
         assert self._found is not None  # expat: no element found

@@ -20,6 +20,7 @@ from ragfuse.schemas.nodes import (
     TextNode,
     Union,
 )
+from ragfuse.types.whole_text import whole_text
 
 NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML cannot represent."""
@@ -28,12 +29,14 @@ NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def to_pml(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item) -> str:
     """Return a node as PML text that parses back to an equal node, with neighbouring texts merged.
 
+    Texts are written as `whole_text` has them.
+
     Raises:
         PMLError: A text has a character that XML cannot represent.
     """
     parts: list[str] = []
     _write(node, parts)
-    text = "".join(parts)
+    text = whole_text("".join(parts))
     if bad := NO_TEXT.search(text):
         raise PMLError(f"character {bad.group()!r} in a text", "characters that XML allows")
     return text

@@ -7,6 +7,7 @@ bytes and by `MAX_MARKS`, so that none delays the requests behind it for long.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from ragfuse.serve.fields import in_words, told_errors
 from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
+from ragfuse.text.mended import mended_value
 
 MAX_BODY_DEPTH = 64
 """Nesting depth of objects and lists that a body may have."""
@@ -31,6 +33,8 @@ MAX_COMMAS = 262_144
 SCAN_NBYTES = 1 << 16
 """Bytes that are scanned in one step."""
 _BOM = "\ufeff"
+_ODD = re.compile(r"\\u(?:[dD]|0000)")
+"""Escapes of halves of surrogate pairs and of NUL."""
 
 
 def decoded(raw: bytes | bytearray) -> str:
@@ -100,7 +104,7 @@ def _quotes(step: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.bool_
 
 
 def parsed(raw: bytes, wanted: str = "JSON") -> Any:
-    """Parse a body; APIError (400) if it is not JSON or has half of a surrogate pair, which no tokenizer accepts.
+    """Parse a body, with its texts as `whole_text` does; APIError (400) if it is not JSON.
 
     `wanted`: what the error message says was wanted.
     """
@@ -111,28 +115,7 @@ def parsed(raw: bytes, wanted: str = "JSON") -> Any:
     except ValueError as error:  # also raised for a number of thousands of digits
         why = error.msg.lower() if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0].lower()
         raise APIError(400, f"The body is not valid JSON: {why}. Wanted {wanted}; correct it.", "json") from None
-    if "\\ud" in text or "\\uD" in text:
-        check_surrogates(value)
-    return value
-
-
-def check_surrogates(value: Any) -> None:
-    """Raise APIError (400) if a string anywhere in a JSON value holds half of a surrogate pair."""
-    pending = [value]
-    while pending:
-        each = pending.pop()
-        if isinstance(each, dict):
-            pending += each
-            pending += each.values()
-        elif isinstance(each, list):
-            pending += each
-        elif isinstance(each, str) and not each.isascii():
-            try:
-                each.encode()
-            except UnicodeEncodeError:
-                raise APIError(
-                    400, "A text has half of a surrogate pair. Escape both halves, such as \\ud83d\\ude00.", "half"
-                ) from None
+    return mended_value(value, "A request") if _ODD.search(text) else value
 
 
 def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:

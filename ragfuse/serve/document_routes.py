@@ -14,7 +14,6 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import DOCUMENTS_PATH, Service
-from ragfuse.types.keys import whole_text
 
 MAX_NAME = 256
 """Most characters of a document's name."""
@@ -51,7 +50,7 @@ def document_routes(service: Service) -> APIRouter:
         """Take a document and encode its passages in the background; ask for it again to see how far it is."""
         if (body.text is None) is (body.pdf is None):
             raise APIError(400, "Give either text or pdf, found both or neither.", "unusable", "text")
-        text = checked(whole_text(body.text)) if body.text is not None else ""
+        text = checked(body.text) if body.text is not None else ""
         document = StoredDocument(body.name, text, pdf_of(body.pdf) if body.pdf is not None else b"")
         (await lists.of(tenant_of(request))).add(document)
         return document.as_dict()

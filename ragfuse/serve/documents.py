@@ -31,6 +31,7 @@ from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.split import passages
 from ragfuse.store.deletion import leave_source
+from ragfuse.text.mended import mended
 from ragfuse.types.ingested import Ingested
 
 log = logging.getLogger("ragfuse.serve")
@@ -282,7 +283,8 @@ class TenantDocuments:
     async def _encode(self, document: StoredDocument) -> None:
         began_s, document.status = time.monotonic(), "reading"
         if document.pdf:
-            document.text = checked(await asyncio.to_thread(text_of_pdf, document.pdf))
+            text = await asyncio.to_thread(text_of_pdf, document.pdf)
+            document.text = checked(mended(text, f"'{document.name}'"))
             document.pdf = b""
         document.passages = await self._turn(lambda engine: _split(engine, document.text))
         document.text, document.status = "", "encoding"

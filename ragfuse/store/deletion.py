@@ -13,8 +13,9 @@ from ragfuse.store import KVStore
 from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import CatalogQueries
 from ragfuse.store.tenants import tenants_in
-from ragfuse.types.keys import ChunkKey, whole_text
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
+from ragfuse.types.whole_text import whole_text
 
 log = logging.getLogger("ragfuse.store")
 

@@ -25,6 +25,7 @@ from ragfuse.process.fork import ForkLock
 from ragfuse.text.beginnings import LETTER, Beginnings, Family
 from ragfuse.text.fingerprints import Fingerprints, Residues, residue, secret_prime
 from ragfuse.types.keys import digest
+from ragfuse.types.whole_text import whole_text
 
 _START = re.compile(rf"(?:(?<!{LETTER})|(?!{LETTER}))\S")
 MIN_SLOTS, SLOTS_PER_TEXT = 1 << 10, 32
@@ -200,8 +201,11 @@ class Marker:
         self._prime = secret_prime(blake3(secret, derive_key_context="ragfuse chunk marks 2, prime").digest())
 
     def mark(self, text: str, source: str = "") -> str:
-        """Return `text` between marks, which `split` removes; neither end is white space, so stripping is harmless."""
-        name = _name(source)
+        """Return `text` between marks, which `split` removes; neither end is white space, so stripping is harmless.
+
+        Text and source are marked as `whole_text` has them, as they are read so in a prompt.
+        """
+        text, name = whole_text(text), _name(whole_text(source))
         tag = self._tag(len(text), name, residue(text, self._prime))
         return f"[[chunk:{len(text)}:{name}:{tag}]]{text}[[end:{tag}]]"
 

@@ -25,18 +25,6 @@ def digest(*parts: str | bytes) -> str:
     return hasher.hexdigest(length=16)
 
 
-def whole_text(text: str) -> str:
-    """Return the text without lone surrogates: each becomes U+FFFD, and a pair becomes the character it stands for.
-
-    Readers of PDF and JSON produce surrogates, and neither UTF-8 nor a tokenizer accepts them.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
-
-
 def token_digest(tokens: Sequence[int]) -> str:
     """Return the digest of token ids, as little-endian int32."""
     return digest("tokens", struct.pack(f"<{len(tokens)}i", *tokens))

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from ragfuse.cli.files import encoding_of, find_files, shown_name, texts_of
+from ragfuse.cli.files import encoding_of, find_files, look_for_files, shown_name, texts_of
 from ragfuse.errors import InputError
 
 
@@ -235,6 +235,17 @@ def test_halves_of_characters_are_replaced_and_told_once(tmp_path, caplog):
     assert json.loads(text) == {"text": "a \ufffd b 😀"}
     assert [record.message for record in caplog.records if "a.json" in record.message] != []
     assert len(caplog.records) == 1
+
+
+def test_a_nul_behind_the_head_of_a_file_is_replaced_and_one_in_it_makes_a_file_binary(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text(f"{'The keeper counted ships. ' * 400}\0")
+    (tmp_path / "b.txt").write_text("The keeper\0 counted ships.")
+    found = look_for_files([tmp_path])
+    assert [file.name for file in found.files] == ["a.txt"]
+    assert [(file.name, why) for file, why in found.skipped] == [("b.txt", "binary, not text")]
+    (text,) = texts_of(tmp_path / "a.txt")
+    assert text.endswith("ships. \ufffd")
+    assert ["a.txt" in record.message for record in caplog.records] == [True]
 
 
 def test_a_link_to_a_folder_is_named_and_not_followed(tmp_path):

@@ -55,13 +55,12 @@ def refused(answer: httpx.Response) -> dict[str, object]:
         b'"text"',
         b"null",
         b"\xff\xfe\x00",
-        b'{"model": "x", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"model": NaN, "messages": Infinity}',
         b'{"model": 1e999, "messages": []}',
         json.dumps({"model": 10**400}).encode(),
         b"[" * (MAX_BODY_DEPTH - 1) + b"]" * (MAX_BODY_DEPTH - 1),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/ragfuse/explain"])
 def test_a_body_that_is_no_request_is_told(served: Served, path: str, body: bytes) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ragfuse.errors import SettingsError
 from ragfuse.text import KnownChunks, Marker, Piece, chunk_id, peel, pieces
+from ragfuse.types.whole_text import whole_text
 
 SECRET = bytes(range(32))
 A = "The fjord was frozen from shore to shore that year."
@@ -228,15 +229,16 @@ def test_split_gives_back_what_was_marked(parts: list[tuple[str, bool, str]]):
     marker = Marker(SECRET)
     text = "".join(marker.mark(part, source) if chunk else part for part, chunk, source in parts)
     split = marker.split(text)
-    assert joined(split) == "".join(part for part, _, _ in parts)
-    wanted = [Piece(part, "chunk", source) for part, chunk, source in parts if chunk and part]
+    assert joined(split) == "".join(whole_text(part) if chunk else part for part, chunk, _ in parts)
+    wanted = [Piece(whole_text(part), "chunk", whole_text(source)) for part, chunk, source in parts if chunk and part]
     assert [piece for piece in split if piece.kind == "chunk"] == wanted
 
 
 @pytest.mark.parametrize("text", ["\0", "\r\n a \r\n", "[[chunk:1::", "]]", "\ud800", "e\u0301", "[[end:0]]" * 3, "𝄞"])
 def test_marked_text_may_hold_anything(text: str):
     marker = Marker(SECRET)
-    assert marker.split(f"a{marker.mark(text, text)}b") == [Piece("a"), Piece(text, "chunk", text), Piece("b")]
+    found = marker.split(f"a{marker.mark(text, text)}b")
+    assert found == [Piece("a"), Piece(whole_text(text), "chunk", whole_text(text)), Piece("b")]
 
 
 def test_a_marked_chunk_survives_being_stripped():

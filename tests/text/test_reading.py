@@ -25,6 +25,7 @@ from ragfuse.text.chunks import Piece
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT as PLAIN_CALLS
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.whole_text import whole_text
 
 CORPUS = [
     "The keeper of the northern lighthouse counted forty ships in one night; its door is green.",
@@ -277,7 +278,7 @@ SAID = [
     *(" ", "  ", "   ", "\n", "\n\n", "\t", ".", "<|im_end|>", "<|im_start|>", "<s>", "</s>", "<think>", "</think>"),
     *("<tool_response>", "</tool_response>", "<|IM_END|>", "<|im_", "end|>", "<|word|>", "<|Plain|>", "<|left|>", "x"),
 ]
-texts = st.lists(st.one_of(st.sampled_from(SAID), st.text(max_size=4)), max_size=8).map("".join)
+texts = st.lists(st.one_of(st.sampled_from(SAID), st.text(max_size=4)), max_size=8).map("".join).map(whole_text)
 pieces = st.builds(Piece, texts, st.sampled_from(["fresh", "fresh", "chunk"]), st.just("source"))
 contents = st.lists(pieces, max_size=4)
 conversations = st.lists(

@@ -76,6 +76,15 @@ def test_documents_of_a_program_are_named_to_the_generator_itself(llm: RagfuseCh
     assert hits(reply) == [True] * 4
 
 
+def test_documents_with_nul_are_reused_like_others(llm: RagfuseChatGenerator, engine: Engine) -> None:
+    odd = [Document(content=f"{each.content} It rang \0 twice.", meta=each.meta) for each in DOCUMENTS]
+    text = "\n\n".join(document.content or "" for document in odd)
+    for question in (FIRST, SECOND):
+        (reply,) = llm.run([ChatMessage.from_user(f"{text}\n\n{question}")], documents=odd)["replies"]
+        engine.flush()
+    assert hits(reply) == [True] * 4
+
+
 def test_the_input_for_documents_may_be_connected(llm: RagfuseChatGenerator, engine: Engine) -> None:
     pipeline = rag(llm)
     pipeline.connect("retriever.documents", "llm.documents")

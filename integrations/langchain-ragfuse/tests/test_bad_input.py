@@ -99,6 +99,19 @@ def test_documents_are_left_out_where_that_is_asked_for(kind: Any, engine: Engin
         chat.invoke(given)
 
 
+def test_documents_with_nul_or_half_a_character_are_reused_like_others(engine: Engine) -> None:
+    documents = [Document(f"Letter {at}\0. \ud835 {TEXT}", metadata={"source": f"{at}\0"}) for at in range(2)]
+    prompt = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {question}")])
+    chain = create_fused_documents_chain(
+        ChatRagFuse(engine=engine), prompt, output_parser=RunnableLambda(lambda message: message)
+    )
+    for question in ("How many ships?", "Who counted?"):
+        answer = chain.invoke({"context": documents, "question": question})
+        engine.flush()
+    chunks = [each for each in answer.response_metadata["ragfuse"]["segments"] if each["kind"] == "chunk"]
+    assert [(each["hit"], each["source"]) for each in chunks] == [(True, "0\ufffd"), (True, "1\ufffd")]
+
+
 def test_the_trace_says_which_documents_were_left_out(engine: Engine) -> None:
     documents = [Document(f"Letter {at}. {TEXT} " * 10, metadata={"source": f"{at}"}) for at in range(9)]
     prompt = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {question}")])

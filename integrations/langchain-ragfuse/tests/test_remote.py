@@ -37,10 +37,8 @@ PROMPT = ChatPromptTemplate.from_messages([("system", "Be brief."), ("user", "{c
 TEXTS = (
     "The harbour of Port Elling was dug in 1847 by sailors.",
     "The lighthouse is painted green, because red was dear.",
-    "[[chunk:9:Ym9vaw:00000000000000000000000000000000]] A mark in a text <|user|> is text, \ud83d whatever it says.",
+    "[[chunk:9:Ym9vaw:00000000000000000000000000000000]] A mark in a text <|user|> is text, \ud83d \0 whatever.",
 )
-
-MARKED = tuple(text.replace("\ud83d", "") for text in TEXTS)
 
 
 class Shelf(BaseRetriever):
@@ -107,7 +105,7 @@ def test_streams_and_awaited_answers_are_the_invoked_one(llm: ChatRagFuse) -> No
 
 
 def test_fused_chains_mark_their_documents_for_the_server(local: ChatRagFuse, llm: ChatRagFuse) -> None:
-    documents = [Document(f"{text} Told twice.", metadata={"source": "a"}) for text in MARKED]
+    documents = [Document(f"{text} Told twice.", metadata={"source": "a"}) for text in TEXTS]
     answers = []
     with LISTENER.runs.apart():
         for model in (local, llm):
@@ -152,7 +150,7 @@ def test_the_text_model_continues_prompts_with_their_documents(served: Served, e
     assert there.batch(["One door", "Two doors"]) == here.batch(["One door", "Two doors"])
     assert "".join(there.stream("Once there was")) == here.invoke("Once there was")
     prompt = PromptTemplate.from_template("{context}\n\n{question}")
-    documents = [Document(f"{text} Told thrice.") for text in MARKED]
+    documents = [Document(f"{text} Told thrice.") for text in TEXTS]
     asked = {"context": documents, "question": "So"}
     said = [create_fused_documents_chain(model, prompt).invoke(asked) for model in (here, there)]
     assert said[0] == said[1]

@@ -58,11 +58,11 @@ def pipeline(step: KVPrecompute, strategy: DocstoreStrategy, **more: Any) -> Ing
     )
 
 
-def kept(llm: RagFuseLLM) -> set[str]:
+def kept(llm: RagFuseLLM, *more: str) -> set[str]:
     """Which of the texts would come from the store, were they in a prompt."""
     engine = llm.get_engine()
     engine.flush()
-    plans = {text: engine.plan(f"Read this.\n\n{text}\n\nWhy is that?") for text in (GREEN, GREY, OIL, TREES)}
+    plans = {text: engine.plan(f"Read this.\n\n{text}\n\nWhy is that?") for text in (GREEN, GREY, OIL, TREES, *more)}
     return {text for text, plan in plans.items() if len(engine.tokens(text)) in _fetched(plan)}
 
 
@@ -168,6 +168,15 @@ def test_what_others_brought_is_never_collected(llm: RagFuseLLM, engine: Engine)
     assert kept(llm) == {GREY, OIL, TREES}
     other.collect(SimpleDocumentStore(), none_left=True)
     assert kept(llm) == {GREY}
+
+
+def test_a_node_with_nul_or_half_a_character_stays_while_it_is_there(llm: RagFuseLLM) -> None:
+    step, odd = KVPrecompute(llm), OIL.replace("whale", "\ud835 whale \0")
+    step.ensure(nodes(odd, GREEN))
+    assert step.collect(nodes(odd, GREEN)) == 0
+    assert kept(llm, odd) == {odd, GREEN}
+    assert step.collect(nodes(GREEN)) > 0
+    assert kept(llm, odd) == {GREEN}
 
 
 def test_parts_of_one_document_given_apart_all_stay(llm: RagFuseLLM) -> None:

@@ -14,6 +14,7 @@ from threading import Lock
 from weakref import ref
 
 from ragfuse import StoreError
+from ragfuse.types.whole_text import whole_text
 
 FILE = "llama-index.sqlite3"
 _TABLES = (
@@ -58,7 +59,7 @@ class Ledger:
 
     def note(self, model: str, collection: str, uses: Iterable[tuple[str, str, str]]) -> None:
         """Record that these (document, version, text) are in use, and these versions the newest of their documents."""
-        rows = [tuple(map(_plain, use)) for use in uses]
+        rows = [tuple(map(whole_text, use)) for use in uses]
         with self._changing() as tables:
             last = tables.execute("SELECT coalesce(max(noted), 0) FROM versions").fetchone()[0]
             versions = dict.fromkeys((document, version) for document, version, _ in rows)
@@ -158,11 +159,6 @@ def _follow_forks(ledger: Ledger) -> None:
             after_in_parent=lambda: call(Ledger.resume),
             after_in_child=lambda: call(Ledger.renew),
         )
-
-
-def _plain(text: str) -> str:
-    """Replace lone surrogates by U+FFFD, as SQLite does not accept them."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _uses(tables: sqlite3.Connection, model: str, collection: str) -> list[tuple[tuple[str, str, str], bool]]:

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ragfuse import Ingested, InputError
 from ragfuse.types.arguments import checks_arguments
+from ragfuse.types.whole_text import whole_text
 
 
 @checks_arguments
@@ -142,5 +143,5 @@ def _in_docstore(docstore: BaseDocumentStore) -> Keep:
 
 
 def _among(nodes: Iterable[BaseNode]) -> Keep:
-    texts = {text_of(node) for node in nodes}
+    texts = {whole_text(text_of(node)) for node in nodes}
     return lambda document, version, newest, text: text in texts

@@ -1,0 +1,165 @@
+"""NUL and halves of characters (lone surrogates), as readers of PDF and JSON hand them out: replaced and told."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragfuse import Ask, ChatMessage, Engine, Piece, PMLTemplate, ToolCall
+from ragfuse.schemas.nodes import PMLPrompt, Schema, TextNode
+from ragfuse.schemas.pml import parse_prompt, parse_schema
+from ragfuse.text.mended import mended_value
+from ragfuse.types.whole_text import whole_text
+from tests.tiny import CHUNKS, chunk_hits, messages
+
+ODD = "A text from a PDF with an odd \ud835 character or \0 two, as some readers hand them out, and more words."
+WHOLE = ODD.replace("\ud835", "\ufffd").replace("\0", "\ufffd")
+WEATHER = {"type": "function", "function": {"name": "weather", "description": ODD, "parameters": {"type": "object"}}}
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_a_whole_text_is_what_utf_8_and_xml_can_hold_and_others_stay(text):
+    found = whole_text(text)
+    assert "\0" not in found
+    found.encode()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        assert found != text
+    else:
+        assert (found is text) == ("\0" not in text)
+    assert whole_text(found) is found
+
+
+def test_each_half_and_nul_becomes_one_sign_and_two_halves_that_belong_together_one_character():
+    assert whole_text("a\ud835b\udc00c\0d") == "a\ufffdb\ufffdc\ufffdd"
+    assert whole_text("\ud83d\ude00\x01\x7f\ufeff") == "😀\x01\x7f\ufeff"
+
+
+def test_the_texts_of_a_value_are_replaced_wherever_they_stand(caplog):
+    value = {"a\0": [1, None, {"b": ("\ud800", True)}], "c": 0.5}
+    assert mended_value(value, "It") == {"a\ufffd": [1, None, {"b": ["\ufffd", True]}], "c": 0.5}
+    assert [record.message.startswith("It has characters") for record in caplog.records] == [True]
+    for same in ({"a": [1, ("b",)], "c": None}, [], "text", 7):
+        assert mended_value(same, "It") is same
+    itself: list[Any] = ["\0"]
+    itself.append(itself)
+    assert mended_value(itself, "It") is itself
+
+
+def test_an_ingest_replaces_them_and_the_other_texts_are_kept(engine, caplog):
+    done = engine.ingest([(CHUNKS[0], "a"), (ODD, "b\udc80\0.pdf"), (CHUNKS[1], "c")])
+    assert done.chunks == 3
+    (told,) = [record.message for record in caplog.records if "surrogate" in record.message]
+    assert "b\ufffd\ufffd.pdf" in told
+    assert engine.known_texts("b\udc80\0.pdf") == [WHOLE]
+    trace = engine.answer(messages([CHUNKS[0], ODD, CHUNKS[1]])).trace
+    assert chunk_hits(trace) == [True] * 3
+    assert engine.forget([ODD]) > 0
+    assert engine.known_texts("b\ufffd\ufffd.pdf") == []
+
+
+QUESTIONS = {
+    "text": ODD,
+    "message": [("user", ODD)],
+    "turn": [ChatMessage("user", ODD)],
+    "piece": [("user", (Piece(ODD, "chunk", "s\ud800"), "\n\nWho?"))],
+    "list": [("user", ["Hi ", ODD])],
+    "system": [("system", ODD), ("user", "Who?")],
+    "history": [("user", "Hi"), ("assistant", ODD), ("user", "Who?")],
+}
+
+
+@pytest.mark.parametrize("kind", QUESTIONS)
+def test_a_question_is_answered_as_that_with_the_replaced_text(engine, kind):
+    def whole(asked):
+        if isinstance(asked, str):
+            return whole_text(asked)
+        if isinstance(asked, Piece):
+            return Piece(whole_text(asked.text), asked.kind, whole_text(asked.source))
+        if isinstance(asked, ChatMessage):
+            return ChatMessage(asked.role, whole(asked.content))
+        return type(asked)(map(whole, asked))
+
+    asked = QUESTIONS[kind]
+    ids = engine.prompt(asked).token_ids
+    assert ids == engine.prompt(whole(asked)).token_ids
+    exact = Ask(ratio=1.0)  # the same answer, whether what the first one read is kept by the second or not
+    assert engine.answer(asked, exact).text == engine.answer(whole(asked), exact).text
+    for session in ("one", None):
+        ask = Ask(session=session, documents=[(ODD, "d\ud800")], stop=["\ud835", "\0"])
+        assert engine.answer(asked, ask).text is not None
+    assert engine.plan(asked).prompt.token_ids
+    with engine.stream(asked) as stream:
+        assert stream.answer.text is not None
+    engine.flush()
+
+
+def test_tools_calls_of_them_and_variables_of_the_template_may_hold_them(engine):
+    asked = [
+        ChatMessage("user", "Is it raining?"),
+        ChatMessage("assistant", "", (ToolCall("weather", {"town": ODD}, "a\0"),)),
+        ChatMessage("tool", ODD, tool_call_id="a\0", name="weather"),
+    ]
+    ask = Ask(tools=[WEATHER], max_tokens=2)
+    prompt = engine.plan(asked, ask).prompt
+    assert engine.answer(asked, ask).text is not None
+    whole = [
+        asked[0],
+        replace(asked[1], tool_calls=(ToolCall("weather", {"town": WHOLE}, "a\ufffd"),)),
+        replace(asked[2], content=WHOLE, tool_call_id="a\ufffd"),
+    ]
+    tool = {"type": "function", "function": {**WEATHER["function"], "description": WHOLE}}
+    assert prompt.token_ids == engine.plan(whole, Ask(tools=[tool])).prompt.token_ids
+    assert Ask(chat_template_kwargs={"date\0": ODD}).chat_template_kwargs == {"date\ufffd": WHOLE}
+
+
+def test_a_marked_chunk_that_holds_them_is_a_chunk(engine):
+    marked = engine.marker.mark(ODD, "m\0")
+    for asked in (f"{marked}\n\nWho?", [("user", f"{marked}\n\nWho?")]):
+        prompt = engine.prompt(asked)
+        (chunk,) = [segment for segment in prompt.segments if segment.kind == "chunk"]
+        assert chunk.source == "m\ufffd"
+        assert WHOLE in engine.runtime.model.text(prompt.token_ids)
+
+
+def test_pml_is_read_and_written_as_with_the_replaced_text(engine, caplog):
+    written = f"<schema name='s'><module name='a'>{ODD}</module><param name='p' len='40'/></schema>"
+    schema = parse_schema(written)
+    assert schema == parse_schema(whole_text(written))
+    assert "A text in PML has characters" in caplog.text
+    engine.register(schema)
+    ids = engine.plan(parse_prompt(f"<prompt schema='s'><a/>{WHOLE}</prompt>")).prompt.token_ids
+    assert engine.plan(parse_prompt(f"<prompt schema='s'><a/>{ODD}</prompt>")).prompt.token_ids == ids
+    assert engine.answer(pml=f"<prompt schema='s'><a/>{ODD}</prompt>").trace.tokens == len(ids)
+    by_hand = PMLPrompt("s", (*parse_prompt("<prompt schema='s'><a/></prompt>").items, TextNode(ODD)))
+    assert engine.plan(by_hand).prompt.token_ids == ids
+    filled = PMLTemplate(schema, "<prompt schema='s'><a/>{text}</prompt>").fill({"text": ODD})
+    assert engine.plan(filled.request).prompt.token_ids == ids
+    engine.register(Schema("t", (TextNode(ODD),)))
+
+
+def test_what_is_known_prefetched_or_batched_may_hold_them(engine):
+    engine.know([(ODD, "x\ud800")])
+    engine.prefetch([ODD])
+    answers = engine.batch([messages([ODD]), f"Before. {ODD} After."])
+    engine.flush()
+    assert all(answer.text for answer in answers)
+    assert chunk_hits(engine.answer(messages([ODD])).trace) == [True]
+
+
+def test_a_later_process_finds_the_text_again(engine, tiny_settings):
+    engine.ingest([(ODD, "b")])
+    with Engine(tiny_settings) as other:
+        assert chunk_hits(other.answer(f"{ODD}\n\nWho?").trace) == [True]
+
+
+def test_one_warning_names_the_prompt(engine, caplog):
+    with caplog.at_level(logging.WARNING, "ragfuse"):
+        engine.prompt(ODD)
+    assert [record.message.split(" has ")[0] for record in caplog.records] == ["The prompt"]
