@@ -186,15 +186,20 @@ def encoding_of(data: bytes) -> str:
     return "latin-1"
 
 
-def texts_of(file: Path) -> Iterable[str]:
+def texts_of(file: Path, warns: bool = True) -> Iterable[str]:
     """Return the texts of a document, by LangChain's loaders where they support its type.
 
     NUL and halves of surrogate pairs become U+FFFD.
+
+    Args:
+        file: The document.
+        warns: Whether the log tells that; not where the file is read once more.
 
     Raises:
         InputError: The document cannot be parsed, or contains no text.
     """
     from ragfuse.text.mended import mended_value
+    from ragfuse.types.whole_text import whole_text
 
     suffix = file.suffix.lower()
     try:
@@ -207,8 +212,7 @@ def texts_of(file: Path) -> Iterable[str]:
     if not any(text.strip() for text in raw_texts):
         hint = "if its pages are scanned, run OCR on it first" if suffix in PDF_TYPES else "leave it out"
         raise InputError(f"'{file}' contains no text; {hint}.")
-    texts: list[str] = mended_value(raw_texts, f"'{file}'")
-    return texts
+    return mended_value(raw_texts, f"'{file}'") if warns else map(whole_text, raw_texts)
 
 
 def _read(file: Path, suffix: str) -> Iterator[str]:

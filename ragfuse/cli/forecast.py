@@ -122,7 +122,7 @@ def _tokens_of(files: Sequence[Path], engine: Engine) -> tuple[int, list[int]]:
         if time.perf_counter() > until and rates[file.suffix.lower()]:
             continue
         try:
-            text = "\n\n".join(texts_of(file))
+            text = "\n\n".join(texts_of(file, warns=False))
         except InputError:  # told when it is indexed
             counts[file] = 0.0
             continue

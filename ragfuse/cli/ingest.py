@@ -144,8 +144,7 @@ def ingest(
     there += f" in '{index}'" if here_now == in_all.keys() else f"; {_sums(in_all)} in '{index}' in all"
     console.print(f"[bold]{there}{', without KV' if no_kv else f'; {_encoded_in_words(done)}'}.", soft_wrap=True)
     if skipped:
-        names = ", ".join(shown_name(path) for path, _ in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
-        console.print(f"[yellow]{_left_out(skipped)} left out[/]: {escape(names)}.", highlight=False)
+        console.print(f"[yellow]{_left_out(skipped)} left out[/], see above.", highlight=False)
     console.print(f'Ask: ragfuse ask "..."{index_option(index)}', highlight=False)
     result = _result(library, documents, skipped, left, len(chunks), done)
     write_json({**result, **({} if on_ray is None else {"ray": on_ray.as_dict()})}, json)
