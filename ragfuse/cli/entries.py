@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -14,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.show import short
+from ragfuse.types.keys import Encoded
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.sizes import size_text
 
@@ -61,8 +63,32 @@ def show_entries(console: Console, rows: Sequence[EntryRow]) -> None:
         table.add_row(*map(Text, cells))
     as_wide = console.options.update(width=max(console.width, sum(widths) + len(widths) - 1))
     console.print(Segments(console.render(table, as_wide)), end="", crop=False)
+    for line in _legend(rows, has_levels):
+        console.print(line, highlight=False, markup=False)
+
+
+ENCODED_WORDS: Mapping[Encoded, str] = MappingProxyType(
+    {
+        "filler": "encoded behind filler text or blended chunks; close, not exact",
+        "alone": "encoded with nothing before it; exact where a prompt begins with it",
+        "prefix": "encoded behind the tokens before it; exact behind the same ones",
+    }
+)
+"""What an entry was encoded behind, and where it is exact, in words."""
+
+
+def _legend(rows: Sequence[EntryRow], has_levels: bool) -> Iterator[str]:
+    """Yield what the words of the table mean that are in it."""
+    from ragfuse.store.deletion import LEARNT  # loads torch
+
     if any(row.entry.pinned for row in rows):
-        console.print("* pinned", highlight=False)
+        yield "* pinned"
+    found = {row.entry.key.encoded for row in rows}
+    yield from (f"{name}: {words}" for name, words in ENCODED_WORDS.items() if name in found)
+    if any(LEARNT in row.sources for row in rows):
+        yield f"{LEARNT}: learnt from prompts that held it"
+    if has_levels:
+        yield f"{LEVEL_NAMES[0]}: as computed; {LEVEL_NAMES[1]} to {LEVEL_NAMES[-1]}: ever smaller, with ever more loss"
 
 
 _NO_LIMIT = 1 << 20

@@ -23,6 +23,7 @@ from ragfuse.engine.store_opener import open_kept
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, DiskTier, KVStore
+from ragfuse.store.deletion import LEARNT
 from ragfuse.store.tenants import Tenant, hidden, remember_tenant
 from ragfuse.types.keys import ChunkKey, filler_context
 from ragfuse.types.kv import Entry
@@ -128,6 +129,27 @@ def test_ls_for_people_is_a_table_without_anything_a_terminal_would_obey(run, fi
             assert word in said
         assert ("All about" in said) == (width > 100)
     assert "4 more" in run("ls", "--limit", "2").output
+
+
+FILLER_MEANS = "filler: encoded behind filler text or blended chunks; close, not exact"
+ALONE_MEANS = "alone: encoded with nothing before it; exact where a prompt begins with it"
+LEVELS_MEAN = "raw: as computed; int8 to cg4: ever smaller, with ever more loss"
+
+
+def test_ls_says_what_its_words_mean_and_no_others(run, filled):
+    def legend(*filters):
+        return [line for line in run("ls", *filters).stdout.splitlines() if line.startswith("* ") or "; " in line]
+
+    mine, both = (OURS[1].tokens[:12], "--tenant", "acme"), (FILLER.tokens[:12], "--tenant", "acme")
+    assert legend(*mine) == [ALONE_MEANS]
+    assert legend(*both) == [FILLER_MEANS, ALONE_MEANS]
+    run("pin", *mine)
+    run("recode", *mine, "--to", "int8")
+    assert legend(*mine) == ["* pinned", ALONE_MEANS, LEVELS_MEAN]
+    assert not [line for line in run("ls").stdout.splitlines() if line.startswith("seen again: ")]
+    with CatalogFile(filled) as book:
+        book.add_texts(FILLER.model, [(str(FILLER), "Learnt.", LEARNT)])
+    assert "seen again: learnt from prompts that held it" in run("ls").stdout.splitlines()
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 130])
