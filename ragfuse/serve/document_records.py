@@ -1,7 +1,7 @@
 """The documents that tenants have sent, with their passages and vectors, in a SQLite file of the store's folder.
 
-They outlive the process as the KV of their passages does, and servers that share the folder share them. What is still
-being encoded is not in the file.
+They outlive the process as the KV of their passages does, and servers that share the folder share them. Of a document
+that is still being encoded the file has claims alone: the passages whose KV is there for nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ CREATE TABLE IF NOT EXISTS documents(
     passages TEXT NOT NULL, own TEXT NOT NULL, counts TEXT NOT NULL, embedder TEXT NOT NULL, vectors BLOB NOT NULL,
     UNIQUE(tenant, id)
 );
+CREATE TABLE IF NOT EXISTS claims(
+    tenant TEXT NOT NULL, passage TEXT NOT NULL, PRIMARY KEY(tenant, passage)
+) WITHOUT ROWID;
 """
+_DISCLAIM = "DELETE FROM claims WHERE tenant = ? AND passage = ?"
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class DocumentRecords:
             return None
 
     def add(self, salt: str, record: DocumentRecord) -> None:
-        """Store a document with its vectors, in place of those of the same name or id."""
+        """Store a document with its vectors, in place of those of the same name or id and of claims to its passages."""
         tenant = tenant_digest(salt)
         texts = json.dumps(record.passages), json.dumps(record.own), json.dumps(record.counts)
         blob = np.ascontiguousarray(record.vectors, dtype="<f4").tobytes()
@@ -91,6 +95,23 @@ class DocumentRecords:
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (tenant, record.id, record.name, *texts, self._embedder, blob),
             )
+            transaction.executemany(_DISCLAIM, [(tenant, passage) for passage in record.own])
+
+    def claim(self, salt: str, passages: Sequence[str]) -> None:
+        """Note passages whose KV is encoded for a document that is not stored yet, in case that it never is."""
+        with self._file.write() as transaction:
+            rows = [(tenant_digest(salt), passage) for passage in passages]
+            transaction.executemany("INSERT OR IGNORE INTO claims VALUES (?, ?)", rows)
+
+    def disclaim(self, salt: str, passages: Sequence[str]) -> None:
+        """Drop claims to these passages; others are ignored."""
+        with self._file.write() as transaction:
+            transaction.executemany(_DISCLAIM, [(tenant_digest(salt), passage) for passage in passages])
+
+    def claims(self, salt: str) -> list[str]:
+        """Return the passages whose KV was encoded for documents that are not stored."""
+        rows = self._file.query("SELECT passage FROM claims WHERE tenant = ?", (tenant_digest(salt),))
+        return [str(row[0]) for row in rows]
 
     def delete(self, salt: str, ids: Sequence[str]) -> None:
         """Delete documents of a tenant; ids that are not there are ignored."""

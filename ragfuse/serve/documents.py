@@ -3,6 +3,9 @@
 A document that is ready is in the file of `DocumentRecords`, so that it is there after a restart and for other servers
 over the same folder; the KV of its passages is in the store. With a document goes the KV that was encoded for the list
 alone: what the store had before stays.
+
+Where the server ends while a document is being encoded, the KV of the passages that are done stays: it is found by its
+content, so that the document goes on from there when it is sent again, and it is the list's (`DocumentRecords.claim`).
 """
 
 from __future__ import annotations
@@ -154,12 +157,16 @@ class TenantDocuments:
         self._service, self._tenant, self._records = service, tenant, records
         self.all: dict[str, StoredDocument] = {}
         self._own: set[str] = set()  # passages whose KV was encoded for documents of the list, which the store had not
+        self._has_claims = False  # whether `_own` has what was encoded for documents that a server did not finish
         self._hidden = set[str]()  # ids in the file that are not listed: removed or replaced just now, or damaged
         self._waiting: deque[StoredDocument] = deque()
         self._task: asyncio.Task[None] | None = None
 
     async def refresh(self) -> None:
         """Take in what is in the file, also from before the server started, and drop what is not in it any more."""
+        if not self._has_claims:
+            self._own.update(await asyncio.to_thread(self._records.claims, self._tenant.salt))
+            self._has_claims = True
         saved_before = [id for id, each in self.all.items() if each.is_saved]
         ids = await asyncio.to_thread(self._records.ids, self._tenant.salt)
         for id in ids:
@@ -216,7 +223,9 @@ class TenantDocuments:
 
         def forget(engine: Engine) -> int:
             self._records.delete(self._tenant.salt, [id])
-            return _forget(engine, document.name, document.passages, own)
+            nbytes = _forget(engine, document.name, document.passages, own)
+            self._records.disclaim(self._tenant.salt, own)
+            return nbytes
 
         return forget
 
@@ -301,14 +310,18 @@ class TenantDocuments:
         own = self._disowned(left)
         if left:
             await self._turn(lambda engine: _forget(engine, document.name, left, own))
+            await self._note(self._records.disclaim, own)
 
     async def _batch(self, document: StoredDocument, texts: list[str], before: dict[str, int | None]) -> None:
         """Encode some passages; `before` has the bytes of KV that the store had of each, None for none."""
         encoded = Counter[str]()  # bytes of new KV of each passage, also where a later one failed
+        new = [text for text in texts if before[text] is None]
+        await self._note(self._records.claim, new)
         try:
             n_tokens = await self._turn(lambda engine: _ingest(engine, texts, document.name, encoded))
         finally:
-            self._own.update(text for text, n in encoded.items() if n and before[text] is None)
+            self._own.update(text for text in new if encoded[text])
+            await self._note(self._records.disclaim, [text for text in new if not encoded[text]])
         shortest = self._service.settings.min_chunk_tokens
         missing = [text for text in texts if not encoded[text] and before[text] is None]
         if missing:  # too short, or stored since by another request
@@ -322,6 +335,14 @@ class TenantDocuments:
             document.unstored += stored is None and not n and tokens >= shortest
         document.vectors += list(await self._turn(lambda _: self._service.embedder.embed(texts)))
         document.encoded += len(texts)
+
+    async def _note(self, write: Callable[[str, Sequence[str]], None], passages: Sequence[str]) -> None:
+        """Write down whose the KV of some passages is; without it, it stays when their document is deleted."""
+        try:
+            if passages:
+                await asyncio.to_thread(write, self._tenant.salt, passages)
+        except StoreError as error:
+            log.error("Whose the KV of a document is could not be saved: %s", error)
 
     async def _stored(self, texts: Sequence[str]) -> list[int | None]:
         """Return the bytes of KV that the store has of each text; None for none."""

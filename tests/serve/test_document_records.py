@@ -14,6 +14,7 @@ from ragfuse import Settings
 from ragfuse.serve.document_records import DOCUMENTS_FILE, DocumentRecord, DocumentRecords
 
 PASSAGES = ["The northern light is kept by Ada.", "caf\u00e9 \ud800 \x00 'quoted'"]
+PASSAGES_READ = [PASSAGES[0], "caf\u00e9 \ufffd 'quoted'"]
 
 
 def record(id: str, name: str = "lights.txt") -> DocumentRecord:
@@ -45,6 +46,19 @@ def test_a_tenant_has_its_own_and_one_of_a_name(records: DocumentRecords) -> Non
     assert records.read("red", "b") is None
     records.delete("red", ["b", "a", "none"])
     assert (records.ids("blue"), records.ids("red")) == (["b", "c"], [])
+
+
+def test_a_passage_is_claimed_until_it_is_in_a_document_of_its_tenant(records: DocumentRecords, tmp_path: Path) -> None:
+    records.claim("blue", [*PASSAGES_READ, "a third"])
+    records.claim("blue", PASSAGES_READ[:1])
+    records.claim("red", ["a third"])
+    later = DocumentRecords(Settings(store=tmp_path), "minilm")
+    assert sorted(later.claims("blue")) == sorted([*PASSAGES_READ, "a third"])
+    later.close()
+    records.add("blue", record("a"))
+    assert sorted(records.claims("blue")) == sorted([*PASSAGES_READ[1:], "a third"])
+    records.disclaim("blue", ["a third", "none"])
+    assert (records.claims("blue"), records.claims("red")) == (PASSAGES_READ[1:], ["a third"])
 
 
 def test_vectors_of_another_embedder_are_not_returned(records: DocumentRecords, tmp_path: Path) -> None:

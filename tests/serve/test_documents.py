@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from ragfuse import Settings
@@ -21,7 +22,7 @@ from ragfuse.serve.keys import Keys
 from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.split import passages
 from ragfuse.telemetry.counters import TTFT_S, CounterSnapshot
-from tests.serve.kit import Served, said, serving, wait_for
+from tests.serve.kit import Served, process, said, serving, wait_for
 from tests.serve.pdf import pdf
 from tests.tiny import CHUNKS
 
@@ -164,15 +165,62 @@ def test_a_document_of_the_same_name_replaces_the_one_before(two: Served) -> Non
 
 
 def test_a_document_that_is_deleted_while_it_is_encoded_leaves_nothing(two: Served) -> None:
-    text = "\n\n".join(
-        f"Ship {at} passed the lighthouse in the night, and nobody waved to it from land." for at in range(60)
-    )
-    id = two.post(PATH, {"name": "ships.txt", "text": text}, **BLUE).json()["id"]
+    id = two.post(PATH, {"name": "ships.txt", "text": SHIPS}, **BLUE).json()["id"]
     wait_for(lambda: two.get(f"{PATH}/{id}", **BLUE).json()["encoded"] > 0)
     assert two.delete(f"{PATH}/{id}", **BLUE).json()["deleted"] is True
     last = sent(two, "after.txt", text="The next document is encoded after the one that was deleted.")
     assert last["status"] == "ready"
     assert two.get("/v1/ragfuse/entries?source=ships.txt", **BLUE).json()["data"] == []
+
+
+SHIPS = "\n\n".join(
+    f"Ship {at} passed the lighthouse in the night, and nobody waved to it from land." for at in range(60)
+)
+
+
+def goes_on(root: str, done: int) -> None:
+    """A server ended while it encoded SHIPS; the next one goes on where that was, and deletes all of it."""
+    entries = f"{root}/v1/ragfuse/entries?source=ships.txt&limit=1000"
+    left = httpx.get(entries).json()["data"]
+    assert done <= len(left) < 60
+    assert httpx.get(f"{root}{PATH}").json()["data"] == []
+    id = httpx.post(f"{root}{PATH}", json={"name": "ships.txt", "text": SHIPS}).json()["id"]
+    wait_for(lambda: httpx.get(f"{root}{PATH}/{id}").json()["status"] in ("ready", "failed"))
+    again = httpx.get(f"{root}{PATH}/{id}").json()
+    assert (again["status"], again["encoded"], again["stored_before"]) == ("ready", 60, len(left))
+    assert f"{len(left)} of 60 passages stored before" in again["note"]
+    assert len(httpx.get(entries).json()["data"]) == 60
+    assert httpx.delete(f"{root}{PATH}/{id}").json()["nbytes"] >= again["nbytes"]
+    assert httpx.get(entries).json()["data"] == []
+
+
+def begun(root: str) -> int:
+    """Send SHIPS, and return how many passages are done once some are."""
+    id = httpx.post(f"{root}{PATH}", json={"name": "ships.txt", "text": SHIPS}).json()["id"]
+    wait_for(lambda: httpx.get(f"{root}{PATH}/{id}").json()["encoded"] > 0)
+    return int(httpx.get(f"{root}{PATH}/{id}").json()["encoded"])
+
+
+def test_an_upload_that_a_server_did_not_finish_goes_on_when_it_is_sent_again(
+    varied_path: Path, minilm_path: Path, tmp_path: Path
+) -> None:
+    settings = settings_at(tmp_path, varied_path)
+    with serving(settings) as served:
+        done = begun(served.root)
+    with serving(settings) as served:
+        goes_on(served.root, done)
+
+
+@pytest.mark.slow
+def test_an_upload_goes_on_after_its_server_was_killed(varied_path: Path, minilm_path: Path, tmp_path: Path) -> None:
+    settings = settings_at(tmp_path, varied_path)
+    told = {"RAGFUSE_CHUNK_TOKENS": "150", "RAGFUSE_FILLER_TOKENS": "0"}
+    with process(settings, **told) as (run, root):
+        done = begun(root)
+        run.kill()
+        run.wait()
+    with process(settings, **told) as (_, root):
+        goes_on(root, done)
 
 
 def test_a_deleted_document_takes_its_kv_with_it_but_not_what_another_has(two: Served) -> None:
