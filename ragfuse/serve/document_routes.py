@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.documents import DocumentLists, StoredDocument, checked, pdf_of
+from ragfuse.serve.documents import DocumentLists, StoredDocument, TenantDocuments, checked, pdf_of
 from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of
@@ -45,6 +45,14 @@ def document_routes(service: Service) -> APIRouter:
     """Return the routes of documents."""
     routes, lists = APIRouter(prefix=DOCUMENTS_PATH, route_class=BodyRoute), DocumentLists(service)
 
+    async def looked_at(request: Request) -> TenantDocuments:
+        """Return the client's documents, with what the store has of them now unless one is being encoded."""
+        tenant = tenant_of(request)
+        documents = await lists.of(tenant)
+        if not documents.is_encoding:
+            await unless_disconnected(request.receive, service.lookup(tenant, documents.look))
+        return documents
+
     @routes.post("")
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
         """Take a document and encode its passages in the background; ask for it again to see how far it is."""
@@ -58,8 +66,8 @@ def document_routes(service: Service) -> APIRouter:
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the documents of the client's tenant."""
-        found = (await lists.of(tenant_of(request))).all.values()
-        return {"object": "list", "data": [each.as_dict() for each in found]}
+        documents = await looked_at(request)
+        return {"object": "list", "data": [each.as_dict() for each in documents.all.values()]}
 
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
@@ -72,7 +80,7 @@ def document_routes(service: Service) -> APIRouter:
     @routes.get("/{id}")
     async def show(request: Request, id: str) -> dict[str, Any]:
         """Show how far a document is."""
-        return (await lists.of(tenant_of(request))).get(id).as_dict()
+        return (await looked_at(request)).get(id).as_dict()
 
     @routes.delete("/{id}")
     async def remove(request: Request, id: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import asyncio
 import base64
 import binascii
 import logging
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -27,15 +28,16 @@ from numpy.typing import NDArray
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, StoreError
 from ragfuse.serve.document_records import DocumentRecord, DocumentRecords
-from ragfuse.serve.entries import stored_kv
+from ragfuse.serve.entries import stored_chunks, stored_kv
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.pdf_text import text_of_pdf
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.split import passages
-from ragfuse.store.deletion import leave_source
+from ragfuse.store.deletion import Chunk, leave_source
 from ragfuse.text.mended import mended
 from ragfuse.types.ingested import Ingested
+from ragfuse.types.keys import token_digest
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -52,7 +54,10 @@ BUSY_STATUSES = (429, 504)
 STORED_BEFORE = "stored before"
 TOO_SHORT = "too short to be stored: computed with each question"
 NOT_STORED = "not stored: this model's KV cannot be reused; computed with each question"
+MISSING = "not stored any more, as their KV was deleted or evicted: encoded again with a question about them"
 NOT_LISTED = "could not be saved: it is forgotten when the server ends"
+_NAME_CHARS = 240
+"""Characters of a document's name in the source of a passage."""
 COUNTS = ("encoded", "stored_before", "too_short", "unstored", "tokens", "nbytes", "seconds")
 """What is counted while a document is encoded, as attributes of `StoredDocument`."""
 
@@ -74,6 +79,8 @@ class StoredDocument:
         replaced: Passages of documents of the same name, which this one replaces.
         replaced_ids: The ids of these documents.
         is_saved: Whether it is in the file.
+        chunks: What its passages are in the store, in their order; None: not looked up yet.
+        missing: Passages that were stored and are not any more, when it was last looked.
     """
 
     name: str
@@ -95,6 +102,8 @@ class StoredDocument:
     replaced_ids: list[str] = field(default_factory=list)
     is_deleted: bool = False
     is_saved: bool = False
+    chunks: list[Chunk] | None = None
+    missing: int = 0
 
     @classmethod
     def of(cls, record: DocumentRecord, vectors: NDArray[np.float32]) -> StoredDocument:
@@ -138,6 +147,7 @@ class StoredDocument:
                 (self.stored_before, STORED_BEFORE),
                 (self.too_short, TOO_SHORT),
                 (self.unstored, NOT_STORED),
+                (self.missing, MISSING),
             )
             if n
         ]
@@ -228,6 +238,26 @@ class TenantDocuments:
             return nbytes
 
         return forget
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether a document is being encoded, or waits for it."""
+        return self._task is not None and not self._task.done()
+
+    def look(self, engine: Engine) -> None:
+        """Count anew what the store has of the documents that are ready: KV may have been deleted or evicted.
+
+        It may block.
+        """
+        ready = [each for each in self.all.values() if each.status == "ready"]
+        for each in ready:
+            if each.chunks is None:
+                each.chunks = [(engine.digest, token_digest(engine.tokens(text))) for text in each.passages]
+        stored = iter(stored_chunks(engine, [chunk for each in ready for chunk in each.chunks or ()]))
+        for each in ready:
+            nbytes = [next(stored) for _ in each.passages]
+            each.missing = max(0, nbytes.count(None) - each.too_short - each.unstored)
+            each.nbytes = sum(n for n in nbytes if n is not None) or (0 if each.missing else each.nbytes)
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the passages that are closest to a query, closest first. It may block."""
@@ -423,14 +453,22 @@ def _ingest(engine: Engine, texts: Sequence[str], source: str, encoded: Counter[
 def _forget(engine: Engine, name: str, texts: Collection[str], own: Collection[str]) -> int:
     """Forget that passages came from a document, and delete the KV of those of its `own` that no other source has.
 
+    A passage that was found by a search and asked about is the document's as well, by the source that the search gave.
+
     Returns:
         The bytes freed.
     """
-    shared = leave_source(engine.catalog.strict, engine.digest, texts, name)
+    numbered = re.compile(rf"{re.escape(name[:_NAME_CHARS])} #[0-9]+")
+
+    def is_left(source: str) -> bool:
+        return source == name or numbered.fullmatch(source) is not None
+
+    shared = leave_source(engine.catalog.strict, engine.digest, texts, is_left)
     alone = [text for text in own if text not in shared]
     return engine.forget(alone) if alone else 0
 
 
 def _hit(document: StoredDocument, at: int, score: float) -> dict[str, Any]:
-    place = {"document": document.id, "name": document.name, "number": at + 1}
+    source = f"{document.name[:_NAME_CHARS]} #{at + 1}"
+    place = {"document": document.id, "name": document.name, "number": at + 1, "source": source}
     return {"object": "ragfuse.passage", **place, "text": document.passages[at], "score": round(score, 4)}

@@ -155,7 +155,11 @@ def stored_kv(engine: Engine, texts: Sequence[str]) -> list[int | None]:
 
     What is being saved counts as stored, with 0 bytes.
     """
-    chunks = [(engine.digest, token_digest(engine.tokens(text))) for text in texts]
+    return stored_chunks(engine, [(engine.digest, token_digest(engine.tokens(text))) for text in texts])
+
+
+def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
+    """Return the bytes of KV that a tenant's store has of each chunk; as `stored_kv`, whose texts are known by name."""
     wanted = set(chunks)
     found: dict[Chunk, list[Entry]] = {
         chunk: [] for key in engine.store.under_way() if (chunk := chunk_of(key)) in wanted
@@ -183,7 +187,9 @@ def delete(engine: Engine, selection: Selection) -> dict[str, Any]:
     stored = StoredChunks.of(engine)
     chunks = stored.selected(selection)
     texts = {stored.texts[chunk][0][1] for chunk in chunks if chunk in stored.texts}
-    kept = leave_source(engine.catalog.strict, engine.digest, texts, selection.source) if selection.source else set()
+    kept = set[str]()
+    if selection.source:
+        kept = leave_source(engine.catalog.strict, engine.digest, texts, selection.source.__eq__)
     nbytes = engine.forget(sorted(texts - kept)) if texts - kept else 0
     rest = {chunk for chunk in chunks if chunk not in stored.texts}
     nbytes += forget_chunks(engine.store, engine.catalog.strict, rest)

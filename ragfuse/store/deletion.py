@@ -6,7 +6,7 @@ The caller decides which chunks. A tier that does not answer is always reported,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ragfuse.store import KVStore
@@ -98,24 +98,26 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
     return sum(entry.nbytes for entry in entries if not done.has_left(entry))
 
 
-def leave_source(catalog: CatalogQueries, model: str, texts: Collection[str], source: str) -> set[str]:
-    """Forget that texts came from a source, where another one holds them too; the only source of a text stays.
+def leave_source(
+    catalog: CatalogQueries, model: str, texts: Collection[str], is_left: Callable[[str], bool]
+) -> set[str]:
+    """Forget that texts came from some sources, where another one holds them too; the only source of a text stays.
 
     Args:
         catalog: The catalog.
         model: The tenant's model digest.
         texts: The texts.
-        source: The source that they leave.
+        is_left: Whether a source is one that they leave.
 
     Returns:
         Those of the texts that another source holds; what was learnt from prompts is no source.
     """
     wanted = {whole_text(text).strip() for text in texts}
     rows = [row for row in catalog.texts(model) if row.text in wanted]
-    shared = {row.text for row in rows if row.source not in (source, LEARNT)}
-    stale = [row.key for row in rows if row.source == source and row.text in shared]
-    if stale:
-        catalog.delete_texts(model, source=source, keys=stale)
+    shared = {row.text for row in rows if row.source != LEARNT and not is_left(row.source)}
+    stale = [row for row in rows if is_left(row.source) and row.text in shared]
+    for source in {row.source for row in stale}:
+        catalog.delete_texts(model, source=source, keys=[row.key for row in stale if row.source == source])
     return {text for text in texts if whole_text(text).strip() in shared}
 
 

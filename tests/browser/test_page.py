@@ -122,6 +122,21 @@ def test_a_pdf_and_several_files_can_be_chosen_and_left_out_of_the_search(
         expect(page.locator("#documents li", has_text=name)).to_have_count(0)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252", "utf-16"])
+def test_a_text_is_read_in_the_encoding_that_it_was_written_in(
+    page: Page, address: str, tmp_path: Path, encoding: str
+) -> None:
+    opened(page, address)
+    text = "Der Kürbis wächst im Süden größer als jede “Melone” und kostet auf dem Markt drei € das Stück."
+    file = tmp_path / f"{encoding}.txt"
+    file.write_text(text, encoding=encoding)
+    add_file(page, file)
+    found = page.request.post(f"{address}/v1/ragfuse/documents/search", data={"query": "Kürbis", "top_k": 20})
+    assert [each["text"] for each in found.json()["data"] if each["name"] == file.name] == [text]
+    page.get_by_role("button", name=f"Delete {file.name}").click()
+    expect(page.locator("#documents li", has_text=file.name)).to_have_count(0)
+
+
 def test_a_document_that_cannot_be_read_says_why(page: Page, address: str, tmp_path: Path) -> None:
     opened(page, address)
     for name, data, told in (

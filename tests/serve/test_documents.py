@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import pytest
@@ -317,6 +318,30 @@ def test_a_deleted_document_leaves_kv_that_another_source_has_got_since(two: Ser
     sent(two, "pier.txt", text=text)
     sent(two, "pier.txt", text="The pier has no lamp any more since the storm of last winter.")
     wait_for(lambda: row_of(two, text)["sources"] == ["/docs/lamps.md"])
+
+
+def test_a_document_whose_kv_was_deleted_says_so_and_takes_what_questions_encoded_again_with_it(two: Served) -> None:
+    name = "quay \\d.txt"  # no pattern
+    engine = two.service.engine(two.service.keys.tenants[0])
+    text = "The lantern of Quay Nine is lit by the baker, who is up before everybody else in the harbour."
+    done = sent(two, name, text=text)
+    assert (done["nbytes"] > 0, done["note"]) == (True, "")
+    assert two.delete(f"/v1/ragfuse/entries?{urlencode({'source': name})}", **BLUE).json()["chunks"] == 1
+    told = two.get(f"{PATH}/{done['id']}", **BLUE).json()
+    assert (told["nbytes"], "not stored any more" in told["note"]) == (0, True)
+    query = {"query": "Who lights the lantern of Quay Nine?", "top_k": 1, "documents": [done["id"]]}
+    found = two.post(f"{PATH}/search", query, **BLUE).json()["data"][0]
+    assert found["source"] == f"{name} #1"
+    documents = [{"text": found["text"], "title": found["source"]}]
+    ask = {"model": two.service.model, "messages": [said()], "documents": documents}
+    for _ in range(2):
+        assert two.post("/v1/chat/completions", ask, **BLUE).status_code == 200
+        engine.flush()
+    assert row_of(two, text)["sources"] == [f"{name} #1"]
+    told = two.get(f"{PATH}/{done['id']}", **BLUE).json()
+    assert (told["nbytes"], told["note"]) == (done["nbytes"], "")
+    assert two.delete(f"{PATH}/{done['id']}", **BLUE).json()["nbytes"] > 0
+    assert stored_kv(engine, [text]) == [None]
 
 
 def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(two: Served) -> None:

@@ -36,9 +36,21 @@ async function bodyOf(file) {
     if (file.size > MAX_PDF_NBYTES) throw new Error(`${file.name} has ${bytes(file.size)}; wanted ${bytes(MAX_PDF_NBYTES)} at most.`);
     return { name, pdf: await base64(file) };
   }
-  const text = await file.text();
+  const text = decoded(await file.arrayBuffer());
   if (text.includes("\u0000")) throw new Error(`${file.name} is not text. Wanted text or PDF files.`);
   return { name, text };
+}
+
+// The text of a file as `ragfuse ingest` reads it: by its byte order mark, else UTF-8, else Windows-1252.
+function decoded(data) {
+  const [first, second] = new Uint8Array(data.slice(0, 2));
+  if (first === 0xff && second === 0xfe) return new TextDecoder("utf-16le").decode(data);
+  if (first === 0xfe && second === 0xff) return new TextDecoder("utf-16be").decode(data);
+  try {
+    return new TextDecoder("utf-8", { fatal: true }).decode(data);
+  } catch {
+    return new TextDecoder("windows-1252").decode(data);
+  }
 }
 
 async function send(files) {

@@ -18,7 +18,7 @@ async function passagesFor(question) {
 
 function messageOf(question, passages) {
   const parts = passages.flatMap((each) => [
-    { type: "text-plain", text: each.text, title: `${each.name.slice(0, 240)} #${each.number}` },
+    { type: "text-plain", text: each.text, title: each.source },
     { type: "text", text: "\n\n" }]);
   return { role: "user", content: [...parts, { type: "text", text: question }] };
 }
