@@ -17,22 +17,35 @@
 A message says what was wanted, what was found, and what to do. A cache miss is never an error.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RagFuseError(Exception):
-    """The base class of all errors that ragfuse raises on purpose."""
-
-
-class SettingsError(RagFuseError):
-    """A setting, flag or argument that cannot be used as given.
+    """The base class of all errors that ragfuse raises on purpose.
 
     Args:
         message: What was wanted, what was found, what to do.
-        argument: Name of the setting or argument; "" where it is about several, or about none.
+        argument: The setting, field or argument that it is about, as a program in Python names it; "" for none.
     """
 
     def __init__(self, message: str = "", argument: str = "") -> None:
         super().__init__(message)
         self.argument = argument
+
+
+@contextmanager
+def about(argument: str) -> Iterator[None]:
+    """Let errors of ragfuse that name no argument be about this one, as a block or a decorator of a function."""
+    try:
+        yield
+    except RagFuseError as error:
+        error.argument = error.argument or argument
+        raise
+
+
+class SettingsError(RagFuseError):
+    """A setting, flag or argument that cannot be used as given."""
 
 
 class InputError(RagFuseError):
@@ -49,7 +62,7 @@ class NoSessionError(InputError):
 
     def __init__(self, found: str, advice: str = "") -> None:
         self.found, self.advice = found, advice
-        super().__init__(f"{found} {advice}".strip())
+        super().__init__(f"{found} {advice}".strip(), "session")
 
 
 class OverlongError(InputError):
@@ -59,11 +72,12 @@ class OverlongError(InputError):
         found: What was wanted and found.
         advice: What to do, in words for a program in Python.
         may_drop: Whether the prompt has chunks that may be left out where that is asked for (overflow "drop").
+        argument: "max_tokens" where the answer is too long, and not the text.
     """
 
-    def __init__(self, found: str, advice: str = "", may_drop: bool = False) -> None:
+    def __init__(self, found: str, advice: str = "", may_drop: bool = False, argument: str = "prompt") -> None:
         self.found, self.advice, self.may_drop = found, advice, may_drop
-        super().__init__(f"{found} {advice}".strip())
+        super().__init__(f"{found} {advice}".strip(), argument)
 
 
 class PMLError(InputError):

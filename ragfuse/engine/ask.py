@@ -186,22 +186,25 @@ class Ask:
         for each in fields(self):
             self._check(each.name)
         if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise SettingsError(f"ratio is {self.ratio}; wanted a number from 0 to 1.")
+            raise SettingsError(f"ratio is {self.ratio}; wanted a number from 0 to 1.", "ratio")
         if self.deadline_s is not None and not self.deadline_s >= 0:
-            raise SettingsError(f"deadline_s is {self.deadline_s}; wanted 0 seconds or more.")
+            raise SettingsError(f"deadline_s is {self.deadline_s}; wanted 0 seconds or more.", "deadline_s")
         if self.policy is not None:
             known_policy(self.policy)
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise SettingsError(f"max_tokens is {self.max_tokens}; wanted at least 1 new token.")
+            raise SettingsError(f"max_tokens is {self.max_tokens}; wanted at least 1 new token.", "max_tokens")
         if self.overflow not in (None, "error", "drop"):
-            raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.")
+            raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.", "overflow")
         if self.session is not None and not (0 < len(self.session) <= 256 and self.session.isprintable()):
-            raise SettingsError(f"session is {self.session!r:.80}; wanted a name of 1 to 256 printable characters.")
+            raise SettingsError(
+                f"session is {self.session!r:.80}; wanted a name of 1 to 256 printable characters.", "session"
+            )
         reserved = RESERVED.intersection(self.chat_template_kwargs)
         if reserved:
             raise SettingsError(
                 f"chat_template_kwargs has {sorted(reserved)}, which are not variables of a chat template. Leave them "
-                "out; how a prompt ends is set with continue_final_message, and its tools with tools."
+                "out; how a prompt ends is set with continue_final_message, and its tools with tools.",
+                "chat_template_kwargs",
             )
         object.__setattr__(self, "options", _checked_options(self.options))
         object.__setattr__(self, "tools", mended_value(self.tools, "A tool"))
@@ -209,7 +212,9 @@ class Ask:
         object.__setattr__(self, "chat_template_kwargs", whole)
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not all(isinstance(stop, str) and stop for stop in stops):
-            raise SettingsError(f"stop is {self.stop!r:.80}; wanted texts of at least one character. Leave others out.")
+            raise SettingsError(
+                f"stop is {self.stop!r:.80}; wanted texts of at least one character. Leave others out.", "stop"
+            )
         object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops))
 
     def _check(self, name: str) -> None:
@@ -218,7 +223,7 @@ class Ask:
         if value is None and types in (_LIST[0], _MAPPING[0]):
             object.__setattr__(self, name, () if types == _LIST[0] else {})
         elif value is not None and not isinstance(value, types):
-            raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.")
+            raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.", name)
 
 
 _RANGES: Mapping[str, tuple[float, float, str]] = MappingProxyType(
@@ -246,9 +251,9 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
-            raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.")
+            raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.", name)
         checked[name] = float(value)
     top_k = checked.get("top_k")
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 0):
-        raise SettingsError(f"top_k is {top_k!r:.80}; wanted a whole number, 0 (all tokens) or more.")
+        raise SettingsError(f"top_k is {top_k!r:.80}; wanted a whole number, 0 (all tokens) or more.", "top_k")
     return checked

@@ -16,6 +16,7 @@ from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_docum
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.schema_service import SchemaService
+from ragfuse.errors import about
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.settings import Settings
 from ragfuse.types.prompt import Prompt
@@ -31,6 +32,7 @@ class BuildStage:
     history: ConversationHistory
     schemas: SchemaService
 
+    @about("prompt")
     def build(self, request: Request) -> Prompt:
         """Return the prompt of a question; where it is too long and overflow is "drop", without its last chunks.
 

@@ -12,7 +12,7 @@ from typing import Any
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, is_sampled, is_single
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, about
 from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, check, is_installed
 from ragfuse.hf.handover import resolve_option, stop_strings_of
 from ragfuse.hf.model import HFModel
@@ -76,20 +76,25 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
     names = [_name(tool) for tool in tools]
     twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
     if twice is not None:
-        raise InputError(f"Two tools are called '{twice}'; give each a name of its own.")
+        raise InputError(f"Two tools are called '{twice}'; give each a name of its own.", "tools")
     if choice not in (TOOLS_AUTO, TOOLS_NONE, *names) and not (choice == TOOLS_REQUIRED and names):
         raise InputError(
             f"tool_choice is '{choice}', the tools are {names}; wanted 'auto', 'none', 'required' (with tools), or the "
-            "name of one of them."
+            "name of one of them.",
+            "tool_choice",
         )
     found = Tools(tuple(tools), choice)
     if grammar is not None:
         if found.must_call:
-            raise InputError("A grammar and a tool that must be called were both asked for; leave one of them out.")
-        check(grammar, _named(grammar))
+            raise InputError(
+                "A grammar and a tool that must be called were both asked for; leave one of them out.", "grammar"
+            )
+        with about("grammar"):
+            check(grammar, _named(grammar))
     for tool in found.offered_tools:
         name = tool["function"]["name"]
-        check(Grammar("json", _schema(tool)), f"The parameters of the tool '{name}'")
+        with about("tools"):
+            check(Grammar("json", _schema(tool)), f"The parameters of the tool '{name}'")
     return found
 
 
@@ -112,7 +117,8 @@ def _name(tool: Tool) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InputError(
             "A tool must be {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}, "
-            f"and its name letters, digits, '_', '-' and '.'; found {tool!r}."
+            f"and its name letters, digits, '_', '-' and '.'; found {tool!r}.",
+            "tools",
         )
     return name
 
@@ -153,7 +159,8 @@ class ConstraintCompiler:
         if ask.chat_template_kwargs and (name := self.template(model).unread(ask.chat_template_kwargs)):
             raise InputError(
                 f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name} does not use. "
-                f"It uses {sorted(self.template(model).names)}; leave others out."
+                f"It uses {sorted(self.template(model).names)}; leave others out.",
+                "chat_template_kwargs",
             )
         if ask.grammar is None and not tools.offered_tools:
             plain = OutputConstraints(ask, model, thoughts=self.template(model).thoughts)
@@ -347,7 +354,7 @@ def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
     wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= n_ids), None)
     if wrong is not None:
         raise InputError(
-            f"{name} has {wrong!r:.40}, which is not a token id of {model.name}; wanted 0 to {n_ids - 1:,}."
+            f"{name} has {wrong!r:.40}, which is not a token id of {model.name}; wanted 0 to {n_ids - 1:,}.", name
         )
 
 

@@ -41,6 +41,7 @@ from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
 from ragfuse.engine.stages import Stages
 from ragfuse.engine.store_opener import open_catalog, opened
 from ragfuse.engine.trace_builder import PreparedPrompt
+from ragfuse.errors import about
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.scores import Score, scored
 from ragfuse.hf.verify import Verdict
@@ -285,6 +286,7 @@ class Engine:
         with self._stages.fetch.begun(self._stages.planner.begin(prompt, request)) as fetched:
             return self._stages.prefill.prefill(fetched)
 
+    @about("prompt")
     def prompt(self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None) -> Prompt:
         """Return the tokens, chunks and positions of a prompt, without reusing the history of its conversation.
 

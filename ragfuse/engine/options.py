@@ -71,7 +71,8 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
         if min_tokens > options["max_new_tokens"]:
             raise InputError(
                 f"min_new_tokens is {min_tokens}, but the answer can have at most {options['max_new_tokens']} tokens. "
-                "Lower it, raise max_tokens, or shorten the prompt."
+                "Lower it, raise max_tokens, or shorten the prompt.",
+                "min_new_tokens",
             )
     return options
 

@@ -95,6 +95,7 @@ def check_answer_fits(prompt: Prompt, ask: Ask, model: HFModel, may_shorten: boo
             f"An answer of {wanted:,} tokens does not fit{behind}: {model.name} reads at most {max_context:,} tokens, "
             "all of the prompt and all but the last of the answer.",
             f"Ask for at most {room:,} tokens{'' if may_shorten else ', or shorten the prompt'}.",
+            argument="max_tokens",
         )
 
 

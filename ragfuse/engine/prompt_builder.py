@@ -249,7 +249,8 @@ class PromptBuilder:
         if ask.continue_final_message and (messages[-1].role != "assistant" or not messages[-1].has_content):
             raise InputError(
                 "continue_final_message needs a last message of role 'assistant' with text; the last one has role "
-                f"'{messages[-1].role}'. Add the begun answer, or leave the option out."
+                f"'{messages[-1].role}'. Add the begun answer, or leave the option out.",
+                "continue_final_message",
             )
         if check:
             self._check(messages, shortened, tools)

@@ -48,12 +48,13 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
     """Yield (text, source) of documents as `whole_text` does; raise InputError for anything else than such pairs."""
     if isinstance(texts, str):
         raise InputError(
-            f"Documents are a list of (text, source) pairs; found the text {texts!r:.80}. Write [(text, source)]."
+            f"Documents are a list of (text, source) pairs; found the text {texts!r:.80}. Write [(text, source)].",
+            "documents",
         )
     for each in texts:
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
-            raise InputError(f"A document is a pair of two texts, (text, source); found {each!r:.80}.")
+            raise InputError(f"A document is a pair of two texts, (text, source); found {each!r:.80}.", "documents")
         source = whole_text(each[1])
         yield mended(each[0], f"'{source}'"), source
 

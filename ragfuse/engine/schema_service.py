@@ -205,9 +205,11 @@ class SchemaService:
             OverlongError: It can never fit the model's context.
         """
         if ask.session is not None:
-            raise InputError("A prompt in PML cannot continue a session: leave out `session`, or ask with messages.")
+            raise InputError(
+                "A prompt in PML cannot continue a session: leave out `session`, or ask with messages.", "session"
+            )
         if ask.tools:
-            raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.")
+            raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.", "tools")
         stored, encoder = self.needed_by(request), self._runtime.encoder
         check_request(request, encoder.model)
         layout = self._layout_of(stored, request.over)

@@ -23,6 +23,7 @@ from ragfuse.serve.allowed_methods import AllowedMethods
 from ragfuse.serve.document_routes import document_routes
 from ragfuse.serve.embeddings import embedding_routes
 from ragfuse.serve.entry_routes import entry_routes
+from ragfuse.serve.fields import field_given
 from ragfuse.serve.guard import Guard
 from ragfuse.serve.page_routes import page_routes
 from ragfuse.serve.refusals import APIError, api_error_of, unreadable
@@ -135,6 +136,10 @@ async def _error_response(request: Request, error: Exception) -> Response:
         return Response(api_error.body(), error.status_code, headers, "application/json")
     else:
         api_error = api_error_of(error)
+        argument = api_error.param or (error.argument if isinstance(error, RagFuseError) else "")
+        body = getattr(request.state, "body", None)
+        if argument and body is not None and api_error.param not in type(body).model_fields:
+            api_error.name_field(argument, field_given(body, argument))
     return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
 
 

@@ -176,7 +176,7 @@ class BodyRoute(APIRoute):
         async def read_first(request: Request) -> Response:
             threads = request.app.state.threads
             reading = threads.run(threads.intake, read_as, model, await request.body())
-            body = await unless_disconnected(request.receive, reading)
+            body = request.state.body = await unless_disconnected(request.receive, reading)
             return await handler(ParsedRequest(request, body))
 
         return read_first

@@ -409,11 +409,12 @@ class DocumentLists:
 def checked(text: str) -> str:
     """Return a document's text; InputError where it is empty or too long."""
     if not text.strip():
-        raise InputError("The document has no text; leave it out.")
+        raise InputError("The document has no text; leave it out.", "text")
     if len(text) > MAX_DOCUMENT_CHARS:
         raise InputError(
             f"The document has {len(text):,} characters; wanted {MAX_DOCUMENT_CHARS:,} at most. Send it in parts, each "
-            "with a name of its own."
+            "with a name of its own.",
+            "text",
         )
     return text
 
@@ -423,9 +424,9 @@ def pdf_of(encoded: str) -> bytes:
     try:
         data = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError):
-        raise InputError("pdf is not valid base64; encode the file's bytes.") from None
+        raise InputError("pdf is not valid base64; encode the file's bytes.", "pdf") from None
     if not data.lstrip()[:5].startswith(b"%PDF-"):
-        raise InputError("pdf is not a PDF: it does not begin with %PDF-. Send other files as text.")
+        raise InputError("pdf is not a PDF: it does not begin with %PDF-. Send other files as text.", "pdf")
     return data
 
 

@@ -25,28 +25,38 @@ MIN_SELECTING_CHARS = 8
 
 @dataclass(frozen=True)
 class Selection:
-    """The chunks that a request is about: by the beginnings of their keys, by source, or all of them."""
+    """The chunks that a request is about: by the beginnings of their keys, by source, or all of them.
+
+    Args:
+        keys: Beginnings of keys.
+        source: Where chunks came from.
+        all: Whether all chunks are meant.
+        keys_name: What the request names `keys` by.
+        all_name: How the request says that all chunks are meant.
+    """
 
     keys: Sequence[str] = ()
     source: str | None = None
     all: bool = False
+    keys_name: str = "keys"
+    all_name: str = "all: true"
 
-    def checked(self, keys: str = "keys", all: str = "all: true") -> Selection:
-        """Return it; APIError (400) unless exactly one condition is given.
-
-        Args:
-            keys: What the request names `keys` by.
-            all: How the request says that all chunks are meant.
-        """
+    def checked(self) -> Selection:
+        """Return it; APIError (400) unless exactly one condition is given."""
         if (bool(self.keys) + (self.source is not None) + self.all) != 1:
-            raise APIError(400, f"Give one of {keys}, source and {all}; found none or several.", "unusable", keys)
+            raise APIError(
+                400,
+                f"Give one of {self.keys_name}, source and {self.all_name}; found none or several.",
+                "unusable",
+                self.keys_name,
+            )
         short = next((key for key in self.keys if len(key) < MIN_SELECTING_CHARS), None)
         if short is not None:
             raise APIError(
                 400,
                 f"The key '{short}' is too short; wanted at least its first {MIN_SELECTING_CHARS} characters.",
                 "unusable",
-                keys,
+                self.keys_name,
             )
         return self
 
@@ -112,7 +122,10 @@ class StoredChunks:
             matches = {chunk for chunk in self.entries if chunk[1].startswith(key)}
             if not matches:
                 raise APIError(
-                    404, f"There is no chunk '{key:.80}' here. List them at /v1/ragfuse/entries.", "not_found", "keys"
+                    404,
+                    f"There is no chunk '{key:.80}' here. List them at /v1/ragfuse/entries.",
+                    "not_found",
+                    selection.keys_name,
                 )
             found |= matches
         return found

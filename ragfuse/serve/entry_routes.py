@@ -78,7 +78,7 @@ def entry_routes(service: Service) -> APIRouter:
         all: bool = False,
     ) -> dict[str, Any]:
         """Delete chunks of the client's tenant from every tier: by key, by source, or all."""
-        selection = Selection(key, source, all).checked("key", "all=true")
+        selection = Selection(key, source, all, "key", "all=true").checked()
         return await look(request, lambda engine: delete(engine, selection))
 
     @routes.get("/usage")

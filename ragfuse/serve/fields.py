@@ -32,6 +32,31 @@ WANTED = MappingProxyType(
     }
 )
 """What was wanted, by the validator's type of error: one of JSON's types."""
+FIELDS_OF: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "prompt": ("pml", "messages", "prompt", "input", "text"),
+        "messages": ("messages", "input"),
+        "max_tokens": ("max_completion_tokens", "max_tokens", "max_output_tokens"),
+        "min_new_tokens": ("min_tokens",),
+        "session": ("session_id", "previous_response_id"),
+        "documents": ("documents", "ragfuse.retrieved"),
+        "grammar": (
+            "response_format",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "text.format",
+        ),
+        "response_format": ("response_format", "text.format"),
+        "reasoning_effort": ("reasoning_effort", "reasoning.effort"),
+        "verbosity": ("verbosity", "text.verbosity"),
+        "overflow": ("ragfuse.overflow", "truncation"),
+        **{name: (f"ragfuse.{name}",) for name in ("policy", "ratio", "reuse", "deadline_s", "blend")},
+    }
+)
+"""The fields of request bodies that may give an argument of an answer, by the argument's name; others have its name."""
 _COUNTED = re.compile(r" after validation, not \d+$")
 
 
@@ -56,6 +81,26 @@ def told_errors(model: type[BaseModel], errors: Sequence[Error]) -> list[dict[st
     deepest = max(same, key=lambda error: len(error["loc"]))
     wanted = dict.fromkeys(WANTED[error["type"]] for error in same if error["loc"] == deepest["loc"])
     return [{**deepest, "msg": f"wanted {' or '.join(wanted)}"}, *(error for error in told if error is not deepest)]
+
+
+def field_given(body: BaseModel, argument: str) -> str | None:
+    """Return the field that gave an argument in a request, such as "max_completion_tokens"; None where none did.
+
+    Args:
+        body: The request's body.
+        argument: The argument's name, as a program in Python has it.
+    """
+    return next((name for name in FIELDS_OF.get(argument, (argument,)) if _is_given(body, name)), None)
+
+
+def _is_given(body: BaseModel, name: str) -> bool:
+    """Return whether a body has a value in the field `name`, such as "ragfuse.ratio"."""
+    value: Any = body
+    for part in name.split("."):
+        if not isinstance(value, BaseModel) or part not in value.model_fields_set:
+            return False
+        value = getattr(value, part)
+    return value is not None
 
 
 def name_of(place: Sequence[Part]) -> str:

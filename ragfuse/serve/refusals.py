@@ -64,6 +64,13 @@ class APIError(Exception):
             return "server_error"
         return dict(ERROR_TYPES).get(self.status, "invalid_request_error")
 
+    def name_field(self, argument: str, field: str | None) -> None:
+        """Let it be about a field of the request, by which the message then names what it calls `argument`."""
+        if field is not None:
+            self.param = field
+            if self.message.startswith(f"{argument} "):
+                self.message = f"{field}{self.message.removeprefix(argument)}"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the error object that OpenAI's clients expect."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

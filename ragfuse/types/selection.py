@@ -40,7 +40,7 @@ def is_policy(name: str) -> bool:
 def no_policy(name: str) -> SettingsError:
     """Return the error for a name that is no policy's: it says which there are, and which one may be meant."""
     meant = f" Did you mean {near}?" if (near := nearest_policy(name)) else ""
-    return SettingsError(f"No selection policy '{name}'.{meant} It is one of: {ALL_NAMES}.")
+    return SettingsError(f"No selection policy '{name}'.{meant} It is one of: {ALL_NAMES}.", "policy")
 
 
 def nearest_policy(name: str) -> str:

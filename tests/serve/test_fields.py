@@ -252,7 +252,7 @@ def test_a_field_that_nobody_knows_is_refused_by_its_name(served: Served, name: 
         ({"min_tokens": 3, "stop": "x"}, "min_tokens"),
         ({"min_tokens": 3, "guided_regex": "a"}, "min_tokens"),
         ({"stop_token_ids": [5], "guided_regex": "a"}, "stop_token_ids"),
-        ({"stop_token_ids": [10**6]}, None),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
@@ -263,12 +263,12 @@ def test_a_field_that_nobody_knows_is_refused_by_its_name(served: Served, name: 
         ({"guided_json": "[1]"}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice"),
-        ({"guided_regex": "("}, None),
-        ({"guided_grammar": "no rules"}, None),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_grammar": "no rules"}, "guided_grammar"),
     ],
     ids=str,
 )
-def test_what_cannot_be_held_together_or_at_all_is_told(served: Served, fields: Fields, param: str | None) -> None:
+def test_what_cannot_be_held_together_or_at_all_is_told(served: Served, fields: Fields, param: str) -> None:
     for kind in PATHS:
         answer = asked(served, kind, fields)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

@@ -250,7 +250,7 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
         ({"pml": TRIP}, "pml", "found <schema>; wanted <prompt>"),
         ({"pml": ""}, "pml", "at least 1 character"),
         ({"pml": PROMPT, **with_documents(1)}, "documents", "cannot be used with documents"),
-        ({"pml": PROMPT, "session_id": "s"}, None, "cannot continue a session"),
+        ({"pml": PROMPT, "session_id": "s"}, "session_id", "cannot continue a session"),
         (
             {"pml": PROMPT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
             "messages",
@@ -260,7 +260,7 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
     ],
 )
 def test_what_cannot_be_asked_over_a_schema_is_told(
-    served: Served, model: str, fields: dict[str, Any], named: str | None, told: str
+    served: Served, model: str, fields: dict[str, Any], named: str, told: str
 ) -> None:
     body = {"model": model, "messages": [said("Where?")], **fields}
     answer = served.post("/v1/chat/completions", body, **bearer(BLUE))
