@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -155,7 +156,7 @@ def serve(
             message = f"{name} answers at {url} (Ctrl-C ends it)."
             console.print(message, highlight=False, markup=False, soft_wrap=True)
 
-        run_on_ray(settings, accepted, host, port, allow_origin or (), options, ray, tell)
+        run_on_ray(settings, accepted, host, port, allow_origin or (), options, ray, tell, partial(_say, console))
         return
     with console.status("loading the model") as status:
         from ragfuse.admin.unkeyed import in_words, unkeyed
@@ -188,4 +189,10 @@ def serve(
             if len(service.keys):
                 service.threads.upkeep.submit(tell_unkeyed)  # a large remote store takes a while to list
 
-        run(service, host, port, allow_origin or (), announce)
+        run(service, host, port, allow_origin or (), announce, partial(_say, console))
+
+
+def _say(console: Console, line: str) -> None:
+    """Print a line of a server that stops. One that nobody can read any more must not keep it from saving."""
+    with contextlib.suppress(OSError, ValueError, SystemExit):  # rich ends the program where a pipe is broken
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -77,6 +77,7 @@ def serve(
     options: ReplicaOptions | None = None,
     address: str = LOCAL_CLUSTER,
     ready: Callable[[str], object] = lambda url: None,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> None:
     """Serve on a Ray cluster until SIGTERM or Ctrl-C.
 
@@ -89,6 +90,7 @@ def serve(
         options: How many replicas there are; None: one.
         address: The cluster: "local" for a new one on this machine, "auto", HOST:PORT or ray://HOST:PORT.
         ready: Called with the server's URL once all replicas have loaded the model.
+        tell: Called with a line about what is waited for once a signal came, and with one that the replicas are gone.
 
     Raises:
         SettingsError: Ray is missing, the cluster does not answer, its nodes do not share the store, or others could
@@ -108,12 +110,14 @@ def serve(
             ready(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1")
             while not stop.wait(1.0):
                 pass
+            tell("Stopping: replicas end what they answer, then what is left is saved.")
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
             ray_serve.delete(APPLICATION)
             if address == LOCAL_CLUSTER:
                 ray_serve.shutdown()
+    tell("Stopped.")
 
 
 def application(

@@ -34,11 +34,23 @@ class Server(uvicorn.Server):
 
     Answers that take longer than `serve_grace_s`, or are running at a second signal, are cut off. Then all pending KV
     is saved.
+
+    Args:
+        service: The service.
+        origins: Origins of web pages that may call the server (CORS).
+        host: Address to listen on.
+        tell: Called with a line for people once the server begins to stop, and with another one once it has stopped.
     """
 
-    def __init__(self, service: Service, origins: Sequence[str] = (), host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        service: Service,
+        origins: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        tell: Callable[[str], object] = lambda line: None,
+    ) -> None:
         settings = service.settings
-        self._service, self._until_s = service, 0.0
+        self._service, self._until_s, self._tell = service, 0.0, tell
 
         max_connections = 4 * (settings.serve_together + settings.serve_waiting) + 256
 
@@ -76,14 +88,19 @@ class Server(uvicorn.Server):
         ends = await super().on_tick(counter)
         if not ends:
             return False
-        self._service.stop()
+        if not self._service.stopping:
+            running = self._service.admission.jobs.running
+            self._service.stop()
+            self._tell(_stopping_in_words(running, self._service.settings.serve_grace_s))
         return self._service.admission.is_idle or self.force_exit or time.monotonic() > self._until_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Cancel answers that are still running, then close."""
+        n_cut = self._service.admission.jobs.running
         self._service.cancel()
         self.force_exit = False  # or uvicorn would not let the store be saved
         await super().shutdown(sockets)
+        self._tell(f"Stopped; cut off: {n_cut:,} request{'s' if n_cut > 1 else ''}." if n_cut else "Stopped.")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -98,6 +115,14 @@ class Server(uvicorn.Server):
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
+
+
+def _stopping_in_words(running: int, grace_s: float) -> str:
+    """Return what a server that stops waits for."""
+    if not running:
+        return "Stopping: what is left is saved."
+    requests = f"{running:,} request{'s' if running > 1 else ''}"
+    return f"Stopping: {requests} may end, within {grace_s:g} s (a second signal cuts off), then what is left is saved."
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -122,6 +147,7 @@ def serve(
     port: int,
     origins: Sequence[str] = (),
     ready: Callable[[str], object] = lambda url: None,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> None:
     """Serve until a signal ends the server.
 
@@ -131,6 +157,7 @@ def serve(
         port: Port to listen on; 0: any free one.
         origins: Origins of web pages that may call the server (CORS).
         ready: Called with the server's URL once the model is loaded.
+        tell: Called with a line about what the server waits for once it stops, and with one that it has stopped.
 
     Raises:
         SettingsError: The address is not available, others could reach it without an API key, or the vLLM server that
@@ -149,4 +176,4 @@ def serve(
         listener.listen(BACKLOG)  # from now on connections wait instead of being refused
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{listener.getsockname()[1]}/v1")
-        Server(service, origins, host).run([listener])
+        Server(service, origins, host, tell).run([listener])

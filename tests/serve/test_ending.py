@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from rich.console import Console
 
 from ragfuse import Engine, Settings
+from ragfuse.cli.serve import _say
 from tests.serve.kit import Served, process, said, serving, wait_for, with_documents, writers
 from tests.serve.test_gone import long_request, raw, send
 
@@ -48,7 +51,8 @@ def settled_answer(settings: Settings) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_answers_end_and_saves_what_they_brought(tiny_settings: Settings, sent: int) -> None:
-    with process(tiny_settings, RAGFUSE_MAX_TOKENS="200", RAGFUSE_SERVE_GRACE_S="600") as (run, root):
+    log = list[str]()
+    with process(tiny_settings, log=log, RAGFUSE_MAX_TOKENS="200", RAGFUSE_SERVE_GRACE_S="600") as (run, root):
         with httpx.stream(
             "POST",
             f"{root}/v1/chat/completions",
@@ -63,6 +67,44 @@ def test_a_signal_lets_answers_end_and_saves_what_they_brought(tiny_settings: Se
         assert ended(run) == 0
     with Engine(tiny_settings) as engine:
         assert len(engine.store.tier("disk").entries()) == 3
+    assert [line.strip() for line in log if line.startswith("Stop")] == [
+        "Stopping: 1 request may end, within 600 s (a second signal cuts off), then what is left is saved.",
+        "Stopped.",
+    ]
+
+
+def test_words_that_nobody_can_read_any_more_keep_no_server_from_its_end() -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    said_to = Console(file=Broken())
+    with pytest.raises(SystemExit):
+        said_to.print("rich itself")
+    _say(said_to, "Stopped.")
+
+
+def test_a_server_says_what_it_waits_for_and_that_it_stopped(tiny_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_grace_s=600)
+    lines = list[str]()
+    with serving(settings, tell=lines.append) as served:
+        assert served.chat(max_tokens=2).status_code == 200
+        assert lines == []
+    assert lines == ["Stopping: what is left is saved.", "Stopped."]
+    lines.clear()
+    with serving(settings, tell=lines.append) as served:
+        first = threading.Thread(target=lambda: served.chat(max_tokens=600))
+        first.start()
+        wait_for(lambda: served.service.admission.jobs.running)
+        served.server.stop()
+        wait_for(lambda: lines)
+        served.server.stop()
+        served.thread.join(60)
+        first.join(60)
+    assert lines == [
+        "Stopping: 1 request may end, within 600 s (a second signal cuts off), then what is left is saved.",
+        "Stopped; cut off: 1 request.",
+    ]
 
 
 @pytest.mark.slow
