@@ -128,10 +128,12 @@ def explain(
     with loaded_engine(settings, console) as engine:
         prompt, _ = prompt_for(engine, library, question, console)
         plan = engine.plan(prompt, Ask(deadline_s=deadline))
+    from ragfuse.cli.show import printable
     from ragfuse.plan.explanation import as_dict, in_words
 
-    console.print(in_words(plan), markup=False, highlight=False, soft_wrap=True)
-    write_json({"question": question, **as_dict(plan), "words": in_words(plan)}, json)
+    words = in_words(plan, name_of=lambda source: printable(Path(source).name))
+    console.print(words, markup=False, highlight=False, soft_wrap=True)
+    write_json({"question": question, **as_dict(plan), "words": words}, json)
 
 
 def _split_stores(stores: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -21,6 +21,8 @@ from ragfuse.hf.states import TenantStates
 from ragfuse.plan.controller import LoadingController
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
+from ragfuse.store.catalog import Catalog
+from ragfuse.store.deletion import chunk_of
 from ragfuse.store.tier import Breaks
 from ragfuse.telemetry.otel import planned
 from ragfuse.types.keys import ChunkKey
@@ -30,9 +32,10 @@ from ragfuse.types.prompt import Prompt
 from ragfuse.types.reasons import (
     DOCUMENTS_ALTERED,
     ENCODING,
-    FIRST_SEEN,
     FULL_PREFILL_ASKED,
+    KNOWN_ONLY,
     MISSING,
+    NEW_OR_DELETED,
     NOTHING_STORED,
     PROMPT_TOO_SHORT,
 )
@@ -80,6 +83,7 @@ class Planner:
     Args:
         settings: Default policy and ratio.
         store: Where entries are looked up.
+        catalog: Which texts are known, also where their KV is stored no more.
         timings: Timings of this machine, where it was measured.
         prefixes: The prefix cache.
         jobs: Chunks that wait to be encoded.
@@ -89,12 +93,13 @@ class Planner:
         self,
         settings: Settings,
         store: KVStore,
+        catalog: Catalog,
         timings: MachineTimings,
         prefixes: PrefixCache,
         jobs: BackgroundEncoder,
     ) -> None:
         self.timings, self._prefixes, self._jobs = timings, prefixes, jobs
-        self._settings, self._store = settings, store
+        self._settings, self._store, self._catalog = settings, store, catalog
         self._hint = CalibrationHint()
 
     def begin(self, prompt: Prompt, request: Request) -> RevisablePlan:
@@ -182,8 +187,11 @@ class Planner:
         unknown = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
         if prompt.altered:
             return f"{DOCUMENTS_ALTERED}: {prompt.altered}"
-        first = not (silent or lost) and any(segment.kind == "chunk" for segment in prompt.segments)
-        return FIRST_SEEN if first else f"{NOTHING_STORED}{unknown if silent else ''}"
+        chunks = [chunk_of(segment.keys[0]) for segment in prompt.segments if segment.kind == "chunk"]
+        if silent or lost or not chunks:
+            return f"{NOTHING_STORED}{unknown if silent else ''}"
+        is_known = self._catalog.knows(chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks])
+        return KNOWN_ONLY if is_known else NEW_OR_DELETED
 
 
 def _judged(prompt: Prompt, profile: ModelProfile, blends: bool) -> ModelProfile:

@@ -75,7 +75,7 @@ class Stages:
             constraints=ConstraintCompiler(),
             links=links,
             build=BuildStage(settings, runtime, prompts, history, schemas),
-            planner=Planner(settings, store, timings, prefixes, remember.jobs),
+            planner=Planner(settings, store, catalog, timings, prefixes, remember.jobs),
             fetch=FetchStage(settings, store, streamer, prefetcher, prefixes),
             prefill=PrefillStage(settings, timings, prefixes),
             generate=GenerateStage(settings, placement),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
@@ -55,14 +55,15 @@ KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
 UNMEASURED = "Times are not predicted: this machine was not measured with this model and these tiers (ragfuse measure)."
 
 
-def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED) -> str:
+def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED, name_of: Callable[[str], str] = str) -> str:
     """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound, the times.
 
     Args:
         plan: The plan.
         unmeasured: What is said instead of times on a machine that was not measured.
+        name_of: Gives the name of a source.
     """
-    parts = _segments(plan), _left_out(plan), _chosen(plan), _expected(plan, unmeasured)
+    parts = _segments(plan, name_of), _left_out(plan, name_of), _chosen(plan), _expected(plan, unmeasured)
     return "\n".join((f"{plan.explain()}.", *(line for part in parts for line in part)))
 
 
@@ -107,7 +108,7 @@ def needs(plan: LoadPlan) -> str:
     return NEEDS[plan.cost.needs] if chooses else ""
 
 
-def _segments(plan: LoadPlan) -> Iterator[str]:
+def _segments(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
     """Yield a line for each hit or miss."""
     fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, _misses(plan)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
@@ -120,7 +121,8 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
             notes[0] += f" in {fetch.tier}{level}, {size_text(fetch.nbytes)}, {ENCODED[fetch.key.encoded]}"
         if index in times:
             notes.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
-        yield f"- {segment.source or KIND_NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(notes)}"
+        name = name_of(segment.source) or KIND_NAMES[segment.kind]
+        yield f"- {name}, {len(segment.tokens)} tokens: {'; '.join(notes)}"
 
 
 def _misses(plan: LoadPlan) -> dict[int, str]:
@@ -129,10 +131,10 @@ def _misses(plan: LoadPlan) -> dict[int, str]:
     return {**dict.fromkeys(short, SHORT), **dict(plan.misses)}
 
 
-def _left_out(plan: LoadPlan) -> Iterator[str]:
+def _left_out(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
     """Yield a line with the chunks that were left out of a prompt that was too long."""
     if plan.prompt.dropped:
-        named = ", ".join(source or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
+        named = ", ".join(name_of(source) or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
         yield f"Left out, so that the prompt and an answer fit: {named}."
 
 

@@ -7,7 +7,7 @@ An answer must not fail because the catalog does, so `Catalog` returns defaults 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
 
@@ -70,6 +70,10 @@ class CatalogQueries(ABC):
     def texts(self, model: str) -> list[KnownText]:
         """Return all known texts of a model digest, oldest first."""
         return self._ask(lambda file: list(file.texts(model)), [])
+
+    def knows(self, model: str, keys: Collection[str]) -> bool:
+        """Return whether a model digest has a known text for each of these keys."""
+        return self._ask(lambda file: file.knows(model, keys), False)
 
     def count_texts(self, model: str) -> int:
         """Return how many known texts a model digest has; a text from two sources counts twice."""

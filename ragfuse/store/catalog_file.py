@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,6 +113,13 @@ class CatalogFile:
             for last, key, text, source in page:  # noqa: B007 - the last id begins the next page
                 if all(isinstance(word, str) for word in (key, text, source)):  # skip a damaged row only
                     yield KnownText(key, text, source)
+
+    def knows(self, model: str, keys: Collection[str]) -> bool:
+        """Return whether `model` has a known text for each of these keys."""
+        sql = "SELECT count(DISTINCT key) FROM texts WHERE model = ? AND key IN (SELECT value FROM json_each(?))"
+        wanted = set(keys)
+        with self._store_errors():
+            return int(self._database.query(sql, (model, json.dumps(sorted(wanted))))[0][0]) == len(wanted)
 
     def count_texts(self, model: str) -> int:
         """Return how many known texts `model` has; a text from two sources counts twice."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 FULL_PREFILL_ASKED = "full prefill was asked for"
 NOTHING_STORED = "none of this text is stored yet"
-FIRST_SEEN = "these documents are met for the first time: they are encoded after the answer, for the next question"
+NEW_OR_DELETED = (
+    "these documents are new, or their KV was deleted: they are encoded after the answer, for the next question"
+)
+KNOWN_ONLY = (
+    "these documents are known, but their KV is not stored now, as it was evicted or not encoded yet: they are encoded "
+    "after the answer, for the next question"
+)
 DOCUMENTS_ALTERED = "the documents retrieved for it are known, but were altered on their way into it"
 PROMPT_TOO_SHORT = "it is too short to hold a chunk"
 NOT_EXACT = "verify found that fusing is not exact with this model where it must be"

@@ -78,6 +78,8 @@ def test_a_question_is_explained_before_and_after_measuring(run, book, tmp_path)
     before = run(*ask)
     assert before.exit_code == 0, before.output + before.stderr
     assert UNMEASURED.split(":")[0] in before.output
+    assert any(f"- {file.name}, " in before.output for file in book.iterdir())
+    assert str(book) not in before.output  # names, as `ask --explain` has them
     assert run("measure", "--store", tmp_path / "store").exit_code == 0
     after = told(run(*ask, "--policy", "hkvd", "--ratio", 0.2, "--json", "-"))
     chunks = [segment for segment in after["segments"] if segment["kind"] == "chunk"]

@@ -15,7 +15,7 @@ from tests.tiny import CHUNKS, adds_up, chunk_hits, file_of, ingest, messages, o
 
 def test_a_first_question_computes_everything_and_the_next_one_hits(engine):
     first = engine.answer(messages())
-    met = "these documents are met for the first time: they are encoded after the answer, for the next question"
+    met = "these documents are new, or their KV was deleted: they are encoded after the answer, for the next question"
     assert first.trace.fallback_reason == met
     assert chunk_hits(first.trace) == [False] * 6
     engine.flush()
