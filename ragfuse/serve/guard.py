@@ -120,12 +120,14 @@ class Guard:
                 "or start the server with --api-key.",
                 "host",
             )
-        tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        tenant = self._keys.tenant(authorization)
         if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             found = "another one" if b"authorization" in headers else "none"
-            raise APIError(
-                401, f"Wanted one of the server's API keys, found {found}. Send it as 'Bearer KEY'.", "api_key"
-            )
+            how = "Send it as 'Bearer KEY'."
+            if self._keys.is_with_salt(authorization):
+                found, how = "one with its salt", "Send what is behind the colon alone, as 'Bearer KEY'."
+            raise APIError(401, f"Wanted one of the server's API keys, found {found}. {how}", "api_key")
         scope.setdefault("state", {})["tenant"] = tenant
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()

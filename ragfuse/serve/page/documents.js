@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { byId, make, show } from "./dom.js";
 import { EXAMPLE } from "./example.js";
-import { bytes, many, seconds } from "./format.js";
+import { bytes, capacity, many, seconds } from "./format.js";
 
 const MAX_PDF_NBYTES = 8 * 1024 * 1024;
 const POLL_MS = 700;
@@ -18,13 +18,14 @@ export function chosenDocuments() {
 
 function fail(message) {
   byId("document-error").textContent = message;
+  byId("document-told").textContent = "";
 }
 
 async function base64(file) {
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new Error(`${file.name} cannot be read.`));
+    reader.onerror = () => reject(new Error("It cannot be read."));
     reader.readAsDataURL(file);
   });
   return url.slice(url.indexOf(",") + 1);
@@ -33,11 +34,16 @@ async function base64(file) {
 async function bodyOf(file) {
   const name = file.name.slice(0, 256);
   if (file.name.toLowerCase().endsWith(".pdf")) {
-    if (file.size > MAX_PDF_NBYTES) throw new Error(`${file.name} has ${bytes(file.size)}; wanted ${bytes(MAX_PDF_NBYTES)} at most.`);
+    if (file.size > MAX_PDF_NBYTES) throw new Error(`It has ${bytes(file.size)}; wanted ${capacity(MAX_PDF_NBYTES)} at most.`);
     return { name, pdf: await base64(file) };
   }
+<<<<<<< HEAD
   const text = decoded(await file.arrayBuffer());
   if (text.includes("\u0000")) throw new Error(`${file.name} is not text. Wanted text or PDF files.`);
+=======
+  const text = await file.text();
+  if (text.includes("\u0000")) throw new Error("It is not text. Wanted text or PDF files.");
+>>>>>>> 81e24af (Name the file in each sentence about an upload, what a deletion kept, and a key that was sent with its salt; write sizes on the page as the command line does)
   return { name, text };
 }
 
@@ -60,7 +66,7 @@ async function send(files) {
     try {
       await ask(PATH, { body: await bodyOf(file) });
     } catch (error) {
-      failures.push(error.message);
+      failures.push(`${file.name}: ${error.message}`);
     }
     await refresh();
   }
@@ -96,8 +102,11 @@ function row(each) {
 }
 
 async function remove(each) {
+  fail("");
   try {
-    await ask(`${PATH}/${encodeURIComponent(each.id)}`, { method: "DELETE" });
+    const { nbytes } = await ask(`${PATH}/${encodeURIComponent(each.id)}`, { method: "DELETE" });
+    byId("document-told").textContent = `${each.name} was deleted; ${bytes(nbytes)} of KV freed.`
+      + (each.nbytes && !nbytes ? " What was stored before it was added, or another source has too, stays." : "");
   } catch (error) {
     fail(error.message);
   }

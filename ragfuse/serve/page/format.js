@@ -1,13 +1,21 @@
-// Numbers for people; a unit stays on the line of its number.
+// Numbers for people, by the rules of ragfuse.types.sizes; a unit stays on the line of its number.
 
 export function bytes(n) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "KB", "MB", "GB", "TB", "PB"];
   let at = 0;
-  while (n >= 1024 && at < units.length - 1) {
-    n /= 1024;
+  while (n >= 999.5 && at < units.length - 1) {
+    n /= 1000;
     at += 1;
   }
-  return `${n < 10 && at ? n.toFixed(1) : Math.round(n)}\u00a0${units[at]}`;
+  return `${n < 9.95 && at ? n.toFixed(1) : Math.round(n)}\u00a0${units[at]}`;
+}
+
+// A capacity as its setting is written, such as 20 GiB; one that is not round as bytes() writes it.
+export function capacity(n) {
+  for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"]]) {
+    if (n && n % unit === 0) return `${count(n / unit)}\u00a0${name}`;
+  }
+  return bytes(n);
 }
 
 export function count(n) {

@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { byId, make, show, table } from "./dom.js";
 import { refresh as refreshDocuments } from "./documents.js";
-import { ago, bytes, count, many, share } from "./format.js";
+import { ago, bytes, capacity, count, many, share } from "./format.js";
 import { meter } from "./figures.js";
 
 const SHOWN = 50;
@@ -26,13 +26,19 @@ function action(name, label, work, { danger, question } = {}) {
     if (question && !(await sure(question, name))) return;
     try {
       byId("failure").textContent = "";
-      await work();
-      await showStore();
+      const done = await work();
+      await showStore(done?.object === "ragfuse.deleted" ? freed(done) : "");
       await refreshDocuments();
     } catch (error) {
       byId("failure").textContent = error.message;
     }
   } }, name);
+}
+
+// What a deletion did, also where it freed nothing.
+function freed({ nbytes, kept }) {
+  const stays = kept ? `, ${many(kept, "passage")} kept, as another source has ${kept === 1 ? "it" : "them"}` : "";
+  return `${bytes(nbytes)} freed${stays}.`;
 }
 
 function remove(query) {
@@ -42,9 +48,9 @@ function remove(query) {
 function tiers(store, usage, live) {
   const hits = Object.values(live.hits).reduce((sum, each) => sum + each, 0);
   const rows = store.tiers.map((each) => [
-    each.name, meter(each.nbytes, each.capacity, `${bytes(each.nbytes)} of ${bytes(each.capacity)}`),
+    each.name, meter(each.nbytes, each.capacity, `${bytes(each.nbytes)} of ${capacity(each.capacity)}`),
     count(each.entries), count(each.n_tokens), count(each.pinned), share(live.hits[each.name] || 0, hits + live.missed)]);
-  const limit = usage.limits.bytes ? `, of at most ${bytes(usage.limits.bytes)} in a tier` : "";
+  const limit = usage.limits.bytes ? `, of at most ${capacity(usage.limits.bytes)} in a tier` : "";
   return make("section", { class: "card stack", "aria-label": "Tiers" }, make("h2", {}, "Tiers"),
     table("Tiers", ["tier", "filled by you", "entries", "tokens", "pinned", "hit rate"], rows, [2, 3, 4, 5]),
     make("p", { class: "quiet" }, `Hits: of ${many(hits + live.missed, "lookup")} since the server started, found in this tier; `
@@ -111,11 +117,12 @@ function schemas(found) {
       : make("p", { class: "quiet" }, "None is registered. POST /v1/ragfuse/schemas registers one."));
 }
 
-export async function showStore() {
+// `told` says what was just done; it goes when the view is shown again.
+export async function showStore(told = "") {
   const query = source === null ? { limit: SHOWN } : { limit: SHOWN, source };
   const [store, usage, live, rows, talks, forms] = await Promise.all([
     ask("/v1/ragfuse/store"), ask("/v1/ragfuse/usage"), ask("/v1/ragfuse/live"),
     ask(`/v1/ragfuse/entries?${new URLSearchParams(query)}`), ask("/v1/ragfuse/sessions"), ask("/v1/ragfuse/schemas")]);
   const waiting = store.waiting_to_be_encoded ? make("p", { class: "quiet" }, `${many(store.waiting_to_be_encoded, "run")} of tokens wait to be encoded.`) : null;
-  show(byId("store"), waiting, tiers(store, usage, live), sources(usage), entries(rows), sessions(talks), schemas(forms));
+  show(byId("store"), told ? make("p", { role: "status" }, told) : null, waiting, tiers(store, usage, live), sources(usage), entries(rows), sessions(talks), schemas(forms));
 }

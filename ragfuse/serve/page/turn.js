@@ -16,6 +16,7 @@ const POLICIES = [
   ["lego", "lego: the start of each chunk"],
 ];
 const WAITS = "waits for ragfuse, so that neither slows the other";
+const COUNTED = "A passage that the prompt begins with as an earlier prompt did counts with that beginning, not as a passage.";
 let number = 0;
 
 export class Turn {
@@ -63,7 +64,7 @@ export class Turn {
   }
 
   showBelow(plan, trace, body) {
-    this.verdict = make("p", { class: "verdict" }, reused(trace));
+    this.verdict = make("p", { class: "verdict", title: COUNTED }, reused(trace));
     const words = make("details", {}, make("summary", {}, "The plan in words"), make("pre", { class: "code", tabIndex: 0 }, plan.words));
     this.lengths = make("p", { class: "quiet lengths", hidden: true });
     show(this.below, this.verdict, this.lengths, strip(trace), this.controls, words, same(body));
@@ -130,6 +131,8 @@ function reused(trace) {
   if (!trace.tokens_reused) return `Nothing was reused: ${trace.fallback_reason || "nothing of the prompt is stored"}.`;
   const chunks = trace.segments.filter((each) => each.kind === "chunk" && !each.goes_on);
   const hits = chunks.filter((each) => each.hit).length;
-  const found = chunks.length ? ` (${hits} of ${many(chunks.length, "passage")})` : "";
+  const parts = trace.tokens_prefix ? [`${count(trace.tokens_prefix)} as the beginning of an earlier prompt`] : [];
+  if (chunks.length) parts.push(`${hits} of ${parts.length ? "the other " : ""}${many(chunks.length, "passage")}`);
+  const found = parts.length ? ` (${parts.join(", ")})` : "";
   return `${share(trace.tokens_reused, trace.tokens)} of ${count(trace.tokens)} prompt tokens reused${found}, ${count(trace.tokens_recomputed)} recomputed by ${trace.policy}.`;
 }
