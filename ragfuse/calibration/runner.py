@@ -7,6 +7,7 @@ alike. Ratios are medians over rounds of times measured side by side.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
 import sys
@@ -26,6 +27,8 @@ import torch
 from rich.console import Console
 
 from ragfuse.telemetry.progress import progress
+
+log = logging.getLogger("ragfuse.calibration")
 
 MALLOC = MappingProxyType(
     {
@@ -176,8 +179,8 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
     """
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return
-    settings = " ".join(f"{name}={value}" for name, value in MALLOC.items())
-    console.print(f"Starting again with a memory allocator that keeps large buffers: {settings}", highlight=False)
+    console.print("Starting again with memory that is kept between runs, as full prefill is measured too slow without.")
+    log.debug("Starting again with %s", " ".join(f"{name}={value}" for name, value in MALLOC.items()))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     arguments = list(command) or [sys.executable, *sys.orig_argv[1:]]

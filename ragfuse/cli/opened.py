@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,17 +118,39 @@ def refuse(silent: Sequence[str], consequence: str) -> NoReturn:
     raise StoreError(unanswered(silent, consequence))
 
 
-def confirm(question: str, yes: bool, command: str) -> None:
-    """Ask for confirmation, unless `yes`; InputError without a terminal to ask at."""
+def confirm(question: str, yes: bool, context: typer.Context) -> None:
+    """Ask for confirmation, unless `yes`; InputError without a terminal to ask at, with the command that needs none."""
     if yes:
         return
     if not sys.stdin.isatty():
         raise InputError(
-            f"{question} There is no terminal to confirm this at. Add --yes: ragfuse store {command} --yes"
+            f"{question} There is no terminal to confirm this at. Add --yes: {given_command(context)} --yes"
         )
     if not typer.confirm(question, err=True):
         Console(stderr=True).print("Nothing was changed.")
         raise typer.Exit(1)
+
+
+def given_command(context: typer.Context) -> str:
+    """Return the command that runs, with the arguments and options that it was given, as a shell reads it."""
+    names, parent = [context.info_name or ""], context.parent
+    while parent is not None and parent.parent is not None:
+        names, parent = [parent.info_name or "", *names], parent.parent
+    words = ["ragfuse", *names]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        found = context.params[name]
+        values = [str(value) for value in (found if isinstance(found, (list, tuple)) else [found])]
+        if parameter.param_type_name == "argument":
+            words += values
+        elif isinstance(found, bool):
+            words.append(parameter.opts[0] if found else parameter.secondary_opts[0])
+        else:
+            words += [word for value in values for word in (parameter.opts[0], value)]
+    return shlex.join(words)
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def show(
     ] = None,
     json: Json = None,
 ) -> None:
-    """Show the tree of a schema: position, tokens and KV bytes of every module."""
+    """Show the tree of a schema: first and last position, tokens and KV bytes of every module."""
     settings, console = (
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
         console_for(json),
@@ -157,7 +157,7 @@ def _table_row(part: Mapping[str, Any]) -> tuple[Text, str, str, str]:
     """Return a part of a schema as a row of the table."""
     unnamed = {"schema": "the schema's own text", "text": "text"}
     name = unnamed.get(part["what"]) or f"{part['what']} {part.get('name', '')}"
-    positions = f"{part['start']:,}-{part['stop']:,}"
+    positions = f"{part['start']:,}-{part['stop'] - 1:,}" if part["stop"] > part["start"] else "none"
     nbytes = part.get("nbytes")
     tokens = f"{part.get('tokens', part['stop'] - part['start']):,}" if part["what"] != "union" else ""
     return Text("  " * part["depth"] + plain(name.strip())), positions, tokens, size_text(nbytes) if nbytes else ""

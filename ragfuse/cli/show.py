@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 KIND_WORDS = MappingProxyType({"prefix": "beginning", "history": "earlier turns", "chunk": "a chunk"})
 """How a segment without a source is named."""
 REUSED, RECOMPUTED, FRESH = "blue", "dark_orange", "grey50"
+SHADES = MappingProxyType({REUSED: "\u2588", RECOMPUTED: "\u2592", FRESH: "\u2591"})
+"""What stands for a colour of the strip where there are no colours."""
 
 
 def show_trace(console: Console, trace: Trace) -> None:
@@ -46,8 +48,8 @@ def show_trace(console: Console, trace: Trace) -> None:
         console.print(Text(f"left out, so that prompt and answer fit: {names}"))
     if trace.stream is not None:
         _show_stream(console, trace.stream)
-    console.print(strip(trace, min(console.width, 100)))
-    console.print(legend())
+    for part in (strip(trace, min(console.width, 100)), legend()):
+        console.print(part if _has_colours(console) else shaded(part))
     if trace.fallback_reason:
         summary = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.fallback_reason)}"
     else:
@@ -69,6 +71,20 @@ def legend() -> Text:
         ("\u2588 ", FRESH),
         "computed",
     )
+
+
+def _has_colours(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color
+
+
+def shaded(text: Text) -> Text:
+    """Return a text whose coloured blocks are told apart by their shade."""
+    characters = list(text.plain)
+    for span in text.spans:
+        shade = SHADES[str(span.style)]
+        part = text.plain[span.start : span.end]
+        characters[span.start : span.end] = part.replace("\u2588", shade)
+    return Text("".join(characters))
 
 
 def _show_stream(console: Console, stream: StreamTrace) -> None:

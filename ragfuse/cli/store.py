@@ -129,6 +129,7 @@ store.command("top")(top.top)
 
 @store.command("clear")
 def clear(
+    context: typer.Context,
     keys: Keys = None,
     tier: Tier = None,
     source: Source = None,
@@ -146,7 +147,7 @@ def clear(
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one; without a salt, --all
     deletes those of all tenants.
 
-    Exit status 1 if a tier could not be cleared: then its entries stay, and so do all texts.
+    Exit status 1 if nothing matches, or if a tier could not be cleared: then its entries stay, and so do all texts.
     """
     entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
     with open_admin(store, console) as admin:
@@ -154,7 +155,7 @@ def clear(
         rows, shared = admin.divided(select_entries(admin, console, entry_filter), entry_filter)
         if rows or admin.text_models(entry_filter):
             what = describe(rows) if rows else "all texts of chunks that no tier stores"
-            confirm(f"Delete {what}?", yes, "clear")
+            confirm(f"Delete {what}?", yes, context)
         cleared = admin.clear(rows, entry_filter)
         if entry_filter.tier is None:
             admin.leave_sources(shared, entry_filter)
@@ -162,7 +163,8 @@ def clear(
     if shared:
         console.print(f"Kept {describe(shared)}: other sources have the same text.", highlight=False, markup=False)
     write_json({**cleared_dict(cleared), "kept": len(shared)}, json)
-    raise typer.Exit(1 if cleared.silent else 0)
+    found = rows or shared or cleared.texts or not (keys or source)  # whole tiers and tenants may be empty
+    raise typer.Exit(1 if cleared.silent or not found else 0)
 
 
 @store.command("pin")
@@ -178,7 +180,7 @@ def pin(
 ) -> None:
     """Pin chunks: they are never evicted, and never expire.
 
-    Exit status 1 if a tier concerned does not answer.
+    Exit status 1 if nothing matches, or a tier concerned does not answer.
     """
     _pin(True, entry_filter_of(keys, tier, source, model, tenant, all_, "pin"), store, json)
 
@@ -194,7 +196,7 @@ def unpin(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Unpin chunks, so that they can be evicted again. Exit status 1 if a tier concerned does not answer."""
+    """Unpin chunks, so that they can be evicted again. Exit status 1 if nothing matches, or a tier does not answer."""
     _pin(False, entry_filter_of(keys, tier, source, model, tenant, all_, "unpin"), store, json)
 
 
@@ -212,7 +214,7 @@ def move(
 ) -> None:
     """Move chunks to one tier and delete them from all others. Chunks that do not fit stay where they are.
 
-    Exit status 1 if some were not moved, or may be in a tier that does not answer.
+    Exit status 1 if nothing matches, or if some were not moved, or may be in a tier that does not answer.
     """
     entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "move"), console_for(json)
     with open_admin(store, console) as admin:
@@ -222,7 +224,7 @@ def move(
         silent = admin.silent(entry_filter)
     print_outcome(console, outcome, f"in tier {to} now")
     write_json({**outcome_dict(outcome), "silent": silent}, json)
-    raise typer.Exit(1 if outcome.failed or silent else 0)
+    raise typer.Exit(1 if outcome.failed or silent or not (rows or entry_filter.selects_all) else 0)
 
 
 @store.command("recode")
@@ -241,8 +243,8 @@ def recode(
 ) -> None:
     """Convert chunks to other codec levels, each in its tier. Only raw entries can be converted: others are lossy.
 
-    It can be interrupted at any time: every entry is complete, converted or not. Exit status 1 if some were not
-    converted, or may be in a tier that does not answer.
+    It can be interrupted at any time: every entry is complete, converted or not. Exit status 1 if nothing
+    matches, or if some were not converted, or may be in a tier that does not answer.
     """
     levels = _levels(to)
     entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "recode"), console_for(json)
@@ -255,11 +257,12 @@ def recode(
     summary = f"recoded to {'+'.join(levels)}, {less}"
     print_outcome(console, outcome, summary)
     write_json({**outcome_dict(outcome), "fewer_nbytes": outcome.fewer_nbytes, "silent": silent}, json)
-    raise typer.Exit(1 if outcome.failed or silent else 0)
+    raise typer.Exit(1 if outcome.failed or silent or not (rows or entry_filter.selects_all) else 0)
 
 
 @store.command("export")
 def export(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="The archive to write.")],
     keys: Keys = None,
     tier: Tier = None,
@@ -290,7 +293,7 @@ def export(
         if silent and exists:
             refuse(silent, f"nothing was written, and '{file}' is unchanged")
         if exists:
-            confirm(f"'{file}' exists already. Overwrite it?", yes, "export")
+            confirm(f"'{file}' exists already. Overwrite it?", yes, context)
         with progress_bar(console, "exporting", _EXPORTED) as report:
             outcome = admin.export(rows, file, texts, report)
     print_outcome(console, outcome, f"written to {file}")
@@ -359,7 +362,7 @@ def _pin(pinned: bool, entry_filter: EntryFilter, store: Path | None, json: Path
     if rows:
         console.print(f"{word.capitalize()} {describe(rows)}.", highlight=False, markup=False)
     write_json({word: len(keys), "silent": silent}, json)
-    raise typer.Exit(1 if silent else 0)
+    raise typer.Exit(1 if silent or not (rows or entry_filter.selects_all) else 0)
 
 
 def _levels(to: str) -> list[str]:

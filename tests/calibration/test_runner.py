@@ -83,6 +83,7 @@ def test_the_process_starts_again_once_and_says_so() -> None:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert out.count("Starting again") == 1
+    assert "MALLOC" not in out
     assert [line for line in out.splitlines() if line.startswith("ran")] == [
         f"ran {process.pid} True ['--an', 'option']"
     ]

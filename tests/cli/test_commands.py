@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ragfuse import Settings
 from ragfuse.cli.main import app
-from ragfuse.cli.show import WrappedOutput, show_trace, strip
+from ragfuse.cli.show import WrappedOutput, shaded, show_trace, strip
 from ragfuse.types.answer import SegmentTrace, Trace
 
 
@@ -357,6 +357,15 @@ def test_the_explanation_names_levels_that_are_not_raw():
 def test_the_strip_has_the_colours_of_what_was_done():
     styles = [str(span.style) for span in strip(TRACE, 100).spans]
     assert styles == ["blue"] * 40 + ["dark_orange"] * 9 + ["blue"] * 11 + ["grey50"] * 40
+
+
+def test_without_colours_the_strip_and_its_legend_tell_kinds_by_their_shade():
+    row = strip(TRACE, 100)
+    assert shaded(row).plain == "\u2588" * 40 + "\u2592" * 9 + "\u2588" * 11 + "\u2591" * 40
+    console = screen()
+    console.no_color = True
+    show_trace(console, TRACE)
+    assert "\u2592 recomputed  \u2591 computed" in shown(console)
 
 
 def test_a_refusal_is_told_in_place_of_numbers():

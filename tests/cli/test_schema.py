@@ -57,6 +57,8 @@ def test_a_schema_is_shown_with_positions_tokens_and_bytes(given, by):
     assert told["mb_per_token"] == told["nbytes_per_token"] / 1e6
     shown = run("schema", "show", given / "trip.xml").output
     assert all(name in shown for name in ("oslo", "lisbon", "param days", "the schema's own text"))
+    oslo = places["plan/abroad/oslo"]
+    assert f"{oslo['start']:,}-{oslo['stop'] - 1:,}" in shown  # the first and the last position
 
 
 def test_a_schema_is_drawn(given):

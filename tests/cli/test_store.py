@@ -492,6 +492,13 @@ def test_clear_of_a_tenant_whose_entries_are_gone_drops_the_texts_that_are_left(
     assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
 
 
+@pytest.mark.parametrize("command", [("pin",), ("unpin",), ("clear", "--yes"), ("move", "--to", "memory")])
+def test_what_matches_nothing_is_told_with_a_status(run, told, filled, command):
+    result = run(*command, "--source", "no such document")
+    assert result.exit_code == 1
+    assert "Nothing in the store matches" in result.output + result.stderr
+
+
 def test_clear_asks_and_without_a_terminal_wants_yes(run, filled, environment):
     refused(run("clear", "--all"), "InputError", "Delete 6 entries", "--yes")
     for answer, is_gone in (("n", False), ("y", True)):
@@ -633,7 +640,11 @@ def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
 def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(told, run, filled):
     assert told("export", "a.tar", "--no-texts")["texts"] == 0
     assert b"Theirs." not in Path("a.tar").read_bytes()
-    refused(run("export", "a.tar"), "InputError", "exists already", "--yes")
+    refused(run("export", "a.tar"), "InputError", "exists already", "ragfuse store export a.tar --yes")
+    Path("an archive.tar").touch()
+    given = ("an archive.tar", "--no-texts", "--source", "ships", "--store", filled)
+    again = f"ragfuse store export 'an archive.tar' --source ships --no-texts --store {filled} --yes"
+    refused(run("export", *given), "InputError", "exists already", again)
     assert told("export", "a.tar", "--yes")["texts"] == 3
 
 
