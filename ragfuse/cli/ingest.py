@@ -93,8 +93,7 @@ def ingest(
 ) -> None:
     """Split documents into chunks, index them, and compute each chunk's KV. After an interruption, run it again.
 
-    A folder that is ingested again is as it is then: files that were moved have their new names, and files that are
-    gone from it are forgotten.
+    A folder that is ingested again is as it is then: moved files have new names, and files that are gone are forgotten.
     """
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ragfuse.cli.files import READABLE_TYPES
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
 
@@ -49,9 +50,7 @@ ModelKwargs = Annotated[
 ]
 STORE_DEFAULT = default_of("store", "`store` in the folder RAGFUSE_HOME")
 Store = Annotated[Path | None, option("--store", "Folder of the KV store.", STORE_DEFAULT)]
-Documents = Annotated[
-    list[Path], typer.Option("--docs", help="Files or folders of your documents: txt, md, rst, html, pdf.")
-]
+Documents = Annotated[list[Path], typer.Option("--docs", help=f"Files or folders of your documents: {READABLE_TYPES}.")]
 DocsFirst = Annotated[
     Path | None, option("--docs", "Ingest this file or folder first, into an index of its own.", "none")
 ]
