@@ -54,7 +54,7 @@ BUSY_STATUSES = (429, 504)
 STORED_BEFORE = "stored before"
 TOO_SHORT = "too short to be stored: computed with each question"
 NOT_STORED = "not stored: this model's KV cannot be reused; computed with each question"
-MISSING = "not stored any more, as their KV was deleted or evicted: encoded again with a question about them"
+KV_GONE = "not stored any more, as their KV was deleted or evicted: encoded again with a question about them"
 NOT_LISTED = "could not be saved: it is forgotten when the server ends"
 _NAME_CHARS = 240
 """Characters of a document's name in the source of a passage."""
@@ -147,7 +147,7 @@ class StoredDocument:
                 (self.stored_before, STORED_BEFORE),
                 (self.too_short, TOO_SHORT),
                 (self.unstored, NOT_STORED),
-                (self.missing, MISSING),
+                (self.missing, KV_GONE),
             )
             if n
         ]

@@ -1,4 +1,4 @@
-"""Bodies in other encodings, and halves of characters: told before anything is done, whatever field holds them."""
+"""Bodies in other encodings are told before anything is done, and halves of characters replaced, in whatever field."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from langchain_core.outputs import LLMResult
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 from langchain_ragfuse.base import RagFuseModel
 
-from ragfuse import Engine, InputError
+from ragfuse import Engine, InputError, SettingsError
 
 FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
@@ -145,7 +145,7 @@ def test_both_models_take_the_same_parameters(engine: Engine) -> None:
     for model in (RagFuseLLM, ChatRagFuse):
         assert issubclass(model, BaseLanguageModel)
         assert shared <= set(model.model_fields)
-        with pytest.raises(ValueError, match="temprature"):
+        with pytest.raises(SettingsError, match="temprature"):
             model(temprature=1)  # type: ignore[call-arg]
 
 

@@ -14,7 +14,7 @@ from llama_index.core.llms import CustomLLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.ragfuse import RagFuseLLM
 
-from ragfuse import Engine, InputError, Settings
+from ragfuse import Engine, InputError, Settings, SettingsError
 
 FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
@@ -132,7 +132,7 @@ def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
         llm.chat([image])
     with pytest.raises(InputError, match=r"no argument 'ratios'"):
         llm.complete(ASKED, ratios=0.5)
-    with pytest.raises(ValueError, match="ratios"):
+    with pytest.raises(SettingsError, match="ratios"):
         RagFuseLLM(ratios=0.5)
 
 
