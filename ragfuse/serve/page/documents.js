@@ -37,13 +37,8 @@ async function bodyOf(file) {
     if (file.size > MAX_PDF_NBYTES) throw new Error(`It has ${bytes(file.size)}; wanted ${capacity(MAX_PDF_NBYTES)} at most.`);
     return { name, pdf: await base64(file) };
   }
-<<<<<<< HEAD
   const text = decoded(await file.arrayBuffer());
-  if (text.includes("\u0000")) throw new Error(`${file.name} is not text. Wanted text or PDF files.`);
-=======
-  const text = await file.text();
   if (text.includes("\u0000")) throw new Error("It is not text. Wanted text or PDF files.");
->>>>>>> 81e24af (Name the file in each sentence about an upload, what a deletion kept, and a key that was sent with its salt; write sizes on the page as the command line does)
   return { name, text };
 }
 
