@@ -113,7 +113,7 @@ def ask(
     options = QuestionOptions(console, explain, compare, how)
     if pml is not None:
         asked = pml_prompt(pml, question)
-        with open_answerer(settings, console, server, model, lambda engine: engine.schemas.needed_by(asked)) as engine:
+        with open_answerer(settings, console, server, model, lambda engine: engine.schemas.check(asked)) as engine:
             write_json(_result(question, *_answers(engine, asked, options)), json)
         return
     from ragfuse.cli.library import Library, index_of

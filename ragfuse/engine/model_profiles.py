@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from ragfuse.models import embedded
 from ragfuse.process.fork import ForkLock
 from ragfuse.store.catalog import Catalog
 from ragfuse.types.policy_cost import AUTO
@@ -32,12 +31,6 @@ def refusal_of(profile: ModelProfile, policy: str) -> str:
     if profile.refusal or policy != AUTO:
         return profile.refusal
     return NOT_EXACT if profile.verified is False else NOT_SAFE if profile.safe is False else ""
-
-
-def as_shipped(profile: ModelProfile, name: str) -> ModelProfile:
-    """Return the profile of the model `name`; for an embedded model, with the policy and ratio it was calibrated to."""
-    shipped = embedded(name)
-    return profile.calibrated(True, *shipped.choice) if shipped is not None and shipped.choice else profile
 
 
 class ProfileStore:

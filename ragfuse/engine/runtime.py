@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
-from ragfuse.engine.model_profiles import ProfileStore, as_shipped
+from ragfuse.engine.model_profiles import ProfileStore
 from ragfuse.engine.placement import Placement
 from ragfuse.errors import ModelError
 from ragfuse.hf.fingerprint import weights_digest
@@ -200,7 +200,7 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
 
 
 def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
-    """Load the model in the settings; an embedded model comes with its calibrated policy and ratio."""
+    """Load the model in the settings, and log how long it took."""
     began = time.perf_counter()
     source = resolve_llm(settings.model, settings.home)
     options = dict(settings.model_kwargs)
@@ -213,7 +213,6 @@ def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
             source, settings.dtype, settings.device, profiles.probed, model_kwargs=options, home=settings.home
         )
     model.name = settings.model
-    model.profile = as_shipped(model.profile, settings.model)
     model.open_tokenizer()
     log.info("Model loaded in %.1f s: %s.", time.perf_counter() - began, settings.model)
     return model

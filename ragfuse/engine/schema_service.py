@@ -21,7 +21,7 @@ from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError
 from ragfuse.process.fork import ForkLock
-from ragfuse.schemas.bind import bind
+from ragfuse.schemas.bind import bind, check_names
 from ragfuse.schemas.layout import NO_WRAPPING, ModulePosition, SchemaLayout, Wrapping, lay_out
 from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, inner
 from ragfuse.schemas.pml import parse_prompt, parse_schema, read, to_pml
@@ -156,8 +156,12 @@ class SchemaService:
             raise InputError(f"There is no schema '{name}', nor a file of this name; wanted {self.describe_names()}.")
         return stored
 
-    def needed_by(self, request: PMLPrompt) -> StoredSchema:
-        """Return the schema of a prompt in PML; PMLError where it is not registered. No model is needed."""
+    def check(self, request: PMLPrompt) -> None:
+        """Raise PMLError where the schema of a prompt in PML is not registered or does not fit it; needs no model."""
+        stored = self._needed_by(request)
+        check_names(request, parse_schema(stored.pml, stored.file))
+
+    def _needed_by(self, request: PMLPrompt) -> StoredSchema:
         stored = self._registry.get(request.schema)
         if stored is None:
             raise request.at.error(
@@ -210,7 +214,7 @@ class SchemaService:
             )
         if ask.tools:
             raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.", "tools")
-        stored, encoder = self.needed_by(request), self._runtime.encoder
+        stored, encoder = self._needed_by(request), self._runtime.encoder
         check_request(request, encoder.model)
         layout = self._layout_of(stored, request.over)
         self._note(stored, layout, encoder)

@@ -31,11 +31,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
+from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
 from ragfuse.process.folders import make_own_folder
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
 
-RECIPE = 1
+RECIPE = 2
 """Version of what `prepare` writes; folders of another version are prepared again."""
 
 MANIFEST = "prepared.json"
@@ -86,10 +87,9 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """The version of its prepared folder: its own recipe, or `RECIPE` with the adapter's fingerprint."""
-        if self.own_recipe:
-            return self.own_recipe
-        return f"{RECIPE} {adapters.fingerprint(self.adapter)}" if self.adapter else str(RECIPE)
+        """The version of its prepared folder: its own recipe, or `RECIPE` with the choice and the adapter's digest."""
+        parts = [RECIPE, *(self.choice or ()), *([adapters.fingerprint(self.adapter)] if self.adapter else [])]
+        return self.own_recipe or " ".join(map(str, parts))
 
     @property
     def source(self) -> Path | None:
@@ -370,6 +370,9 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, on_step: OnSte
                 shutil.copytree(for_chunks, target / adapters.CHUNK_ADAPTER)
         on_step("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
+        if embedded.choice:
+            filler = Settings.model_fields["filler_tokens"].default
+            write_shipped(target, ShippedProfile(filler, *embedded.choice))
         on_step("saving")
         try:
             model.save_pretrained(target)

@@ -21,9 +21,10 @@ from ragfuse.schemas.layout import (
     TokenRange,
     UnionPosition,
     check_together,
+    lay_out,
     opened,
 )
-from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, SourcePosition, TextNode
+from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, Schema, SourcePosition, TextNode
 from ragfuse.schemas.pml import one_of
 from ragfuse.types.keys import ChunkKey, Kind
 from ragfuse.types.prompt import Prompt, Segment
@@ -87,9 +88,7 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
     """
     if request.schema != layout.schema.name:
         raise request.at.error(f"a prompt for schema '{request.schema}'", f"one for '{layout.schema.name}'")
-    key_of, contents = cache(key_of), _Contents(layout, encode)  # cached: many pieces share a run
-    contents.scope(layout.root, request.items, request.args, request.at)
-    check_together(contents.imports.items(), layout.forks)
+    key_of, contents = cache(key_of), _contents(request, layout, encode)  # cached: many pieces share a run
     placing = _Placing(layout, contents, _sources(layout, contents.imports), key_of, "chunk" if blend else "module")
     placing.scope(layout.root)
     ending = tuple(encode(request.ending, False)) if request.ending else _generation_prompt(request, layout, encode)
@@ -97,6 +96,28 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
     prompt, others = placing.prompt(request.at), tuple(dict.fromkeys(_others(layout, contents.imports)))
     prompt = replace(prompt, schema_use=placing.schema_use(tuple(map(key_of, others))))
     return Bound(prompt, tuple(placing.imported), tuple(placing.used), others, placing.moved)
+
+
+def check_names(request: PMLPrompt, schema: Schema) -> None:
+    """Check a PML prompt against its schema without a tokenizer: all but how many tokens an argument may have.
+
+    Args:
+        request: The PML prompt.
+        schema: Its schema.
+
+    Raises:
+        PMLError: An import or argument does not exist in the schema, or does not fit; or the schema contradicts itself.
+    """
+    encode: Encode = lambda text, allow_special: (0,) if text else ()  # noqa: E731
+    _contents(request, lay_out(schema, encode, placeholder=0), encode)
+
+
+def _contents(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> _Contents:
+    """Return the contents of a PML prompt, checked against the layout of its schema."""
+    contents = _Contents(layout, encode)
+    contents.scope(layout.root, request.items, request.args, request.at)
+    check_together(contents.imports.items(), layout.forks)
+    return contents
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
-from ragfuse import Settings
+from ragfuse import Engine, Settings
 from ragfuse.errors import ModelError
 from ragfuse.models import (
     EMBEDDED,
@@ -265,6 +266,21 @@ def test_the_reader_is_the_plain_model_with_its_adapter_merged(smollm_path: Path
         for name in set(plain.keys()) - set(names):
             assert torch.equal(merged.get_tensor(name), plain.get_tensor(name))
     assert (reader / adapters.DRIFT_NAME).read_bytes() == (folder / adapters.DRIFT_NAME).read_bytes()
+
+
+@pytest.mark.slow
+def test_the_folder_of_the_reader_is_calibrated_as_its_name_is(tmp_path: Path) -> None:
+    reader = prepare("smollm2-135m-reader", Settings().home)
+    settings = Settings(model=str(reader), store=tmp_path / "store", disk_bytes=0, learn="off")
+    with Engine(settings) as engine:
+        assert engine.model.profile.choice == ("lexical", 0.10)
+        assert engine.model.profile.filler_tokens == settings.filler_tokens
+
+
+def test_another_choice_is_another_recipe() -> None:
+    model = embedded("smollm2-135m-reader")
+    assert model is not None
+    assert model.recipe != replace(model, choice=("lexical", 0.15)).recipe
 
 
 def test_every_adapter_comes_with_its_card_and_is_small() -> None:

@@ -17,6 +17,7 @@ from ragfuse.schemas.nodes import (
     MessageNode,
     Module,
     Param,
+    PMLPrompt,
     Role,
     Scaffold,
     Schema,
@@ -48,13 +49,22 @@ def key_of(run: SchemaRun) -> ChunkKey:
 
 def laid(inside: str, wrapping: Wrapping = NO_WRAPPING, min_tokens: int = 1, fixed: bool = False) -> SchemaLayout:
     """The layout of a schema `s`."""
-    schema = parse_schema(f'<schema name="s">{inside}</schema>')
-    return lay_out(schema, encode, GAP, wrapping, min_tokens=min_tokens, fixed=fixed)
+    return lay_out(schema_of(inside), encode, GAP, wrapping, min_tokens=min_tokens, fixed=fixed)
+
+
+def schema_of(inside: str) -> Schema:
+    """A schema `s`."""
+    return parse_schema(f'<schema name="s">{inside}</schema>')
+
+
+def asked(inside: str, args: str = "") -> PMLPrompt:
+    """A prompt in PML over `s`."""
+    return parse_prompt(f'<prompt schema="s" {args}>{inside}</prompt>')
 
 
 def bound(layout: SchemaLayout, inside: str, args: str = "", blend: bool = False) -> Bound:
-    """A prompt over it."""
-    return bind(parse_prompt(f'<prompt schema="s" {args}>{inside}</prompt>'), layout, encode, key_of, blend)
+    """Such a prompt, bound."""
+    return bind(asked(inside, args), layout, encode, key_of, blend)
 
 
 def shown(prompt: Prompt) -> list[tuple[str, int, str]]:
