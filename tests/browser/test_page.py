@@ -73,12 +73,14 @@ def test_a_conversation_goes_on_with_what_was_said(page: Page, address: str) -> 
     asked(page)
     turn = asked(page, "And what else did he take with him?")
     assert page.locator(".turn").count() == 2
-    assert turn.locator(".segment.chunk").count() >= 11  # the first one may be part of the beginning
-    assert turn.locator(".strip .cell.r, .strip .cell.p").count() > 1000
+    assert turn.locator(".segment.chunk").count() >= 5  # the first one may be part of the beginning
+    assert turn.locator(".strip .cell.r, .strip .cell.p").count() > 500
     turn.get_by_text("The same as curl").click()
     sent = turn.locator(".codes pre").inner_text()
     assert QUESTION in sent
     assert '"role": "assistant"' in sent
+    passages = re.findall(r'"type": "text-plain",\s*"text": "((?:[^"\\]|\\.)*)"', sent)
+    assert len(passages) == len(set(passages)) >= 6, "a passage stands twice"
     page.get_by_role("button", name="New conversation").click()
     assert page.locator(".turn").count() == 0
 

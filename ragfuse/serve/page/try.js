@@ -49,6 +49,13 @@ function history() {
     .flatMap((each) => [each.messages[each.messages.length - 1], { role: "assistant", content: each.answer }]);
 }
 
+// The passages that do not stand in the conversation already.
+function newOf(passages, messages) {
+  const parts = messages.filter((each) => each.role === "user").flatMap((each) => each.content);
+  const known = new Set(parts.filter((each) => each.type === "text-plain").map((each) => each.text));
+  return passages.filter((each) => !known.has(each.text));
+}
+
 async function askQuestion(fail) {
   const question = byId("question").value.trim();
   if (!question || running) return;
@@ -62,7 +69,8 @@ async function askQuestion(fail) {
     return;
   }
   const options = { length: Number(byId("length").value), compare: byId("compare").checked };
-  const turn = new Turn(model, question, [...history(), messageOf(question, passages)], options);
+  const before = history();
+  const turn = new Turn(model, question, [...before, messageOf(question, newOf(passages, before))], options);
   turn.onAgain = () => running || answer(turn);
   turns.push(turn);
   byId("empty").hidden = true;
