@@ -35,8 +35,13 @@ LLAMA_OPTIONS = (
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
+    "-DCMAKE_CXX_FLAGS=-fno-dse -fno-tree-dse",
 )
-"""For this machine's own instructions, without what a benchmark does not ask."""
+"""For this machine's own instructions, without what a benchmark does not ask.
+
+Without the last one GCC drops writes to the configuration of AMX tiles, and the server ends with SIGILL on processors
+that have them (ggml-org/llama.cpp#26954).
+"""
 LAST_LINES = 10
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ragfuse.engine.model_profiles import as_shipped
 from ragfuse.errors import SettingsError
 from ragfuse.hf.blank import random_model
 from ragfuse.hf.model import HFModel
@@ -70,6 +69,4 @@ def bench_model(name: str, dtype: str, device: str, home: Path) -> HFModel:
         return random_model(known.shape, dtype, device)
     source = resolve_llm(name, home)
     with quietly(source):
-        model = load_model(source, dtype, device)
-    model.profile = as_shipped(model.profile, name)
-    return model
+        return load_model(source, dtype, device)

@@ -108,6 +108,12 @@ def test_a_worker_that_fails_shows_its_last_lines(worker: Worker) -> None:
         list(worker.answer([13], 3))
 
 
+def test_a_worker_that_was_killed_says_by_which_signal(worker: Worker) -> None:
+    worker.process._popen.send_signal(signal.SIGILL)
+    with pytest.raises(PeerError, match=r"\(killed by SIGILL\)"):
+        list(worker.answer([4], 3))
+
+
 def test_a_worker_that_is_silent_is_not_waited_for(worker: Worker) -> None:
     worker._answer_s = 0.2
     with pytest.raises(PeerError, match="was silent for too long while it answered"):
