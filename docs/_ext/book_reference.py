@@ -108,10 +108,21 @@ def _flags(option: Any) -> str:
 
 
 def _shown(option: Any) -> str:
+    return "; ".join(part for part in (_unset(option), _range(option)) if part)
+
+
+def _unset(option: Any) -> str:
     if isinstance(option.show_default, str):
         return _prose(option.show_default)
     value = option.default
     return "" if value in (None, "", False, (), []) or callable(value) else f"`{value}`"
+
+
+def _range(option: Any) -> str:
+    least, most = option.min, option.max
+    if least is not None and most is not None:
+        return f"from {least:g} to {most:g}"
+    return f"at least {least:g}" if least is not None else f"at most {most:g}" if most is not None else ""
 
 
 def _prose(text: str) -> str:
