@@ -67,8 +67,9 @@ class GenerateStage:
         sink = constraints.sink(say, options)
         streamer = sink if is_streamable(options, model) else None
         with span("decode"):
-            ids = self._decode(prepared, request, constraints, options, streamer)
-        answer = constraints.read(ids, options, self._trace(prepared, request, sink.first_s))
+            ids, n_elsewhere = self._decode(prepared, request, constraints, options, streamer)
+        trace = replace(self._trace(prepared, request, sink.first_s), decoded_elsewhere=n_elsewhere)
+        answer = constraints.read(ids, options, trace)
         is_whole = not any(map(_is_abandoned, request.ends))
         if streamer is None and say is not None:
             if answer.reasoning:
@@ -83,22 +84,27 @@ class GenerateStage:
         constraints: OutputConstraints,
         options: Mapping[str, Any],
         sink: FirstToken | None,
-    ) -> Sequence[int]:
-        """Return the ids of the answer, or of the first of several; `sink` receives them as they come."""
+    ) -> tuple[Sequence[int], int]:
+        """Return the ids of the answer, or of the first of several, and how many of them another engine wrote.
+
+        `sink` receives them as they come.
+        """
+        n_elsewhere = 0
         prefill, ends, full = prepared.prefill, request.ends, constraints.options(dict(options))
         streamer: Streamer | None = sink
         if request.decoder is not None and sink is not None:
             sink.put(torch.tensor(prefill.token_ids))
             ids, is_over = decode_elsewhere(request.decoder, prepared, options, constraints, sink.put, ends)
+            n_elsewhere = len(ids)
             if is_over:
                 sink.end()
-                return ids
+                return ids, n_elsewhere
             request.decoder.resume(len(ids))
             forced = ForcedTokens(len(prefill.token_ids), ids)
             full = {**full, "logits_processor": [*(full.get("logits_processor") or ()), *([forced] if ids else ())]}
             streamer = ResumedStream(sink, len(ids))
         stopping = [*map(StopWhen, ends), *constraints.stopping(options)]
-        return generate(request.model, prefill, full, streamer, stopping, request.ask.seed)[0]
+        return generate(request.model, prefill, full, streamer, stopping, request.ask.seed)[0], n_elsewhere
 
     def _share(self, prepared: PreparedPrompt, model: HFModel) -> None:
         (cache, wiring), plan = sharing(model, prepared.prefill), prepared.plan

@@ -37,6 +37,8 @@ PLACE = "transfer"
 """Folder below `home` where KV waits, where both servers are on one machine and no place is set."""
 COME_AGAIN = (408, 425, 429)
 """Statuses below 500 with which a server says that it may do later what it does not do now."""
+MIN_PAUSE_S, MAX_PAUSE_S = 5.0, 60.0
+"""Shortest and longest seconds between two tries of a server that cannot decode what is prefilled here."""
 MAX_REASONS = 32
 """Reasons for decoding an answer here that are told in the log."""
 PROBE = "The quick brown fox jumps over the lazy dog."
@@ -87,7 +89,8 @@ class RemoteDecoder:
         self.outcomes: Counter[str] = Counter()
         self.remote_model = model
         self.is_up = False
-        self._is_told = self._is_unfit_told = self._is_place_told = False
+        self._was_up = self._is_told = self._is_unfit_told = self._is_place_told = False
+        self._pause_s, self._next_try_s = 0.0, 0.0
         self._lock, self._connecting, self._reasons = threading.Lock(), threading.Lock(), set[str]()
         self._probe: tuple[list[int], ChunkKV] | None = None
 
@@ -113,13 +116,19 @@ class RemoteDecoder:
             self.note_up()
 
     def reconnect(self, engine: Engine, salt: str) -> None:
-        """Try again, as `connect` does, if the server is away; what cannot work is a warning now."""
+        """Try again, as `connect` does, if the server is away; what cannot work is a warning now.
+
+        A server that cannot decode what is prefilled here is tried ever more seldom, up to once in `MAX_PAUSE_S`.
+        """
         with self._connecting:  # one at a time: a try that began earlier must not end after a later one
-            if self.is_up:
+            if self.is_up or time.monotonic() < self._next_try_s:
                 return
             try:
                 self.connect(engine, salt)
+                self._pause_s = self._next_try_s = 0.0
             except (RagFuseError, OSError) as error:
+                self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
+                self._next_try_s = time.monotonic() + self._pause_s
                 with self._lock:
                     is_told, self._is_unfit_told = self._is_unfit_told, True
                 if not is_told:
@@ -140,16 +149,19 @@ class RemoteDecoder:
         """Note that the server decodes."""
         with self._lock:
             was_away = self._is_told or self._is_unfit_told
-            self.is_up, self._is_told, self._is_unfit_told = True, False, False
+            again = " again" if self._was_up else ""
+            self.is_up, self._was_up, self._is_told, self._is_unfit_told = True, True, False, False
         if was_away:
-            log.info("The vLLM server at %s decodes answers again.", self.client.root)
+            log.info("The vLLM server at %s decodes answers%s.", self.client.root, again)
 
     def note_down(self, why: str) -> None:
         """Note that the server does not decode now."""
         with self._lock:
             is_told, self._is_told, self.is_up = self._is_told, True, False
         if not is_told:
-            log.warning("Answers are decoded here until the vLLM server is back. %s", why)
+            log.warning(
+                "Answers are decoded here until the vLLM server %s. %s", "is back" if self._was_up else "answers", why
+            )
 
     def note_place(self, why: str) -> None:
         """Note that the transfer place took a prompt's KV (""), or why not."""
@@ -210,10 +222,15 @@ class RemoteDecoder:
             return self.model
         if roots:
             return roots[0]
+        if any(each.get("owned_by") == "ragfuse" for each in models):
+            raise SettingsError(
+                f"Wanted a vLLM server at {self.client.root}, found a ragfuse server. Set --decode-at to the address "
+                "of `vllm serve`."
+            )
         raise SettingsError(
             f"Wanted the model {self.model!r} at {self.client.root}, found "
-            f"{shortened(', '.join(map(repr, names))) or 'none'}: serve the same model there, or add "
-            f"--served-model-name {self.model}."
+            f"{shortened(', '.join(map(repr, names))) or 'none'}. Serve the same model there; if it is the same under "
+            f"another name, start `vllm serve` with --served-model-name {self.model}."
         )
 
     def _is_mine(self, root: object) -> bool:
@@ -231,8 +248,9 @@ class RemoteDecoder:
             )
         if found.get("loaded") is not True:
             raise SettingsError(
-                f"Wanted the vLLM server at {self.client.root} to load KV from {self.place.label}, found that it "
-                f"does not: {said({'error': found.get('why')})}. Set transfer_url of its connector to the same place."
+                f"The vLLM server at {self.client.root} does not load KV that was put into '{self.place.where}': "
+                f"{said({'error': found.get('why')})}. If its connector uses another place, set its transfer_url to "
+                "this one."
             )
         choices = reply.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
@@ -339,8 +357,9 @@ class RemoteAnswer:
                     due_s = time.monotonic() + patience_s
                 elif time.monotonic() > due_s:
                     raise VLLMError(
-                        f"Wanted a token of the vLLM server at {root} every {patience_s:g} s, found none. Give it "
-                        "fewer requests, or set RAGFUSE_DECODE_TIMEOUT_S higher."
+                        f"Wanted a token of the vLLM server at {root} every {patience_s:g} s, found none: it has too "
+                        "many requests, or compiles what it needs for the first time. Give it time, or set "
+                        "RAGFUSE_DECODE_TIMEOUT_S higher."
                     )
                 yield piece
                 if piece.finish_reason:

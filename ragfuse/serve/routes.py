@@ -142,7 +142,8 @@ async def _answer(
     tenant = tenant_of(request)
     if body.ragfuse.token_trace:
         make = _with_token_trace(make)
-    transfer = transfer_of(body, service.transfers, service.model, tenant.salt, service.settings.transfer_level)
+    level, is_router = service.settings.transfer_level, service.decoder is not None
+    transfer = transfer_of(body, service.transfers, service.model, tenant.salt, level, is_router)
     if transfer is not None:
         make, wants_logprobs = transfer.instead_of(make), False
     elif service.decoder is not None:

@@ -115,7 +115,12 @@ class PromptTransfer:
 
 
 def transfer_of(
-    request: CompletionRequest, place: TransferPlace | None, model: str, salt: str, level: str
+    request: CompletionRequest,
+    place: TransferPlace | None,
+    model: str,
+    salt: str,
+    level: str,
+    is_router: bool = False,
 ) -> PromptTransfer | None:
     """Return the transfer that a request asks for; None where it is to be answered here.
 
@@ -125,11 +130,20 @@ def transfer_of(
         model: Name of the model.
         salt: The tenant's salt.
         level: The codec level.
+        is_router: Whether this server has a vLLM server decode; no client needs a handle then.
 
     Raises:
         APIError: It cannot be done (400).
     """
     params = request.kv_transfer_params or {}
+    if is_router and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+        raise APIError(
+            400,
+            f"{FIELD} cannot be used here: this server hands KV over itself, to the vLLM server of --decode-at. Leave "
+            "them out.",
+            "unusable",
+            FIELD,
+        )
     if params.get("do_remote_prefill"):
         raise APIError(
             400,

@@ -34,13 +34,20 @@ class TransferPlace:
         tier: Where the bytes are.
         ttl_s: Seconds after which a handle expires.
         label: What handles call the place: the kind of its tier and a digest of its URL.
+        where: What people call the place: its URL without secrets.
         clock: Returns the time in seconds since the epoch.
     """
 
     def __init__(
-        self, tier: Tier, ttl_s: float = 300.0, label: str = "", clock: Callable[[], float] = time.time
+        self,
+        tier: Tier,
+        ttl_s: float = 300.0,
+        label: str = "",
+        where: str = "",
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.label = label or tier.name
+        self.where = where or self.label
         self._tier, self._ttl_s, self._clock = tier, ttl_s, clock
         self._swept_at, self._lock = clock(), Lock()
         self.sweep()
@@ -69,7 +76,7 @@ class TransferPlace:
                 f"The place '{shown(url)}' to hand KV over does not answer. Start it, or set RAGFUSE_TRANSFER_URL to "
                 "one that both engines reach."
             )
-        return cls(tier, life_s, f"{tier.name}-{digest('place', url)[:8]}")
+        return cls(tier, life_s, f"{tier.name}-{digest('place', url)[:8]}", shown(url))
 
     def put(
         self, kv: ChunkKV, token_ids: Sequence[int], model: TransferModel, tenant: str, level: str = "raw"
@@ -99,7 +106,7 @@ class TransferPlace:
         handle = TransferHandle.make(token_ids, model, tenant, expires_s, meta.nbytes, level, self.label)
         if not self._tier.write(handle.key, meta, blobs):
             raise TransferError(
-                f"Wanted room for {meta.nbytes:,} bytes of KV in the place {self.label}, found none: it holds "
+                f"Wanted room for {meta.nbytes:,} bytes of KV in the place '{self.where}', found none: it holds "
                 f"{self._tier.nbytes:,} of {self._tier.capacity:,}, or it failed (see the log). Raise "
                 "RAGFUSE_TRANSFER_BYTES, lower RAGFUSE_TRANSFER_TTL_S, or try again later."
             )
@@ -121,8 +128,9 @@ class TransferPlace:
             found = self._tier.read(handle.key, at)
             if found is None:
                 raise TransferError(
-                    f"Layer {at} of a prompt's KV is not in the place {self.label}: it was never written there (the "
-                    f"handle says {handle.place!r:.40}), was read before, or was damaged. Use one place for both."
+                    f"Layer {at} of a prompt's KV is not in the place '{self.where}' ({self.label}): it was never "
+                    f"written there (the handle says {handle.place!r:.40}), was read before, or was damaged. Use one "
+                    "place for both."
                 )
             meta, *blobs = found
             _check(meta, handle)
@@ -147,7 +155,7 @@ class TransferPlace:
         doomed = expired(self._tier.entries(), now_s)
         if not doomed:
             return 0
-        log.info("%d prompts expired in the place %s before any engine decoded them", len(doomed), self.label)
+        log.info("%d prompts expired in the place '%s' before any engine decoded them", len(doomed), self.where)
         return self._tier.delete(doomed)
 
     def sweep_if_due(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,11 +17,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragfuse import Settings
+from ragfuse import Engine, Settings
 from ragfuse.errors import SettingsError, TransferError
+from ragfuse.serve import remote_decoder
 from ragfuse.serve import service as service_module
 from ragfuse.serve.service import Service
-from ragfuse.transfer import TransferHandle, TransferPlace
+from ragfuse.transfer import TransferPlace
 from tests.serve.kit import PATIENCE_S, Served, process, said, serving, wait_for, with_documents
 from tests.serve.vllm_kit import VLLM, Reply, vllm
 
@@ -125,6 +127,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, dict):
         trace = {"load_s", "compute_s", "prefill_s", "ttft_s", "total_s", "summary", "promoted", "session"}
         trace |= {"tier", "nbytes"}  # where each server's own memory has a chunk
+        trace |= {"decoded_elsewhere"}
         return {name: comparable(each) for name, each in value.items() if name not in (*UNEQUAL, *trace)}
     return round(value, 2) if isinstance(value, float) else value
 
@@ -202,6 +205,7 @@ def test_an_answer_is_decoded_from_fused_kv(router: Served, alone: Served, place
     assert answer["ragfuse"]["tokens_reused"] > 0
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached == answer["ragfuse"]["tokens_reused"]
+    assert answer["ragfuse"]["decoded_elsewhere"] == answer["usage"]["completion_tokens"] > 0
     assert outcomes(router) == {"decoded": 1}
     assert place.n_waiting == 0
 
@@ -463,7 +467,29 @@ def test_one_warning_when_it_goes_and_one_line_when_it_is_back(
             assert found['ragfuse_decode_at_answers_total{outcome="down"}'] == 3
     lines = [each for each in caplog.records if "vLLM server" in each.getMessage()]
     assert [each.levelname for each in lines] == ["WARNING", "INFO"]
+    assert "until the vLLM server answers" in lines[0].getMessage()
+    assert lines[1].getMessage().endswith("decodes answers.")
     assert KEY not in caplog.text
+
+
+def test_a_server_that_cannot_decode_is_tried_ever_more_seldom(
+    settings: Settings, peer: VLLM, place: TransferPlace, alone: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, tried = [1000.0], list[float]()
+    monkeypatch.setattr(remote_decoder, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    with serving(Settings(**{**settings.model_dump(), "decode_at": "http://127.0.0.1:1"})) as made:
+        decoder = made.service.decoder
+        assert decoder is not None
+
+        def connect(engine: Engine, salt: str) -> None:
+            tried.append(now_s[0] - 1000)
+            raise SettingsError("Wanted the same place.")
+
+        monkeypatch.setattr(decoder, "connect", connect)
+        for _ in range(40):
+            made.service.reconnect()
+            now_s[0] += 5
+    assert tried == [0, 5, 15, 35, 75, 135, 195]
 
 
 def metrics(served: Served) -> dict[str, float]:
@@ -498,13 +524,17 @@ def test_a_place_that_is_full_is_told_once(
     assert peer.asked == []
 
 
-def test_kv_is_still_handed_to_other_proxies(router: Served, peer: VLLM, place: TransferPlace) -> None:
-    answer = router.chat(kv_transfer_params={"do_remote_decode": True}).json()
-    assert answer["kv_transfer_params"]["do_remote_prefill"] is True
-    assert peer.asked == []
-    assert place.sweep() == 0
-    assert place.n_waiting == 1
-    assert place.delete(TransferHandle.from_dict(answer["kv_transfer_params"]["ragfuse"]))
+@pytest.mark.parametrize("asked", ["do_remote_decode", "do_remote_prefill"])
+def test_no_client_gets_or_gives_a_handle(asked: str, router: Served, peer: VLLM, place: TransferPlace) -> None:
+    answer = router.chat(kv_transfer_params={asked: True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "kv_transfer_params"
+    assert "hands KV over itself" in answer.json()["error"]["message"]
+    assert (peer.asked, place.n_waiting) == ([], 0)
+
+
+def of_ragfuse(peer: VLLM) -> None:
+    peer.models = [{"id": "other", "owned_by": "ragfuse"}]
 
 
 def without_connector(peer: VLLM) -> None:
@@ -545,6 +575,7 @@ def without_ids(peer: VLLM) -> None:
     [
         (without_connector, "--kv-transfer-config"),
         (of_another_model, "--served-model-name"),
+        (of_ragfuse, "found a ragfuse server"),
         (locked, "RAGFUSE_DECODE_KEY"),
         (refusing, "found 404"),
         (elsewhere, "Layer 0"),
@@ -558,7 +589,7 @@ def test_a_server_that_cannot_decode_is_one_sentence_at_start(
         change(other)
         service = Service(Settings(**{**settings.model_dump(), "decode_at": other.root, "decode_key": KEY}))
         try:
-            with pytest.raises(SettingsError, match="Wanted") as raised:
+            with pytest.raises(SettingsError, match=r"^Wanted|does not load") as raised:
                 service.connect()
         finally:
             service.close()

@@ -56,12 +56,23 @@ def test_a_completion_is_decoded_from_the_ids_of_its_prefill(servers: Any, greed
     assert answer["kv_transfer_params"] == {"ragfuse": {"loaded": True}}
 
 
+def test_a_request_that_vllm_rejects_keeps_its_handle_and_counts_as_nothing(servers: Any) -> None:
+    body = {"model": servers.prefills.service.model, "prompt": "The keeper of the lighthouse counted ships. " * 9}
+    said = servers.prefills.post("/v1/completions", {**body, "kv_transfer_params": {"do_remote_decode": True}}).json()
+    params = said["kv_transfer_params"]
+    ids = params.pop("prompt_token_ids")
+    body = {"model": "other", "prompt": ids, "max_tokens": 2, "kv_transfer_params": params}
+    assert httpx.post(f"{servers.decodes.root}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 404
+    answer = decoded(servers, "/v1/completions", prompt=ids, kv_transfer_params=params)
+    assert answer["kv_transfer_params"] == {"ragfuse": {"loaded": True}}
+
+
 def test_metrics_count_what_was_loaded_and_what_was_computed(servers: Any) -> None:
     decoded(servers, "/v1/completions", prompt=[9, 10, 11, 12], kv_transfer_params={"ragfuse": {"secret": "?"}})
     text = httpx.get(f"{servers.decodes.root}/metrics", timeout=PATIENCE_S).text
     counts = {
         line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:ragfuse")
     }
-    assert counts["vllm:ragfuse_prompts_loaded_total"] == 2
+    assert counts["vllm:ragfuse_prompts_loaded_total"] == 3
     assert counts["vllm:ragfuse_prompts_recomputed_total"] == 1
     assert counts["vllm:ragfuse_loaded_bytes_total"] > 0

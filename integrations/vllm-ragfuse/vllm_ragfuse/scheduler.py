@@ -39,6 +39,7 @@ class SchedulerSide:
         self._loads: dict[str, Load] = {}  # by request, the last one
         self._offered: dict[str, int] = {}  # by request, its preemptions when it was offered: never twice
         self._failures: dict[str, str] = {}  # by request, why its prompt is computed
+        self._told = set[str]()  # requests whose failure is in the log
         self._new: list[Load] = []
         self._counts = TransferCounts()
         self._pool = ThreadPoolExecutor(1, "ragfuse-transfer")
@@ -50,8 +51,8 @@ class SchedulerSide:
             return
         try:
             handle = self._checked(told, request)
-        except TransferError as error:
-            self._fail(request.request_id, str(error))
+        except TransferError as error:  # told once it is scheduled: vLLM begins those that it rejected, too
+            self._failures[request.request_id] = str(error)
             return
         self._handles[request.request_id] = handle
         request.cache_salt = f"ragfuse-{secrets.token_hex(16)}"  # of the request: its handle may come again
@@ -64,7 +65,10 @@ class SchedulerSide:
         The prompt's last token is always computed: its logits give the first token of the answer.
         """
         name = request.request_id
-        if name not in self._handles or name in self._failures:
+        if name in self._failures:
+            self._tell(name)
+            return 0, False
+        if name not in self._handles:
             return 0, False
         if self._offered.get(name) == request.num_preemptions:  # a load that failed is not tried again for ever
             return 0, False
@@ -93,7 +97,8 @@ class SchedulerSide:
         if output.invalid_block_ids:
             failed |= {name for name, load in self._loads.items() if output.invalid_block_ids & set(load.blocks)}
         for name in failed & set(self._handles):
-            self._fail(name, "It could not be loaded; the worker's log says why.")
+            self._failures[name] = "It could not be loaded; vLLM's log says why, in a line of its worker."
+            self._tell(name)
 
     def end(self, request: Request) -> dict[str, Any] | None:
         """Delete the KV of a request that has ended; return what became of it, for the response."""
@@ -104,7 +109,9 @@ class SchedulerSide:
         if handle is not None:
             self._pool.submit(self._delete, handle)
         if failure is not None:
-            self._counts.add("prompts_recomputed")
+            if name in self._told:
+                self._told.remove(name)
+                self._counts.add("prompts_recomputed")
             return {PARAMS: {"loaded": False, "why": failure}}
         if was_offered:
             self._counts.add("prompts_loaded")
@@ -137,9 +144,11 @@ class SchedulerSide:
         handle.check(request.prompt_token_ids, self._setup.model, time.time())
         return handle
 
-    def _fail(self, name: str, why: str) -> None:
-        self._failures[name] = why
-        logger.warning("ragfuse: vLLM computes the prompt of request %s itself. %s", name, why)
+    def _tell(self, name: str) -> None:
+        """Log once why the prompt of a request is computed."""
+        if name not in self._told:
+            self._told.add(name)
+            logger.warning("ragfuse: vLLM computes the prompt of request %s itself. %s", name, self._failures[name])
 
     def _delete(self, handle: TransferHandle) -> None:
         try:
