@@ -1,8 +1,9 @@
 """The stored responses of `/v1/responses`: each tenant's latest, in a SQLite file of the store's folder.
 
 A record has the response as it was sent, its input, and what it continues; the KV of its conversation is in the store,
-under the session that all of its responses share. Both outlive the process, and servers that share the folder share
-them. Where the store is in memory alone, so are the records.
+under the session that all of its responses share. Of a deleted response that others continue, its items stay until the
+last of these is deleted, as their conversation needs them: `response` is '' then. Both outlive the process, and servers
+that share the folder share them. Where the store is in memory alone, so are the records.
 """
 
 from __future__ import annotations
@@ -51,12 +52,23 @@ DELETE FROM responses WHERE tenant = :tenant AND session IN (
 """
 _CHAIN = """
 WITH RECURSIVE chain AS (
-    SELECT * FROM responses WHERE tenant = ? AND id = ?
+    SELECT * FROM responses WHERE tenant = ? AND id = ? AND response <> ''
     UNION ALL
     SELECT before.* FROM responses AS before JOIN chain
     ON before.tenant = chain.tenant AND before.id = chain.previous AND before.number < chain.number
 )
 SELECT response, items, previous, session FROM chain ORDER BY number DESC
+"""
+_ONE = "SELECT response, items, previous, session FROM responses WHERE tenant = ? AND id = ? AND response <> ''"
+_HIDE = """
+UPDATE responses SET response = '', nbytes = length(items)
+WHERE tenant = :tenant AND id = :id AND EXISTS (SELECT 1 FROM responses WHERE tenant = :tenant AND previous = :id)
+"""
+_DROP = "DELETE FROM responses WHERE tenant = :tenant AND id = :id AND response <> ''"
+_DROP_HIDDEN = """
+DELETE FROM responses WHERE tenant = :tenant AND response = '' AND NOT EXISTS (
+    SELECT 1 FROM responses AS later WHERE later.tenant = :tenant AND later.previous = responses.id
+)
 """
 _ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
 
@@ -95,22 +107,26 @@ class ResponseRecords:
 
     def get(self, salt: str, id: str) -> Record:
         """Return the response of the tenant with this salt; APIError (404) where there is none."""
-        return self._found(
-            salt, id, "SELECT response, items, previous, session FROM responses WHERE tenant = ? AND id = ?"
-        )[0]
+        return self._found(salt, id, _ONE)[0]
 
     def conversation(self, salt: str, id: str) -> list[InputItem]:
-        """Return the items of a response and of all that it continues, oldest first; APIError (404) for a gap."""
+        """Return the items of a response and of all that it continues, oldest first, deleted ones among them.
+
+        Raises:
+            APIError: There is no such response, or the beginning of its conversation is not stored any more (404).
+        """
         records = self._found(salt, id, _CHAIN)
-        if (gap := records[-1].previous) is not None:
-            raise _not_found(gap)
+        if records[-1].previous is not None:
+            raise _not_whole(id, len(records))
         return [item for record in reversed(records) for item in record.items]
 
     def session_after(self, salt: str, previous: str | None, id: str) -> str:
         """Return the session for a response that continues `previous`: a new one for a second branch of it."""
         if previous is None:
             return id
-        first = "UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND NOT is_continued"
+        first = (
+            "UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND response <> '' AND NOT is_continued"
+        )
         with self._file.write() as transaction:
             rows = transaction.execute(f"{first} RETURNING session", (tenant_digest(salt), previous)).fetchall()
         return str(rows[0][0]) if rows else id
@@ -132,15 +148,21 @@ class ResponseRecords:
             transaction.execute(_BEYOND_LIMITS, limits)
 
     def delete(self, salt: str, id: str) -> Record:
-        """Delete a response and return it; APIError (404) where there is none."""
-        record = self.get(salt, id)
+        """Delete a response and return it; APIError (404) where there is none.
+
+        Where other responses continue it, its items are kept for them, and deleted with the last of them.
+        """
+        record, named = self.get(salt, id), {"tenant": tenant_digest(salt), "id": id}
         with self._file.write() as transaction:
-            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant_digest(salt), id))
+            if not transaction.execute(_HIDE, named).rowcount:
+                transaction.execute(_DROP, named)
+            while transaction.execute(_DROP_HIDDEN, named).rowcount:
+                pass  # what it continued may have been kept for it alone
         return record
 
     def has_session(self, salt: str, session: str) -> bool:
-        """Return whether a stored response still belongs to a session."""
-        sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
+        """Return whether a stored response that is not deleted still belongs to a session."""
+        sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? AND response <> '' LIMIT 1"
         return bool(self._file.query(sql, (tenant_digest(salt), session)))
 
     def close(self) -> None:
@@ -152,7 +174,10 @@ class ResponseRecords:
         self._delete_unused(salt)
         rows = self._file.query(sql, (tenant_digest(salt), id))
         try:
-            found = [Record(json.loads(row[0]), _ITEMS.validate_python(json.loads(row[1])), *row[2:4]) for row in rows]
+            found = [
+                Record(json.loads(row[0] or "{}"), _ITEMS.validate_python(json.loads(row[1])), *row[2:4])
+                for row in rows
+            ]
         except ValueError:
             log.warning("A stored response is damaged, and is taken as missing.")
             found = []
@@ -167,6 +192,8 @@ class ResponseRecords:
         with self._file.write() as transaction:
             since_s = self._clock() - self._settings.session_ttl_s
             transaction.execute(_UNUSED, {"tenant": tenant_digest(salt), "since_s": since_s})
+            while transaction.execute(_DROP_HIDDEN, {"tenant": tenant_digest(salt)}).rowcount:
+                pass
 
 
 def _not_found(id: str) -> APIError:
@@ -174,6 +201,17 @@ def _not_found(id: str) -> APIError:
         404,
         f"There is no response '{id:.80}' here: it was not stored, was deleted, or is older than the latest "
         f"{MAX_RECORDS}. Send the whole conversation as input.",
+        "response_not_found",
+        "previous_response_id",
+    )
+
+
+def _not_whole(id: str, n: int) -> APIError:
+    there = "only it is" if n == 1 else f"only the last {n} responses are"
+    return APIError(
+        404,
+        f"The response '{id:.80}' cannot be continued: of its conversation {there} still stored, as a tenant's latest "
+        f"{MAX_RECORDS} are kept ({MAX_RECORD_NBYTES >> 20} MiB at most). Send the whole conversation as input.",
         "response_not_found",
         "previous_response_id",
     )

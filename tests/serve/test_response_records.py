@@ -54,15 +54,32 @@ def test_a_conversation_is_found_from_any_of_its_responses(records: ResponseReco
     assert records.has_session("s", "a")
 
 
-def test_a_response_that_is_missing_makes_a_gap(records: ResponseRecords) -> None:
-    for id, previous in (("a", None), ("b", "a"), ("c", "b")):
+def test_a_deleted_response_is_kept_for_those_that_continue_it_alone(records: ResponseRecords) -> None:
+    for id, previous in (("a", None), ("b", "a"), ("c", "b"), ("branch", "b")):
         add(records, id, previous)
     assert records.delete("s", "b").items == (said("Said b."),)
-    with pytest.raises(APIError, match="'b'"):
+    records.delete("s", "a")
+    assert texts(records, "c") == ["Said a.", "Said b.", "Said c."]
+    for gone in ("a", "b"):
+        for call in (records.get, records.conversation, records.delete):
+            with pytest.raises(APIError, match=f"no response '{gone}'"):
+                call("s", gone)
+        assert records.session_after("s", gone, "new") == "new"
+    records.delete("s", "c")
+    assert not records.has_session("s", "a")
+    assert texts(records, "branch") == ["Said a.", "Said b.", "Said branch."]
+    records.delete("s", "branch")
+    assert not records._file.query("SELECT id FROM responses")
+
+
+def test_a_conversation_without_its_beginning_is_told_by_the_id_that_was_sent(
+    records: ResponseRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_records, "MAX_RECORDS", 2)
+    for id, previous in (("a", None), ("b", "a"), ("c", "b")):
+        add(records, id, previous)
+    with pytest.raises(APIError, match=r"'c' cannot be continued.* last 2 responses .* whole conversation"):
         records.conversation("s", "c")
-    with pytest.raises(APIError, match="whole conversation"):
-        records.delete("s", "b")
-    assert not records.has_session("s", "b")
 
 
 def test_a_tenant_has_its_own(records: ResponseRecords) -> None:
