@@ -30,6 +30,7 @@ class ResponseWriter:
         wants_logprobs: Whether whole answers include log probabilities.
         with_usage: Whether a stream ends with an event that holds the usage.
         with_ids: Whether each answer comes with the ids of its tokens.
+        n: Answers to each prompt.
         id: Id of the response.
         created: Unix time in seconds.
     """
@@ -41,6 +42,7 @@ class ResponseWriter:
     wants_logprobs: bool = False
     with_usage: bool = False
     with_ids: bool = False
+    n: int = 1
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -49,7 +51,7 @@ class ResponseWriter:
         choices = [self._choice(each, token_logprobs.get(each.index, [])) for each in completed]
         traces = [self.trace(each) for each in completed]
         kind = "chat.completion" if self.is_chat else "text_completion"
-        usage = usage_of([each.answer for each in completed])
+        usage = usage_of(completed, self.n)
         trace = traces[0] if len(traces) == 1 else traces
         whole = {**self._head(kind), "choices": choices, "usage": usage, "ragfuse": trace}
         params = completed[0].transfer_params if completed else None
@@ -57,7 +59,7 @@ class ResponseWriter:
 
     async def events(self, items: AsyncIterator[TextDelta | Completed]) -> AsyncIterator[bytes]:
         """Yield the answers as server-sent events; the last event is [DONE], or the error that ended the stream."""
-        answers: list[Answer] = []
+        completed: list[Completed] = []
         begun: set[int] = set()
         offsets: dict[int, int] = {}
         try:
@@ -68,12 +70,12 @@ class ResponseWriter:
                 for event in self._item_events(item, offsets):
                     yield event
                 if isinstance(item, Completed):
-                    answers.append(item.answer)
+                    completed.append(item)
         except Exception as error:
             yield _data(api_error_of(error).as_dict())
             return
         if self.with_usage:
-            yield _data({**self._head(self._chunk_kind), "choices": [], "usage": usage_of(answers)})
+            yield _data({**self._head(self._chunk_kind), "choices": [], "usage": usage_of(completed, self.n)})
         yield DONE
 
     def trace(self, completed: Completed) -> Json:
@@ -155,14 +157,22 @@ class ResponseWriter:
         return [call.as_openai() for call in named]
 
 
-def usage_of(answers: Sequence[Answer]) -> Json:
-    """Return OpenAI's usage; `cached_tokens` are those reused without recompute. A prompt counts once per answer."""
-    n_prompt, n_generated = sum(a.trace.tokens for a in answers), sum(len(a.token_ids) for a in answers)
+def usage_of(completed: Sequence[Completed], n: int = 1) -> Json:
+    """Return OpenAI's usage; `cached_tokens` are those reused without recompute.
+
+    A prompt counts once, however many answers it gets, with what its first answer reused.
+
+    Args:
+        completed: The answers of a request.
+        n: Answers to each prompt.
+    """
+    prompts = [each.answer.trace for each in completed if each.index % n == 0]
+    n_prompt, n_generated = sum(trace.tokens for trace in prompts), sum(len(e.answer.token_ids) for e in completed)
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_generated,
         "total_tokens": n_prompt + n_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(a.trace.tokens_reused for a in answers)},
+        "prompt_tokens_details": {"cached_tokens": sum(trace.tokens_reused for trace in prompts)},
     }
 
 

@@ -18,11 +18,18 @@ class TokenCounts:
     prompt: int = 0
     answer: int = 0
 
-    async def counted(self, items: AsyncIterator[TextDelta | Completed]) -> AsyncIterator[TextDelta | Completed]:
-        """Yield the items, and add up the tokens of completed answers."""
+    async def counted(
+        self, items: AsyncIterator[TextDelta | Completed], n: int = 1
+    ) -> AsyncIterator[TextDelta | Completed]:
+        """Yield the items, and add up the tokens of completed answers; a prompt counts once.
+
+        Args:
+            items: The items of a run.
+            n: Answers to each prompt.
+        """
         async for item in items:
             if isinstance(item, Completed):
-                self.prompt += item.answer.trace.tokens
+                self.prompt += item.answer.trace.tokens if item.index % n == 0 else 0
                 self.answer += len(item.answer.token_ids)
             yield item
 

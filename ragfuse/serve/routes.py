@@ -160,8 +160,9 @@ async def _answer(
             wants_logprobs,
             usage,
             body.ragfuse.token_ids,
+            body.n or 1,
         )
-        items = token_counts_of(request).counted(run.read())
+        items = token_counts_of(request).counted(run.read(), body.n or 1)
         if not body.stream:
             return JSONResponse(await unless_disconnected(request.receive, _whole(writer, items)))
         ready = await unless_disconnected(request.receive, first_then(items))

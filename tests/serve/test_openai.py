@@ -143,6 +143,21 @@ def test_a_seed_repeats_what_was_drawn_and_several_answers_differ(client: Any, m
     assert drawn == texts[0]
 
 
+def test_a_prompt_counts_once_however_many_answers_it_gets(client: Any, model: str) -> None:
+    ask: dict[str, Any] = {"model": model, "messages": [said("Who?")], "max_tokens": 4}
+    one, three = (client.chat.completions.create(**ask, n=n).usage for n in (1, 3))
+    assert three.prompt_tokens == one.prompt_tokens
+    assert three.prompt_tokens_details.cached_tokens < one.prompt_tokens
+    assert three.completion_tokens == 3 * one.completion_tokens
+    assert three.total_tokens == three.prompt_tokens + three.completion_tokens
+    *_, last = client.chat.completions.create(**ask, n=3, stream=True, stream_options={"include_usage": True})
+    assert last.usage.total_tokens == three.total_tokens
+    ask = {"model": model, "prompt": ["Who came by boat?", "Where?"], "max_tokens": 4}
+    one, two = (client.completions.create(**ask, n=n).usage for n in (1, 2))
+    assert two.prompt_tokens == one.prompt_tokens
+    assert two.completion_tokens == 2 * one.completion_tokens
+
+
 def test_several_streamed_answers_are_told_apart(client: Any, model: str) -> None:
     ask = {"model": model, "messages": [said("Who?")], "temperature": 1.5, "seed": 7, "n": 2}
     whole = [choice.message.content for choice in client.chat.completions.create(**ask).choices]
