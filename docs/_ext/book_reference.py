@@ -42,13 +42,15 @@ def settings_table() -> str:
 
 
 def _default(name: str, field: Any) -> str:
+    from ragfuse.types.sizes import capacity_text
+
     if name == "home":
         return "the user's cache folder"
     if name == "prices":
         return ", ".join(f"{kind} {price:g}" for kind, price in field.default.model_dump().items())
     value = field.get_default(call_default_factory=True)
     if name.endswith("_bytes") and isinstance(value, int):
-        return f"{value >> 30} GiB"
+        return capacity_text(value)
     if value in (None, "", ()):
         return "none"
     return f"`{_cell(str(value))}`"
