@@ -69,7 +69,8 @@ def serve(
         list[str] | None,
         option(
             "--served-model-name",
-            "Name under which clients find the model; repeat for aliases. Responses have the first.",
+            "Name under which clients find the model; repeat for aliases, or put commas between them. "
+            "Responses have the first.",
             default_of("served_model_name", "the last part of --model"),
         ),
     ] = None,
@@ -119,7 +120,7 @@ def serve(
         **given,
         store=Path(folder) if folder else None,
         tiers=[each for each in store or () if each != folder] or None,
-        served_model_name=served_model_name or None,
+        served_model_name=",".join(served_model_name or ()) or None,
         serve_together=together,
         serve_waiting=waiting,
         serve_timeout_s=timeout,
