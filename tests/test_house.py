@@ -97,6 +97,7 @@ ROOMS: dict[str, set[str]] = {
         "store",
         "telemetry.progress",
         "text.Piece",
+        "text.file_texts",
         "text.mended",
         "plan.explanation",
     },

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import codecs
-import csv
-import io
-import json
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from ragfuse.errors import InputError
+from ragfuse.text.file_texts import READERS, texts_in
 
-TEXT_TYPES, HTML_TYPES, PDF_TYPES = (".txt", ".md", ".rst", ".text", ".markdown"), (".html", ".htm"), (".pdf",)
+TEXT_TYPES, PDF_TYPES = (".txt", ".md", ".rst", ".text", ".markdown"), (".pdf",)
 _CODE = (
     "py pyi js mjs ts jsx tsx java kt scala groovy c h cc cpp hpp cs go rs rb php swift m r jl lua pl sh bash",
     "zsh ps1 sql css scss toml yaml yml ini cfg conf properties xml xsd tex bib adoc org log tsv proto graphql cmake",
 )
 CODE_TYPES = tuple(f".{name}" for names in _CODE for name in names.split(" "))
 """Types that are read as plain text."""
-WORD, NOTEBOOK, JSON, JSON_LINES_TYPES, TABLE = ".docx", ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
-FILE_TYPES = (*TEXT_TYPES, *HTML_TYPES, *PDF_TYPES, *CODE_TYPES, WORD, NOTEBOOK, JSON, *JSON_LINES_TYPES, TABLE)
+WORD = ".docx"
+FILE_TYPES = (*TEXT_TYPES, *PDF_TYPES, *CODE_TYPES, WORD, *READERS)
 READABLE_TYPES = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"
 BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -216,53 +213,13 @@ def texts_of(file: Path, warns: bool = True) -> Iterable[str]:
 
 
 def _read(file: Path, suffix: str) -> Iterator[str]:
-    readers: dict[str, Callable[[str], Iterator[str]]] = {JSON: _json, NOTEBOOK: _notebook, TABLE: _table}
-    readers |= dict.fromkeys(JSON_LINES_TYPES, _lines)
     if suffix == WORD:
         yield from _word(file)
-    elif suffix in readers:
+    elif suffix in READERS:
         data = file.read_bytes()
-        yield from readers[suffix](data.decode(encoding_of(data)))
+        yield from texts_in(data.decode(encoding_of(data)), suffix)
     else:
         yield from (document.page_content for document in _loader(file, suffix).load())
-
-
-def _json(text: str) -> Iterator[str]:
-    """Yield the JSON with one value per line and with letters instead of their escapes."""
-    yield json.dumps(json.loads(text), ensure_ascii=False, indent=1)
-
-
-def _lines(text: str) -> Iterator[str]:
-    """Yield a text for each line of JSON. Only LF ends a line, as strings may contain other line separators."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield json.dumps(json.loads(line), ensure_ascii=False, indent=1)
-            except ValueError as error:
-                raise InputError(f"line {number} is not valid JSON: {error}") from error
-
-
-def _table(text: str) -> Iterator[str]:
-    """Yield a table as text: a line "column: value" per cell, an empty line between rows.
-
-    The delimiter is the candidate that the first line contains most often.
-    """
-    first = text.lstrip().partition("\n")[0]
-    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))
-    names = next((row for row in rows if any(row)), [])
-    records = (zip_longest(names, row, fillvalue="") for row in rows if any(row))
-    rendered = ["\n".join(f"{name}: {value}" if name else value for name, value in row) for row in records]
-    yield "\n\n".join(rendered) if rendered else ", ".join(names)
-
-
-def _notebook(text: str) -> Iterator[str]:
-    """Yield the cells of a Jupyter notebook of any version, without their outputs."""
-    data = json.loads(text)
-    sheets = data.get("worksheets") or [data]
-    for cell in (cell for sheet in sheets for cell in sheet.get("cells", ())):
-        source = cell.get("source", cell.get("input", ""))
-        yield source if isinstance(source, str) else "".join(map(str, source))
 
 
 def _word(file: Path) -> Iterator[str]:
@@ -308,13 +265,9 @@ def _paragraphs(root: ElementTree.Element) -> Iterator[str]:
 
 
 def _loader(file: Path, suffix: str) -> Any:
-    from langchain_community.document_loaders import BSHTMLLoader, PyPDFLoader, TextLoader
+    from langchain_community.document_loaders import PyPDFLoader, TextLoader
 
     if suffix in PDF_TYPES:
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # errors are reported once, by `texts_of`
         return PyPDFLoader(str(file))
-    encoding = encoding_of(file.read_bytes())
-    if suffix in HTML_TYPES:
-        parser = {"features": "html.parser"}
-        return BSHTMLLoader(str(file), open_encoding=encoding, bs_kwargs=parser, get_text_separator="\n")
-    return TextLoader(str(file), encoding=encoding)
+    return TextLoader(str(file), encoding=encoding_of(file.read_bytes()))

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.documents import DocumentLists, StoredDocument, TenantDocuments, checked, pdf_of
+from ragfuse.serve.documents import DocumentLists, StoredDocument, TenantDocuments, checked, pdf_of, suffix_of
 from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of
@@ -24,11 +24,17 @@ MAX_PASSAGES = 50
 
 
 class DocumentRequest(RequestBody):
-    """A document to encode: its text, or a PDF in base64. It replaces a document of the same name."""
+    """A document to encode: its text, or a PDF in base64. It replaces a document of the same name.
+
+    Its type, by `media_type` or the end of its name, says how the text is read: HTML without marks and scripts, CSV as
+    "column: value".
+    """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
     text: str | None = None
     pdf: str | None = None
+    media_type: str | None = Field(default=None, max_length=128)
+    """The type of the text: text/html, text/csv ..., or text/plain to have it taken as it is; default: by the name."""
 
 
 class SearchRequest(RequestBody):
@@ -59,7 +65,8 @@ def document_routes(service: Service) -> APIRouter:
         if (body.text is None) is (body.pdf is None):
             raise APIError(400, "Give either text or pdf, found both or neither.", "unusable", "text")
         text = checked(body.text) if body.text is not None else ""
-        document = StoredDocument(body.name, text, pdf_of(body.pdf) if body.pdf is not None else b"")
+        pdf = pdf_of(body.pdf) if body.pdf is not None else b""
+        document = StoredDocument(body.name, text, pdf, suffix_of(body.name, body.media_type))
         (await lists.of(tenant_of(request))).add(document)
         return document.as_dict()
 
@@ -87,7 +94,11 @@ def document_routes(service: Service) -> APIRouter:
         """Delete a document and the KV that was encoded for it; what was stored before, or another one has, stays."""
         tenant = tenant_of(request)
         work = service.lookup(tenant, (await lists.of(tenant)).remove(id))
-        nbytes = await unless_disconnected(request.receive, work)
-        return {"object": "ragfuse.document", "id": id, "deleted": True, "nbytes": nbytes}
+        return {
+            "object": "ragfuse.document",
+            "id": id,
+            "deleted": True,
+            **await unless_disconnected(request.receive, work),
+        }
 
     return routes

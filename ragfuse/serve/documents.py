@@ -19,6 +19,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -28,13 +30,14 @@ from numpy.typing import NDArray
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, StoreError
 from ragfuse.serve.document_records import DocumentRecord, DocumentRecords
-from ragfuse.serve.entries import stored_chunks, stored_kv
+from ragfuse.serve.entries import freed, stored_chunks, stored_kv
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.pdf_text import text_of_pdf
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.split import passages
 from ragfuse.store.deletion import Chunk, leave_source
+from ragfuse.text.file_texts import texts_in
 from ragfuse.text.mended import mended
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.keys import token_digest
@@ -45,6 +48,18 @@ MAX_LISTED = 100
 """Most documents in a tenant's list."""
 MAX_DOCUMENT_CHARS = 400_000
 """Most characters of a document."""
+SUFFIXES = MappingProxyType(
+    {
+        "text/html": ".html",
+        "application/xhtml+xml": ".html",
+        "text/csv": ".csv",
+        "application/json": ".json",
+        "application/x-ndjson": ".ndjson",
+        "application/jsonl": ".jsonl",
+        "application/x-ipynb+json": ".ipynb",
+    }
+)
+"""The type of file that a media type means; other texts are plain."""
 BATCH_PASSAGES = 4
 """Passages that are encoded in one turn; between two turns other requests are answered."""
 BUSY_S = 2.0
@@ -68,8 +83,9 @@ class StoredDocument:
 
     Args:
         name: Its name, for people.
-        text: Its text; "" until it is read from `pdf`.
+        text: Its text, as it was sent until it is read by its type; "" until it is read from `pdf`.
         pdf: The PDF that it is to be read from.
+        suffix: The type that `text` is to be read by, such as ".html".
         encoded: Passages that are done: encoded, or found to be stored or too short.
         stored_before: Those whose KV the store had already.
         too_short: Those that are too short to be stored.
@@ -86,6 +102,7 @@ class StoredDocument:
     name: str
     text: str = ""
     pdf: bytes = b""
+    suffix: str = ""
     id: str = field(default_factory=lambda: f"doc_{uuid4().hex[:24]}")
     status: str = "waiting"
     error: str = ""
@@ -222,8 +239,8 @@ class TenantDocuments:
             )
         return self.all[id]
 
-    def remove(self, id: str) -> Callable[[Engine], int]:
-        """Remove a document from the list; return what deletes its KV, and returns the bytes freed.
+    def remove(self, id: str) -> Callable[[Engine], dict[str, Any]]:
+        """Remove a document from the list; return what deletes its KV, and returns what that freed (`freed`).
 
         KV that the store had before, and that of passages which another source has, stays.
         """
@@ -231,11 +248,11 @@ class TenantDocuments:
         self._remove(document)
         own = self._disowned(document.passages)
 
-        def forget(engine: Engine) -> int:
+        def forget(engine: Engine) -> dict[str, Any]:
             self._records.delete(self._tenant.salt, [id])
-            nbytes = _forget(engine, document.name, document.passages, own)
+            done = freed(engine, lambda: _forget(engine, document.name, document.passages, own))
             self._records.disclaim(self._tenant.salt, own)
-            return nbytes
+            return done
 
         return forget
 
@@ -325,6 +342,9 @@ class TenantDocuments:
             text = await asyncio.to_thread(text_of_pdf, document.pdf)
             document.text = checked(mended(text, f"'{document.name}'"))
             document.pdf = b""
+        else:
+            text = await asyncio.to_thread(_read, document.text, document.suffix)
+            document.text = checked(mended(text, f"'{document.name}'"))
         document.passages = await self._turn(lambda engine: _split(engine, document.text))
         document.text, document.status = "", "encoding"
         before = dict(zip(document.passages, await self._stored(document.passages), strict=True))
@@ -417,6 +437,42 @@ def checked(text: str) -> str:
             "text",
         )
     return text
+
+
+def suffix_of(name: str, media_type: str | None) -> str:
+    """Return the type that a document's text is read by, as the end of a file's name.
+
+    Args:
+        name: The document's name, which says it where there is no media type.
+        media_type: Its media type.
+
+    Raises:
+        InputError: The media type is not one of `SUFFIXES`, nor another one of plain text.
+    """
+    if media_type is None:
+        return PurePosixPath(name).suffix.lower()
+    found = media_type.partition(";")[0].strip().lower()
+    if found not in SUFFIXES and not found.startswith("text/"):
+        raise InputError(
+            f"media_type is {media_type!r:.60}; wanted text/plain or another text, or one of "
+            f"{', '.join(SUFFIXES)}. Send a PDF as pdf.",
+            "media_type",
+        )
+    return SUFFIXES.get(found, "")
+
+
+def _read(text: str, suffix: str) -> str:
+    """Return the text in a document, as `ragfuse ingest` reads a file of this type; InputError if it cannot be."""
+    try:
+        return "\n\n".join(texts_in(text.removeprefix("\ufeff"), suffix, MAX_DOCUMENT_CHARS))
+    except ImportError:
+        raise InputError("The server lacks the package beautifulsoup4, which whoever runs it can install.") from None
+    except Exception as error:
+        reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        raise InputError(
+            f"The document cannot be read as {suffix[1:]} ({reason[:200]}). Repair it, or send it with media_type "
+            '"text/plain" to have it taken as it is.'
+        ) from error
 
 
 def pdf_of(encoded: str) -> bytes:

@@ -6,7 +6,7 @@ Only entries of the tenant's own digest are ever listed, pinned or deleted: anot
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,18 @@ class StoredChunks:
             texts[chunk_named(known.key)].append((known.source, known.text))
         return cls(found, texts)
 
-    def rows(self, source: str | None = None) -> list[dict[str, Any]]:
-        """Return a row for each chunk, most recently used first; `source`: only of that source."""
-        rows = [self._row(chunk) for chunk in self.entries if source is None or source in self._sources(chunk)]
+    def rows(self, source: str | None = None, is_exact: bool = False) -> list[dict[str, Any]]:
+        """Return a row for each chunk, most recently used first.
+
+        Args:
+            source: Only chunks with a source that contains this, in any case; "": only those without a source.
+            is_exact: Whether `source` is the whole name of it.
+        """
+
+        def is_wanted(found: str) -> bool:
+            return found == source if is_exact or not source else source.casefold() in found.casefold()
+
+        rows = [self._row(c) for c in self.entries if source is None or any(map(is_wanted, self._sources(c)))]
         return sorted(rows, key=lambda row: -row["last_used"])
 
     def sources(self) -> list[dict[str, Any]]:
@@ -203,21 +212,46 @@ def delete(engine: Engine, selection: Selection) -> dict[str, Any]:
     kept = set[str]()
     if selection.source:
         kept = leave_source(engine.catalog.strict, engine.digest, texts, selection.source.__eq__)
-    nbytes = engine.forget(sorted(texts - kept)) if texts - kept else 0
     rest = {chunk for chunk in chunks if chunk not in stored.texts}
-    nbytes += forget_chunks(engine.store, engine.catalog.strict, rest)
-    return {"object": "ragfuse.deleted", "chunks": len(chunks) - len(kept), "nbytes": nbytes, "kept": len(kept)}
+
+    def forget() -> int:
+        nbytes = engine.forget(sorted(texts - kept)) if texts - kept else 0
+        return nbytes + forget_chunks(engine.store, engine.catalog.strict, rest)
+
+    done = freed(engine, forget)
+    return {"object": "ragfuse.deleted", "chunks": len(chunks) - len(kept), **done, "kept": len(kept)}
 
 
 def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
-    """Return what a tenant keeps, its limits, and what was evicted for them."""
+    """Return what a tenant keeps, its limits, and what was evicted for them.
+
+    The bytes of tiers and sources are of one listing of the store: the keeper's own counts are up to a minute old.
+    """
+    found, stored = keeper.enforce().as_dict(), StoredChunks.of(engine)
+    nbytes = _by_tier(entry for entries in stored.entries.values() for entry in entries)
     return {
         "object": "ragfuse.usage",
-        **keeper.enforce().as_dict(),
+        **found,
+        "nbytes": {tier: nbytes[tier] for tier in found["nbytes"]},
         "limits": keeper.limits(),
         "evicted": {kind: keeper.evicted[kind] for kind in ("bytes", "texts", "sessions")},
-        "sources": StoredChunks.of(engine).sources(),
+        "sources": stored.sources(),
     }
+
+
+def freed(engine: Engine, forget: Callable[[], int]) -> dict[str, Any]:
+    """Run a deletion; return what it freed: `nbytes` of KV, each once, and in `tiers` the bytes of all copies.
+
+    Args:
+        engine: The tenant's engine.
+        forget: Deletes KV, and returns the bytes freed in all tiers.
+    """
+    before = StoredChunks.of(engine).entries
+    if not forget():
+        return {"nbytes": 0, "tiers": {}}
+    left = {(entry.key, entry.tier) for entries in StoredChunks.of(engine).entries.values() for entry in entries}
+    gone = [each for entries in before.values() for each in entries if (each.key, each.tier) not in left]
+    return {"nbytes": kv_nbytes(gone), "tiers": dict(_by_tier(gone))}
 
 
 def _by_tier(entries: Iterable[Entry]) -> Counter[str]:

@@ -49,11 +49,15 @@ def entry_routes(service: Service) -> APIRouter:
     async def entries(
         request: Request,
         source: Annotated[str | None, Query(max_length=MAX_SOURCE_CHARS)] = None,
+        exact: bool = False,
         limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100,
         offset: Annotated[int, Query(ge=0, le=10_000_000)] = 0,
     ) -> dict[str, Any]:
-        """List the stored chunks of the client's tenant, most recently used first."""
-        rows = await look(request, lambda engine: StoredChunks.of(engine).rows(source))
+        """List the stored chunks of the client's tenant, most recently used first.
+
+        With `source` those with a source that contains it, in any case; with `exact` those with just this source.
+        """
+        rows = await look(request, lambda engine: StoredChunks.of(engine).rows(source, exact))
         return {"object": "list", "data": rows[offset : offset + limit], "total": len(rows)}
 
     @routes.post("/entries/pin")

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from ragfuse import Settings
+from ragfuse.cli.files import FILE_TYPES
 from ragfuse.errors import InputError, StoreError
 from ragfuse.serve import documents, pdf_text
 from ragfuse.serve.document_records import DocumentRecords
@@ -23,6 +24,7 @@ from ragfuse.serve.keys import Keys
 from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.split import passages
 from ragfuse.telemetry.counters import TTFT_S, CounterSnapshot
+from ragfuse.text.file_texts import READERS
 from tests.serve.kit import Served, process, said, serving, wait_for
 from tests.serve.pdf import pdf
 from tests.tiny import CHUNKS
@@ -345,6 +347,7 @@ def test_a_document_whose_kv_was_deleted_says_so_and_takes_what_questions_encode
 
 
 def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(two: Served) -> None:
+    before = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
     both = "Every boat of the harbour has a number on its bow, painted white, that is as high as a hand is long."
     own = "The numbers are given out by the harbour master on the first of May, and they cost a barrel of herring."
     sent(two, "boats.txt", text=both)
@@ -352,8 +355,75 @@ def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(t
     done = two.delete("/v1/ragfuse/entries?source=numbers.txt", **BLUE).json()
     assert (done["chunks"], done["kept"], done["nbytes"] > 0) == (1, 1, True)
     assert row_of(two, both)["sources"] == ["boats.txt"]
+    listed, there = row_of(two, both)["nbytes"], two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
     done = two.delete("/v1/ragfuse/entries?source=boats.txt", **BLUE).json()
-    assert (done["chunks"], done["kept"]) == (1, 0)
+    assert (done["chunks"], done["kept"], done["nbytes"]) == (1, 0, listed)
+    assert set(done["tiers"]) == {"memory", "disk"}
+    left = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
+    assert left == there - done["tiers"]["disk"] == before
+
+
+def test_a_deleted_document_frees_the_kv_that_its_list_shows_and_usage_counts_it_no_more(two: Served) -> None:
+    before = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
+    done = sent(two, "rope.txt", text="A rope of the ferry is forty fathoms long, and it is tarred before each winter.")
+    two.service.engine(two.service.keys.tenants[0]).flush()
+    assert two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"] > before
+    freed = two.delete(f"{PATH}/{done['id']}", **BLUE).json()
+    assert freed["nbytes"] == done["nbytes"] == max(freed["tiers"].values())
+    assert two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "media_type", "read"),
+    [
+        (
+            "page.html",
+            "<html><head><title>Lamp</title><script>var secret = 1;</script></head><p>It burns.</p></html>",
+            None,
+            "Lamp\nIt burns.",
+        ),
+        (
+            "lamps.csv",
+            "door;lamp\ngreen;first\nred;second\n",
+            None,
+            "door: green\nlamp: first\n\ndoor: red\nlamp: second",
+        ),
+        ("lamps", "door,lamp\nblue,third\n", "text/csv; charset=utf-8", "door: blue\nlamp: third"),
+        ("lamp.json", '\ufeff{"l\\u00e4mp": "\\ud800"}', None, '{\n "l\xe4mp": "\ufffd"\n}'),
+        ("tags.html", "<p>A tag <b>stays</b>.</p>", "text/plain", "<p>A tag <b>stays</b>.</p>"),
+        ("tags.txt", "<p>A tag <i>stays</i>.</p>", None, "<p>A tag <i>stays</i>.</p>"),
+    ],
+)
+def test_a_text_is_read_by_its_type_as_an_ingest_reads_it(
+    two: Served, name: str, text: str, media_type: str | None, read: str
+) -> None:
+    done = sent(two, name, text=text, media_type=media_type)
+    assert done["status"] == "ready", done
+    query = {"query": "lamp", "top_k": 9, "documents": [done["id"]]}
+    found = two.post(f"{PATH}/search", query, **BLUE).json()["data"]
+    assert "\n\n".join(each["text"] for each in sorted(found, key=lambda each: each["number"])) == read
+    two.delete(f"{PATH}/{done['id']}", **BLUE)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("broken.json", "{", "cannot be read as json (JSONDecodeError"),
+        ("script.html", "<script>var secret = 1;</script>", "has no text"),
+        ("bomb.csv", "x" * 300_000 + "\n" + "1\n" * 40_000, "more than 400,000 characters"),
+        ("deep.json", "[" * 100_000, "cannot be read as json"),
+    ],
+)
+def test_a_text_that_its_type_does_not_fit_fails_and_says_so(two: Served, name: str, text: str, why: str) -> None:
+    done = sent(two, name, text=text)
+    assert (done["status"], why in done["error"]) == ("failed", True), done
+    two.delete(f"{PATH}/{done['id']}", **BLUE)
+
+
+def test_the_page_offers_the_files_that_are_read(two: Served) -> None:
+    page = two.get("/", **BLUE).text
+    offered = set(page.split('accept="')[1].split('"')[0].split(","))
+    assert {*READERS, ".pdf"} <= offered <= set(FILE_TYPES)
 
 
 def test_a_pdf_is_read_and_a_broken_one_says_so(two: Served) -> None:
@@ -384,6 +454,7 @@ def test_a_pdf_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         {"pdf": base64.b64encode(b"<html>").decode()},
         {"text": "x", "name": ""},
         {"text": "x", "nonsense": 1},
+        {"text": "x", "media_type": "image/png"},
     ],
 )
 def test_what_is_no_document_is_refused(two: Served, fields: dict[str, Any]) -> None:

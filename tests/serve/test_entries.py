@@ -92,6 +92,17 @@ def test_a_selection_says_one_thing(two: Served, body: dict[str, Any]) -> None:
     assert two.post("/v1/ragfuse/entries/pin", body, **of(BLUE)).status_code == 400
 
 
+def test_a_part_of_a_source_finds_its_entries_in_any_case(two: Served) -> None:
+    def sources(query: str) -> set[str]:
+        return {each["source"] for each in two.get(f"/v1/ragfuse/entries?{query}", **of(BLUE)).json()["data"]}
+
+    assert sources("source=BOOK-") >= {"book-0", "book-1", "book-2"}
+    assert sources("source=ook-1") == sources("source=book-1&exact=true") == {"book-1"}
+    assert sources("source=ook-1&exact=true") == set()
+    assert "book-1" not in sources("source=")
+    assert two.delete("/v1/ragfuse/entries?source=ook-1", **of(BLUE)).json().get("chunks", 0) == 0
+
+
 def test_usage_counts_the_askers_own_bytes_by_tier_and_source(two: Served) -> None:
     found = two.get("/v1/ragfuse/usage", **of(BLUE)).json()
     assert {each["source"] for each in found["sources"]} >= {"book-0", "book-1", "book-2"}

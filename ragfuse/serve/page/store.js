@@ -119,7 +119,7 @@ function schemas(found) {
 
 // `told` says what was just done; it goes when the view is shown again.
 export async function showStore(told = "") {
-  const query = source === null ? { limit: SHOWN } : { limit: SHOWN, source };
+  const query = source === null ? { limit: SHOWN } : { limit: SHOWN, source, exact: true };
   const [store, usage, live, rows, talks, forms] = await Promise.all([
     ask("/v1/ragfuse/store"), ask("/v1/ragfuse/usage"), ask("/v1/ragfuse/live"),
     ask(`/v1/ragfuse/entries?${new URLSearchParams(query)}`), ask("/v1/ragfuse/sessions"), ask("/v1/ragfuse/schemas")]);

@@ -1,0 +1,117 @@
+"""The texts in the content of text files, by their type: HTML, JSON, JSON lines, tables, notebooks; others as they are.
+
+Bytes, encodings, PDFs and docx are not read here: see `cli.files` for files, `serve.documents` for uploads.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any
+
+from ragfuse.errors import InputError
+
+HTML_TYPES = (".html", ".htm")
+NOTEBOOK, JSON, JSON_LINES_TYPES, TABLE = ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
+
+_Pieces = Iterator[str]
+
+
+def texts_in(text: str, suffix: str, most_chars: float = math.inf) -> Iterator[str]:
+    """Yield the texts in the content of a file, one by one.
+
+    Args:
+        text: The content of the file.
+        suffix: What its name ends with, such as ".html", in lower case; others than `READERS` has are plain text.
+        most_chars: Most characters of all texts together.
+
+    Raises:
+        InputError: It holds more characters, or a line of JSON lines is not JSON.
+        ValueError: It is not JSON.
+    """
+    n_chars = 0
+    for pieces in READERS.get(suffix, _plain)(text):
+        whole = list[str]()
+        for piece in pieces:
+            n_chars += len(piece)
+            if n_chars > most_chars:
+                raise InputError(f"it has more than {most_chars:,} characters when it is read")
+            whole.append(piece)
+        yield "".join(whole)
+
+
+def _plain(text: str) -> Iterator[_Pieces]:
+    yield iter((text,))
+
+
+def _html(text: str) -> Iterator[_Pieces]:
+    """Yield what a page shows, without its scripts and styles."""
+    from bs4 import BeautifulSoup
+
+    yield iter((BeautifulSoup(text, "html.parser").get_text("\n"),))
+
+
+def _json(text: str) -> Iterator[_Pieces]:
+    """Yield the JSON with one value per line and with letters instead of their escapes."""
+    yield _encoded(json.loads(text))
+
+
+def _encoded(value: Any) -> _Pieces:
+    return json.JSONEncoder(ensure_ascii=False, indent=1).iterencode(value)
+
+
+def _lines(text: str) -> Iterator[_Pieces]:
+    """Yield a text for each line of JSON. Only LF ends a line, as strings may contain other line separators."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield _encoded(json.loads(line))
+            except ValueError as error:
+                raise InputError(f"line {number} is not valid JSON: {error}") from error
+
+
+def _table(text: str) -> Iterator[_Pieces]:
+    """Yield a table as text: a line "column: value" per cell, an empty line between rows.
+
+    The delimiter is the candidate that the first line contains most often.
+    """
+    first = text.lstrip().partition("\n")[0]
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))
+    names = next((row for row in rows if any(row)), [])
+    records = (zip_longest(names, row, fillvalue="") for row in rows if any(row))
+    rendered = ("\n".join(f"{name}: {value}" if name else value for name, value in row) for row in records)
+    yield _with_gaps(rendered, ", ".join(names))
+
+
+def _with_gaps(rows: Iterator[str], default: str) -> _Pieces:
+    """Yield rows with an empty line between them; `default` where there is none."""
+    yield next(rows, default)
+    for row in rows:
+        yield f"\n\n{row}"
+
+
+def _notebook(text: str) -> Iterator[_Pieces]:
+    """Yield the cells of a Jupyter notebook of any version, without their outputs."""
+    data = json.loads(text)
+    sheets = data.get("worksheets") or [data]
+    for cell in (cell for sheet in sheets for cell in sheet.get("cells", ())):
+        source = cell.get("source", cell.get("input", ""))
+        yield iter((source if isinstance(source, str) else "".join(map(str, source)),))
+
+
+READERS: Mapping[str, Callable[[str], Iterator[_Pieces]]] = MappingProxyType(
+    {
+        **dict.fromkeys(HTML_TYPES, _html),
+        **dict.fromkeys(JSON_LINES_TYPES, _lines),
+        JSON: _json,
+        NOTEBOOK: _notebook,
+        TABLE: _table,
+    }
+)
+"""What reads a type: a function that yields its texts, each in pieces."""
