@@ -41,7 +41,7 @@ from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
 from ragfuse.engine.stages import Stages
 from ragfuse.engine.store_opener import open_catalog, opened
 from ragfuse.engine.trace_builder import PreparedPrompt
-from ragfuse.errors import about
+from ragfuse.errors import StoreError, about
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.scores import Score, scored
 from ragfuse.hf.verify import Verdict
@@ -123,6 +123,7 @@ class Engine:
         self._stages = Stages.of(self.settings, self.catalog, self.store, *known)
         self._documents = Documents(self.settings, self.runtime, self.store, self.catalog, self._stages)
         self.counters = AnswerCounters(self._stages.remember.jobs, self.catalog)
+        self._is_closed = False
 
     @staticmethod
     def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:
@@ -155,6 +156,7 @@ class Engine:
             OverlongError: The prompt does not fit the model's context.
             InputError: The prompt or an option is invalid.
         """
+        self._check_open()
         return self._answer(self._request(question_of(prompt, pml), ask or Ask(), began_s=time.perf_counter()))
 
     def stream(
@@ -177,6 +179,7 @@ class Engine:
             prefilled: Called with the prefilled prompt before its answer is generated; what it raises ends the stream.
             decoder: Another engine that writes the answer, as far as it can; None: this one does.
         """
+        self._check_open()
         ask, question = ask or Ask(), question_of(prompt, pml)
         offered_tools(ask)  # raises for invalid tools here, not while the stream is read
         return AnswerStream(partial(self._say, question, ask, prefilled, decoder))
@@ -193,6 +196,7 @@ class Engine:
             ask: Options of all answers; None: the settings apply.
             cancelled: Ends the generation of all answers once it is set.
         """
+        self._check_open()
         return self._batch(prompts, ask or Ask(), cancelled or threading.Event())
 
     @answered
@@ -273,15 +277,18 @@ class Engine:
 
     def check_length(self, prompt: Question, ask: Ask | None = None) -> None:
         """Raise OverlongError for a prompt that cannot fit the model's context, without tokenising it."""
+        self._check_open()
         self._stages.build.check_length(prompt, ask or Ask())
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """Return what would be read and computed for a prompt, and how long that would take, without doing it."""
+        self._check_open()
         request = self._request(prompt, ask or Ask())
         return self._stages.planner.plan(self._stages.build.build(request), request, request.ask)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
         """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's context."""
+        self._check_open()
         request = self._request((), ask or Ask())
         with self._stages.fetch.begun(self._stages.planner.begin(prompt, request)) as fetched:
             return self._stages.prefill.prefill(fetched)
@@ -298,6 +305,7 @@ class Engine:
             tools: Tools for the chat template.
             ask: Variables of the chat template, and whether chunks are reused at all.
         """
+        self._check_open()
         if isinstance(prompt, PMLPrompt):
             return self._stages.schemas.prompt(prompt, ask or Ask())
         return self._stages.prompts.prompt(mended_question(prompt), self.digest, tools, ask=ask)
@@ -309,6 +317,7 @@ class Engine:
     def pieces(self, content: Content) -> Sequence[Piece]:
         """Return a text, or the texts of a list, split into chunks and fresh text; `Piece` values in a list stay
         whole."""
+        self._check_open()
         return self._stages.prompts.pieces(mended_content(content), self.digest)
 
     def prefix(self, prompt: Question) -> tuple[int, ...]:
@@ -336,6 +345,7 @@ class Engine:
         Returns:
             The totals: chunks, encoded chunks, tokens, bytes, seconds.
         """
+        self._check_open()
         return self._documents.ingest(texts, prefix, progress)
 
     def register(
@@ -354,11 +364,13 @@ class Engine:
     @property
     def schemas(self) -> SchemaService:
         """The registered schemas, whose modules prompts in PML use."""
+        self._check_open()
         return self._stages.schemas
 
     @property
     def sessions(self) -> SessionStore:
         """The stored conversations."""
+        self._check_open()
         return self._stages.history.sessions
 
     @property
@@ -376,6 +388,7 @@ class Engine:
 
         Chunks that a prompt contains are encoded after its answer. Meant for retrievers, which see chunks first.
         """
+        self._check_open()
         self._documents.know(texts)
 
     def prefetch(self, texts: Iterable[str]) -> None:
@@ -383,6 +396,7 @@ class Engine:
 
         Returns at once and encodes nothing, but may load the model.
         """
+        self._check_open()
         self._stages.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
@@ -393,6 +407,7 @@ class Engine:
         Args:
             sessions: Session names in the order in which they are expected; or names with numbers, the smallest first.
         """
+        self._check_open()
         places = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
         digest = self.digest
         self.conversations.expect(digest, places)
@@ -400,6 +415,7 @@ class Engine:
 
     def session_of(self, prompt: ChatInput | Ids, ask: Ask | None = None) -> str | None:
         """Return the name of the stored conversation that a prompt continues; None where there is none."""
+        self._check_open()
         return self._stages.history.name_of(mended_question(prompt), ask or Ask())
 
     def forget(self, texts: Iterable[str]) -> int:
@@ -408,10 +424,12 @@ class Engine:
         The chunks, and passages learned from them, are no longer recognised in prompts. Copies in the memory of other
         processes stay.
         """
+        self._check_open()
         return self._documents.forget(texts)
 
     def known_texts(self, source: str) -> list[str]:
         """Return the texts of known chunks from this source."""
+        self._check_open()
         return self._stages.prompts.known_from(self.digest, whole_text(source))
 
     # the model, this machine, the store
@@ -479,6 +497,7 @@ class Engine:
         Raises:
             OverlongError: The prompt does not fit the model's context.
         """
+        self._check_open()
         ids = self.ids(prompt)
         return list(zip(ids, [None, *scored(self.model, ids, n_top, check)], strict=True))
 
@@ -489,6 +508,7 @@ class Engine:
 
     def verify(self, progress: Callable[[str], object] = _ignore) -> Verdict:
         """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
+        self._check_open()
         return self.runtime.verify(progress)
 
     @property
@@ -498,6 +518,7 @@ class Engine:
 
     def learn(self, profile: ModelProfile | MachineProfile) -> None:
         """Use a new profile of the model or of this machine, here and in later processes on this store."""
+        self._check_open()
         if isinstance(profile, MachineProfile):
             self._timings.learn(profile)
         else:
@@ -510,20 +531,27 @@ class Engine:
             stores: URLs of further tiers to time, besides those of the store.
             progress: Called with the current step and the share done, 0..1.
         """
+        self._check_open()
         return self._timings.measure(self.model, self.store, self.settings, stores, progress)
 
     def flush(self) -> None:
-        """Wait until all pending chunks are encoded and written, and all prefetches are done."""
+        """Wait until all pending chunks are encoded and written, and all prefetches are done.
+
+        A closed engine has none.
+        """
         for part in self._background:
             part.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish pending saves and close the store.
+        """Finish pending saves and close the store; what is asked from then on raises StoreError.
+
+        Questions that began before are answered, and what they would save is left out.
 
         Args:
             timeout_s: Seconds after which the rest is not saved; None: no limit.
         """
+        self._is_closed = True
         forget(self)
         self.counters.close()
         remaining_s = countdown(timeout_s)
@@ -531,6 +559,13 @@ class Engine:
             part.close(remaining_s())
         self.store.close(remaining_s())
         self.catalog.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreError(
+                "The engine is closed: close() was called, or its `with` block has ended. Ask it before that, or make "
+                "a new Engine."
+            )
 
     @property
     def _background(self) -> tuple[Prefetcher | BackgroundEncoder | ConversationHistory | PrefixCache, ...]:

@@ -12,7 +12,7 @@ from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.model_profiles import ProfileStore
 from ragfuse.engine.placement import Placement
-from ragfuse.errors import ModelError
+from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
@@ -174,6 +174,7 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
 
     Raises:
         ModelError: The combination is invalid; the message says why.
+        SettingsError: A setting contradicts the loaded model.
     """
     if not isinstance(settings, Settings):
         raise ModelError(
@@ -196,7 +197,21 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
         )
     found = LoadedModel.of(given, tokenizer)
     device, dtype = str(device_of(found.model)), str(found.model.dtype).removeprefix("torch.")
+    _check_same(settings, "dtype", dtype)
+    _check_same(settings, "device", device)
     return found, settings.model_copy(update={"model": found.name, "device": device, "dtype": dtype})
+
+
+def _check_same(settings: Settings, name: str, found: str) -> None:
+    """Raise SettingsError for a setting that contradicts a loaded model; what the environment says does not count."""
+    wanted = str(getattr(settings, name))
+    is_same = wanted == found or (name == "device" and wanted == found.partition(":")[0])
+    if not is_same and wanted not in ("auto", str(getattr(Settings(), name))):
+        raise SettingsError(
+            f"{name} is {wanted}, and that of the loaded model is {found}. Leave out {name}, as a loaded model has its "
+            "own, or load the model so.",
+            name,
+        )
 
 
 def _load(settings: Settings, profiles: ProfileStore) -> HFModel:

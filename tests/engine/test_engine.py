@@ -468,12 +468,15 @@ def test_closing_finishes_what_waits_to_be_saved(tiny_settings):
         assert chunk_hits(again.answer(messages()).trace) == [True] * 6
 
 
-def test_closing_while_others_still_ask_neither_hangs_nor_fails(tiny_settings):
+def test_closing_while_others_still_ask_neither_hangs_nor_fails(tiny_settings, monkeypatch):
     engine = Engine(tiny_settings)
-    answers = []
+    answers, begun, check = [], threading.Semaphore(0), engine._check_open
+    monkeypatch.setattr(engine, "_check_open", lambda: (check(), begun.release()))
     threads = [threading.Thread(target=lambda: answers.append(engine.answer(messages()).text)) for _ in range(4)]
     for thread in threads:
         thread.start()
+    for _ in threads:
+        assert begun.acquire(timeout=60)
     engine.close()
     for thread in threads:
         thread.join(60)
@@ -689,3 +692,28 @@ def test_an_option_of_another_type_is_refused_by_its_name(field, value, wanted):
 @pytest.mark.parametrize("field", ["stop", "tools", "documents", "options", "chat_template_kwargs"])
 def test_none_stands_for_nothing(field):
     assert Ask(**{field: None}) == Ask()
+
+
+def test_a_closed_engine_says_so_and_not_what_it_no_longer_has(tiny_settings):
+    with Engine(tiny_settings) as engine:
+        assert engine.answer("Who?").token_ids
+    calls = [
+        lambda: engine.answer("Who?"),
+        lambda: engine.stream("Who?"),
+        lambda: engine.batch(["Who?"]),
+        lambda: engine.plan("Who?"),
+        lambda: engine.prompt("Who?"),
+        lambda: engine.ingest([("A text.", "a.txt")]),
+        lambda: engine.know([("A text.", "a.txt")]),
+        lambda: engine.prefetch(["A text."]),
+        lambda: engine.forget(["A text."]),
+        lambda: engine.sessions,
+        lambda: engine.schemas,
+        lambda: engine.measure(),
+        lambda: engine.verify(),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="The engine is closed"):
+            call()
+    engine.flush()
+    engine.close()

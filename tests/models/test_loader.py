@@ -91,6 +91,19 @@ def engine_of(tiny_settings: Settings) -> Iterator[Any]:
 # loaded objects
 
 
+@pytest.mark.parametrize("name", ["dtype", "device"])
+def test_a_setting_that_contradicts_a_loaded_model_is_refused_by_name(
+    name: str, loaded: Any, words: Any, engine_of: Any, tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {"dtype": "bfloat16", "device": "meta"}[name]
+    told = tiny_settings.model_copy(update={name: other})
+    with pytest.raises(SettingsError, match=f"{name} is {other}.*Leave out {name}") as refused:
+        engine_of(loaded, told, tokenizer=words)
+    assert refused.value.argument == name
+    monkeypatch.setenv(f"RAGFUSE_{name.upper()}", other)  # meant for models that ragfuse loads
+    assert getattr(engine_of(loaded, told, tokenizer=words).settings, name) != other
+
+
 @pytest.mark.parametrize("kind", ["model", "pipeline", "compiled"])
 def test_a_loaded_model_answers_as_its_folder_does_from_the_same_chunks(
     kind: str, loaded: Any, words: Any, engine_of: Any, tiny_settings: Settings
