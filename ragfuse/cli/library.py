@@ -262,9 +262,18 @@ class Library:
         return {source for ingest in unfinished_in(self.folder) for source in ingest.sources}
 
     def search(self, question: str) -> list[tuple[str, str]]:
-        """Return (text, source) of the chunks that are nearest to a question, `top_k` of the settings at most."""
-        found = self.vector_store().similarity_search(question, k=self.settings.top_k)
-        return [(document.page_content, document.metadata["source"]) for document in found]
+        """Return (text, source) of the chunks that are nearest to a question, `top_k` of the settings at most.
+
+        A text that several documents have is found once, and the next best takes the place of its copies.
+        """
+        store, most = self.vector_store(), self.settings.top_k
+        n, found = most, dict[str, tuple[str, str]]()
+        while True:
+            for each in store.similarity_search(question, k=n):
+                found.setdefault(each.page_content.strip(), (each.page_content, each.metadata["source"]))
+            if len(found) >= most or n >= store.index.ntotal:
+                return list(found.values())[:most]
+            n *= 2
 
     def _empty(self) -> InputError:
         name = "" if self.name == "default" else f" --index {self.name}"

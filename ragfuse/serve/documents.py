@@ -277,15 +277,20 @@ class TenantDocuments:
             each.nbytes = sum(n for n in nbytes if n is not None) or (0 if each.missing else each.nbytes)
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
-        """Return the passages that are closest to a query, closest first. It may block."""
+        """Return the passages that are closest to a query, closest first; each text once. It may block."""
         chosen = [self.get(id) for id in ids] if ids is not None else list(self.all.values())
         found = [(each, at) for each in chosen for at in range(len(each.vectors))]
         if not found:
             return []
         table = np.stack([each.vectors[at] for each, at in found])
         scores = table @ self._service.embedder.embed([query])[0]
-        best = np.argsort(-scores, kind="stable")[:top_k]
-        return [_hit(found[at][0], found[at][1], float(scores[at])) for at in best.tolist()]
+        best = dict[str, int]()  # where each text is, as other documents may be copies
+        for place in np.argsort(-scores, kind="stable").tolist():
+            document, at = found[place]
+            best.setdefault(document.passages[at].strip(), place)
+            if len(best) == top_k:
+                break
+        return [_hit(*found[place], float(scores[place])) for place in best.values()]
 
     # inside
 

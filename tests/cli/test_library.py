@@ -151,6 +151,17 @@ def test_half_written_files_and_strangers_are_not_seen(library, book, tokenizer)
     assert lib.vector_store().index.ntotal == len(chunks)
 
 
+def test_a_copy_of_a_document_takes_no_room_among_what_is_found(library, book, tokenizer):
+    lib = library(top_k=4)
+    chunks = lib.add(book / "lighthouses.txt", tokenizer)
+    alone = [text for text, _ in lib.search("lighthouse")]
+    (book / "copy.txt").write_bytes((book / "lighthouses.txt").read_bytes())
+    assert lib.add(book / "copy.txt", tokenizer)[0][0] == chunks[0][0]
+    found = [text for text, _ in lib.search("lighthouse")]
+    assert sorted(found) == sorted(alone)
+    assert len(set(found)) == 4
+
+
 def test_an_empty_index_says_how_to_fill_it(library):
     with pytest.raises(InputError, match=r"ragfuse ingest PATH$"):
         library().vector_store()

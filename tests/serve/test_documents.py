@@ -363,6 +363,17 @@ def test_entries_that_are_deleted_by_source_stay_where_another_source_has_them(t
     assert left == there - done["tiers"]["disk"] == before
 
 
+def test_a_copy_of_a_document_takes_no_room_among_what_is_found(two: Served) -> None:
+    texts = CHUNKS[:3]
+    ids = [sent(two, name, text="\n\n".join(texts))["id"] for name in ("ferries.txt", "copy of ferries.txt")]
+    query = {"query": "Which lighthouse has a blue door?", "top_k": 3, "documents": ids}
+    found = two.post(f"{PATH}/search", query, **BLUE).json()["data"]
+    assert sorted(each["text"] for each in found) == sorted(texts)
+    assert {each["name"] for each in found} == {"ferries.txt"}
+    for id in ids:
+        two.delete(f"{PATH}/{id}", **BLUE)
+
+
 def test_a_deleted_document_frees_the_kv_that_its_list_shows_and_usage_counts_it_no_more(two: Served) -> None:
     before = two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"]
     done = sent(two, "rope.txt", text="A rope of the ferry is forty fathoms long, and it is tarred before each winter.")
