@@ -180,7 +180,7 @@ def _result(answer: Answer, engine: Answerer, ask: Ask) -> ChatResult:
         answer.text,
         additional_kwargs=_reasoning_kwargs(answer.reasoning),
         tool_calls=calls_of(answer),
-        invalid_tool_calls=_invalid_calls(answer, ask),
+        invalid_tool_calls=_invalid_calls(answer, ask, engine),
         response_metadata=metadata_of(answer, engine),
         usage_metadata=usage_of(answer, engine, ask),
     )
@@ -200,15 +200,18 @@ def _last(answer: Answer, streamed: str, engine: Answerer, ask: Ask) -> ChatGene
     return ChatGenerationChunk(message=message, generation_info={"finish_reason": answer.finish_reason})
 
 
-def _invalid_calls(answer: Answer, ask: Ask) -> list[InvalidToolCall]:
+def _invalid_calls(answer: Answer, ask: Ask, engine: Answerer) -> list[InvalidToolCall]:
     """Return an invalid call if a required call was cut off by max_tokens, else [].
 
-    Streams do not use it: LangChain would count it as a call when it joins the chunks.
+    Its `args` are what was written of it, where this process has the tokenizer. Streams do not use it: LangChain would
+    count it as a call when it joins the chunks.
     """
     if answer.finish_reason != "length" or answer.tool_calls or not ask.tools or ask.tool_choice in ("auto", "none"):
         return []
     error = f"The call was cut off after {len(answer.token_ids)} tokens. Raise max_tokens."
-    return [invalid_tool_call(name=None, args=None, id=None, error=error)]
+    model = getattr(engine, "model", None)
+    written = model.text(answer.token_ids) if model is not None else None
+    return [invalid_tool_call(name=None, args=written, id=None, error=error)]
 
 
 def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:

@@ -94,13 +94,14 @@ def _check_complete(answer: AIMessage) -> None:
     """
     if answer.tool_calls:
         return
-    text = str(answer.content)
+    text = str(answer.content) or "".join(call["args"] or "" for call in answer.invalid_tool_calls)
     try:
-        json.loads(text)
+        json.loads(str(answer.content))
     except ValueError as error:
         n_tokens = answer.usage_metadata["output_tokens"] if answer.usage_metadata else 0
+        shown = f": '...{text[-40:]}'" if text else ""
         raise OutputParserException(
-            f"The structured answer was cut off after {n_tokens} tokens: '...{text[-40:]}'. "
+            f"The structured answer was cut off after {n_tokens} tokens{shown}. "
             "Raise max_tokens or timeout, or limit the lengths in the schema.",
             llm_output=text,
         ) from error

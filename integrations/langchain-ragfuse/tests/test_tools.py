@@ -176,6 +176,18 @@ async def test_a_structured_answer_that_is_cut_off_says_so(method: Any, schema: 
     assert found["raw"].usage_metadata["output_tokens"] == 2
 
 
+def test_a_call_that_is_cut_off_shows_what_was_written_of_it(engine: Engine) -> None:
+    short = ChatRagFuse(engine=engine, max_tokens=12)
+    structured = short.with_structured_output(Paint, method="function_calling")
+    with pytest.raises(OutputParserException, match=r"cut off after 12 tokens: '\.\.\..+'\. Raise") as told:
+        structured.invoke("Paint my door.")
+    raw = short.with_structured_output(Paint, method="function_calling", include_raw=True).invoke("Paint my door.")
+    written = raw["raw"].invalid_tool_calls[0]["args"]
+    assert told.value.llm_output == written != ""
+    with pytest.raises(OutputParserException, match=r"cut off after 12 tokens\. Raise"):
+        list(structured.stream("Paint my door."))
+
+
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
 def test_a_grammar_holds_every_answer(kind: Any, engine: Engine) -> None:
     def said(llm: Any, **call: Any) -> str:
