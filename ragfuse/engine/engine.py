@@ -99,6 +99,8 @@ class Engine:
         tokenizer: The tokenizer of a loaded model.
     """
 
+    _is_closed = False
+
     def __init__(
         self,
         settings: Settings | None = None,
@@ -123,7 +125,6 @@ class Engine:
         self._stages = Stages.of(self.settings, self.catalog, self.store, *known)
         self._documents = Documents(self.settings, self.runtime, self.store, self.catalog, self._stages)
         self.counters = AnswerCounters(self._stages.remember.jobs, self.catalog)
-        self._is_closed = False
 
     @staticmethod
     def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:
