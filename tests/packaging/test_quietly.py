@@ -1,4 +1,4 @@
-"""A step of the set-up: one line, a log, and the end of the log where it fails. Real processes and a real pip."""
+"""A step of the set-up: what it says as it begins and ends, and its log. Real processes and a real pip."""
 
 import os
 import pty
@@ -20,9 +20,9 @@ def step(log, *command, of=0):
     return subprocess.run(asked, capture_output=True, text=True)
 
 
-def test_a_step_that_works_is_one_line_and_the_rest_is_in_the_log(tmp_path):
+def test_a_step_that_works_says_that_it_begins_and_ends_and_the_rest_is_in_the_log(tmp_path):
     said = step(tmp_path / "log", sys.executable, "-c", "print('much'); print('more')")
-    assert re.fullmatch(r"Trying: done in \d+ s\n", said.stdout)
+    assert re.fullmatch(r"Trying \.\.\.\nTrying: done in \d+ s\n", said.stdout)
     assert (said.stderr, said.returncode) == ("", 0)
     assert "much\nmore" in (tmp_path / "log").read_text()
     step(tmp_path / "log", sys.executable, "-c", "print('later')")
@@ -33,7 +33,7 @@ def test_a_step_that_fails_shows_the_end_of_its_log_and_names_it(tmp_path):
     code = "import sys\nfor n in range(100): print('line', n)\nsys.exit('no such index')"
     said = step(tmp_path / "log", sys.executable, "-c", code)
     assert said.returncode == 1
-    assert said.stdout == "Trying: failed\n"
+    assert said.stdout == "Trying ...\nTrying: failed\n"
     assert "no such index" in said.stderr
     assert "line 1\n" not in said.stderr
     assert said.stderr.endswith(f"Trying: exit status 1. All of it: {tmp_path / 'log'}\n")
@@ -68,6 +68,7 @@ def test_ctrl_c_ends_the_step_and_what_it_runs(tmp_path, place):
     asked = [*STEP, "Trying", str(log), "--", sys.executable, "-c", code]
     run = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True, start_new_session=True)
     until = time.monotonic() + 30
+    assert run.stdout.readline() == "Trying ...\n"  # before what it runs has ended
     while not (log.exists() and "begun\n" in log.read_text()):
         assert time.monotonic() < until
         time.sleep(0.05)
