@@ -41,6 +41,7 @@ from ragfuse.cli.options import (
     TopK,
     console_for,
     option,
+    refuse_without,
     settings_of,
     write_json,
 )
@@ -89,8 +90,10 @@ def ask(
     json: Json = None,
 ) -> None:
     """Answer a question over ingested documents; the answer is printed while it is generated."""
-    _check_combination(question, docs, pml, blend, index, session, policy, ratio)
-    refuse_with_server(server, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
+    _check_combination(question, docs, pml, blend, index, session, policy, ratio, top_k)
+    refuse_without("--docs", docs is not None, no_kv=no_kv)
+    refuse_without("--server", server is not None, api_key=api_key)
+    refuse_with_server(server, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, no_kv=no_kv)
     settings = settings_of(
         model=model,
         dtype=dtype,
@@ -139,6 +142,7 @@ def _check_combination(
     session: str | None,
     policy: str | None,
     ratio: float | None,
+    top_k: int | None,
 ) -> None:
     """Raise InputError for options that have no meaning together."""
     if not question.strip() and pml is None:
@@ -151,6 +155,8 @@ def _check_combination(
         raise InputError("--blend works only with --pml: add --pml, or leave out --blend.")
     if pml is not None and not blend and (policy is not None or ratio is not None):
         raise InputError("With --pml, --policy and --ratio have no effect alone: add --blend, or leave them out.")
+    if pml is not None and top_k is not None:
+        raise InputError("With --pml nothing is retrieved, so --top-k has no effect: leave it out.")
     if docs is not None and index != "default":
         raise InputError(
             "--docs builds its own index, so --index cannot be given too: leave out --index, or run `ragfuse ingest` "

@@ -46,6 +46,7 @@ from ragfuse.cli.options import (
     Store,
     TopK,
     option,
+    refuse_without,
     settings_of,
 )
 from ragfuse.cli.typed import typed_lines
@@ -100,6 +101,7 @@ def chat(
     """
     if docs is not None and index != "default":
         raise InputError("--docs has an index of its own: leave out --index, or run `ragfuse ingest` into that index.")
+    refuse_without("--server", server is not None, api_key=api_key)
     refuse_with_server(server, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
     settings = settings_of(
         model=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from ragfuse.cli.options import (
     default_of,
     index_option,
     option,
+    refuse_without,
     settings_of,
     write_json,
 )
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Engine, Ingested
     from ragfuse.ray.bulk import BulkSummary
+    from ragfuse.types.keys import ChunkKey
 
 TIER_SIZE_VARIABLES = MappingProxyType(
     {"disk": "RAGFUSE_DISK_BYTES", "memory": "RAGFUSE_MEMORY_BYTES", "gpu": "RAGFUSE_GPU_BYTES"}
@@ -95,6 +98,7 @@ def ingest(
 
     A folder that is ingested again is as it is then: moved files have new names, and files that are gone are forgotten.
     """
+    refuse_without("--ray", ray is not None, ray_workers=ray_workers, ray_cpus=ray_cpus)
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens
     )
@@ -103,6 +107,9 @@ def ingest(
     library = Library(settings, index)
     if bool(paths) == bool(remove):
         raise typer.BadParameter("Give either files and folders to ingest, or --remove NAME.", param_hint="PATHS")
+    refuse_without("PATHS", bool(paths), chunk_tokens=chunk_tokens, no_kv=no_kv, ray=ray)
+    if no_kv and ray is not None:
+        raise InputError("--ray encodes on a cluster, and --no-kv encodes nothing: leave out one of them.")
     if remove:
         _remove(library, remove, console_for(json), json)
         return
@@ -133,10 +140,7 @@ def ingest(
         elif ray is None:
             done = encode(engine, chunks, console)
         else:
-            on_ray = encode_on_ray(engine, chunks, console, ray, ray_workers, ray_cpus)
-            done = Ingested(
-                on_ray.chunks, on_ray.encoded, on_ray.tokens, on_ray.nbytes, on_ray.seconds, unsaved=on_ray.unsaved
-            )
+            on_ray, done = encode_on_ray(engine, chunks, console, ray, ray_workers, ray_cpus)
     skipped = [*documents.skipped, *failed]
     in_all, here_now = library.sources(), {source for _, source in chunks}
     there = f"{_counted(len(chunks), 'chunk')}[/] of {_counted(len(here_now), 'file')}"
@@ -175,6 +179,7 @@ def _result(
         "chunks": n_chunks,
         "encoded": 0 if done is None else done.encoded,
         "nbytes": 0 if done is None else done.nbytes,
+        **{name: getattr(done, name, 0) for name in ("stored", "short", "repeated", "elsewhere", "unsaved")},
         "moved": dict(left.moved),
         "forgotten": list(left.gone),
     }
@@ -198,8 +203,7 @@ def _sums(sources: Mapping[str, int]) -> str:
 
 def _encoded_in_words(done: Ingested) -> str:
     """Return how many chunks were encoded, and what became of the others."""
-    others = max(0, done.chunks - done.encoded - done.short - done.unsaved)
-    parts = list[str]()
+    others, parts = done.stored, list[str]()
     if done.encoded:
         figures = f"{done.tokens:,} tokens, {size_text(done.nbytes)}, {done.seconds:.1f} s"
         parts.append(f"{done.encoded:,} encoded now ({figures})")
@@ -207,6 +211,11 @@ def _encoded_in_words(done: Ingested) -> str:
         alone = "all" if others > 1 else "it"
         whole = alone if others == done.chunks else f"the other {others:,}" if done.encoded else f"{others:,}"
         parts.append(f"{whole} {'was' if others == 1 else 'were'} stored already")
+    if done.elsewhere:
+        whose = f"{done.elsewhere:,} {'was' if done.elsewhere == 1 else 'were'} stored meanwhile"
+        parts.append(f"{whose} by a worker that died or by another run")
+    if done.repeated:
+        parts.append(f"{done.repeated:,} {'has' if done.repeated == 1 else 'have'} the text of another")
     if done.short:
         parts.append(f"{done.short:,} {'is' if done.short == 1 else 'are'} too short to be stored")
     return ", ".join(parts) or "none had to be encoded now"
@@ -290,27 +299,51 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
             bar.update(task, completed=done.chunks, rate=rate)
 
         done = engine.ingest(chunks, prefix, show)
-    return replace(done, unsaved=_print_refused(engine, before, chunks, console))
+    repeated, _ = _n_repeated(engine, chunks)
+    return replace(done, unsaved=_print_refused(engine, before, chunks, console), repeated=repeated)
 
 
 def encode_on_ray(
     engine: Engine, chunks: Chunks, console: Console, address: str, workers: int | None, cpus: float | None
-) -> BulkSummary:
-    """Compute the KV of all chunks on a Ray cluster, and that of the prompt's prefix here; print what workers did."""
+) -> tuple[BulkSummary, Ingested]:
+    """Compute the KV of all chunks on a Ray cluster, and that of the prompt's prefix here; print what workers did.
+
+    Ray is not started where every tier that outlives the process has every chunk.
+
+    Returns:
+        What the workers did, and what became of all chunks. A worker that died has told nothing: what it stored is
+        known by what was missing before.
+    """
     from ragfuse.cli.prompts import prefix_of
+    from ragfuse.ray.bulk import BulkSummary
     from ragfuse.ray.bulk import encode as encode_in_bulk
+    from ragfuse.types.ingested import Ingested
 
     engine.ingest((), prefix_of(engine))
     unique = list(dict(chunks).items())
-    done = encode_in_bulk(unique, engine.settings, address=address, workers=workers, cpus=cpus)
+    keys = _keys_of(engine, unique)
+    held = [{*tier.entries(keys)} for tier in engine.store.tiers if tier.slow]
+    if held and all(len(found) == len(keys) for found in held):
+        console.print("Nothing is left to encode: Ray is not needed.", highlight=False)
+        n_short = sum(_is_short(engine, text) for text, _ in unique)
+        done = BulkSummary(len(unique), short=n_short)
+    else:
+        done = encode_in_bulk(unique, engine.settings, address=address, workers=workers, cpus=cpus)
     engine.know(unique)
+    n_missing = len(keys) - len({key for found in held for key in found})
+    elsewhere = max(0, n_missing - done.encoded - done.unsaved)
+    repeated, short = _n_repeated(engine, chunks)
+    figures = len(chunks), done.encoded, done.tokens, done.nbytes, done.seconds
+    ingested = Ingested(
+        *figures, short=done.short + short, unsaved=done.unsaved, repeated=repeated, elsewhere=elsewhere
+    )
     for number, each in enumerate(done.workers, 1):
         speed = f"{each.encoded:,} encoded, {size_text(each.nbytes)}, {each.tokens_per_s:,.0f} tokens/s"
         console.print(f"worker {number}: {_counted(each.chunks, 'chunk')}, {speed}", highlight=False)
     if done.unsaved:
         lost = f"{_counted(done.unsaved, 'chunk')} {'is' if done.unsaved == 1 else 'are'} in no shared tier"
         console.print(f"[yellow]{lost}[/]; run it again to store them, else questions compute them.", highlight=False)
-    return done
+    return done, ingested
 
 
 def print_skipped(console: Console, found: FilesToIngest) -> None:
@@ -352,11 +385,28 @@ def _print_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, co
 
 def _n_not_stored(engine: Engine, chunks: Chunks) -> int:
     """Count the chunks of at least `min_chunk_tokens` without an entry in a slow tier (in any, if none is slow)."""
-    min_tokens, tiers, encoder = engine.settings.min_chunk_tokens, engine.store.tiers, engine.encoder
-    runs = {tuple(ids) for text, _ in chunks if len(ids := engine.tokens(text.strip())) >= min_tokens}
-    keys = [encoder.key(run, encoder.context) for run in runs]
+    tiers, keys = engine.store.tiers, _keys_of(engine, chunks)
     stored = {key for tier in [tier for tier in tiers if tier.slow] or tiers for key in tier.entries(keys)}
     return sum(key not in stored for key in keys)
+
+
+def _keys_of(engine: Engine, chunks: Chunks) -> list[ChunkKey]:
+    """Return the keys of the chunks that are long enough to be stored, each once."""
+    min_tokens, encoder = engine.settings.min_chunk_tokens, engine.encoder
+    runs = {tuple(ids) for text, _ in chunks if len(ids := engine.tokens(text.strip())) >= min_tokens}
+    return [encoder.key(run, encoder.context) for run in runs]
+
+
+def _is_short(engine: Engine, text: str) -> bool:
+    return len(engine.tokens(text.strip())) < engine.encoder.shortest
+
+
+def _n_repeated(engine: Engine, chunks: Chunks) -> tuple[int, int]:
+    """Return how many chunks have the text of an earlier one: those that can be stored, and those too short for it."""
+    n_each = Counter(text for text, _ in chunks)
+    again = {text: n - 1 for text, n in n_each.items() if n > 1}
+    n_short = sum(n for text, n in again.items() if _is_short(engine, text))
+    return sum(again.values()) - n_short, n_short
 
 
 def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:

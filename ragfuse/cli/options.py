@@ -128,6 +128,22 @@ def settings_of(**given: Any) -> Settings:
         raise SettingsError(f"{told.removesuffix('.')} (--{name.replace('_', '-')}).", name) from None
 
 
+def refuse_without(needed: str, is_given: bool, **given: Any) -> None:
+    """Refuse options that have no effect where another one is missing.
+
+    Args:
+        needed: The option that they need, such as "--ray".
+        is_given: Whether it is there.
+        given: The options' values by name, with underscores; None, False and []: not given.
+
+    Raises:
+        InputError: One of them is given, and what it needs is not.
+    """
+    named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False, [])]
+    if named and not is_given:
+        raise InputError(f"{named[0]} needs {needed}, which was not given: add {needed}, or leave out {named[0]}.")
+
+
 def prepare_model(settings: Settings) -> None:
     """Prepare the model's files if needed, before any other progress is shown."""
     from ragfuse.models import resolve_llm

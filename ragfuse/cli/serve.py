@@ -24,6 +24,7 @@ from ragfuse.cli.options import (
     default_of,
     option,
     prepare_model,
+    refuse_without,
     settings_of,
 )
 from ragfuse.errors import InputError, StoreError
@@ -101,11 +102,13 @@ def serve(
     ] = None,
     ray: Ray = None,
     replicas: Annotated[
-        str, typer.Option(help="With --ray: how many replicas answer, or LEAST:MOST by the length of their queues.")
-    ] = "1",
+        str | None,
+        option("--replicas", "With --ray: how many replicas answer, or LEAST:MOST by the length of their queues.", "1"),
+    ] = None,
     ray_cpus: RayCPUs = None,
 ) -> None:
     """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending writes."""
+    refuse_without("--ray", ray is not None, replicas=replicas, ray_cpus=ray_cpus)
     folder = next((each for each in store or () if "://" not in each), None)
     given = {
         "model": model,
@@ -141,10 +144,11 @@ def serve(
     keys = Keys(accepted, settings.salt)
     check_host(host, keys)
     if ray is not None:
-        from ragfuse.ray.application import ReplicaOptions
+        from ragfuse.ray.application import ReplicaOptions, check_decoder
         from ragfuse.ray.cluster import check_cluster
 
-        options = ReplicaOptions.parse(replicas, ray_cpus)
+        check_decoder(settings)
+        options = ReplicaOptions.parse(replicas or "1", ray_cpus)
         check_cluster(settings, ray)
     prepare_model(settings)
     logging.getLogger("ragfuse").setLevel(logging.INFO)  # logs a line per answer with what it reused
@@ -154,10 +158,11 @@ def serve(
 
         def tell(url: str) -> None:
             name = next(iter(settings.served_model_name), Path(settings.model).name)
-            message = f"{name} answers at {url} (Ctrl-C ends it)."
-            console.print(message, highlight=False, markup=False, soft_wrap=True)
+            status.stop()
+            _announce(console, name, url)
 
-        run_on_ray(settings, accepted, host, port, allow_origin or (), options, ray, tell, partial(_say, console))
+        with console.status("starting Ray and the replicas") as status:
+            run_on_ray(settings, accepted, host, port, allow_origin or (), options, ray, tell, partial(_say, console))
         return
     with console.status("loading the model") as status:
         from ragfuse.admin.unkeyed import in_words, unkeyed
@@ -177,10 +182,7 @@ def serve(
 
         def announce(url: str) -> None:
             status.stop()
-            message = f"{service.model} answers at {url} (Ctrl-C ends it)."
-            console.print(message, highlight=False, markup=False, soft_wrap=True)
-            page = f"Try it in a browser: {url.removesuffix('/v1')}/"
-            console.print(page, highlight=False, markup=False, soft_wrap=True)
+            _announce(console, service.model, url)
             if service.decoder is not None:
                 how = "decodes" if service.decoder.is_up else "is to decode, and is awaited"
                 place = shown(service.settings.transfer_url)
@@ -191,6 +193,12 @@ def serve(
                 service.threads.upkeep.submit(tell_unkeyed)  # a large remote store takes a while to list
 
         run(service, host, port, allow_origin or (), announce, partial(_say, console))
+
+
+def _announce(console: Console, name: str, url: str) -> None:
+    """Print where a server answers, and where its page is."""
+    for line in (f"{name} answers at {url} (Ctrl-C ends it).", f"Try it in a browser: {url.removesuffix('/v1')}/"):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _say(console: Console, line: str) -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ragfuse.cli.answerer import APIKey, Server, refuse_with_server
 from ragfuse.cli.opened import open_admin
-from ragfuse.cli.options import Json, Store, console_for, option, settings_of, write_json
+from ragfuse.cli.options import Json, Store, console_for, option, refuse_without, settings_of, write_json
 from ragfuse.errors import ServerError
 from ragfuse.types.sizes import capacity_text, size_text
 
@@ -65,6 +65,7 @@ def top(
     Of a store, hits of all processes are counted, and what was looked up in vain is not known. With --server, hit rates
     are those of the API key's tenant at that server, which knows both.
     """
+    refuse_without("--server", server is not None, api_key=api_key)
     refuse_with_server(server, store=store)
     console, settings = console_for(json), settings_of(api_key=api_key)
     looks = times if times is not None else None if console.is_terminal else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -68,6 +69,15 @@ class ReplicaOptions:
             ) from None
 
 
+def check_decoder(settings: Settings) -> None:
+    """Raise SettingsError where another server is to decode: each replica decodes what it prefills."""
+    if settings.decode_at:
+        raise SettingsError(
+            f"Wanted replicas that decode themselves, found decode_at '{settings.decode_at}'. Leave out --decode-at "
+            "and RAGFUSE_DECODE_AT, or serve without --ray."
+        )
+
+
 def serve(
     settings: Settings,
     api_keys: Sequence[str],
@@ -94,15 +104,17 @@ def serve(
 
     Raises:
         SettingsError: Ray is missing, the cluster does not answer, its nodes do not share the store, or others could
-            reach the server without an API key.
+            reach the server without an API key; or another server is to decode.
     """
     check_host(host, Keys(api_keys, settings.salt))
+    check_decoder(settings)
     places_of(settings)
     stop = threading.Event()
     with connected(address):
         from ray import serve as ray_serve
 
         settings = shared_settings(settings)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         ray_serve.start(http_options={"host": host, "port": port})
         ray_serve.run(application(settings, api_keys, host, origins, options), name=APPLICATION, route_prefix="/")
         before = {sig: signal.signal(sig, lambda *_: stop.set()) for sig in (signal.SIGINT, signal.SIGTERM)}
@@ -115,8 +127,6 @@ def serve(
             for sig, handler in before.items():
                 signal.signal(sig, handler)
             ray_serve.delete(APPLICATION)
-            if address == LOCAL_CLUSTER:
-                ray_serve.shutdown()
     tell("Stopped.")
 
 

@@ -64,12 +64,14 @@ class BulkSummary:
 
     Args:
         chunks: Chunks handled.
-        encoded: Those that were encoded now; all others were stored before.
+        encoded: Those that were encoded now by workers that told it.
         tokens: Tokens of the encoded chunks.
         nbytes: Bytes of their KV.
         unsaved: Chunks that no shared tier took; run again to try them again.
         seconds: Time from the first batch to the last, start of the workers included.
         workers: What each worker did, the one with most tokens first.
+        short: Chunks that are too short to be stored. All others were found in the store: from before the run, or from
+            a worker of it that died.
     """
 
     chunks: int = 0
@@ -79,6 +81,7 @@ class BulkSummary:
     unsaved: int = 0
     seconds: float = 0.0
     workers: tuple[WorkerSummary, ...] = field(default=())
+    short: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -94,9 +97,9 @@ class BulkSummary:
     def of(cls, rows: Iterable[Mapping[str, Any]], seconds: float) -> BulkSummary:
         """Add up the rows that workers return, one for each batch."""
         workers: dict[str, WorkerSummary] = {}
-        unsaved = 0
+        unsaved = short = 0
         for row in rows:
-            name, unsaved = str(row["worker"]), unsaved + int(row["unsaved"])
+            name, unsaved, short = str(row["worker"]), unsaved + int(row["unsaved"]), short + int(row["short"])
             before = workers.get(name, WorkerSummary(name, str(row["node"])))
             workers[name] = WorkerSummary(
                 name,
@@ -112,7 +115,7 @@ class BulkSummary:
         made = sorted(workers.values(), key=lambda each: -each.tokens)
         names = "chunks", "encoded", "tokens", "nbytes"
         chunks, encoded, tokens, nbytes = (sum(getattr(each, name) for each in made) for name in names)
-        return cls(chunks, encoded, tokens, nbytes, unsaved, seconds, tuple(made))
+        return cls(chunks, encoded, tokens, nbytes, unsaved, seconds, tuple(made), short)
 
 
 def encode(

@@ -45,10 +45,12 @@ class RoutedRequest:
     Args:
         chunks: Bytes of each of its chunks, by digest. Their proportions matter, so bytes of text do as bytes of KV.
         cost: Work of the whole request, in the same unit; at least 1 is counted.
+        session: The digest of its conversation, which is among `chunks` but no text; None: it has none.
     """
 
     chunks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     cost: int = 1
+    session: int | None = None
 
 
 class ReplicaView:

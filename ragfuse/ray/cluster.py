@@ -26,7 +26,7 @@ PROBE_S = 600.0
 """Seconds within which each node must say what it sees of the store; starting Python there takes some."""
 DEFAULT_PORTS = MappingProxyType({"": 6379, "ray": 10001})
 """The ports of Ray: of a head node, and of its server for clients (ray://)."""
-INSTALL = "pip install 'ragfuse-kv[ray]'"
+INSTALL = "`make venv-ray` in a clone, or, once released, pip install 'ragfuse-kv[ray]'"
 NAMESPACE = "ray"
 """Of the values that nodes look for in the store, to see whether they share it."""
 
@@ -133,9 +133,9 @@ def connected(address: str) -> Iterator[None]:
     check_address(address)
     try:
         if address == LOCAL_CLUSTER:
-            ray.init(include_dashboard=False, logging_level="warning", log_to_driver=False)
+            ray.init(include_dashboard=False, logging_level="error", log_to_driver=False)
         else:
-            ray.init(address, logging_level="warning", log_to_driver=False)
+            ray.init(address, logging_level="error", log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise SettingsError(

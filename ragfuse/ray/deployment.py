@@ -7,10 +7,12 @@ all of the server's rules hold: keys, tenants, limits, streams, errors. Ray Serv
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -30,9 +32,12 @@ SERIAL = "serial"
 """The field of a replica's routing statistics with the number of requests that it has got: what tells reports apart."""
 REPLICA_HEADER, HELD_HEADER = b"x-ragfuse-replica", b"x-ragfuse-held-bytes"
 """Response headers: the replica that answered; of the bytes of the request's chunks, those in its memory at arrival,
-as "held/all"."""
+as "held/all" of text. Its conversation is not counted; there is none for a request without chunks."""
 HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade"))
 """Headers that are not for the next hop (RFC 9110, section 7.6.1); a body arrives whole, with its length."""
+
+LOST = "replica_lost"
+"""The code of the error of a request whose replica died."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -57,7 +62,7 @@ class ChunkFront:
         routed: dict[str, Any] = {"chunks": {}, "cost": 1}
         if tenant is not None and request.method == "POST":
             found = await asyncio.to_thread(routed_request, tenant.salt, body)
-            routed = {"chunks": dict(found.chunks), "cost": found.cost}
+            routed = {"chunks": dict(found.chunks), "cost": found.cost, "session": found.session}
         headers = [pair for pair in request.scope["headers"] if pair[0] not in (*HOP_BY_HOP, b"content-length")]
         if request.method in ("POST", "PUT", "PATCH"):
             headers.append((b"content-length", str(len(body)).encode()))
@@ -74,17 +79,50 @@ class ChunkFront:
             status, found_headers = await anext(answer)
         except BackPressureError:
             error = APIError(429, "Too many requests wait already. Retry later.", "busy", None, RETRY_S)
-            return Response(error.body(), error.status, error.headers(), "application/json")
-        response = StreamingResponse(_pieces(answer), status)
+            return _refusal(error)
+        except RayActorError:
+            return _refusal(_lost())
+        is_events = any(
+            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in found_headers
+        )
+        response = StreamingResponse(_pieces(answer, is_events), status)
         response.raw_headers = list(found_headers)
         return response
 
 
-async def _pieces(answer: Any) -> AsyncIterator[bytes]:
-    """Yield the body of an answer; cancel it where the client is gone."""
+def _lost() -> APIError:
+    """Return the error of a request whose replica died."""
+    message = "The replica that answered this request has died. Send the request again: another replica takes it."
+    return APIError(503, message, LOST, None, RETRY_S)
+
+
+def _refusal(error: APIError) -> Response:
+    return Response(error.body(), error.status, error.headers(), "application/json")
+
+
+def _log_beside_ray() -> None:
+    """Write the server's lines, one for each request among them, into the log that Ray Serve has for this replica."""
+    mine, of_ray = logging.getLogger("ragfuse"), logging.getLogger("ray.serve")
+    mine.setLevel(logging.INFO)
+    for handler in of_ray.handlers:
+        mine.addHandler(handler)
+
+
+async def _pieces(answer: Any, is_events: bool) -> AsyncIterator[bytes]:
+    """Yield the body of an answer; cancel it where the client is gone.
+
+    Args:
+        answer: What the replica yields.
+        is_events: Whether the body is server-sent events: the last one says so where the replica dies. Any other body
+            then breaks off.
+    """
     try:
         async for piece in answer:
             yield piece
+    except RayActorError:
+        if not is_events:
+            raise
+        yield b"data: " + _lost().body() + b"\n\n"
     except (asyncio.CancelledError, GeneratorExit):
         answer.cancel()
         raise
@@ -103,6 +141,7 @@ class EngineReplica:
     def __init__(
         self, settings: Settings, api_keys: Sequence[str], origins: Sequence[str], loopback_only: bool
     ) -> None:
+        _log_beside_ray()
         self._keys = Keys(api_keys, settings.salt)
         self._service = Service(settings, self._keys)
         self._app = make_app(self._service, origins, loopback_only)
@@ -121,7 +160,7 @@ class EngineReplica:
         Args:
             told: Of the request: method, path, query and headers.
             body: Its body.
-            routed: Its chunks, by digest, with their bytes.
+            routed: Its chunks, by digest, with their bytes, and the digest of its conversation, which is one of them.
         """
         if self._upkeep is None:
             self._upkeep = asyncio.get_running_loop().create_task(self._service.upkeep())
@@ -130,8 +169,10 @@ class EngineReplica:
         tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
         extra: list[tuple[bytes, bytes]] = [(REPLICA_HEADER, self._name)]
         if tenant is not None and routed["chunks"]:
-            held, wanted = self._held_bytes(tenant, routed["chunks"])
-            extra.append((HELD_HEADER, f"{held}/{wanted}".encode()))
+            texts = {digest: n for digest, n in routed["chunks"].items() if digest != routed.get("session")}
+            held, wanted = self._held_bytes(tenant, texts)
+            if wanted:
+                extra.append((HELD_HEADER, f"{held}/{wanted}".encode()))
         messages: asyncio.Queue[Any] = asyncio.Queue()
         gone = asyncio.Event()
         unread = [{"type": "http.request", "body": body, "more_body": False}]

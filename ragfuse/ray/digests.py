@@ -47,10 +47,11 @@ def routed_request(salt: str, body: bytes) -> RoutedRequest:
     if not isinstance(request, dict):
         return RoutedRequest(cost=max(1, len(body)))
     chunks = {chunk_digest(salt, "chunk", text): len(text.encode("utf-8", "replace")) for text in texts_of(request)}
-    session = request.get("session_id")
-    if isinstance(session, str):
-        chunks[chunk_digest(salt, "session", session)] = SESSION_SHARE * len(body)
-    return RoutedRequest(chunks, max(1, len(body)))
+    named, session = request.get("session_id"), None
+    if isinstance(named, str):
+        session = chunk_digest(salt, "session", named)
+        chunks[session] = SESSION_SHARE * len(body)
+    return RoutedRequest(chunks, max(1, len(body)), session)
 
 
 def texts_of(request: Mapping[str, Any]) -> list[str]:

@@ -90,6 +90,7 @@ class EncodeWorker:
             "seconds": time.perf_counter() - began,
             "load_s": self._load_s,
             "unsaved": unsaved,
+            "short": done.short,
         }
 
 

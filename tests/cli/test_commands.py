@@ -268,6 +268,38 @@ def test_options_that_are_not_usable(run, book, option, value, kind, word):
     refused(run("ask", "Who?", option, value), kind, word)
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("ask Who? --no-kv", ("--no-kv needs --docs",)),
+        ("ask Who? --api-key k", ("--api-key needs --server",)),
+        ("ask Who? --docs . --server http://127.0.0.1:9 --no-kv", ("--no-kv", "server")),
+        ("ask --pml p.xml --top-k 3", ("--pml", "--top-k")),
+        ("chat --api-key k", ("--api-key needs --server",)),
+        ("store top --api-key k", ("--api-key needs --server",)),
+        ("ingest . --ray-workers 2", ("--ray-workers needs --ray",)),
+        ("ingest . --ray-cpus 2", ("--ray-cpus needs --ray",)),
+        ("ingest . --ray local --no-kv", ("--ray", "--no-kv")),
+        ("ingest --remove a --ray local", ("--ray needs PATHS",)),
+        ("ingest --remove a --no-kv", ("--no-kv needs PATHS",)),
+        ("ingest --remove a --chunk-tokens 64", ("--chunk-tokens needs PATHS",)),
+        ("serve --replicas 2", ("--replicas needs --ray",)),
+        ("serve --ray-cpus 1", ("--ray-cpus needs --ray",)),
+    ],
+)
+def test_an_option_without_effect_is_refused(run, command, words):
+    refused(run(*command.split()), "InputError", *words)
+
+
+def test_texts_that_stand_twice_are_told_from_stored_ones(run, book):
+    (book / "again.txt").write_text((book / "lighthouses.txt").read_text())
+    first, second = (asked(run("ingest", book, "--json", "-")) for _ in range(2))
+    assert (first["stored"], second["encoded"]) == (0, 0)
+    assert first["repeated"] == second["repeated"] > 0
+    for told in (first, second):
+        assert told["chunks"] == sum(told[name] for name in ("encoded", "stored", "short", "repeated", "elsewhere"))
+
+
 def test_an_index_beside_docs_is_refused(run, book):
     refused(run("ask", "Who?", "--docs", book, "--index", "mine"), "InputError", "leave out --index")
 

@@ -21,6 +21,15 @@ from ragfuse.types.ingested import Ingested
         (Ingested(3), "all were stored already"),
         (Ingested(1), "it was stored already"),
         (Ingested(3, short=1), "2 were stored already, 1 is too short to be stored"),
+        (
+            Ingested(114, 110, 900, 2_000_000, 1.24, short=2, repeated=2),
+            "110 encoded now (900 tokens, 2.0 MB, 1.2 s), 2 have the text of another, 2 are too short to be stored",
+        ),
+        (
+            Ingested(20, 6, 900, 2_000_000, 1.24, repeated=1, elsewhere=4),
+            "6 encoded now (900 tokens, 2.0 MB, 1.2 s), the other 9 were stored already, "
+            "4 were stored meanwhile by a worker that died or by another run, 1 has the text of another",
+        ),
         (Ingested(3, unsaved=3), "none had to be encoded now"),
         (Ingested(), "none had to be encoded now"),
     ],

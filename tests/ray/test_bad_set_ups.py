@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ragfuse import Settings, SettingsError
 from ragfuse.cli.main import app
 from ragfuse.ray import bulk, cluster
-from ragfuse.ray.application import ReplicaOptions
+from ragfuse.ray.application import ReplicaOptions, serve
 from ragfuse.ray.bulk import BulkSummary, encode
 from ragfuse.ray.cluster import Node, check_address, check_cluster, places_of, require_ray
 
@@ -63,6 +63,19 @@ def test_the_commands_say_so_before_a_model_is_loaded(
     said = CliRunner().invoke(app, [str(tmp_path / "notes.md") if word == "FILE" else word for word in command])
     assert said.exit_code == 1
     assert "Wanted the package ray" in said.output
+
+
+def test_another_server_that_decodes_is_refused_with_replicas(
+    with_ray: None, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGFUSE_MODEL", "nothing-is-loaded")
+    said = CliRunner().invoke(app, ["serve", "--ray", "local", "--decode-at", "http://127.0.0.1:9"])
+    assert said.exit_code == 1
+    assert "http://127.0.0.1:9" in said.output
+    decoding = settings.model_copy(update={"decode_at": "http://127.0.0.1:9"})
+    with pytest.raises(SettingsError, match="Wanted replicas that decode themselves") as refused:
+        serve(decoding, (), "127.0.0.1", 0)
+    assert is_one_sentence(str(refused.value))
 
 
 def test_an_address_that_answers_nothing_is_refused(with_ray: None, settings: Settings, closed_port: int) -> None:
@@ -136,7 +149,7 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused() -> None:
 
 
 def test_a_summary_adds_up_what_workers_say() -> None:
-    row = {"node": "n", "chunks": 4, "nbytes": 100, "seconds": 2.0, "load_s": 1.0, "unsaved": 0, "pid": 7}
+    row = {"node": "n", "chunks": 4, "nbytes": 100, "seconds": 2.0, "load_s": 1.0, "unsaved": 0, "short": 1, "pid": 7}
     rows = [
         {**row, "worker": "a", "encoded": 4, "tokens": 40},
         {**row, "worker": "b", "encoded": 2, "tokens": 20, "unsaved": 1},
@@ -148,6 +161,7 @@ def test_a_summary_adds_up_what_workers_say() -> None:
         ("b", 80, 20.0),
         ("a", 40, 20.0),
     ]
+    assert done.short == done.as_dict()["short"] == 3
     assert done.tokens_per_s == 12.0
     assert done.as_dict()["workers"][0]["tokens_per_s"] == 20.0
     assert BulkSummary.of([], 0.0).tokens_per_s == 0.0

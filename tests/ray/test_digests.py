@@ -33,6 +33,8 @@ def test_documents_of_a_request_are_its_chunks() -> None:
 def test_a_conversation_counts_as_a_chunk_that_outweighs_others() -> None:
     body = json.dumps({**BODY, "session_id": "talk"}).encode()
     found = routed_request("s", body)
+    assert found.session == chunk_digest("s", "session", "talk")
+    assert routed_request("s", json.dumps(BODY).encode()).session is None
     assert found.chunks[chunk_digest("s", "session", "talk")] > sum(
         routed_request("s", json.dumps(BODY).encode()).chunks.values()
     )

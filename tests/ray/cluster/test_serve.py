@@ -78,6 +78,16 @@ def test_a_topic_stays_with_the_replica_that_has_it_and_topics_are_spread(replic
             assert asked(replicas.ask(topic)) == (name, wanted, wanted)
 
 
+def test_a_conversation_is_no_text_that_is_held(replicas: Replicas) -> None:
+    texts = sum(len(text) for text in documents("the coast"))
+    for held in (0, texts):
+        assert asked(replicas.ask("the coast", session_id="talk"))[1:] == (held, texts)
+        time.sleep(3 * REPORT_S)
+    alone = replicas.ask("the coast", session_id="talk", documents=[])
+    assert alone.status_code == 200, alone.text
+    assert "x-ragfuse-held-bytes" not in alone.headers
+
+
 def test_another_tenant_finds_nothing_of_the_first(replicas: Replicas) -> None:
     asked(replicas.ask("the east"))
     _, held, wanted = asked(replicas.ask("the east", KEYS[1]))
