@@ -16,7 +16,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
 from ragfuse.cli.checks import calibrate_engine
 from ragfuse.cli.files import find_files
-from ragfuse.cli.ingest import print_skipped
+from ragfuse.cli.ingest import print_skipped, split_documents
 from ragfuse.cli.loaded import require_writable, tell_loaded
 from ragfuse.cli.options import (
     Device,
@@ -85,14 +85,12 @@ def adapt_model(
         from ragfuse.adapt.outcome import draw_training
         from ragfuse.adapt.run import Adaptation, default_folder
         from ragfuse.adapt.trainer import TrainingLimits
-        from ragfuse.cli.library import split_file
 
         adaptation = Adaptation(settings)
     try:
         tell_loaded(time.perf_counter() - began, settings.model)
         with console.status("reading the documents"):
-            tokenizer = adaptation.plain.tokenizer
-            texts = [(str(file), list(split_file(file, settings, tokenizer))) for file in documents.files]
+            texts = split_documents(documents.files, settings, adaptation.plain.tokenizer, console)
         folder = (out or default_folder(settings, texts)).expanduser()
         _state_memory(adaptation, rank, console)
         with console.status("preparing"):

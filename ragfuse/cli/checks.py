@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.cli.files import find_files
-from ragfuse.cli.ingest import print_skipped
+from ragfuse.cli.ingest import print_skipped, split_documents
 from ragfuse.cli.loaded import loaded_engine, require_writable
 from ragfuse.cli.options import (
     Device,
@@ -51,7 +51,7 @@ def verify_model(
 ) -> None:
     """Check with the model's real weights that reuse is exact where it must be, as where all tokens are recomputed.
 
-    The exit status is 1 if it does not.
+    Exit status 1 if a check fails: then the model's prompts are answered by full prefill.
     """
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, policy=policy, ratio=ratio
@@ -95,12 +95,11 @@ def calibrate_model(
     with console.status("starting"):
         from ragfuse.calibration.calibrate import draw_calibration, make_cases, show_calibration
         from ragfuse.calibration.plots import require_plotting
-        from ragfuse.cli.library import split_file
     if plot is not None:
         require_plotting()
     with loaded_engine(settings, console) as engine:
         with console.status("reading the documents"):
-            texts = [(str(file), list(split_file(file, settings, engine.model.tokenizer))) for file in documents.files]
+            texts = split_documents(documents.files, settings, engine.model.tokenizer, console)
         cases = make_cases(texts, questions)
         result = calibrate_engine(engine, cases, console, settings.model)
     show_calibration(result, console)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Engine, Ingested
     from ragfuse.ray.bulk import BulkSummary
+    from ragfuse.settings import Settings
     from ragfuse.types.keys import ChunkKey
 
 TIER_SIZE_VARIABLES = MappingProxyType(
@@ -246,8 +247,6 @@ def add_files(
     Raises:
         InputError: No file holds text.
     """
-    from ragfuse.types.whole_text import whole_text
-
     chunks, failed = list[tuple[str, str]](), list[tuple[Path, str]]()
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
     known = library.sources()
@@ -261,14 +260,51 @@ def add_files(
             except InputError as error:
                 failed.append((file, str(error)))
                 stays = " What was read of it before stays in the index." if str(file.resolve()) in known else ""
-                reason = escape(whole_text(f"{error}{stays}"))
-                console.print(f"[yellow]left out[/]: {reason}", highlight=False, soft_wrap=True)
+                _print_left_out(console, f"{error}{stays}")
             bar.update(task, completed=before + size)
     if not chunks:
-        raise InputError(
-            f"Wanted text, found none in {_counted(len(files), 'file')}. For scanned pages, run OCR first."
-        )
+        raise _no_text(files)
     return chunks, failed
+
+
+def split_documents(
+    files: Sequence[Path], settings: Settings, tokenizer: Any, console: Console
+) -> list[tuple[str, list[str]]]:
+    """Split files without indexing them; print which ones cannot be parsed or contain no text.
+
+    Args:
+        files: The files.
+        settings: They say how long chunks are.
+        tokenizer: The LLM's, by which chunks are measured.
+        console: Where the left-out files are shown.
+
+    Returns:
+        (name, chunks) of each file that can be read.
+
+    Raises:
+        InputError: No file holds text.
+    """
+    from ragfuse.cli.library import split_file
+
+    texts = list[tuple[str, list[str]]]()
+    for file in files:
+        try:
+            texts.append((str(file), list(split_file(file, settings, tokenizer))))
+        except InputError as error:
+            _print_left_out(console, str(error))
+    if not texts:
+        raise _no_text(files)
+    return texts
+
+
+def _print_left_out(console: Console, reason: str) -> None:
+    from ragfuse.types.whole_text import whole_text
+
+    console.print(f"[yellow]left out[/]: {escape(whole_text(reason))}", highlight=False, soft_wrap=True)
+
+
+def _no_text(files: Sequence[Path]) -> InputError:
+    return InputError(f"Wanted text, found none in {_counted(len(files), 'file')}. For scanned pages, run OCR first.")
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:

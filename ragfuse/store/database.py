@@ -16,6 +16,7 @@ from typing import Any
 
 from ragfuse.process.fork import at_fork
 from ragfuse.store.access import open_file, share_file
+from ragfuse.store.folder import is_full
 
 log = logging.getLogger("ragfuse.store")
 
@@ -31,11 +32,17 @@ class Database:
     A file that is damaged or of another version is renamed to name + ".bad", and a new one created. Text that is not
     valid UTF-8 because of a damaged byte is returned as bytes, so that its row and all others can still be read.
 
+    A file on a disk without room is opened all the same, so that rows can be read and deleted: WAL needs files beside
+    it, so it is left until the file is opened again with room, and changes are made in place.
+
     Args:
         path: The file.
         schema: CREATE TABLE statements.
         version: Format version of the file.
         timeout_s: Seconds to wait for another process that is writing.
+
+    Attributes:
+        in_place: Whether it was opened without room.
     """
 
     def __init__(self, path: Path, schema: str, version: int, timeout_s: float = 30.0) -> None:
@@ -44,6 +51,7 @@ class Database:
         self._writer: sqlite3.Connection | None = None
         self._closed, self._abandoned = False, list[sqlite3.Connection]()
         self._paused = True  # it has no connection
+        self.in_place = False
         self.renew()
         found: int | str
         try:
@@ -58,7 +66,8 @@ class Database:
         self._schema = tuple(filter(str.strip, schema.split(";")))
         with self.write() as connection:
             self._create(connection)
-            connection.execute(f"PRAGMA user_version={version}")
+            if found != version:
+                connection.execute(f"PRAGMA user_version={version}")
         at_fork(self)
 
     # SQLite allows no open connection during a fork: the child would inherit its record of locks, but not the locks. So
@@ -189,9 +198,26 @@ class Database:
     def _connect(self) -> int:
         """Open both connections and return the version of the file, 0 for a new one."""
         self._make_file()
+        try:
+            return self._connect_to_write()
+        except sqlite3.OperationalError as error:
+            if not is_full(self._path.parent, error):
+                raise
+        self._shut()
+        self._leave_wal()
+        return self._connect_to_write()
+
+    def _leave_wal(self) -> None:
+        """Have the file changed in place from now on, which needs no room. Others must not have it open."""
+        with closing(self._connection()) as connection:
+            connection.execute("PRAGMA locking_mode=EXCLUSIVE")  # so that WAL is read without a file beside it
+            connection.execute("PRAGMA journal_mode=MEMORY")
+        self.in_place = True
+
+    def _connect_to_write(self) -> int:
         self._reader = self._connection()
         self._writer = writer = self._connection()
-        writer.execute("PRAGMA journal_mode=WAL")
+        writer.execute(f"PRAGMA journal_mode={'MEMORY' if self.in_place else 'WAL'}")
         if writer.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("failed its check")
         writer.execute("PRAGMA synchronous=NORMAL")
@@ -218,6 +244,8 @@ class Database:
 
     def _for_writing(self) -> sqlite3.Connection:
         connection = self._connection()
+        if self.in_place and connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+            connection.execute("PRAGMA journal_mode=MEMORY")
         connection.execute("PRAGMA synchronous=NORMAL")
         return connection
 

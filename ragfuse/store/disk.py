@@ -26,7 +26,7 @@ from ragfuse.process.lru import LRU
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
-from ragfuse.store.folder import FolderWriter, describe_error, fsync_folder, locked, open_folder, refusal
+from ragfuse.store.folder import FolderWriter, describe_error, fsync_folder, is_full, locked, open_folder, refusal
 from ragfuse.store.index import Index
 from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
@@ -244,9 +244,24 @@ class DiskTier:
             self._upkeep = Upkeep(self.path, self._index, self._owner, self._under_way, self._count_corrupt)
             with self._index.write() as transaction:
                 self._upkeep.clean_up_dead_writes(transaction)
-            if self._upkeep.is_due():
-                self._upkeep.reconcile()
+            lacks_room = self._index.lacks_room or (self._upkeep.is_due() and not self._reconciled())
             self._owner.sweep()
+        if lacks_room:
+            log.warning(
+                "The disk of %s is full: what is stored is read, but nothing is added until there is room. Free space "
+                "on it, or delete entries: ragfuse store clear.",
+                self.path,
+            )
+
+    def _reconciled(self) -> bool:
+        """Check every file against the index; return False where the disk has no room for that."""
+        try:
+            self._upkeep.reconcile()
+        except (OSError, sqlite3.Error) as error:
+            if is_full(self.path, error):
+                return False
+            raise
+        return True
 
     # reading
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sqlite3
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,23 @@ FULL_DISK = "a full disk"
 """What is found where a disk has no free space, for error messages."""
 
 
+CRAMPED_NBYTES = 1 << 18
+"""Free bytes on a disk below which an error of SQLite, which does not say more, is put down to a lack of room."""
+
+
+def is_full(path: Path, error: Exception) -> bool:
+    """Return whether an error that occurred at `path` came from a disk without room."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not isinstance(error, sqlite3.OperationalError):
+        return False
+    with suppress(OSError):
+        free = os.statvfs(path)
+        if free.f_bavail * free.f_frsize < CRAMPED_NBYTES:
+            return True
+    return getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
+
+
 def refusal(path: Path, found: str) -> StoreError:
     """Return the error for a folder that cannot be used, saying what was found and what to do."""
     mend = "free space" if found == FULL_DISK else "make this one usable"
@@ -33,10 +51,7 @@ def refusal(path: Path, found: str) -> StoreError:
 
 def describe_error(path: Path, error: Exception, where: str = "") -> str:
     """Describe an error that occurred in `path`. A full disk is named as such, as SQLite reports it as an I/O error."""
-    with suppress(OSError):
-        if not os.statvfs(path).f_bavail:
-            return FULL_DISK
-    return f"an error{where} ({error})"
+    return FULL_DISK if is_full(path, error) else f"an error{where} ({error})"
 
 
 def open_folder(path: Path, shared_with: SharedWith = "nobody") -> Path:
@@ -104,18 +119,22 @@ class FolderWriter:
     """One writer of a store, known by a lock file in the folder `writers`; it is alive as long as it holds that lock.
 
     Create and sweep writers only under the store's own lock, as a lock file that is not locked yet looks dead. A forked
-    process becomes a writer of its own at its first use of `token`.
+    process becomes a writer of its own at its first use of `token`, and so does one that found no room for a lock file.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._is_over = folder, False
-        self._begin()
+        self._token, self._fd = "", -1
+        try:
+            self._begin()
+        except OSError as error:
+            if not is_full(folder, error):
+                raise
         at_fork(self)
 
     def _begin(self) -> None:
         self._token = uuid.uuid4().hex
-        self._path = self._folder / f"{self._token}.lock"
-        self._fd = _lock_file(self._path)
+        self._fd = _lock_file(self._folder / f"{self._token}.lock")
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def renew(self) -> None:
@@ -159,7 +178,7 @@ class FolderWriter:
         """Release and remove the lock file: nothing of this writer is under way any more."""
         self._is_over = True
         if self._fd >= 0:
-            self._path.unlink(missing_ok=True)
+            (self._folder / f"{self._token}.lock").unlink(missing_ok=True)
             fd, self._fd = self._fd, -1
             _unlock(fd)
 

@@ -93,6 +93,11 @@ class Index:
         """Close the file."""
         self._database.close()
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether it was opened on a disk without room, and is changed in place for that."""
+        return self._database.in_place
+
     def nbytes(self) -> int:
         """Return the bytes of all entries and of writes under way."""
         return _count(self._database.query(_NBYTES))

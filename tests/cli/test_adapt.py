@@ -75,6 +75,13 @@ def invoke(environment: dict[str, str], books: Path, tmp_path: Path, monkeypatch
     return invoke
 
 
+def test_a_document_that_cannot_be_read_is_left_out(invoke: Any, books: Path) -> None:
+    (books / "broken.json").write_text("{broken")
+    result = invoke("--steps", 1)
+    assert result.exit_code == 0, result.output
+    assert f"left out: '{books / 'broken.json'}' cannot be read as json" in result.output
+
+
 def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(invoke: Any, tmp_path: Path) -> None:
     result = invoke("--steps", 2, "--json", tmp_path / "result.json", "--plot", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

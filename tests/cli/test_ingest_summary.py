@@ -1,8 +1,13 @@
 """What the line of an ingest says of the chunks that were not encoded."""
 
-import pytest
+from types import SimpleNamespace
 
-from ragfuse.cli.ingest import _encoded_in_words
+import pytest
+from rich.console import Console
+
+from ragfuse import Settings
+from ragfuse.cli.ingest import _encoded_in_words, split_documents
+from ragfuse.errors import InputError
 from ragfuse.types.ingested import Ingested
 
 
@@ -36,3 +41,14 @@ from ragfuse.types.ingested import Ingested
 )
 def test_it_says_what_became_of_each(done, said):
     assert _encoded_in_words(done) == said
+
+
+def test_what_is_split_leaves_out_what_cannot_be_read_until_nothing_is_left(tmp_path, capsys):
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.json"
+    good.write_text("Some words.")
+    bad.write_text("{bad")
+    tokenizer, console = SimpleNamespace(tokenize=str.split), Console()
+    assert split_documents([bad, good], Settings(), tokenizer, console) == [(str(good), ["Some words."])]
+    assert "left out: '" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"Wanted text, found none in 1 file\."):
+        split_documents([bad], Settings(), tokenizer, console)

@@ -1,7 +1,7 @@
 """A disk that is really full: a small tmpfs, where the tests may mount one."""
 
 import subprocess
-from contextlib import suppress
+from contextlib import closing, suppress
 from os import statvfs
 
 import pytest
@@ -85,14 +85,52 @@ def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_o
         assert len(files(path)) == len(store.tiers[1].entries()) == 2
 
 
-def test_a_store_that_cannot_be_opened_on_a_full_disk_says_so(mount):
+def test_a_store_that_cannot_be_made_on_a_full_disk_says_so(mount):
     path = mount(2 * MB)
-    DiskTier(path, 1 << 30, lru).close()
-    CatalogFile(path).close()
     filled(path)
     for opened in (lambda: DiskTier(path, 1 << 30, lru), lambda: CatalogFile(path)):
         with pytest.raises(StoreError, match=r"found a full disk.*free space"):
             opened()
+
+
+def test_a_store_on_a_full_disk_is_opened_read_and_emptied(mount, caplog):
+    path = mount(3 * MB)
+    with closing(DiskTier(path, 1 << 30, lru)) as tier, CatalogFile(path) as catalog:
+        chunk = encoded(kv(1, n=500))
+        assert tier.write(key("a"), *chunk)
+        assert tier.write(key("b"), *chunk)
+        catalog.add_texts("m", [(str(key("a")), "A text.", "a.txt")])
+    ballast = filled(path)
+    with closing(DiskTier(path, 1 << 30, lru)) as tier, CatalogFile(path) as catalog:
+        assert "nothing is added until there is room" in caplog.text
+        assert set(tier.entries()) == {key("a"), key("b")}
+        assert torch.equal(tier.read(key("a"), 2)[1], chunk[1][2])
+        assert not tier.write(key("c"), *chunk)
+        assert [known.source for known in catalog.texts("m")] == ["a.txt"]
+        assert tier.delete([key("a")]) == 1
+        assert catalog.delete_texts("m") == 1
+    ballast.unlink()
+    caplog.clear()
+    with closing(DiskTier(path, 1 << 30, lru)) as tier, CatalogFile(path) as catalog:
+        assert set(tier.entries()) == {key("b")}
+        assert not list(catalog.texts("m"))
+        assert tier.write(key("c"), *chunk)
+        assert (path / "index.sqlite-wal").exists()
+    assert not caplog.text
+
+
+def test_a_store_that_another_has_open_on_a_full_disk_is_emptied(mount):
+    path = mount(3 * MB)
+    chunk = encoded(kv(1, n=500))
+    with closing(DiskTier(path, 1 << 30, lru)) as held, CatalogFile(path) as known:
+        assert held.write(key("a"), *chunk)
+        known.add_texts("m", [(str(key("a")), "A text.", "a.txt")])
+        filled(path)
+        with closing(DiskTier(path, 1 << 30, lru)) as tier, CatalogFile(path) as catalog:
+            assert tier.delete([key("a")]) == 1
+            assert catalog.delete_texts("m") == 1
+        assert not held.entries()
+        assert not list(known.texts("m"))
 
 
 def test_a_question_over_a_full_disk_is_answered_and_what_is_not_saved_is_counted(mount, tiny_settings):
