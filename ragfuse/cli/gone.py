@@ -231,6 +231,21 @@ def say_forgotten(console: Console, sources: Sequence[str], n_chunks: int, forgo
     _say(console, f"forgotten: {listed(sources)} ({counted(n_chunks, 'chunk')}{kv})")
 
 
+def say_kept_elsewhere(console: Console, library: Library, sources: Sequence[str]) -> None:
+    """Say which other indexes hold documents that were forgotten here, and how they are forgotten there."""
+    from ragfuse.cli.library import Library
+
+    for name in library.others():
+        there = [source for source in sources if source in Library(library.settings, name).sources()]
+        if there:
+            command = shlex.join(["ragfuse", "ingest", *(word for each in there for word in ("--remove", each))])
+            they = "its text and KV stay" if len(there) == 1 else "their texts and KV stay"
+            _say(
+                console,
+                f"the index '{name}' holds {listed(there)} too, so {they}; to forget: {command}{index_option(name)}",
+            )
+
+
 def _stay_in(library: Library, paths: Sequence[Path]) -> str:
     """Return a sentence on documents of an index that lay at paths where none is found now; "" where there is none."""
     places = [path.resolve() for path in paths]

@@ -22,7 +22,15 @@ from rich.progress import (
 )
 
 from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, shown_name
-from ragfuse.cli.gone import Absent, documents_named, forget_absent, forget_documents, found_for, say_forgotten
+from ragfuse.cli.gone import (
+    Absent,
+    documents_named,
+    forget_absent,
+    forget_documents,
+    found_for,
+    say_forgotten,
+    say_kept_elsewhere,
+)
 from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
     Device,
@@ -192,6 +200,7 @@ def _remove(library: Library, names: Sequence[str], console: Console, json: Path
     known = library.sources()
     forgotten = forget_documents(library, sources)
     say_forgotten(console, sources, sum(known.get(source, 0) for source in sources), forgotten)
+    say_kept_elsewhere(console, library, sources)
     left = library.sources()
     console.print(f"{_sums(left)} in '{library.name}' now.", highlight=False, markup=False)
     result = {"index": library.name, "forgotten": sources, "nbytes": forgotten.nbytes}

@@ -261,6 +261,11 @@ class Library:
         """Return the documents of ingests that have not ended, whether they are in the index or not."""
         return {source for ingest in unfinished_in(self.folder) for source in ingest.sources}
 
+    def others(self) -> list[str]:
+        """Return the names of the other indexes that hold something, those of `--docs` among them."""
+        folders = self.folder.parent.glob("[!.]*") if self.folder.parent.is_dir() else ()
+        return sorted(each.name for each in folders if each.name != self.name and any(each.glob("*.json")))
+
     def search(self, question: str) -> list[tuple[str, str]]:
         """Return (text, source) of the chunks that are nearest to a question, `top_k` of the settings at most.
 
@@ -277,10 +282,7 @@ class Library:
 
     def _empty(self) -> InputError:
         name = "" if self.name == "default" else f" --index {self.name}"
-        folders = self.folder.parent.glob("[!.]*") if self.folder.parent.is_dir() else ()
-        others = sorted(
-            each.name for each in folders if not each.name.startswith(DOCS_INDEX) and any(each.glob("*.json"))
-        )
+        others = [name for name in self.others() if not name.startswith(DOCS_INDEX)]
         there = f" Others are not: {', '.join(others[:8])} (choose one with --index)." if others else ""
         return InputError(f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest PATH{name}")
 

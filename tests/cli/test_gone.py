@@ -330,6 +330,18 @@ def test_a_document_is_removed_by_name_without_a_model(run, told, village, monke
     assert not kept(told, "walnuts")
 
 
+def test_other_indexes_that_hold_a_removed_document_are_named(run, told, village):
+    told("ingest", village)
+    told("ask", "Who counted the votes?", "--docs", village)
+    result = run("ingest", "--remove", "walnuts.txt")
+    named = next(line for line in result.stdout.splitlines() if line.startswith("the index 'docs-"))
+    command = named.partition("to forget: ragfuse ")[2].split()
+    assert command[:2] == ["ingest", "--remove"]
+    assert kept(told, "walnuts")
+    assert "the index" not in run(*command).stdout
+    assert not kept(told, "walnuts")
+
+
 def test_a_name_that_fits_none_or_several_documents_is_told(run, village):
     (village / "trees" / "mayor.txt").write_text("A mayor among trees, which is another document.")
     run("ingest", village, "--no-kv")
