@@ -356,12 +356,17 @@ def _pin(pinned: bool, entry_filter: EntryFilter, store: Path | None, json: Path
     console, word = console_for(json), "pinned" if pinned else "unpinned"
     with open_admin(store, console) as admin:
         rows = select_entries(admin, console, entry_filter, word)
-        keys = list(dict.fromkeys(row.entry.key for row in rows))
+        changing = [row for row in rows if row.entry.pinned is not pinned]
+        keys = list(dict.fromkeys(row.entry.key for row in changing))
         (admin.store.pin if pinned else admin.store.unpin)(*keys)
         silent = admin.silent(entry_filter)
+    n_same = len(rows) - len(changing)
+    same = f"{counted(n_same, 'entry was', 'entries were')} {word} already." if n_same else ""
+    if changing:
+        same = f"{word.capitalize()} {describe(changing)}. {same}".rstrip()
     if rows:
-        console.print(f"{word.capitalize()} {describe(rows)}.", highlight=False, markup=False)
-    write_json({word: len(keys), "silent": silent}, json)
+        console.print(same, highlight=False, markup=False)
+    write_json({word: len(keys), "already": n_same, "silent": silent}, json)
     raise typer.Exit(1 if silent or not (rows or entry_filter.selects_all) else 0)
 
 

@@ -5,6 +5,7 @@ The question is answered with and without reuse, about a made-up document in a t
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -129,13 +130,13 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
         profile = ProfileStore(catalog).joined(model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)
     if profile.verified is None:
-        yield CheckResult("verified", "note", "not checked yet", f"ragfuse verify {settings.model}")
+        yield CheckResult("verified", "note", "not checked yet", f"ragfuse verify {shlex.quote(settings.model)}")
     elif profile.verified:
         yield CheckResult("verified", "ok", "reuse is exact where it must be")
     else:
         remedy = "prompts are answered by full prefill; take another model or dtype"
         yield CheckResult("verified", "bad", "reuse is not exact where it must be", remedy)
-    calibrate = f"ragfuse calibrate --model {settings.model} --docs PATH"
+    calibrate = f"ragfuse calibrate --model {shlex.quote(settings.model)} --docs PATH"
     if profile.choice is not None:
         yield CheckResult("calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice))
     elif profile.safe is False:

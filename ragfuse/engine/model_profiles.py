@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -109,5 +110,5 @@ class CalibrationHint:
         log.warning(
             "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the reused tokens. To "
             "find what suits this model, and whether reuse is safe with it: ragfuse calibrate --model %s --docs PATH",
-            *(model, name, 100 * ratio, model),
+            *(model, name, 100 * ratio, shlex.quote(model)),
         )

@@ -7,6 +7,7 @@ prompt contains is encoded from that prompt's ids, and is a known chunk from the
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator
 
@@ -89,7 +90,7 @@ class RecurrenceHint:
             self._is_logged = True
         advice = f"set RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead with engine.ingest(texts)"
         if why:
-            advice = f"run ragfuse calibrate --model {settings.model} --docs PATH ({why})"
+            advice = f"run ragfuse calibrate --model {shlex.quote(settings.model)} --docs PATH ({why})"
         log.warning(
             "Nothing was reused, although %d long passages of this prompt were in earlier prompts. To reuse them: %s.",
             n_passages,

@@ -379,6 +379,11 @@ def _readable_errors(source: object) -> Iterator[None]:
             advice = "It brings code of its own: read it, then load it with model_kwargs={'trust_remote_code': True}."
         elif isinstance(error, ImportError):
             advice = "Install the package that it names."
+        elif "backend tokenizer" in str(error):
+            first, advice = (
+                "its tokenizer is missing",
+                "Copy tokenizer.json, or what there is for it, there.",
+            )
         else:
             advice = "Give a local folder, a Hugging Face id, or a name that `ragfuse models ls` lists."
         raise ModelError(f"No model could be loaded from '{source}' ({first}). {advice}") from error
