@@ -179,7 +179,7 @@ def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
     """
     if not is_glibc() or any(name in os.environ for name in MALLOC):
         return
-    console.print("Starting again with an allocator that keeps memory between runs: without, full prefill is measured too slow.")
+    console.print("Starting again with an allocator that keeps memory: without, full prefill is measured too slow.")
     log.debug("Starting again with %s", " ".join(f"{name}={value}" for name, value in MALLOC.items()))
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
