@@ -395,9 +395,8 @@ class Engine:
     def prefetch(self, texts: Iterable[str]) -> None:
         """Start copying the stored KV of these chunks to memory, for the next prompt.
 
-        Returns at once and encodes nothing, but may load the model.
+        Returns at once and encodes nothing, but may load the model. A closed engine copies nothing.
         """
-        self._check_open()
         self._stages.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:

@@ -122,9 +122,10 @@ def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_set
         answer = engine.answer(messages())
         engine.flush()
         assert {entry.key for entry in engine.store.entries()} == kept
+        forecast = engine.plan(messages()).forecast
     assert answer.text == expected
     assert answer.trace.fallback_reason.startswith("full prefill ")
-    assert answer.trace.predicted_ttft_s == engine.plan(messages()).forecast.full_s
+    assert answer.trace.predicted_ttft_s == forecast.full_s
 
 
 @pytest.fixture
