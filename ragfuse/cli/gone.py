@@ -236,7 +236,8 @@ def say_kept_elsewhere(console: Console, library: Library, sources: Sequence[str
     from ragfuse.cli.library import Library
 
     for name in library.others():
-        there = [source for source in sources if source in Library(library.settings, name).sources()]
+        held = Library(library.settings, name).sources()
+        there = [source for source in sources if source in held]
         if there:
             command = shlex.join(["ragfuse", "ingest", *(word for each in there for word in ("--remove", each))])
             they = "its text and KV stay" if len(there) == 1 else "their texts and KV stay"

@@ -66,9 +66,13 @@ WHERE tenant = :tenant AND id = :id AND EXISTS (SELECT 1 FROM responses WHERE te
 """
 _DROP = "DELETE FROM responses WHERE tenant = :tenant AND id = :id AND response <> ''"
 _DROP_HIDDEN = """
-DELETE FROM responses WHERE tenant = :tenant AND response = '' AND NOT EXISTS (
-    SELECT 1 FROM responses AS later WHERE later.tenant = :tenant AND later.previous = responses.id
+WITH RECURSIVE needed(id, previous) AS (
+    SELECT id, previous FROM responses WHERE tenant = :tenant AND response <> ''
+    UNION
+    SELECT before.id, before.previous FROM responses AS before JOIN needed
+    ON before.tenant = :tenant AND before.id = needed.previous
 )
+DELETE FROM responses WHERE tenant = :tenant AND response = '' AND id NOT IN (SELECT id FROM needed)
 """
 _ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
 
@@ -156,8 +160,7 @@ class ResponseRecords:
         with self._file.write() as transaction:
             if not transaction.execute(_HIDE, named).rowcount:
                 transaction.execute(_DROP, named)
-            while transaction.execute(_DROP_HIDDEN, named).rowcount:
-                pass  # what it continued may have been kept for it alone
+            transaction.execute(_DROP_HIDDEN, {"tenant": named["tenant"]})
         return record
 
     def has_session(self, salt: str, session: str) -> bool:
@@ -191,9 +194,9 @@ class ResponseRecords:
             return
         with self._file.write() as transaction:
             since_s = self._clock() - self._settings.session_ttl_s
-            transaction.execute(_UNUSED, {"tenant": tenant_digest(salt), "since_s": since_s})
-            while transaction.execute(_DROP_HIDDEN, {"tenant": tenant_digest(salt)}).rowcount:
-                pass
+            named = {"tenant": tenant_digest(salt)}
+            if transaction.execute(_UNUSED, {**named, "since_s": since_s}).rowcount:
+                transaction.execute(_DROP_HIDDEN, named)
 
 
 def _not_found(id: str) -> APIError:

@@ -72,6 +72,18 @@ def test_a_deleted_response_is_kept_for_those_that_continue_it_alone(records: Re
     assert not records._file.query("SELECT id FROM responses")
 
 
+def test_a_long_conversation_of_deleted_responses_goes_with_its_last_one(records: ResponseRecords) -> None:
+    ids = [f"r{at}" for at in range(100)]
+    for id, previous in zip(ids, (None, *ids), strict=False):
+        add(records, id, previous)
+    add(records, "other")
+    for id in ids[:-1]:
+        records.delete("s", id)
+    assert texts(records, ids[-1]) == [f"Said {id}." for id in ids]
+    records.delete("s", ids[-1])
+    assert [row[0] for row in records._file.query("SELECT id FROM responses", ())] == ["other"]
+
+
 def test_a_conversation_without_its_beginning_is_told_by_the_id_that_was_sent(
     records: ResponseRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
