@@ -32,12 +32,11 @@ from ragfuse.errors import InputError, RagFuseError, StoreError
 from ragfuse.serve.document_records import DocumentRecord, DocumentRecords
 from ragfuse.serve.entries import freed, stored_chunks, stored_kv
 from ragfuse.serve.keys import APITenant
-from ragfuse.serve.pdf_text import text_of_pdf
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.split import passages
+from ragfuse.serve.upload_text import text_of_pdf, text_of_type
 from ragfuse.store.deletion import Chunk, leave_source
-from ragfuse.text.file_texts import texts_in
 from ragfuse.text.mended import mended
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.keys import token_digest
@@ -345,11 +344,9 @@ class TenantDocuments:
         began_s, document.status = time.monotonic(), "reading"
         if document.pdf:
             text = await asyncio.to_thread(text_of_pdf, document.pdf)
-            document.text = checked(mended(text, f"'{document.name}'"))
-            document.pdf = b""
         else:
-            text = await asyncio.to_thread(_read, document.text, document.suffix)
-            document.text = checked(mended(text, f"'{document.name}'"))
+            text = await asyncio.to_thread(text_of_type, document.text, document.suffix, MAX_DOCUMENT_CHARS)
+        document.text, document.pdf = checked(mended(text, f"'{document.name}'")), b""
         document.passages = await self._turn(lambda engine: _split(engine, document.text))
         document.text, document.status = "", "encoding"
         before = dict(zip(document.passages, await self._stored(document.passages), strict=True))
@@ -464,20 +461,6 @@ def suffix_of(name: str, media_type: str | None) -> str:
             "media_type",
         )
     return SUFFIXES.get(found, "")
-
-
-def _read(text: str, suffix: str) -> str:
-    """Return the text in a document, as `ragfuse ingest` reads a file of this type; InputError if it cannot be."""
-    try:
-        return "\n\n".join(texts_in(text.removeprefix("\ufeff"), suffix, MAX_DOCUMENT_CHARS))
-    except ImportError:
-        raise InputError("The server lacks the package beautifulsoup4, which whoever runs it can install.") from None
-    except Exception as error:
-        reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        raise InputError(
-            f"The document cannot be read as {suffix[1:]} ({reason[:200]}). Repair it, or send it with media_type "
-            '"text/plain" to have it taken as it is.'
-        ) from error
 
 
 def pdf_of(encoded: str) -> bytes:

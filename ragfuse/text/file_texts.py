@@ -1,6 +1,6 @@
 """The texts in the content of text files, by their type: HTML, JSON, JSON lines, tables, notebooks; others as they are.
 
-Bytes, encodings, PDFs and docx are not read here: see `cli.files` for files, `serve.documents` for uploads.
+Bytes, encodings, PDFs and docx are not read here: see `cli.files` for files, `serve.upload_text` for uploads.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import pytest
 from ragfuse import Settings
 from ragfuse.cli.files import FILE_TYPES
 from ragfuse.errors import InputError, StoreError
-from ragfuse.serve import documents, pdf_text
+from ragfuse.serve import documents, upload_text
 from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.documents import StoredDocument
 from ragfuse.serve.entries import stored_kv
@@ -419,10 +419,10 @@ def test_a_text_is_read_by_its_type_as_an_ingest_reads_it(
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("broken.json", "{", "cannot be read as json (JSONDecodeError"),
+        ("broken.json", "{", "cannot be read: JSONDecodeError"),
         ("script.html", "<script>var secret = 1;</script>", "has no text"),
         ("bomb.csv", "x" * 300_000 + "\n" + "1\n" * 40_000, "more than 400,000 characters"),
-        ("deep.json", "[" * 100_000, "cannot be read as json"),
+        ("deep.json", "[" * 100_000, "cannot be read: RecursionError"),
     ],
 )
 def test_a_text_that_its_type_does_not_fit_fails_and_says_so(two: Served, name: str, text: str, why: str) -> None:
@@ -448,10 +448,12 @@ def test_a_pdf_is_read_and_a_broken_one_says_so(two: Served) -> None:
     assert broken["error"].startswith("The PDF cannot be read")
 
 
-def test_a_pdf_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf_text, "TIMEOUT_S", 0.01)
-    with pytest.raises(InputError, match="could not be read within"):
-        pdf_text.text_of_pdf(pdf("x"))
+def test_an_upload_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload_text, "TIMEOUT_S", 0.01)
+    with pytest.raises(InputError, match=r"^The PDF could not be read within"):
+        upload_text.text_of_pdf(pdf("x"))
+    with pytest.raises(InputError, match=r"^The html document could not be read within .*text/plain"):
+        upload_text.text_of_type("<a x='" * 60_000, ".html", 400_000)  # the parser takes minutes for it
 
 
 @pytest.mark.parametrize(
