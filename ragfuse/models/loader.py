@@ -379,7 +379,7 @@ def _readable_errors(source: object) -> Iterator[None]:
             advice = "It brings code of its own: read it, then load it with model_kwargs={'trust_remote_code': True}."
         elif isinstance(error, ImportError):
             advice = "Install the package that it names."
-        elif "backend tokenizer" in str(error):
+        elif "backend tokenizer" in str(error) and (Path(str(source)) / "config.json").is_file():
             first, advice = (
                 "its tokenizer is missing",
                 "Copy tokenizer.json, or what there is for it, there.",

@@ -184,6 +184,12 @@ def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path, where: str) -
         load_model(tmp_path / where)
 
 
+def test_a_model_without_its_tokenizer_says_that_it_is_missing(tmp_path: Path) -> None:
+    kit.build("llama", {}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"its tokenizer is missing.*tokenizer\.json"):
+        load_model(tmp_path)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be loaded")
 def test_a_missing_device_says_what_to_do(folder: Path) -> None:
     with pytest.raises(ModelError, match="no CUDA device here"):
