@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.modules import modules
+from benchmarks.ray import ray
 from benchmarks.reuse import matching, prefix, unprepared
 from benchmarks.tables import number, table
 from benchmarks.waiting import conversation, streams, throughput
@@ -422,6 +423,7 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("The figures of the Prompt Cache paper", lambda run: run.get("figure", "").startswith("pc-"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
     ("Whole servers: vLLM, ragfuse, both", _has("measured", "ways"), _engines),
+    ("Several processes, with Ray", lambda run: any(part in run for part in ("simulation", "bulk", "serving")), ray),
     ("Adapters that encode chunks", _has("evaluations"), _adapt),
     ("Nothing indexed, one line changed", _has("by_framework"), unprepared),
     ("Prefix caching", _has("identical_share"), prefix),

@@ -51,10 +51,11 @@ def run_ray(options: RayOptions, console: Console) -> dict[str, Any]:
         from ragfuse_bench.ray.serving import run_serving
 
         with tempfile.TemporaryDirectory(prefix="ragfuse-ray-") as folder, two_nodes(Path(folder), console):
+            stores = Path(folder) / "stores"  # apart from Ray's own folder, which all users may read
             if "bulk" in options.parts:
-                result["bulk"] = run_bulk(options, Path(folder), console)
+                result["bulk"] = run_bulk(options, stores, console)
             if "serving" in options.parts:
-                result["serving"] = run_serving(options, Path(folder), console)
+                result["serving"] = run_serving(options, stores, console)
     return {**result, "quick": options.quick, "seed": options.seed, **circumstances(torch.device("cpu"), 1)}
 
 
