@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ class HFModel:
         self._contexts: dict[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = probe.device_of(model), model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
+        self.files: Path | None = None  # the folder that the weights were read from and not changed since, if known
         self.weights = weights or weights_digest(model)
         adapted = chunk_adapter.digest if chunk_adapter is not None else ""
         self.fingerprint = fingerprint(model, tokenizer, drift, self.weights, adapted, words)

@@ -120,6 +120,8 @@ def load_model(
     drift = None if has_chunk_adapter else read_drift(folder, model)
     read_words = words or tokenizer_digest(tokenizer)
     loaded = HFModel(model, tokenizer, profile_of, drift, known, chunk_adapter, read_words)
+    if not (_is_quantised(model) or (folder / ADAPTER_CONFIG).is_file()):
+        loaded.files = _files_of(source, options)
     if None in (known, words) and identity(parts, load_options) == (name, changed):
         for each, found in ((name, loaded.weights), (words_name, read_words)):
             digests.put(each, found, changed, time.time_ns())
@@ -341,6 +343,18 @@ def _config_of(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, Mapping) else {}
+
+
+def _files_of(source: str | Path, options: Mapping[str, Any]) -> Path | None:
+    """Return the folder whose safetensors files a model was read from; None if it is not known."""
+    if options.get("gguf_file") or options.get("subfolder") or options.get("cache_dir"):
+        return None
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(str(source), "config.json", revision=options.get("revision"))
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _is_quantised(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.transfer import PromptTransfer
 from ragfuse.serve.vllm_client import VLLMClient, VLLMError, said, shortened
 from ragfuse.settings import Settings
-from ragfuse.transfer import TransferModel, TransferPlace
+from ragfuse.transfer import UNKNOWN, TransferModel, TransferPlace, sample_weights
 from ragfuse.types.kv import ChunkKV
 
 log = logging.getLogger("ragfuse.serve")
@@ -87,7 +87,7 @@ class RemoteDecoder:
             settings.decode_at, settings.decode_key, settings.decode_timeout_s, settings.serve_together
         )
         self.outcomes: Counter[str] = Counter()
-        self.remote_model = model
+        self.remote_model, self.weights = model, UNKNOWN
         self.is_up = False
         self._was_up = self._is_told = self._is_unfit_told = self._is_place_told = False
         self._pause_s, self._next_try_s = 0.0, 0.0
@@ -205,7 +205,8 @@ class RemoteDecoder:
             except (ModelError, TransferError) as error:
                 raise SettingsError(f"{error} Leave out --decode-at for this model.") from error
         ids, kv = self._probe
-        transfer = PromptTransfer(self.place, self.model, salt, self.settings.transfer_level)
+        self.weights = sample_weights(engine.model.files)
+        transfer = PromptTransfer(self.place, self.model, salt, self.settings.transfer_level, self.weights)
         try:
             transfer.put_kv(kv, ids)
             body = decode_body(self.remote_model, ids, Sampling(1), transfer.params(), None)
@@ -285,7 +286,8 @@ class RemoteAnswer:
             DecoderError: It does not write the answer, or has stopped before its end.
         """
         remote, settings = self._remote, self._remote.settings
-        transfer = PromptTransfer(remote.place, remote.model, self._salt, settings.transfer_level)
+        level = settings.transfer_level
+        transfer = PromptTransfer(remote.place, remote.model, self._salt, level, remote.weights)
         n_ids, n_sent, is_over = int(prepared.prefill.logits.shape[-1]), 0, False
         try:
             self._put(transfer, prepared)

@@ -17,7 +17,7 @@ from ragfuse.errors import ModelError, TransferError
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import CompletionRequest
-from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace
+from ragfuse.transfer import UNKNOWN, TransferHandle, TransferModel, TransferPlace, sample_weights
 from ragfuse.types.kv import ChunkKV
 
 log = logging.getLogger("ragfuse.serve")
@@ -33,10 +33,11 @@ class PromptTransfer:
         model: Name of the model, which both engines must be told.
         salt: The tenant's salt.
         level: The codec level.
+        weights: Digest of the model's weights (`sample_weights`), where it is loaded already.
     """
 
-    def __init__(self, place: TransferPlace, model: str, salt: str, level: str) -> None:
-        self._place, self._model, self._level = place, model, level
+    def __init__(self, place: TransferPlace, model: str, salt: str, level: str, weights: str = UNKNOWN) -> None:
+        self._place, self._model, self._level, self._weights = place, model, level, weights
         self._tenant = TransferHandle.tenant_label(salt)
         self._token_ids: tuple[int, ...] = ()
         self._handle: TransferHandle | None = None
@@ -68,7 +69,7 @@ class PromptTransfer:
     def put_kv(self, kv: ChunkKV, token_ids: Sequence[int]) -> None:
         """Put the KV of all of these tokens into the place; TransferError where it is not taken."""
         model, self._token_ids = TransferModel.of(self._model, kv), tuple(token_ids)
-        self._handle = self._place.put(kv, self._token_ids, model, self._tenant, self._level)
+        self._handle = self._place.put(kv, self._token_ids, model, self._tenant, self._level, self._weights)
 
     def withdraw(self) -> None:
         """Delete the KV again, if it is still there: no other engine wants it any more."""
@@ -89,7 +90,7 @@ class PromptTransfer:
         Args:
             make: Makes the requests of a server that decodes itself.
         """
-        return lambda engine: self._prefill_only(make(engine))
+        return lambda engine: self._prefill_only(make(engine), engine)
 
     def params(self) -> dict[str, Any]:
         """Return the `kv_transfer_params` for the engine that decodes: vLLM's names, the token ids, the handle."""
@@ -105,9 +106,10 @@ class PromptTransfer:
             "ragfuse": self._handle.as_dict(),
         }
 
-    def _prefill_only(self, made: Sequence[AnswerRequest]) -> list[AnswerRequest]:
+    def _prefill_only(self, made: Sequence[AnswerRequest], engine: Engine) -> list[AnswerRequest]:
         if len(made) != 1:
             raise APIError(400, f"{FIELD} needs one prompt and n: 1, found {len(made)} answers.", "unusable", FIELD)
+        self._weights = sample_weights(engine.model.files)
         ask = made[0].ask
         choice = "none" if ask.tool_choice == "none" else "auto"
         ask = replace(ask, max_tokens=1, stop=(), options={}, grammar=None, tool_choice=choice)

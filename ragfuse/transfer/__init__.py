@@ -3,5 +3,6 @@
 from ragfuse.errors import TransferError
 from ragfuse.transfer.handle import TransferHandle, TransferModel
 from ragfuse.transfer.place import TransferPlace
+from ragfuse.transfer.weights import UNKNOWN, sample_weights
 
-__all__ = ["TransferError", "TransferHandle", "TransferModel", "TransferPlace"]
+__all__ = ["UNKNOWN", "TransferError", "TransferHandle", "TransferModel", "TransferPlace", "sample_weights"]

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from ragfuse.errors import TransferError
+from ragfuse.transfer.weights import UNKNOWN
 from ragfuse.types.keys import ChunkKey, digest, token_digest
 from ragfuse.types.kv import ChunkKV
 
@@ -78,6 +79,7 @@ class TransferHandle:
         expires_s: When it expires, in seconds since the epoch.
         tenant: The tenant's label (`tenant_label`).
         model: The model that computed the KV.
+        weights: Digest of its weights (`sample_weights`), or "unknown".
         tokens: Digest of the prompt's token ids.
         n_tokens: Tokens of the prompt.
         nbytes: Bytes of its KV, as encoded.
@@ -89,6 +91,7 @@ class TransferHandle:
     expires_s: int
     tenant: str
     model: TransferModel
+    weights: str
     tokens: str
     n_tokens: int
     nbytes: int
@@ -105,10 +108,11 @@ class TransferHandle:
         nbytes: int,
         level: str,
         place: str,
+        weights: str = UNKNOWN,
     ) -> Self:
         """Return a new handle of a prompt, with a secret that no other has."""
         secret, tokens = secrets.token_hex(SECRET_NBYTES), token_digest(token_ids)
-        return cls(secret, int(expires_s), tenant, model, tokens, len(token_ids), nbytes, level, place)
+        return cls(secret, int(expires_s), tenant, model, weights, tokens, len(token_ids), nbytes, level, place)
 
     @staticmethod
     def tenant_label(salt: str) -> str:
@@ -141,13 +145,14 @@ class TransferHandle:
             ) from error
         return cls(**{**found, "model": model})
 
-    def check(self, token_ids: Sequence[int], model: TransferModel, now_s: float) -> None:
+    def check(self, token_ids: Sequence[int], model: TransferModel, now_s: float, weights: str = UNKNOWN) -> None:
         """Check that this prompt's KV is here, for this model, and not too late.
 
         Args:
             token_ids: The ids of the prompt, as the engine that decodes has them.
             model: The model of the engine that decodes.
             now_s: The time, in seconds since the epoch.
+            weights: Digest of the weights of the engine that decodes; `UNKNOWN`: they are not compared.
 
         Raises:
             TransferError: Something of it differs; the message says what.
@@ -156,6 +161,11 @@ class TransferHandle:
             raise TransferError(
                 f"Wanted KV of model {model}, found KV of {self.model}. Serve the same model in the same dtype on both "
                 "sides, under one name."
+            )
+        if UNKNOWN not in (self.weights, weights) and self.weights != weights:
+            raise TransferError(
+                f"Wanted KV that the weights of {self.model.name!r:.80} here have computed, found KV of other weights "
+                "under that name. Serve the same files on both sides."
             )
         if self.n_tokens != len(token_ids):
             raise TransferError(
@@ -196,6 +206,7 @@ def _checked(given: object, kind: type[Any]) -> dict[str, Any]:
             raise ValueError(f"{each.name} is no positive whole number")
         if each.type == "str" and (type(value) is not str or not 0 < len(value) <= _LONGEST_NAME):
             raise ValueError(f"{each.name} is no text of 1 to {_LONGEST_NAME} characters")
-        if each.name in ("secret", "tenant", "tokens") and not _HEX.fullmatch(value):
+        is_digest = each.name in ("secret", "tenant", "tokens", "weights")
+        if is_digest and not _HEX.fullmatch(value) and (each.name, value) != ("weights", UNKNOWN):
             raise ValueError(f"{each.name} is not 32 hex digits")
     return dict(given)

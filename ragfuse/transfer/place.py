@@ -18,6 +18,7 @@ from ragfuse.store.factory import open_tier
 from ragfuse.store.tier import EntryMeta, Tier, answers
 from ragfuse.store.urls import shown
 from ragfuse.transfer.handle import TransferHandle, TransferModel, expired
+from ragfuse.transfer.weights import UNKNOWN
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
@@ -79,7 +80,13 @@ class TransferPlace:
         return cls(tier, life_s, f"{tier.name}-{digest('place', url)[:8]}", shown(url))
 
     def put(
-        self, kv: ChunkKV, token_ids: Sequence[int], model: TransferModel, tenant: str, level: str = "raw"
+        self,
+        kv: ChunkKV,
+        token_ids: Sequence[int],
+        model: TransferModel,
+        tenant: str,
+        level: str = "raw",
+        weights: str = UNKNOWN,
     ) -> TransferHandle:
         """Write the KV of a whole prompt.
 
@@ -89,6 +96,7 @@ class TransferPlace:
             model: The model that computed it.
             tenant: The tenant's label (`TransferHandle.tenant_label`).
             level: The codec level: "raw", or "int8", which is not exact.
+            weights: Digest of the model's weights (`sample_weights`).
 
         Returns:
             The handle, with which it can be read until it expires.
@@ -103,7 +111,7 @@ class TransferPlace:
         blobs = [codec.encode(layer, at).cpu() for at, layer in enumerate(kv.layers)]
         meta = EntryMeta.of(kv, level, blobs)
         expires_s = self._clock() + self._ttl_s
-        handle = TransferHandle.make(token_ids, model, tenant, expires_s, meta.nbytes, level, self.label)
+        handle = TransferHandle.make(token_ids, model, tenant, expires_s, meta.nbytes, level, self.label, weights)
         if not self._tier.write(handle.key, meta, blobs):
             raise TransferError(
                 f"Wanted room for {meta.nbytes:,} bytes of KV in the place '{self.where}', found none: it holds "

@@ -10,7 +10,7 @@ import torch
 
 from ragfuse import Settings
 from ragfuse.hf.model import HFModel
-from ragfuse.transfer import TransferHandle, TransferPlace
+from ragfuse.transfer import UNKNOWN, TransferHandle, TransferPlace, sample_weights
 from tests.serve.kit import Served, serving, with_documents
 
 WANTED = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}}
@@ -52,6 +52,7 @@ def test_the_kv_of_a_prompt_waits_for_another_engine(prefills: Served, place: Tr
         assert torch.equal(found.keys, wanted.keys)
         assert torch.equal(found.values, wanted.values)
     assert handle.model.name == prefills.service.model
+    assert handle.weights == sample_weights(Path(prefills.service.settings.model)) != UNKNOWN
     assert place.delete(handle)
 
 

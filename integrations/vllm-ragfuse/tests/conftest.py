@@ -28,7 +28,7 @@ from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.prefill import KVSource
 from ragfuse.models import resolve_llm
-from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace
+from ragfuse.transfer import TransferHandle, TransferModel, TransferPlace, sample_weights
 from ragfuse.types.kv import ChunkKV
 from tests.serve.kit import Served, serving
 
@@ -97,7 +97,7 @@ class Prefills:
         """A new hand-over of a case's KV, as the server answers it; `changes` of the handle are lies."""
         kv = self.kv[case]
         model = TransferModel.of(self.name, kv)
-        handle = self.place.put(kv, ids or self.ids, model, TENANT)
+        handle = self.place.put(kv, ids or self.ids, model, TENANT, weights=sample_weights(self.model.files))
         return {"do_remote_prefill": True, "do_remote_decode": False, "ragfuse": {**handle.as_dict(), **changes}}
 
     def add(self, case: str, kv: ChunkKV) -> None:

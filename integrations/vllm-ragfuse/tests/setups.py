@@ -56,6 +56,7 @@ def main() -> None:
             )
         ),
         "option": said(lambda: checks.check_options({"lode": "sync"})),
+        "other weights": said(lambda: checks.check_options({"other_weights": "no"})),
         "load": said(lambda: checks.check_options({"load": "later"})),
         "version": said(lambda: checks.check_version("0.320.0", False)),
         "role": said(lambda: checks.check_roles("kv_both", "recompute")),

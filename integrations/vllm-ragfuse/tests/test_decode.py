@@ -69,6 +69,7 @@ LIES = {
     "another secret": {"secret": "0" * 32},
     "another tenant": {"tenant": "0" * 32},
     "another model": {"model": {"name": "x", "n_layers": 4, "kv_heads": 2, "head_dim": 32, "dtype": "float32"}},
+    "other weights": {"weights": "0" * 32},
     "other tokens": {"tokens": "0" * 32},
     "another length": {"n_tokens": 12},
     "another level": {"level": "int8"},

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import vllm
+from huggingface_hub import try_to_load_from_cache
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request
 
 from ragfuse import Settings, SettingsError
-from ragfuse.transfer import TransferError, TransferModel, TransferPlace
+from ragfuse.transfer import UNKNOWN, TransferError, TransferModel, TransferPlace, sample_weights
 
 TESTED = ("0.32",)
 """The versions of vLLM that this connector was tested with: major and minor."""
-OPTIONS = ("transfer_url", "model", "salt", "load", "untested_vllm")
+OPTIONS = ("transfer_url", "model", "salt", "load", "other_weights", "untested_vllm")
 """What `kv_connector_extra_config` may hold."""
 
 
@@ -30,6 +31,7 @@ class Setup:
         is_async: Whether KV is loaded between steps, while other requests go on.
         salt: The salt of the only tenant whose KV is taken; None: of any tenant.
         settings: Where KV comes from.
+        weights: Digest of this engine's weights, which KV must come from; "unknown": they are not compared.
     """
 
     model: TransferModel
@@ -37,6 +39,7 @@ class Setup:
     is_async: bool
     salt: str | None
     settings: Settings
+    weights: str = UNKNOWN
 
     @classmethod
     def of(cls, config: VllmConfig, caches: KVCacheConfig) -> Self:
@@ -47,7 +50,7 @@ class Setup:
         """
         transfer, options = config.kv_transfer_config, dict(config.kv_transfer_config.kv_connector_extra_config)
         check_options(options)
-        check_version(vllm.__version__, bool(options.get("untested_vllm", False)))
+        check_version(vllm.__version__, options.get("untested_vllm", False))
         check_roles(transfer.kv_role, transfer.kv_load_failure_policy)
         check_parallel(config)
         check_salts(Request)
@@ -59,6 +62,7 @@ class Setup:
             options.get("load", "async") == "async",
             options.get("salt"),
             Settings(transfer_url=url) if url else Settings(),
+            UNKNOWN if options.get("other_weights", False) else weights_of(config),
         )
 
     def place(self) -> TransferPlace:
@@ -85,6 +89,9 @@ def check_options(options: dict[str, Any]) -> None:
         )
     if options.get("load", "async") not in ("async", "sync"):
         raise SettingsError(f"Wanted load to be 'async' or 'sync', found {options['load']!r:.40}: use one of them.")
+    for name in ("other_weights", "untested_vllm"):
+        if not isinstance(options.get(name, False), bool):
+            raise SettingsError(f"Wanted {name} to be true or false, found {options[name]!r:.40}: write it in JSON.")
 
 
 def check_version(found: str, untested: bool) -> None:
@@ -167,3 +174,14 @@ def model_of(config: VllmConfig, name: str | None) -> TransferModel:
         model.get_head_size(),
         str(model.dtype).removeprefix("torch."),
     )
+
+
+def weights_of(config: VllmConfig) -> str:
+    """Return the digest of the weights that this engine loads from files on this machine; "unknown" where it is not."""
+    model, loads = config.model_config, config.load_config
+    if loads.load_format not in ("auto", "safetensors") or model.quantization is not None:
+        return UNKNOWN
+    if Path(model.model).is_dir():
+        return sample_weights(Path(model.model))
+    found = try_to_load_from_cache(model.model, "config.json", cache_dir=loads.download_dir, revision=model.revision)
+    return sample_weights(Path(found).parent) if isinstance(found, str) else UNKNOWN

@@ -141,7 +141,7 @@ class SchedulerSide:
             )
         if any(handle.secret == other.secret for other in self._handles.values()):
             raise TransferError("Wanted a handle that no request uses, found one that is in use. Prefill for each.")
-        handle.check(request.prompt_token_ids, self._setup.model, time.time())
+        handle.check(request.prompt_token_ids, self._setup.model, time.time(), self._setup.weights)
         return handle
 
     def _tell(self, name: str) -> None:
