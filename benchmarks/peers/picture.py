@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ragfuse.calibration import palette
-from ragfuse.calibration.plots import saved
+from ragfuse.calibration.plots import model_in_title, saved
 
 STYLES = MappingProxyType(
     {
@@ -47,6 +47,6 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         axes.set_xlabel("prompt tokens (recurring chunks in changing order, and a question)")
         axes.set_ylabel("seconds until the first token, by the wall")
         threads = result["threads"]
-        axes.set_title(f"{result['model']}, {threads} thread{'s' * (threads > 1)}")
+        axes.set_title(f"{model_in_title(result['model'])}, {threads} thread{'s' * (threads > 1)}")
         axes.grid(True, alpha=0.3)
         figure.legend(fontsize=8, loc="outside lower center", ncols=4)

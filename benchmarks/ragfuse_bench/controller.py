@@ -19,7 +19,7 @@ from ragfuse_bench.rig import Rig, foreseen
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.plots import require_plotting, saved
+from ragfuse.calibration.plots import model_in_title, require_plotting, saved
 from ragfuse.calibration.runner import Runner, circumstances, thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
@@ -199,4 +199,4 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
         right.set_xlabel("speed of the tier (MB/s)")
         right.set_ylabel("recompute ratio")
         right.legend()
-        figure.suptitle(f"{result['model']}, {result['dtype']}, threads: {result['threads']}")
+        figure.suptitle(f"{model_in_title(result['model'])}, {result['dtype']}, threads: {result['threads']}")

@@ -45,7 +45,7 @@ from rich.table import Table
 
 from ragfuse.calibration import palette
 from ragfuse.calibration.metrics import is_right, normalise
-from ragfuse.calibration.plots import saved
+from ragfuse.calibration.plots import model_in_title, saved
 from ragfuse.calibration.runner import Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
@@ -295,7 +295,8 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
     if result["options"]["doors"]:
         show(result, console)
     malloc = "tuned" if result["malloc"]["tuned"] else "as the system has it"
-    where = f"{result['model']} in {result['dtype']}; {result['machine']['cpu']}; threads: {result['threads']}"
+    model, threads = model_in_title(result["model"]), result["threads"]
+    where = f"{model} in {result['dtype']}; {result['machine']['cpu']}; threads: {threads}"
     load = f"load {result['machine']['load_average']:.1f} at the end"
     console.print(f"{where}; allocator {malloc}; {load}; {result['date']}", highlight=False)
 
@@ -337,7 +338,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             _draw_swap(result, rows[0])
         if doors:
             draw_shares(rows[1].subplots(), result)
-        about = f"{result['model']}, {DROPIN_CHUNKS} chunks, threads: {result['threads']}"
+        about = f"{model_in_title(result['model'])}, {DROPIN_CHUNKS} chunks, threads: {result['threads']}"
         figure.suptitle(f"{about}; bars: medians" if swap else about, fontsize=9)
 
 

@@ -19,7 +19,7 @@ from ragfuse_bench.workload import Workload
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.plots import require_plotting, saved
+from ragfuse.calibration.plots import model_in_title, require_plotting, saved
 from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
@@ -116,8 +116,9 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         seconds = [f"{row[name]:.3f}" for name in ("ram_s", "threaded_s", "sync_s")]
         table.add_row(f"{row['mbps']:g}", seconds[0], seconds[1], threaded, seconds[2], sync)
     console.print(table)
+    model = model_in_title(result["model"])
     console.print(
-        f"{result['model']}, {result['chunks']} chunks of {result['chunk_tokens']} tokens, {result['policy']} at "
+        f"{model}, {result['chunks']} chunks of {result['chunk_tokens']} tokens, {result['policy']} at "
         f"{result['ratio']:.0%}, {result['rounds']} rounds; files cold before each, checksums on.",
         highlight=False,
     )
@@ -138,8 +139,9 @@ def _draw(result: Mapping[str, Any], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("speed of the tier (MB/s)")
         axes.set_ylabel("seconds to the first token")
+        model = model_in_title(result["model"])
         axes.set_title(
-            f"{result['model']}, {result['chunks']} x {result['chunk_tokens']} tokens, {result['policy']} at "
+            f"{model}, {result['chunks']} x {result['chunk_tokens']} tokens, {result['policy']} at "
             f"{result['ratio']:.0%}"
         )
         axes.grid(True, alpha=0.3)

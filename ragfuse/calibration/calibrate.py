@@ -346,7 +346,7 @@ def advice(name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], 
             f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps "
             f"{closest.kl_over_reuse:.2f} of plain reuse's distance to full prefill (at most {MAX_KL_OVER_REUSE} "
             f"wanted, with certainty) and agrees on {closest.top1:.0%} of the tokens ({MIN_AGREEMENT:.0%} wanted); "
-            "prompts are answered by full prefill."
+            f"prompts are answered by full prefill.{_more_questions(tried)}"
         )
     return (
         f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes {best.ttft_x:.1f}x faster, and "
@@ -354,10 +354,22 @@ def advice(name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], 
     )
 
 
+def _more_questions(tried: Sequence[ChoiceResult]) -> str:
+    """Return a sentence that says how many questions to ask where more of them may find a choice safe; else ""."""
+    open_ones = [each for each in tried if not each.dropped and each.kl_over_reuse <= MAX_KL_OVER_REUSE]
+    if not open_ones:
+        return ""
+    asked = max(each.questions for each in open_ones)
+    names = " and ".join(f"{each.policy} at {each.ratio:.0%}" for each in open_ones)
+    return f" After {asked} questions {names} may still turn out safe: --questions {3 * asked} tells more."
+
+
 def show_calibration(result: Mapping[str, Any], console: Console) -> None:
     """Print the measurements as a table, and the advice."""
+    from ragfuse.calibration.plots import model_in_title
+
     tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
-    table = Table(title=f"{result['model']}: {tokens}", box=None)
+    table = Table(title=f"{model_in_title(result['model'])}: {tokens}", box=None)
     for name in ("policy", "", "TTFT", "KL of reuse's", "95%", "top-1", "n", "outcome"):
         table.add_column(name, justify="left" if name in ("policy", "outcome") else "right", no_wrap=True)
     for each in result["tried"]:
@@ -380,7 +392,7 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
     """Draw KL over plain reuse's against speed as a picture at `path`: safe choices filled, the one taken in a ring."""
     from ragfuse.calibration import palette
-    from ragfuse.calibration.plots import saved
+    from ragfuse.calibration.plots import model_in_title, saved
 
     policies = list(dict.fromkeys(each["policy"] for each in result["tried"]))
     with saved(path, (7.5, 5)) as figure:
@@ -403,8 +415,8 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
         axes.annotate("a safe choice lies below", (right, MAX_KL_OVER_REUSE), (-4, 4), **where)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("first token, times faster than full prefill")
-        axes.set_ylabel("KL to full prefill, plain reuse = 1, with its 95% interval")
-        model = str(result["model"]).removesuffix(".gguf")
+        axes.set_ylabel("KL to full prefill (plain reuse = 1), 95% interval")
+        model = model_in_title(result["model"])
         axes.set_title(f"{model}, {result['questions']} questions (filled: safe; lower right is better)", fontsize=11)
         axes.grid(True, alpha=0.3)
         figure.legend(fontsize=8, loc="outside lower center", ncols=2)

@@ -20,6 +20,14 @@ def require_plotting() -> None:
         raise SettingsError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
+def model_in_title(model: str) -> str:
+    """Return a model as a title names it: of a folder or GGUF file the name alone, as paths are long and private."""
+    is_path = (
+        Path(model).exists() or model.endswith(".gguf") or model.startswith((".", "~")) or Path(model).is_absolute()
+    )
+    return Path(model).name.removesuffix(".gguf") if is_path else model
+
+
 @contextmanager
 def saved(path: Path, size: tuple[float, float]) -> Iterator[Any]:
     """Yield a figure of `size` inches to draw on, and save it at `path` atomically afterwards."""
@@ -66,7 +74,7 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
         clock = "CPU time" if result["clock"] == "cpu" else "wall time"
         options = result["options"]
         where = result["machine"]["gpu"] or f"threads: {result['threads']}"
-        axes.set_title(f"{options['model']}, {options['dtype']}, {where}, {clock}")
+        axes.set_title(f"{model_in_title(options['model'])}, {options['dtype']}, {where}, {clock}")
         axes.grid(True, alpha=0.3)
         figure.legend(fontsize=8, loc="outside lower center", ncols=2)
 
@@ -90,7 +98,7 @@ def plot_frontier(result: Mapping[str, Any], path: Path) -> None:
             axes = figure.add_subplot(len(sets), 1, at + 1)
             _frontier(axes, [row for row in drawn if row["dataset"] == dataset], styles)
             axes.legend(fontsize=8)
-        model = Path(result["model"]).name.removesuffix(".gguf")
+        model = model_in_title(result["model"])
         figure.axes[0].set_title(f"{model}, {result['dtype']}, threads: {result['threads']} (lower right is better)")
 
 

@@ -1,6 +1,7 @@
 """Calibration: what it asks, what it calls safe, and that its choice is at work in the next process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,13 @@ def test_the_advice_is_one_sentence_that_says_why() -> None:
     assert advice("m", None, [far]).startswith("Do not blend with m: the closest, hkvd at 10%")
     assert "verify" in advice("m", None, [far], flaw_of(False, 1.0, 5.0))
     assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
+
+
+def test_the_advice_asks_for_more_questions_where_they_may_find_a_safe_choice() -> None:
+    far, dropped = tried("hkvd", 0.8, 3.0), replace(tried("lego", 0.2, 5.0), dropped="top-1 too low")
+    unsure = replace(tried("query", 0.2, 3.0, high=MAX_KL_OVER_REUSE + 0.1), questions=20)
+    assert "--questions" not in advice("m", None, [far, dropped])
+    assert "After 20 questions query at 10% may still turn out safe: --questions 60" in advice("m", None, [far, unsure])
 
 
 def test_only_a_model_that_predicts_its_documents_can_be_safe() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ragfuse.calibration.plots import plot_frontier
+from ragfuse.calibration.plots import model_in_title, plot_frontier
 from ragfuse.errors import SettingsError
 
 pytest.importorskip("matplotlib")
@@ -32,3 +32,17 @@ def test_without_plain_reuse_there_is_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="must include `none`"):
         plot_frontier(result(("full", 1.0, 0.0)), tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("/models/of-mine/tiny.gguf", "tiny"),
+        ("~/models/tiny", "tiny"),
+        ("../tiny", "tiny"),
+        ("org/tiny-0.5B", "org/tiny-0.5B"),
+        ("smollm2-135m-reader", "smollm2-135m-reader"),
+    ],
+)
+def test_a_title_names_a_model_without_its_path(given: str, shown: str) -> None:
+    assert model_in_title(given) == shown

@@ -17,7 +17,7 @@ from ragfuse_bench.codec.levels import by_set, fidelities, rows_of
 from ragfuse_bench.codec.speed import SHAPE, Speeds, shaped, speeds
 from ragfuse_bench.figure import Wanted, print_rows
 
-from ragfuse.calibration.plots import saved
+from ragfuse.calibration.plots import model_in_title, saved
 from ragfuse.calibration.runner import Runner, circumstances
 from ragfuse.codec import Codec
 from ragfuse.hf.model import HFModel
@@ -169,6 +169,6 @@ def _draw(result: Result, picture: Path, wanted: Wanted) -> None:
     with saved(picture, (7, 5)) as drawing:
         axes = drawing.add_subplot()
         draw_sizes(axes, rows)
-        axes.set_title(f"{result['model']} in {result['dtype']}, {by_contexts(wanted)}", fontsize=9)
+        axes.set_title(f"{model_in_title(result['model'])} in {result['dtype']}, {by_contexts(wanted)}", fontsize=9)
         axes.grid(True, alpha=0.3)
     wanted.console.print(f"Picture: {picture}", highlight=False)

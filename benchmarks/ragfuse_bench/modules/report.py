@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.calibration import palette
-from ragfuse.calibration.plots import saved
+from ragfuse.calibration.plots import model_in_title, saved
 
 Result = Mapping[str, Any]
 
@@ -119,7 +119,9 @@ def draw_modules(result: Result, path: Path) -> None:
         right.set_xlim(0, 1.12 * max(factors, default=1.0))
         right.invert_yaxis()
         right.set_xlabel(f"first token, times faster than full prefill ({_clock(result)})")
-        figure.suptitle(f"{result['model']} in {result['dtype']}, threads: {result['threads']}", fontsize=9)
+        figure.suptitle(
+            f"{model_in_title(result['model'])} in {result['dtype']}, threads: {result['threads']}", fontsize=9
+        )
 
 
 def draw_slope(axes: Any, rows: Sequence[Result]) -> None:

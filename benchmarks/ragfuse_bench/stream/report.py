@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.calibration.plots import saved
+from ragfuse.calibration.plots import model_in_title, saved
 
 STYLES = MappingProxyType(
     {"text": ("tab:grey", "o:"), "int8": ("tab:blue", "s--"), "fixed": ("tab:green", "^-."), "adaptive": ("C1", "o-")}
@@ -23,7 +23,8 @@ TEXT_COLOR = "#bdbdbd"
 
 def show(result: Mapping[str, Any], console: Console) -> None:
     """A row for each method and deadline."""
-    told = f"{result['traces']} lines, {result['pieces']} pieces of {result['tokens'][0]} tokens, {result['model']}"
+    model = model_in_title(result["model"])
+    told = f"{result['traces']} lines, {result['pieces']} pieces of {result['tokens'][0]} tokens, {model}"
     table = Table(title=f"Questions that were late ({told})")
     for name in ("deadline s", "method", "late", "first token s", "KL", "top-1", "F1"):
         table.add_column(name, justify="right")
@@ -63,7 +64,7 @@ def _draw_curve(result: Mapping[str, Any], path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("bandwidth (Gbit/s, scaled as the result says)")
         axes.set_ylabel("seconds to the first token")
-        axes.set_title(f"{result['model']}, {result['tokens'][0]} tokens")
+        axes.set_title(f"{model_in_title(result['model'])}, {result['tokens'][0]} tokens")
         axes.grid(True, alpha=0.3)
         axes.legend()
 
