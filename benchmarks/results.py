@@ -83,7 +83,9 @@ def _quality(run: Result) -> Iterator[str]:
         mine = [row for row in run["results"] if row["dataset"] == dataset]
         summary = mine[0]["rouge_l"] is not None
         score = "ROUGE-L" if summary else "F1"
-        yield f"**{dataset}**, n = {mine[0]['n']}, {mine[0]['tokens']:,.0f} prompt tokens"
+        answered = mine[0].get("n_answered") or 0
+        few = f"; {score}, EM and the same answers of {answered} of them" if 0 < answered < mine[0]["n"] else ""
+        yield f"**{dataset}**, n = {mine[0]['n']}, {mine[0]['tokens']:,.0f} prompt tokens{few}"
         yield ""
         columns = ("method", score, "95%", "- full (95%)", "EM", "KL", "of reuse's (95%)", "top-1", "same", "TTFT")
         yield from table(columns, [_quality_row(row, "rouge_l" if summary else "f1") for row in mine])
@@ -96,7 +98,7 @@ def _quality_row(row: Result, score: str) -> list[str]:
         _named(row),
         number(row[score]),
         _interval(row.get(f"{score}_ci")),
-        "" if row["method"] == "full" else _interval(row.get("to_full_ci"), "+.3f"),
+        "" if row["method"] == "full" else _difference(row),
         number(row["em"]),
         number(row["kl"]),
         "" if over is None else f"{over:.3f} ({_interval(row.get('kl_over_reuse_ci'), '.2f')})",
@@ -104,6 +106,12 @@ def _quality_row(row: Result, score: str) -> list[str]:
         number(row["identical"], ".0%"),
         f"{row['ttft_x']:.1f}x",
     ]
+
+
+def _difference(row: Result) -> str:
+    """The difference to full prefill's score with its interval; nothing where no answers were written."""
+    found = row.get("to_full")
+    return "" if found is None else f"{found:+.3f} ({_interval(row.get('to_full_ci'), '+.3f')})"
 
 
 def _calibration(run: Result) -> Iterator[str]:
@@ -132,7 +140,8 @@ def _figure(run: Result) -> Iterator[str]:
     yield ""
     wanted = ("dataset", "method", "layer", "chunks", "chunk_tokens", "ratio", "share", "n", "deviation", "of_reuse")
     wanted += ("holds", "correlation", "score", "to_full", "kl_over_reuse", "full_s", "prefix_s", "fused_s", "reuse_s")
-    known = run.get("columns") or (*wanted, "ttft_x")
+    wanted += ("device", "price", "load_s", "predicted_s", "ttft_s", "taken", "ttft_x")
+    known = run.get("columns") or wanted
     columns = [name for name in known if any(row.get(name) is not None for row in run["rows"])]
     rows = [row for row in run["rows"] if row.get("layer") == "mean"] or run["rows"][:MOST_ROWS]
     yield from table(columns, [[_cell(row.get(name)) for name in columns] for row in rows])

@@ -56,6 +56,8 @@ MIN_PASSAGE_CHARS = 80
 POOL_PASSAGES = 24
 """Passages that the prompts are drawn from, unless more questions are wanted. Each stands in about five prompts, and is
 encoded once."""
+MORE_QUESTIONS = 2
+"""How many times as many questions are asked again where the first do not decide."""
 MIN_QUESTIONS = 8
 """Questions that every choice is measured on before any is dropped."""
 
@@ -129,7 +131,7 @@ def make_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         chosen = [(name, text), *mates, *rest][:PROMPT_PASSAGES]
         generator.shuffle(chosen)
         question = f"What is said about {topics(text, seen)[0]}?"
-        cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen)))
+        cases.append(Case("calibrate", f"{seed}.{index}", question, ("",), tuple(text for _, text in chosen)))
     return cases
 
 
@@ -165,7 +167,12 @@ def topics(text: str, seen: Mapping[str, int]) -> list[str]:
 
 
 def calibrate(
-    model: HFModel, cases: Sequence[Case], console: Console, name: str, verified: bool = True
+    model: HFModel,
+    cases: Sequence[Case],
+    console: Console,
+    name: str,
+    verified: bool = True,
+    more_cases: Sequence[Case] = (),
 ) -> dict[str, Any]:
     """Measure all policies and ratios of `LADDER`, and choose one.
 
@@ -176,6 +183,8 @@ def calibrate(
         name: Name of the model, for messages.
         verified: Whether the model passed `verify`. A model that did not, or that predicts the documents hardly better
             than by chance, is never safe.
+        more_cases: Further questions, which are asked where no choice is safe after `cases` and one may still turn out
+            so. That is looked at once: with a look after every question something would be called safe by chance.
 
     Returns:
         A report in plain JSON types: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice, ...}.
@@ -195,11 +204,18 @@ def calibrate(
             "the environment or ragfuse.toml. Without filler text, policy hkvd with ratio 0.15 is used."
         )
     rows, dropped = list[Row](), dict[Method, str]()
+    nats, chance = nats_per_token(model, cases), math.log(model.model.config.get_text_config().vocab_size)
+    flaw = flaw_of(verified, nats, chance)
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
             list(ask(lab, runner, cases[0], (REUSE, *LADDER), answers=False))  # unmeasured: first uses cost more
-            for index, case in enumerate(cases):
+            for index, case in enumerate((*cases, *more_cases)):
+                if index == len(cases):
+                    tried = curve(rows, dropped)
+                    if flaw or choose(tried) is not None or not undecided(tried):
+                        break
+                    bar.update(task, total=len(cases) + len(more_cases))
                 kept = [method for method in LADDER if method not in dropped]
                 rows += ask(lab, runner, case, (REUSE, *kept), answers=False)
                 if index + 1 >= MIN_QUESTIONS:
@@ -209,9 +225,7 @@ def calibrate(
                     break
     finally:
         lab.close()
-    tried, nats = curve(rows, dropped), nats_per_token(model, cases)
-    chance = math.log(model.model.config.get_text_config().vocab_size)
-    flaw = flaw_of(verified, nats, chance)
+    tried = curve(rows, dropped)
     best = None if flaw else choose(tried)
     return {
         "safe": best is not None,
@@ -344,19 +358,45 @@ def advice(name: str, best: ChoiceResult | None, tried: Sequence[ChoiceResult], 
         closest = min(tried, key=lambda each: each.kl_over_reuse)
         return (
             f"Do not blend with {name}: the closest, {closest.policy} at {closest.ratio:.0%}, keeps "
-            f"{closest.kl_over_reuse:.2f} of plain reuse's distance to full prefill (at most {MAX_KL_OVER_REUSE} "
-            f"wanted, with certainty) and agrees on {closest.top1:.0%} of the tokens ({MIN_AGREEMENT:.0%} wanted); "
-            f"prompts are answered by full prefill.{_more_questions(tried)}"
+            f"{closest.kl_over_reuse:.2f} of plain reuse's distance to full prefill, with 95% certainty no more than "
+            f"{closest.high:.2f} (at most {MAX_KL_OVER_REUSE} wanted), and agrees on {closest.top1:.1%} of the tokens "
+            f"({MIN_AGREEMENT:.0%} wanted); prompts are answered by full prefill.{_more_questions(tried)}"
         )
     return (
         f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes {best.ttft_x:.1f}x faster, and "
-        f"{best.kl_over_reuse:.2f} of plain reuse's distance to full prefill is left."
+        f"{best.kl_over_reuse:.2f} of plain reuse's distance to full prefill is left.{_faster(best, tried)}"
     )
+
+
+def _faster(best: ChoiceResult, tried: Sequence[ChoiceResult]) -> str:
+    """Return a sentence on the fastest safe choice, and how it is taken, where that is not `best`; else ""."""
+    fastest = max((each for each in tried if each.is_safe), key=lambda each: each.ttft_x, default=best)
+    if fastest.ttft_x <= best.ttft_x:
+        return ""
+    return (
+        f" Farther from full prefill ({fastest.kl_over_reuse:.2f}), but safe too, and the fastest: {fastest.policy} at "
+        f"{fastest.ratio:.0%}, {fastest.ttft_x:.1f}x. To take it: RAGFUSE_POLICY={fastest.policy} "
+        f"RAGFUSE_RATIO={fastest.ratio:g}."
+    )
+
+
+def _why_not(each: Mapping[str, Any]) -> str:
+    """Return in few words why a choice is not safe."""
+    if each["dropped"]:
+        return str(each["dropped"])
+    if each["high"] > MAX_KL_OVER_REUSE:
+        return "not certain" if each["kl_over_reuse"] <= MAX_KL_OVER_REUSE else "too far"
+    return "top-1 too low"
+
+
+def undecided(tried: Sequence[ChoiceResult]) -> list[ChoiceResult]:
+    """Return the choices that more questions may find safe: close enough as far as was seen, but not with certainty."""
+    return [each for each in tried if not each.dropped and not each.is_safe and each.kl_over_reuse <= MAX_KL_OVER_REUSE]
 
 
 def _more_questions(tried: Sequence[ChoiceResult]) -> str:
     """Return a sentence that says how many questions to ask where more of them may find a choice safe; else ""."""
-    open_ones = [each for each in tried if not each.dropped and each.kl_over_reuse <= MAX_KL_OVER_REUSE]
+    open_ones = undecided(tried)
     if not open_ones:
         return ""
     asked = max(each.questions for each in open_ones)
@@ -371,12 +411,12 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
     tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
     table = Table(title=f"{model_in_title(result['model'])}: {tokens}", box=None)
     for name in ("policy", "", "TTFT", "KL of reuse's", "95%", "top-1", "n", "outcome"):
-        table.add_column(name, justify="left" if name in ("policy", "outcome") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in ("policy", "outcome") else "right", no_wrap=name != "outcome")
     for each in result["tried"]:
         chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
-        outcome = "[bold green]chosen[/]" if chosen else "safe" if each["is_safe"] else each["dropped"] or "not safe"
+        outcome = "[bold green]chosen[/]" if chosen else "safe" if each["is_safe"] else _why_not(each)
         table.add_row(
-            each["policy"],
+            _shown(each["policy"]),
             f"{each['ratio']:.0%}",
             f"{each['ttft_x']:.1f}x",
             f"{each['kl_over_reuse']:.2f}",
@@ -386,7 +426,18 @@ def show_calibration(result: Mapping[str, Any], console: Console) -> None:
             outcome,
         )
     console.print(table)
+    console.print(
+        f"TTFT: how much faster than full prefill. KL: of plain reuse's; safe is an interval (95%) up to "
+        f"{MAX_KL_OVER_REUSE} and {MIN_AGREEMENT:.0%} of the tokens (top-1). n: questions asked, until clearly out.",
+        style="dim",
+        highlight=False,
+    )
     console.print(f"[bold]{result['advice']}[/]", highlight=False)
+
+
+def _shown(policy: str) -> str:
+    """Return a policy as `ragfuse bench quality` names it over chunks encoded behind filler text."""
+    return "none@filler" if policy == "none" else policy
 
 
 def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
@@ -398,7 +449,7 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
     with saved(path, (7.5, 5)) as figure:
         axes = figure.add_subplot()
         for at, policy in enumerate(policies):
-            words, color, mark = palette.method_style("none@filler" if policy == "none" else policy, at)
+            words, color, mark = palette.method_style(_shown(policy), at)
             for n, each in enumerate(each for each in result["tried"] if each["policy"] == policy):
                 point = each["ttft_x"], each["kl_over_reuse"]
                 axes.vlines(point[0], each["low"], each["high"], color=color, alpha=0.35)
@@ -412,7 +463,8 @@ def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
         axes.axhline(MAX_KL_OVER_REUSE, color="black", linewidth=0.8, linestyle="--")
         right = axes.get_xlim()[1]
         where = {"textcoords": "offset points", "fontsize": 8, "ha": "right"}
-        axes.annotate("a safe choice lies below", (right, MAX_KL_OVER_REUSE), (-4, 4), **where)
+        lies = f"a safe choice lies below, and agrees on {MIN_AGREEMENT:.0%} of the tokens"
+        axes.annotate(lies, (right, MAX_KL_OVER_REUSE), (-4, 4), **where)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("first token, times faster than full prefill")
         axes.set_ylabel("KL to full prefill (plain reuse = 1), 95% interval")

@@ -146,7 +146,7 @@ def _outcome(adaptation: Any, settings: Settings, folder: Path, questions: int, 
 
     cases = make_cases(adaptation.held, questions)
     with Engine(settings.model_copy(update={"model": str(folder)})) as engine:
-        calibrated = calibrate_engine(engine, cases, console, str(folder))
+        calibrated = calibrate_engine(engine, adaptation.held, questions, console, str(folder))
         with closing(Lab(engine.model)) as lab:
             outcome = compare(lab, cases, method_of(calibrated), console)
     chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)

@@ -31,7 +31,6 @@ from ragfuse.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from ragfuse.calibration.case import Case
     from ragfuse.engine.engine import Engine
 
 
@@ -77,7 +76,14 @@ def calibrate_model(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    questions: Annotated[int, typer.Option(min=12, help="Number of questions to make from the documents.")] = 20,
+    questions: Annotated[
+        int,
+        typer.Option(
+            min=12,
+            help="Number of questions to make from the documents; twice as many more are asked where these do not "
+            "decide.",
+        ),
+    ] = 20,
     plot: Annotated[Path | None, option("--plot", "Draw KL against speed into this PNG.", "none is drawn")] = None,
     json: Json = None,
 ) -> None:
@@ -93,15 +99,14 @@ def calibrate_model(
     print_skipped(console, documents)
     require_writable(plot)
     with console.status("starting"):
-        from ragfuse.calibration.calibrate import draw_calibration, make_cases, show_calibration
+        from ragfuse.calibration.calibrate import draw_calibration, show_calibration
         from ragfuse.calibration.plots import require_plotting
     if plot is not None:
         require_plotting()
     with loaded_engine(settings, console) as engine:
         with console.status("reading the documents"):
             texts = split_documents(documents.files, settings, engine.model.tokenizer, console)
-        cases = make_cases(texts, questions)
-        result = calibrate_engine(engine, cases, console, settings.model)
+        result = calibrate_engine(engine, texts, questions, console, settings.model)
     show_calibration(result, console)
     if plot is not None:
         draw_calibration(result, plot)
@@ -110,13 +115,24 @@ def calibrate_model(
     raise typer.Exit(0 if result["safe"] else 1)
 
 
-def calibrate_engine(engine: Engine, cases: Sequence[Case], console: Console, name: str) -> dict[str, Any]:
-    """Verify and calibrate an engine's model, and have its store keep the choice; return the calibration's report."""
-    from ragfuse.calibration.calibrate import calibrate
+def calibrate_engine(
+    engine: Engine, texts: Sequence[tuple[str, Sequence[str]]], questions: int, console: Console, name: str
+) -> dict[str, Any]:
+    """Verify and calibrate an engine's model, and have its store keep the choice; return the calibration's report.
 
+    Args:
+        engine: The engine.
+        texts: (name, chunks) of each document.
+        questions: Number of questions to make first.
+        console: Where progress is shown.
+        name: Name of the model, for messages.
+    """
+    from ragfuse.calibration.calibrate import MORE_QUESTIONS, calibrate, make_cases
+
+    cases, more_cases = make_cases(texts, questions), make_cases(texts, MORE_QUESTIONS * questions, seed=1)
     with console.status("verifying") as status:
         verified = engine.verify(lambda check: status.update(f"verifying: {check}")).passed
-    result = calibrate(engine.model, cases, console, name, verified)
+    result = calibrate(engine.model, cases, console, name, verified, more_cases)
     chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
     engine.learn(engine.profile.calibrated(result["safe"], *chosen))
     if engine.catalog.file is None:

@@ -1,6 +1,7 @@
 """Calibration: what it asks, what it calls safe, and that its choice is at work in the next process."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.calibration import calibrate as module
 from ragfuse.calibration.calibrate import (
     LADDER,
     MAX_KL_OVER_REUSE,
     MIN_AGREEMENT,
     POOL_PASSAGES,
+    REUSE,
     ChoiceResult,
     advice,
     calibrate,
@@ -22,7 +25,9 @@ from ragfuse.calibration.calibrate import (
     flaw_of,
     hopeless,
     make_cases,
+    undecided,
 )
+from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import Row
 from ragfuse.calibration.methods import Method
 from ragfuse.errors import InputError
@@ -64,6 +69,10 @@ def test_too_few_documents_are_told_with_what_is_wanted() -> None:
         make_cases([("one", CHUNKS[:3])], 5)
 
 
+def row(case: str, method: str, ratio: float, kl: float) -> Row:
+    return Row("calibrate", case, method, ratio, 100, 1.0, 1.0, 3.0, 3.0, kl, 0.95)
+
+
 def tried(policy: str, over: float, speed: float, high: float | None = None, top1: float = 0.99) -> ChoiceResult:
     return ChoiceResult(policy, 0.1, over, over / 2, over * 1.2 if high is None else high, over, top1, speed)
 
@@ -84,7 +93,40 @@ def test_the_advice_is_one_sentence_that_says_why() -> None:
     far = tried("hkvd", 0.8, 3.0)
     assert advice("m", None, [far]).startswith("Do not blend with m: the closest, hkvd at 10%")
     assert "verify" in advice("m", None, [far], flaw_of(False, 1.0, 5.0))
+    assert "no more than 0.96 (at most 0.25 wanted)" in advice("m", None, [far])
     assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
+    close, quick = tried("query", 0.05, 2.5), tried("lego", 0.1, 5.0)
+    assert advice("m", close, [far, close, quick]).endswith("To take it: RAGFUSE_POLICY=lego RAGFUSE_RATIO=0.1.")
+    assert "To take it" not in advice("m", quick, [far, close, quick])
+
+
+def test_only_a_choice_that_is_close_but_not_with_certainty_is_undecided() -> None:
+    unsure = tried("query", 0.2, 3.0, high=MAX_KL_OVER_REUSE + 0.1)
+    others = [tried("hkvd", 0.8, 3.0), tried("query", 0.1, 3.0), replace(unsure, dropped="top-1 too low")]
+    assert undecided([*others, unsure, tried("lego", 0.2, 3.0, top1=0.89)]) == [
+        unsure,
+        tried("lego", 0.2, 3.0, top1=0.89),
+    ]
+
+
+@pytest.mark.parametrize(("spread", "asked"), [((0.05, 0.05), 12), ((0.08, 0.32), 36), ((0.5, 0.6), 8)])
+def test_more_questions_are_asked_once_where_the_first_do_not_decide(
+    spread: tuple[float, float], asked: int, random_weights: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one choice the KL is given, as a share of plain reuse's; of all others it is far."""
+
+    def given(lab: Any, runner: Any, case: Case, methods: Sequence[Method], answers: bool) -> list[Row]:
+        at = int(case.id.rpartition(".")[2]) % 2
+        kls = {method: 1.0 if method == REUSE else 0.9 for method in methods} | {LADDER[-1]: spread[at]}
+        return [row(case.id, each.name, each.ratio or 0.0, kls[each]) for each in methods]
+
+    monkeypatch.setattr(module, "ask", given)
+    monkeypatch.setattr(module, "nats_per_token", lambda model, cases: 1.0)
+    with Engine(random_weights) as engine:
+        first, more = make_cases(DOCUMENTS, 12), make_cases(DOCUMENTS, 24, seed=1)
+        result = calibrate(engine.model, first, Console(quiet=True), "m", True, more)
+    assert result["questions"] == asked
+    assert result["safe"] is (sum(spread) < 1)
 
 
 def test_the_advice_asks_for_more_questions_where_they_may_find_a_safe_choice() -> None:
@@ -101,9 +143,6 @@ def test_only_a_model_that_predicts_its_documents_can_be_safe() -> None:
 
 
 def test_the_curve_is_worked_out_on_the_same_questions() -> None:
-    def row(case: str, method: str, ratio: float, kl: float) -> Row:
-        return Row("calibrate", case, method, ratio, 100, 1.0, 1.0, 3.0, 3.0, kl, 0.9)
-
     rows = [row(case, "none", 0.0, kl) for case, kl in (("a", 1.0), ("b", 3.0))]
     rows += [row(case, method.name, method.ratio or 0.0, 0.5) for case in "ab" for method in LADDER]
     found = curve(rows)

@@ -66,7 +66,7 @@ def invoke(environment: dict[str, str], books: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(run, "QUESTIONS", 2)
     monkeypatch.setattr(teacher, "ANSWER_TOKENS", 2)
     monkeypatch.setattr(examples, "SIZES", (2,))
-    monkeypatch.setattr(adapt, "calibrate_engine", lambda engine, cases, console, name: CALIBRATED)
+    monkeypatch.setattr(adapt, "calibrate_engine", lambda *given: CALIBRATED)
 
     def invoke(*arguments: object) -> Result:
         given = ["adapt", "--docs", books, "--out", tmp_path / "out", "--rank", 2, "--questions", 12, *arguments]
