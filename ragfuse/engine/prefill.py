@@ -12,10 +12,9 @@ from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.fuse.fusor import CachedRun, LayerSource, LostRun
 from ragfuse.hf.model import HFModel, NoSource, Prefill
 from ragfuse.hf.states import TenantStates
-from ragfuse.plan.controller import is_exact
 from ragfuse.settings import Settings
 from ragfuse.telemetry.otel import fused
-from ragfuse.types.plan import LoadPlan
+from ragfuse.types.plan import LoadPlan, is_exact
 
 
 @dataclass(frozen=True)

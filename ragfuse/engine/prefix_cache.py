@@ -21,7 +21,6 @@ from itertools import accumulate
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.states import States, TenantStates
-from ragfuse.plan.controller import is_exact
 from ragfuse.process.fork import at_fork, is_torn
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -30,6 +29,7 @@ from ragfuse.store.writer import Writers
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.plan import is_exact
 from ragfuse.types.prompt import Prompt, Segment
 
 log = logging.getLogger("ragfuse.engine")

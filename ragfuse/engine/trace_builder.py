@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ragfuse.hf.model import Prefill
-from ragfuse.plan.controller import is_exact
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import Fetch, LoadPlan
+from ragfuse.types.plan import Fetch, LoadPlan, is_exact
 from ragfuse.types.prompt import Segment
 from ragfuse.types.reasons import SHORT
 

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from ragfuse.plan.estimate import Blend, Estimate
 from ragfuse.plan.levels import MIN_GAIN, ReadOptions, fastest, least_lossy, lossier, read_options
 from ragfuse.plan.observed import corrected
-from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
-from ragfuse.types.plan import Bound, Fetch, Forecast, LoadPlan
+from ragfuse.types.plan import Bound, Fetch, Forecast, LoadPlan, is_blended
 from ragfuse.types.policy_cost import AUTO, CostOf
 from ragfuse.types.profiles import MachineProfile
 from ragfuse.types.prompt import Prompt, Segment
@@ -110,29 +110,6 @@ def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = 
     """
     chosen = choice if choice is not None and policy == AUTO else MEASURED
     return chosen[0] if policy == AUTO else policy, chosen[1] if ratio is None else ratio
-
-
-def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
-    """Return whether a policy may choose rows of a fetched segment to recompute."""
-    return prompt.segments[fetch.segment].kind == "chunk" and not is_exact(prompt, fetch)
-
-
-def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
-    """Return whether a fetched segment attended to exactly the tokens before it here, so that its KV equals full
-    prefill's."""
-    segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
-    lo, start = prompt.spans[fetch.segment][0], segment.start
-    if segment.kind == "prefix":
-        return True  # the prefix cache holds only exact KV
-    if fetch.key.encoded == "filler":
-        return False
-    if segment.rows is not None and segment.rows[0]:
-        whole = all(fetch.key in each.keys and each.shift == segment.shift for each in before)
-        return whole and segment.rows[0] == lo and not fetch.key.context
-    if not lo or not fetch.key.context:
-        return not lo and not fetch.key.context
-    gapless = start - lo == prompt.segments[0].start
-    return gapless and fetch.key.context == token_digest(prompt.token_ids[:lo])
 
 
 def blend_of(load_plan: LoadPlan) -> Blend:

@@ -7,10 +7,9 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.plan.controller import is_blended, is_exact
 from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import Fetch, Forecast, LoadPlan
+from ragfuse.types.plan import Fetch, Forecast, LoadPlan, is_blended, is_exact
 from ragfuse.types.policy_cost import Needs
 from ragfuse.types.reasons import SHORT
 from ragfuse.types.sizes import size_text

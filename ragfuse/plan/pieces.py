@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ragfuse.plan.adapt import StreamPart
-from ragfuse.plan.controller import blend_of, is_blended
+from ragfuse.plan.controller import blend_of
 from ragfuse.plan.estimate import Estimate
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.plan import Fetch, LoadPlan
+from ragfuse.types.plan import Fetch, LoadPlan, is_blended
 
 
 def parts_of(

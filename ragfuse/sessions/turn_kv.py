@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ragfuse.plan.controller import is_exact
 from ragfuse.sessions.session import KVSpan, PendingTurn
 from ragfuse.types.keys import ChunkKey, digest, filler_context, token_digest
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import LoadPlan
+from ragfuse.types.plan import LoadPlan, is_exact
 
 RowRanges = tuple[tuple[int, int], ...]
 """Ranges lo:hi of a prompt's rows, in order."""

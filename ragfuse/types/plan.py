@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ragfuse.types.keys import ChunkKey
+from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.policy_cost import BY_RATIO, PolicyCost
 from ragfuse.types.prompt import Prompt
 from ragfuse.types.sizes import size_text
@@ -71,6 +71,29 @@ class Fetch:
     nbytes: int
     n_tokens: int = 0
     sizes: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+
+
+def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
+    """Return whether a policy may choose rows of a fetched segment to recompute."""
+    return prompt.segments[fetch.segment].kind == "chunk" and not is_exact(prompt, fetch)
+
+
+def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
+    """Return whether a fetched segment attended to exactly the tokens before it here, so that its KV equals full
+    prefill's."""
+    segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
+    lo, start = prompt.spans[fetch.segment][0], segment.start
+    if segment.kind == "prefix":
+        return True  # the prefix cache holds only exact KV
+    if fetch.key.encoded == "filler":
+        return False
+    if segment.rows is not None and segment.rows[0]:
+        whole = all(fetch.key in each.keys and each.shift == segment.shift for each in before)
+        return whole and segment.rows[0] == lo and not fetch.key.context
+    if not lo or not fetch.key.context:
+        return not lo and not fetch.key.context
+    gapless = start - lo == prompt.segments[0].start
+    return gapless and fetch.key.context == token_digest(prompt.token_ids[:lo])
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from ragfuse.errors import SettingsError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.model import HFModel
 from ragfuse.load.layers import LayerReader
-from ragfuse.plan.controller import is_exact
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, MemoryTier
+from ragfuse.types.plan import is_exact
 from tests.plan.kit import plan
 
 SCALE = Scale(int8_nbytes=60e6, text_s=20.0)

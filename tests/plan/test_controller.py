@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ragfuse.plan.controller import MEASURED, is_exact, settle
+from ragfuse.plan.controller import MEASURED, settle
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import Entry
-from ragfuse.types.plan import Fetch
+from ragfuse.types.plan import Fetch, is_exact
 from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.prompt import Prompt, Segment
 from tests.plan.kit import plan
