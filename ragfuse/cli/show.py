@@ -36,6 +36,8 @@ def show_trace(console: Console, trace: Trace) -> None:
     for segment in trace.segments:
         level = f" as {segment.level}" if segment.level not in ("", "raw") else ""
         where = f"{segment.tier}{level}, {size_text(segment.nbytes)}" if segment.hit else "not stored"
+        if segment.hit and not segment.nbytes:
+            where = "read above" if trace.nbytes else segment.tier  # a state that is in memory has no bytes to read
         recomputed = "none: exact" if segment.exact else f"{segment.recomputed} tokens" if segment.hit else "all"
         name = Path(segment.source).name if segment.source else KIND_WORDS.get(segment.kind, segment.kind)
         why = "the same" if segment.why and segment.why == reason else segment.why
@@ -53,10 +55,10 @@ def show_trace(console: Console, trace: Trace) -> None:
     if trace.fallback_reason:
         summary = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.fallback_reason)}"
     else:
+        chosen = f" ({trace.mean_ratio:.0%}, chosen by the policy {trace.policy})" if trace.tokens_recomputed else ""
         summary = (
             f"{trace.tokens} tokens: [{REUSED}]{trace.tokens_reused} reused[/], [{RECOMPUTED}]"
-            f"{trace.tokens_recomputed} recomputed[/] ({trace.mean_ratio:.0%}, chosen by the policy "
-            f"{trace.policy}), [{FRESH}]{trace.tokens_fresh} computed[/]"
+            f"{trace.tokens_recomputed} recomputed[/]{chosen}, [{FRESH}]{trace.tokens_fresh} computed[/]"
         )
     console.print(f"{summary}; first token after {trace.ttft_s:.2f} s", highlight=False)
 

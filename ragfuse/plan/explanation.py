@@ -99,12 +99,7 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
 
 def needs(plan: LoadPlan) -> str:
     """Return what the plan's policy needs first, in words; "" where it has nothing to choose."""
-    chooses = (
-        plan.ratio > 0
-        and plan.cost.fixed_share != 0.0
-        and any(is_blended(plan.prompt, fetch) for fetch in plan.fetches)
-    )
-    return NEEDS[plan.cost.needs] if chooses else ""
+    return NEEDS[plan.cost.needs] if plan.chooses else ""
 
 
 def _segments(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
@@ -117,7 +112,8 @@ def _segments(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
         fetch, notes = fetches.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
         if fetch is not None:
             level = "" if fetch.level == LEVEL_NAMES[0] else f" as {fetch.level}"
-            notes[0] += f" in {fetch.tier}{level}, {size_text(fetch.nbytes)}, {ENCODED[fetch.key.encoded]}"
+            place = f" in {fetch.tier}{level}, {size_text(fetch.nbytes)}" if fetch.nbytes else ", read above"
+            notes[0] += f"{place}, {ENCODED[fetch.key.encoded]}"
         if index in times:
             notes.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
         name = name_of(segment.source) or KIND_NAMES[segment.kind]
@@ -149,8 +145,8 @@ def _seconds(plan: LoadPlan, read: Fetch | None, there: bool, load_s: float, com
 
 
 def _chosen(plan: LoadPlan) -> Iterator[str]:
-    """Yield the ratio with its bound, and what the policy needs first."""
-    if plan.fallback_reason:
+    """Yield the ratio with its bound, and what the policy needs first; nothing where it has nothing to choose."""
+    if plan.fallback_reason or not plan.chooses:
         return
     if plan.forecast is not None:
         quantity = f"Ratio {plan.ratio:.2f}" if plan.cost.is_adjustable else "Rows"

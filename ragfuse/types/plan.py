@@ -126,6 +126,12 @@ class LoadPlan:
     n_before: int = 0
     cost: PolicyCost = BY_RATIO
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the policy has tokens to choose: some that are read may be recomputed, and some of them will be."""
+        recomputes = self.ratio > 0 and self.cost.fixed_share != 0.0
+        return recomputes and any(is_blended(self.prompt, fetch) for fetch in self.fetches)
+
     def with_full_prefill(self, why: str) -> LoadPlan:
         """Return the plan of a full prefill of the same prompt, with the reason."""
         return replace(
@@ -137,6 +143,9 @@ class LoadPlan:
         if self.fallback_reason:
             known = f", {self.n_before} of them from an earlier prompt's state" if self.n_before else ""
             return f"full prefill of {len(self.prompt)} tokens{known}: {self.fallback_reason}"
-        nbytes = sum(fetch.nbytes for fetch in self.fetches)
-        found, missing = f"{len(self.fetches)} segments from the store", f"{len(self.misses)} missing"
-        return f"{found} ({size_text(nbytes)}), {missing}, ratio {self.ratio:.2f} by {self.policy}"
+        missing = f"{len(self.misses)} missing"
+        if not self.fetches:
+            return f"nothing from the store, {missing}"
+        found = f"{len(self.fetches)} segments from the store ({size_text(sum(f.nbytes for f in self.fetches))})"
+        chosen = f"ratio {self.ratio:.2f} by {self.policy}" if self.chooses else "nothing recomputed"
+        return f"{found}, {missing}, {chosen}"

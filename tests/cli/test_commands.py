@@ -386,6 +386,30 @@ def test_the_explanation_names_levels_that_are_not_raw():
     assert "memory, 500 KB" in shown(console)
 
 
+def test_what_was_read_for_a_part_above_has_no_size_of_its_own():
+    console, again = screen(120), replace(SEGMENTS[1], source="/c.txt", start=90, n_tokens=10, nbytes=0, recomputed=0)
+    show_trace(console, replace(TRACE, segments=(*SEGMENTS[:2], again), nbytes=1_400_000))
+    (line,) = [line for line in shown(console).splitlines() if line.startswith("c.txt")]
+    assert "read above" in line
+    assert "disk" not in line
+    assert "0 B" not in shown(console)
+
+
+def test_what_is_held_in_memory_as_a_state_has_no_size():
+    console = screen()
+    show_trace(console, Trace(tokens=40, tokens_reused=20, segments=(replace(SEGMENTS[0], tier="memory", nbytes=0),)))
+    assert re.search(r"beginning +20 +memory +none: exact", shown(console))
+    assert "read above" not in shown(console)
+
+
+def test_no_policy_is_named_where_none_chose():
+    console = screen()
+    exact = Trace("m", "hkvd", 0.15, 100, 20, 0, 80, 0.0, segments=SEGMENTS[:1])
+    show_trace(console, exact)
+    assert "100 tokens: 20 reused, 0 recomputed, 80 computed; first token" in shown(console)
+    assert "hkvd" not in shown(console)
+
+
 def test_the_strip_has_the_colours_of_what_was_done():
     styles = [str(span.style) for span in strip(TRACE, 100).spans]
     assert styles == ["blue"] * 40 + ["dark_orange"] * 9 + ["blue"] * 11 + ["grey50"] * 40

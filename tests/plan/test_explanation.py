@@ -59,6 +59,33 @@ def test_where_nothing_is_to_choose_nothing_is_said_of_it():
         assert not [line for line in lines if line.startswith("How ")]
 
 
+@pytest.mark.parametrize(("tiers", "policy", "ratio"), [(["disk"], "hkvd", 0.2), (["disk"] * 3, "hkvd", 0.0)])
+def test_no_policy_is_named_where_none_chooses(tiers, policy, ratio):
+    first, *rest = told(tiers, policy, ratio)
+    assert first.endswith("0 missing, nothing recomputed.")
+    assert policy not in "\n".join(rest)
+
+
+def test_a_policy_that_never_recomputes_is_not_named():
+    lines = told(["disk"] * 3, "none")
+    assert lines[0].endswith("0 missing, nothing recomputed.")
+    assert not [line for line in lines if line.startswith("Rows by")]
+
+
+def test_where_nothing_is_read_no_size_and_no_policy_is_named():
+    prompt, entries = prompt_of(["", ""])
+    assert in_words(plan(prompt, entries)).splitlines()[0] == "nothing from the store, 2 missing."
+
+
+def test_an_entry_that_several_segments_use_is_read_once():
+    prompt, entries = prompt_of(["disk"])
+    first, second = (replace(prompt.segments[0], kind="module", start=200 * at) for at in range(2))
+    lines = in_words(plan(Prompt((first, second, replace(prompt.segments[1], start=400))), entries)).splitlines()
+    assert "book-0, 200 tokens: hit in disk, 4.8 MB, encoded alone" in lines[1]
+    assert "book-0, 200 tokens: hit, read above, encoded alone" in lines[2]
+    assert "0 B" not in "".join(lines)
+
+
 def test_loading_and_computing_at_the_same_time_is_said():
     assert "computing, partly at the same time. Full" in told(["far"] * 6, "hkvd", far=2e-8)[-1]
     assert " of computing. Full" in told(["memory"] * 6, "hkvd")[-1]

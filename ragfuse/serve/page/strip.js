@@ -68,7 +68,7 @@ function told_of(each, found) {
     ["tokens", `${count(found.n_tokens)}, of which ${count(found.recomputed)} recomputed`],
     ["found", found.hit ? "yes" : `no: ${found.why || "not in the store"}`],
     ["tier", found.tier],
-    ["level", found.hit ? `${found.level}, ${bytes(found.nbytes)}` : ""],
+    ["level", found.hit ? found.level + (found.nbytes ? `, ${bytes(found.nbytes)}` : "") : ""],
     ["encoded", ENCODED[found.encoded]],
     ["exact", found.hit ? (found.exact ? "yes: the same KV as full prefill computes" : "no: close to it; recomputed tokens mend what differs most") : ""],
   ]);

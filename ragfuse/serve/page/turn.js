@@ -134,5 +134,5 @@ function reused(trace) {
   const parts = trace.tokens_prefix ? [`${count(trace.tokens_prefix)} as the beginning of an earlier prompt`] : [];
   if (chunks.length) parts.push(`${hits} of ${parts.length ? "the other " : ""}${many(chunks.length, "passage")}`);
   const found = parts.length ? ` (${parts.join(", ")})` : "";
-  return `${share(trace.tokens_reused, trace.tokens)} of ${count(trace.tokens)} prompt tokens reused${found}, ${count(trace.tokens_recomputed)} recomputed by ${trace.policy}.`;
+  return `${share(trace.tokens_reused, trace.tokens)} of ${count(trace.tokens)} prompt tokens reused${found}, ${count(trace.tokens_recomputed)} recomputed${trace.tokens_recomputed ? ` by ${trace.policy}` : ""}.`;
 }
