@@ -21,7 +21,7 @@ from ragfuse.cli.options import prepare_model
 from ragfuse.cli.prompts import prefix_of, rag_prompt
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import ProfileStore
+from ragfuse.engine.model_profiles import ProfileStore, calibrate_command, options_for
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile
@@ -130,30 +130,31 @@ def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
         profile = ProfileStore(catalog).joined(model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)
     if profile.verified is None:
-        yield CheckResult("verified", "note", "not checked yet", f"ragfuse verify {shlex.quote(settings.model)}")
+        yield CheckResult("verified", "note", "not checked yet", _verify_command(settings, engine))
     elif profile.verified:
         yield CheckResult("verified", "ok", "reuse is exact where it must be")
     else:
         remedy = "prompts are answered by full prefill; take another model or dtype"
         yield CheckResult("verified", "bad", "reuse is not exact where it must be", remedy)
-    calibrate = f"ragfuse calibrate --model {shlex.quote(settings.model)} --docs PATH"
     if profile.choice is not None:
         yield CheckResult("calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice))
     elif profile.safe is False:
         remedy = "prompts are answered by full prefill; RAGFUSE_POLICY=hkvd reuses chunks anyway"
         yield CheckResult("calibrated", "bad", "no policy kept answers close to full prefill's", remedy)
     else:
-        yield CheckResult("calibrated", "note", "not calibrated: the default policy is used", calibrate)
-    if machine is None:
         yield CheckResult(
-            "measured",
-            "note",
-            "this machine was not timed with this model",
-            f"ragfuse measure --model {settings.model}",
+            "calibrated", "note", "not calibrated: the default policy is used", calibrate_command(settings, model)
         )
+    if machine is None:
+        measure = shlex.join(["ragfuse", "measure", "--model", settings.model, *options_for(settings, model)])
+        yield CheckResult("measured", "note", "this machine was not timed with this model", measure)
     else:
         threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
         yield CheckResult("measured", "ok", f"on {threads}, tiers {', '.join(machine.tiers)}")
+
+
+def _verify_command(settings: Settings, engine: Engine) -> str:
+    return shlex.join(["ragfuse", "verify", settings.model, *options_for(settings, engine.model, has_store=False)])
 
 
 def _catalog_file(settings: Settings) -> CatalogFile | None:
@@ -225,7 +226,7 @@ def _check_exact(engine: Engine, full: Answer, fused: Answer) -> CheckResult:
     found = f"with every token recomputed, token {at + 1} of the answer is not full prefill's"
     if engine.settings.dtype != "float32" and engine.verify().passed:
         return CheckResult("exact", "ok", f"{found}, by no more than rounding explains")
-    return CheckResult("exact", "bad", found, f"ragfuse verify {engine.settings.model} shows which check fails")
+    return CheckResult("exact", "bad", found, f"{_verify_command(engine.settings, engine)} shows which check fails")
 
 
 def _line(answer: Answer) -> str:

@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 from dataclasses import replace
@@ -14,7 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
+from ragfuse.hf.model import HFModel
+from ragfuse.models.dtypes import auto_dtype
 from ragfuse.process.fork import ForkLock
+from ragfuse.settings import Settings
 from ragfuse.store.catalog import Catalog
 from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
@@ -94,13 +98,39 @@ def name_for_calibrate(setting: str, name: str) -> str:
     return setting if name in (setting, Path(setting).name) else name
 
 
+def options_for(settings: Settings, model: HFModel, has_store: bool = True) -> list[str]:
+    """Return the options of a command that judges or times a model as it is here: what is not the command's default.
+
+    An access token is left out.
+
+    Args:
+        settings: The settings of the engine, or those that the command line was given.
+        model: The loaded model.
+        has_store: Whether the command takes --store.
+    """
+    device, dtype = str(model.device), str(model.dtype).removeprefix("torch.")
+    loading = {name: value for name, value in settings.model_kwargs.items() if name != "token"}
+    return [
+        *(["--dtype", dtype] if dtype != auto_dtype(device) else []),
+        *(["--device", device] if device != Settings.model_fields["device"].default else []),
+        *(["--model-kwargs", json.dumps(loading)] if loading else []),
+        *(["--store", str(settings.store)] if has_store and settings.store is not None else []),
+    ]
+
+
+def calibrate_command(settings: Settings, model: HFModel) -> str:
+    """Return the command that calibrates a model as it is here, for documents at PATH."""
+    named = ["--model", name_for_calibrate(settings.model, model.name), *options_for(settings, model)]
+    return shlex.join(["ragfuse", "calibrate", *named, "--docs", "PATH"])
+
+
 class CalibrationHint:
     """Logs once that a model is not calibrated, and what to do about it."""
 
     def __init__(self) -> None:
         self._lock, self._is_logged = ForkLock(), False
 
-    def log_once(self, profile: ModelProfile, policy: str, model: str) -> None:
+    def log_once(self, profile: ModelProfile, policy: str, settings: Settings, model: HFModel) -> None:
         """Log the hint for an uncalibrated model with the policy "auto", unless it was logged before."""
         with self._lock:
             if self._is_logged or policy != AUTO or profile.choice is not None:
@@ -109,6 +139,9 @@ class CalibrationHint:
         name, ratio = profile.default_choice
         log.warning(
             "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the reused tokens. To "
-            "find what suits this model, and whether reuse is safe with it: ragfuse calibrate --model %s --docs PATH",
-            *(model, name, 100 * ratio, shlex.quote(model)),
+            "find what suits this model, and whether reuse is safe with it: %s",
+            name_for_calibrate(settings.model, model.name),
+            name,
+            100 * ratio,
+            calibrate_command(settings, model),
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.model_profiles import CalibrationHint, name_for_calibrate, refusal_of
+from ragfuse.engine.model_profiles import CalibrationHint, refusal_of
 from ragfuse.engine.options import with_remaining_deadline
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
@@ -151,7 +151,7 @@ class Planner:
             return found if found.fetches or found.fallback_reason else found.with_full_prefill(why_unused)
         if found.fetches or found.fallback_reason:
             if blends:
-                self._hint.log_once(profile, policy, name_for_calibrate(settings.model, model.name))
+                self._hint.log_once(profile, policy, settings, model)
             return found
         is_pending = any(why == ENCODING for _, why in found.misses)
         why = ENCODING if is_pending else self._why_nothing(prompt, bool(lost))

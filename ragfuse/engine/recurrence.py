@@ -7,12 +7,13 @@ prompt contains is encoded from that prompt's ids, and is a known chunk from the
 from __future__ import annotations
 
 import logging
-import shlex
 import time
 from collections.abc import Callable, Iterator
 
 from cachetools import TTLCache
 
+from ragfuse.engine.model_profiles import calibrate_command
+from ragfuse.hf.model import HFModel
 from ragfuse.process.fork import ForkLock
 from ragfuse.settings import Settings
 from ragfuse.text.passages import BorderOf, last_paragraph, passages
@@ -76,12 +77,13 @@ class RecurrenceHint:
     def __init__(self) -> None:
         self._lock, self._is_logged = ForkLock(), False
 
-    def log_once(self, n_passages: int, settings: Settings, why: str) -> None:
+    def log_once(self, n_passages: int, settings: Settings, model: HFModel, why: str) -> None:
         """Log the hint unless it was logged before.
 
         Args:
             n_passages: How many passages recurred.
             settings: The engine's settings.
+            model: The engine's model.
             why: Why this model is not blended; "" where it may be.
         """
         with self._lock:
@@ -90,7 +92,7 @@ class RecurrenceHint:
             self._is_logged = True
         advice = f"set RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead with engine.ingest(texts)"
         if why:
-            advice = f"run ragfuse calibrate --model {shlex.quote(settings.model)} --docs PATH ({why})"
+            advice = f"run {calibrate_command(settings, model)} ({why})"
         log.warning(
             "Nothing was reused, although %d long passages of this prompt were in earlier prompts. To reuse them: %s.",
             n_passages,

@@ -115,7 +115,7 @@ class RememberStage:
                     self.jobs.submit(EncodeJob("chunk", run, source=LEARNT))
         elif runs and job.nothing_reused and not self._runtime.profile.refusal:
             hint = shared(("recurs", self._settings.model), RecurrenceHint)
-            hint.log_once(len(runs), self._settings, why)
+            hint.log_once(len(runs), self._settings, model, why)
 
     def _encode(self, job: EncodeJob) -> None:
         if job.kind == "prefix":

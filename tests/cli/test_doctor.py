@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -70,6 +72,17 @@ def test_a_question_is_answered_both_ways_and_nothing_is_changed(doctor, tmp_pat
     assert {rows[what]["state"] for what in ("verified", "calibrated", "measured")} == {"note"}
     assert rows["verified"]["remedy"].startswith("ragfuse verify ")
     assert "16 tokens" in rows["exact"]["found"]
+
+
+def test_commands_that_are_told_are_read_by_a_shell_as_meant(doctor, tiny_settings, tmp_path):
+    model, store = tmp_path / "my models" / "m", tmp_path / "my store"
+    shutil.copytree(tiny_settings.model, model)
+    _, rows, _ = doctor("--model", str(model), "--dtype", "float16", "--store", str(store))
+    told = {what: shlex.split(rows[what]["remedy"]) for what in ("verified", "calibrated", "measured")}
+    assert told["verified"] == ["ragfuse", "verify", str(model), "--dtype", "float16"]
+    as_here = ["--model", str(model), "--dtype", "float16", "--store", str(store)]
+    assert told["calibrated"] == ["ragfuse", "calibrate", *as_here, "--docs", "PATH"]
+    assert told["measured"] == ["ragfuse", "measure", *as_here]
 
 
 def test_what_a_store_knows_of_the_model_and_the_machine_is_told(doctor, environment, tiny_settings, tmp_path):

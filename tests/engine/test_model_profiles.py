@@ -1,12 +1,22 @@
 """The quality gate: who is refused, and what is said once."""
 
 import logging
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from ragfuse import Engine, Settings
-from ragfuse.engine.model_profiles import CalibrationHint, name_for_calibrate, refusal_of
+from ragfuse.engine.model_profiles import (
+    CalibrationHint,
+    calibrate_command,
+    name_for_calibrate,
+    options_for,
+    refusal_of,
+)
+from ragfuse.hf.model import HFModel
+from ragfuse.models import dtypes
 from ragfuse.models.loader import load_model
 from ragfuse.types.profiles import UNCALIBRATED, UNCALIBRATED_DENSE, ModelProfile
 from tests.tiny import CHUNKS, messages
@@ -36,16 +46,45 @@ def test_only_a_safe_calibration_is_a_choice() -> None:
     assert KNOWN.calibrated(True, "lego", 0.1).choice == ("lego", 0.1)
 
 
+def loaded(name: str = "m", dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> HFModel:
+    """A stand-in for a loaded model: what commands need to know of one."""
+    model = object.__new__(HFModel)
+    model.name, model.dtype, model.device = name, dtype, torch.device(device)
+    return model
+
+
+@pytest.fixture
+def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose CPU has units for bfloat16, so that this is the dtype unless another one is given."""
+    monkeypatch.setattr(dtypes.torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
+
+
+@pytest.mark.usefixtures("with_units")
 def test_the_hint_is_given_once_and_only_where_it_helps(caplog: pytest.LogCaptureFixture) -> None:
-    hint = CalibrationHint()
-    hint.log_once(KNOWN, "hkvd", "m")
-    hint.log_once(KNOWN.calibrated(True, "lego", 0.1), "auto", "m")
+    hint, settings, model = CalibrationHint(), Settings(model="m"), loaded()
+    hint.log_once(KNOWN, "hkvd", settings, model)
+    hint.log_once(KNOWN.calibrated(True, "lego", 0.1), "auto", settings, model)
     assert not caplog.records
     for _ in range(3):
-        hint.log_once(KNOWN, "auto", "m")
+        hint.log_once(KNOWN, "auto", settings, model)
     (said,) = caplog.records
     assert said.levelno == logging.WARNING
-    assert "ragfuse calibrate --model m --docs PATH" in said.getMessage()
+    assert said.getMessage().endswith("is safe with it: ragfuse calibrate --model m --docs PATH")
+
+
+@pytest.mark.usefixtures("with_units")
+def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path: Path) -> None:
+    folder = tmp_path / "my models" / "m"
+    settings = Settings(model=str(folder), store=tmp_path / "my store", model_kwargs={"revision": "r", "token": "hf"})
+    told = shlex.split(calibrate_command(settings, loaded(str(folder), torch.float32)))
+    assert told == [
+        *("ragfuse", "calibrate", "--model", str(folder), "--dtype", "float32"),
+        *("--model-kwargs", '{"revision": "r"}', "--store", str(tmp_path / "my store"), "--docs", "PATH"),
+    ]
+    assert options_for(settings, loaded("m", torch.float16, "cuda:1"), has_store=False)[:4] == [
+        *("--dtype", "float16", "--device", "cuda:1"),
+    ]
+    assert options_for(Settings(), loaded()) == []
 
 
 def test_an_uncalibrated_model_answers_at_the_default_and_says_so(
@@ -65,7 +104,7 @@ def test_the_hint_names_the_model_that_answers(tiny_settings: Settings, caplog: 
         engine.answer(messages())
     (text,) = [each.getMessage() for each in caplog.records if "not calibrated" in each.getMessage()]
     assert "smollm2" not in text
-    assert f"--model {tiny.name} --docs" in text
+    assert f"ragfuse calibrate --model {shlex.quote(tiny.name)} --" in text
     assert name_for_calibrate("/models/q", "q") == "/models/q"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.engine.model_profiles import calibrate_command
 from ragfuse.engine.recurrence import RecurrenceHint, RecurringPassages
 from ragfuse.process.shared import forget, shared
 from ragfuse.types.prompt import Prompt, Segment
@@ -170,3 +171,11 @@ def test_it_is_said_once_where_long_passages_recur_and_are_not_reused(tiny_setti
     told = [record.getMessage() for record in caplog.records if "in earlier prompts" in record.getMessage()]
     assert len(told) == 1
     assert "RAGFUSE_LEARN=text" in told[0]
+
+
+def test_where_reuse_is_off_the_command_that_is_told_is_for_this_very_model(engine, caplog):
+    hint = RecurrenceHint()
+    for _ in range(2):
+        hint.log_once(2, engine.settings, engine.model, "no choice was safe")
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert f"To reuse them: run {calibrate_command(engine.settings, engine.model)} (no choice was safe)." in told
