@@ -23,7 +23,7 @@ from ragfuse.cli.answerer import (
 from ragfuse.cli.files import FilesToIngest, find_files
 from ragfuse.cli.gone import forget_absent
 from ragfuse.cli.ingest import add_files, encode, print_skipped
-from ragfuse.cli.notices import tell_sources, warn_of_unfinished
+from ragfuse.cli.notices import tell_late, tell_sources, warn_of_unfinished
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -205,6 +205,7 @@ def _answers(
     full = _full_prefill(engine, prompt, console, options.ask) if options.compare else None
     answer = _stream(engine, prompt, console, options.compare, options.ask)
     tell_sources(retrieved)
+    tell_late(answer.trace)
     if options.explain or options.compare:
         from ragfuse.cli.show import show_trace
 

@@ -11,6 +11,7 @@ from ragfuse.cli.show import names_of
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
+    from ragfuse.types.answer import Trace
 
 
 def tell_sources(sources: Iterable[str]) -> None:
@@ -24,6 +25,12 @@ def warn_of_unfinished(library: Library) -> None:
     """Say which ingests into an index have not ended, as it answers from what it has."""
     for warning in library.warnings():
         _say(warning, "yellow")
+
+
+def tell_late(trace: Trace) -> None:
+    """Say when the first token came, where that was after the deadline."""
+    if trace.is_late:
+        _say(f"Wanted the first token within {trace.deadline_s:g} s, got it after {trace.ttft_s:.3f} s.", "yellow")
 
 
 def _say(text: str, style: str) -> None:

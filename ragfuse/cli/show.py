@@ -60,7 +60,14 @@ def show_trace(console: Console, trace: Trace) -> None:
             f"{trace.tokens} tokens: [{REUSED}]{trace.tokens_reused} reused[/], [{RECOMPUTED}]"
             f"{trace.tokens_recomputed} recomputed[/]{chosen}, [{FRESH}]{trace.tokens_fresh} computed[/]"
         )
-    console.print(f"{summary}; first token after {trace.ttft_s:.2f} s", highlight=False)
+    console.print(f"{summary}; first token after {trace.ttft_s:.2f} s{_of_deadline(trace)}", highlight=False)
+
+
+def _of_deadline(trace: Trace) -> str:
+    """Return whether the first token came in time, as the end of a sentence; "" without a deadline."""
+    if trace.deadline_s is None:
+        return ""
+    return f", {'[bold]after[/]' if trace.is_late else 'within'} the deadline of {trace.deadline_s:g} s"
 
 
 def legend() -> Text:
@@ -90,7 +97,7 @@ def shaded(text: Text) -> Text:
 
 
 def _show_stream(console: Console, stream: StreamTrace) -> None:
-    """Print the pieces of a stream, and whether the first token came within the deadline."""
+    """Print the pieces of a stream."""
     table = Table("read as", box=None, pad_edge=False)
     for heading in ("tokens", "at s", "size", "s", "MB/s"):
         table.add_column(heading, justify="right")
@@ -100,8 +107,6 @@ def _show_stream(console: Console, stream: StreamTrace) -> None:
         figures = read if piece.seconds else ("", "", "")
         table.add_row(piece.level, str(piece.tokens), f"{piece.began_s:.2f}", *figures, Text(piece.why))
     console.print(table)
-    when = "within" if stream.held else "after"
-    console.print(f"first token {when} the deadline of {stream.deadline_s:g} s", highlight=False)
 
 
 def short(name: str) -> str:

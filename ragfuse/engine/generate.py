@@ -120,7 +120,7 @@ class GenerateStage:
     def _trace(self, prepared: PreparedPrompt, request: Request, first_s: float | None) -> Trace:
         timing = replace(prepared.timing, began_s=request.runtime.without_loading(request.began_s))
         trace = trace_of(prepared, timing, first_s, time.perf_counter(), request.model.name)
-        return replace(trace, promoted=self.placement.take_promoted())
+        return replace(trace, promoted=self.placement.take_promoted(), deadline_s=request.ask.deadline_s)
 
 
 def _is_abandoned(end: object) -> bool:

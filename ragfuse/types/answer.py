@@ -116,6 +116,7 @@ class Trace:
         compute_s: Time spent computing.
         prefill_s: Time from the prompt to its first logits.
         ttft_s: Time to the first token.
+        deadline_s: Within what time the first token was wanted; None: no deadline was given.
         total_s: Time to the end of the answer.
         fallback_reason: Why nothing was fused; "" where the prompt was fused.
         segments: One row per segment that could have come from the store.
@@ -149,6 +150,7 @@ class Trace:
     compute_s: float = 0.0
     prefill_s: float = 0.0
     ttft_s: float = 0.0
+    deadline_s: float | None = None
     total_s: float = 0.0
     fallback_reason: str = ""
     segments: tuple[SegmentTrace, ...] = ()
@@ -169,9 +171,17 @@ class Trace:
     decoded_elsewhere: int = 0
 
     @property
+    def is_late(self) -> bool:
+        """Whether the first token came after the deadline."""
+        if self.stream is not None:
+            return not self.stream.held
+        return self.deadline_s is not None and self.ttft_s > self.deadline_s
+
+    @property
     def summary(self) -> str:
         """One line such as "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, first token 0.14 s"."""
         first = f"first token {self.ttft_s:.2f} s"
+        first += f" (wanted within {self.deadline_s:g} s)" if self.is_late else ""
         if not self.tokens_reused:
             return f"{self.tokens} tokens: none reused ({self.fallback_reason or 'nothing was found'}), {first}"
         chunks = [each.hit for each in self.segments if each.kind == "chunk" and not each.goes_on]

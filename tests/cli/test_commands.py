@@ -424,6 +424,26 @@ def test_without_colours_the_strip_and_its_legend_tell_kinds_by_their_shade():
     assert "\u2592 recomputed  \u2591 computed" in shown(console)
 
 
+def test_the_explanation_says_whether_the_first_token_was_in_time():
+    for deadline_s, said in ((0.5, "within the deadline of 0.5 s"), (0.1, "after the deadline of 0.1 s")):
+        console = screen(200)
+        show_trace(console, replace(TRACE, ttft_s=0.25, deadline_s=deadline_s))
+        assert f"first token after 0.25 s, {said}" in shown(console)
+    console = screen(200)
+    show_trace(console, replace(TRACE, ttft_s=0.25))
+    assert shown(console).rstrip().endswith("first token after 0.25 s")
+
+
+def test_a_missed_deadline_is_told_beside_the_answer(run, book):
+    late, early = (run("ask", "Who?", "--docs", book, "--json", "-", "--deadline", limit) for limit in ("0", "600"))
+    trace = asked(late)["trace"]
+    assert trace["deadline_s"] == 0
+    assert f"Wanted the first token within 0 s, got it after {trace['ttft_s']:.3f} s." in late.stderr
+    assert trace["summary"].endswith("(wanted within 0 s)")
+    assert "Wanted the first token" not in early.stderr
+    assert "wanted" not in asked(early)["trace"]["summary"]
+
+
 def test_a_refusal_is_told_in_place_of_numbers():
     console = screen()
     show_trace(console, Trace(tokens=7, fallback_reason="its rope [dynamic] depends on the prompt"))
