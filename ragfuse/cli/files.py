@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -32,6 +33,8 @@ BOMS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+GUESSED = MappingProxyType({"cp1252": "Windows-1252", "latin-1": "Latin-1"})
+"""Encodings that a text file is taken for where it is not UTF-8 and has no byte order mark, with their names."""
 WORD_NBYTES = 64 << 20
 """Most bytes that are read of one part of a docx, after unpacking."""
 
@@ -181,6 +184,19 @@ def encoding_of(data: bytes) -> str:
             continue
         return encoding
     return "latin-1"
+
+
+def guessed_encoding(file: Path) -> str:
+    """Return the name of the encoding that a text file is taken for; "" where it is UTF-8 or declares its encoding.
+
+    A PDF or docx, and a file that cannot be read, is no text file.
+    """
+    if file.suffix.lower() in (*PDF_TYPES, WORD):
+        return ""
+    try:
+        return GUESSED.get(encoding_of(file.read_bytes()), "")
+    except (OSError, InputError):
+        return ""
 
 
 def texts_of(file: Path, warns: bool = True) -> Iterable[str]:

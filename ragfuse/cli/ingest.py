@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, shown_name
+from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, guessed_encoding, shown_name
 from ragfuse.cli.gone import (
     Absent,
     documents_named,
@@ -271,6 +271,8 @@ def add_files(
                 stays = " What was read of it before stays in the index." if str(file.resolve()) in known else ""
                 _print_left_out(console, f"{error}{stays}")
             bar.update(task, completed=before + size)
+    left_out = {file for file, _ in failed}
+    _print_guessed(console, [file for file in files if file not in left_out])
     if not chunks:
         raise _no_text(files)
     return chunks, failed
@@ -301,6 +303,8 @@ def split_documents(
             texts.append((str(file), list(split_file(file, settings, tokenizer))))
         except InputError as error:
             _print_left_out(console, str(error))
+    read = {name for name, _ in texts}
+    _print_guessed(console, [file for file in files if str(file) in read])
     if not texts:
         raise _no_text(files)
     return texts
@@ -393,12 +397,28 @@ def encode_on_ray(
 
 def print_skipped(console: Console, found: FilesToIngest) -> None:
     """Print which files are left out, a line for each reason."""
-    by_reason = dict[str, list[str]]()
+    by_reason = dict[str, list[Path]]()
     for path, why in found.skipped:
-        by_reason.setdefault(why, []).append(shown_name(path))
-    for why, names in by_reason.items():
-        shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED:,} more" if len(names) > NAMED else "")
-        console.print(f"[yellow]left out[/]: {escape(shown)}: {escape(why)}", highlight=False, soft_wrap=True)
+        by_reason.setdefault(why, []).append(path)
+    for why, paths in by_reason.items():
+        _print_files(console, "left out", paths, why)
+
+
+def _print_guessed(console: Console, files: Sequence[Path]) -> None:
+    """Print which text files were taken for another encoding than UTF-8, a line for each encoding."""
+    by_encoding = dict[str, list[Path]]()
+    for file in files:
+        by_encoding.setdefault(guessed_encoding(file), []).append(file)
+    for encoding, paths in by_encoding.items():
+        if encoding:
+            _print_files(console, f"read as {encoding}", paths, "not valid UTF-8; convert what is in another encoding")
+
+
+def _print_files(console: Console, what: str, paths: Sequence[Path], why: str) -> None:
+    """Print a line with the names of files, `NAMED` of them at most."""
+    shown = ", ".join(map(shown_name, paths[:NAMED]))
+    shown += f" and {len(paths) - NAMED:,} more" if len(paths) > NAMED else ""
+    console.print(f"[yellow]{what}[/]: {escape(shown)}: {escape(why)}", highlight=False, soft_wrap=True)
 
 
 def _refused_writes(engine: Engine) -> dict[str, int]:

@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from ragfuse.cli.files import encoding_of, find_files, look_for_files, shown_name, texts_of
+from ragfuse.cli.files import encoding_of, find_files, guessed_encoding, look_for_files, shown_name, texts_of
 from ragfuse.errors import InputError
 
 
@@ -76,6 +76,24 @@ def test_text_in_other_encodings_is_read_right(tmp_path, encoding, name):
     file.write_bytes((said if name == "a.txt" else f"<p>{said}</p>").encode(encoding))
     assert find_files([file]).files == (file,)
     assert [text.strip() for text in texts_of(file)] == [said]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "encoding"),
+    [
+        ("a.txt", "café".encode(), ""),
+        ("a.txt", "café".encode("utf-16"), ""),
+        ("a.html", "café".encode("cp1252"), "Windows-1252"),
+        ("a.txt", b"caf\xe9 \x81", "Latin-1"),
+        ("a.pdf", b"%PDF \xe9", ""),
+        ("a.docx", b"PK \xe9", ""),
+        ("a.txt", b"\xff\xfea", ""),
+    ],
+)
+def test_an_encoding_is_guessed_for_a_text_without_mark_that_is_no_utf_8(tmp_path, name, data, encoding):
+    (tmp_path / name).write_bytes(data)
+    assert guessed_encoding(tmp_path / name) == encoding
+    assert guessed_encoding(tmp_path / "gone.txt") == ""
 
 
 def test_bytes_that_are_no_text_in_any_of_them_still_have_an_encoding():

@@ -43,6 +43,18 @@ def test_it_says_what_became_of_each(done, said):
     assert _encoded_in_words(done) == said
 
 
+def test_files_in_an_old_encoding_are_named_once_for_all(tmp_path, capsys):
+    files = [tmp_path / f"{number}.txt" for number in range(7)]
+    for file in files:
+        file.write_bytes("Müller's café.".encode("utf-8" if file.name == "0.txt" else "cp1252"))
+    split_documents(files, Settings(), SimpleNamespace(tokenize=str.split), Console())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "read as" in line]
+    assert lines == [
+        "read as Windows-1252: 1.txt, 2.txt, 3.txt, 4.txt, 5.txt and 1 more: not valid UTF-8; convert what is in "
+        "another encoding"
+    ]
+
+
 def test_what_is_split_leaves_out_what_cannot_be_read_until_nothing_is_left(tmp_path, capsys):
     good, bad = tmp_path / "good.txt", tmp_path / "bad.json"
     good.write_text("Some words.")
