@@ -40,6 +40,7 @@ WORD_NBYTES = 64 << 20
 
 
 LINKED_FOLDER = "a link to a folder: name it by itself to ingest what is in it"
+DANGLING = "a link to what is not there"
 CANNOT_BE_READ = "cannot be read"
 """How the reason begins for a file or folder of which nothing is known."""
 
@@ -79,6 +80,11 @@ def look_for_files(paths: Sequence[Path]) -> FilesToIngest:
     files: list[Path] = []
     skipped: list[tuple[Path, str]] = []
     for path in paths:
+        if _is_dangling(path):
+            where = path.readlink()
+            raise InputError(
+                f"Wanted a file or folder, found a link to '{where}', which is not there, at '{path}'. Repair the link."
+            )
         if not path.exists():
             raise InputError(f"Wanted a file or folder, found nothing at '{path}'. Check the spelling.")
         for file, unreadable in sorted(_inside(path)) if path.is_dir() else [(path, "")]:
@@ -91,7 +97,12 @@ def look_for_files(paths: Sequence[Path]) -> FilesToIngest:
 
 
 def shown_name(path: Path) -> str:
-    """Return the name of a file or folder for people: that of a folder ends with a slash."""
+    """Return the name of a file or folder for people: that of a folder ends with a slash.
+
+    A link has its whole path, as what is to be done about it is done there, and so has what has no name, such as ".".
+    """
+    if path.is_symlink() or not path.name:
+        return str(path)
     return f"{path.name}/" if path.is_dir() else path.name
 
 
@@ -133,10 +144,16 @@ def _inside(root: Path) -> Iterator[tuple[Path, str]]:
             try:
                 if path.is_file():
                     yield path, ""
+                elif _is_dangling(path):
+                    yield path, DANGLING
             except OSError as error:
                 yield path, _unreadable(error)
     for failed in errors:
         yield Path(failed.filename or root), _unreadable(failed)
+
+
+def _is_dangling(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _unreadable(error: OSError) -> str:

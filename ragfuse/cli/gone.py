@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ragfuse.cli.answerer import is_local
 from ragfuse.cli.entries import counted
-from ragfuse.cli.files import FilesToIngest, is_gone, look_for_files
+from ragfuse.cli.files import DANGLING, FilesToIngest, is_gone, look_for_files
 from ragfuse.cli.options import index_option
 from ragfuse.cli.show import NAMED, listed, printable
 from ragfuse.errors import InputError
@@ -61,7 +61,7 @@ def absent(
         before: The documents that the index had before this ingest; None: not known, so that none counts as moved.
     """
     there = {str(file.resolve()) for file in found.files}
-    skipped = {str(file.resolve()) for file, _ in found.skipped}
+    skipped = {str(file.resolve()) for file, why in found.skipped if why != DANGLING}  # its target may only be away
     roots, unreadable = _folders(paths), [path.resolve() for path in found.unreadable]
     added = there - (there if before is None else set(before))
     names = {origins[source].content: source for source in sorted(added & origins.keys(), reverse=True)}

@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -274,7 +275,29 @@ def test_a_link_to_a_folder_is_named_and_not_followed(tmp_path):
     (tmp_path / "docs" / "linked").symlink_to(tmp_path / "shared")
     found = find_files([tmp_path / "docs"])
     assert [path.name for path in found.files] == ["a.txt"]
+    link = tmp_path / "docs" / "linked"
     assert [(shown_name(path), why) for path, why in found.skipped] == [
-        ("linked/", "a link to a folder: name it by itself to ingest what is in it")
+        (str(link), "a link to a folder: name it by itself to ingest what is in it")
     ]
-    assert [path.name for path in find_files([tmp_path / "docs" / "linked"]).files] == ["b.txt"]
+    assert [path.name for path in find_files([link]).files] == ["b.txt"]
+
+
+def test_a_link_to_what_is_not_there_is_named_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "docs" / "deep").mkdir(parents=True)
+    (tmp_path / "docs" / "a.txt").write_text("All that the keeper wrote down.")
+    (tmp_path / "docs" / "deep" / "b.txt").symlink_to("../nowhere.txt")
+    (tmp_path / "docs" / "round").symlink_to("round")
+    monkeypatch.chdir(tmp_path)
+    found = find_files([Path("docs")])
+    assert [path.name for path in found.files] == ["a.txt"]
+    assert [(shown_name(path), why) for path, why in found.skipped] == [
+        ("docs/deep/b.txt", "a link to what is not there"),
+        ("docs/round", "a link to what is not there"),
+    ]
+    with pytest.raises(InputError, match=r"a link to '\.\./nowhere\.txt', which is not there, at 'docs/deep/b\.txt'"):
+        find_files([Path("docs/deep/b.txt")])
+
+
+def test_the_folder_that_one_is_in_has_its_path_for_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [shown_name(Path(name)) for name in (".", "..", "here")] == [".", "../", "here"]

@@ -403,6 +403,18 @@ def test_a_hidden_file_that_was_ingested_by_its_own_path_stays(village):
     assert found == absent({}, [village], find_files([village]))
 
 
+def test_what_a_link_led_to_is_kept_where_the_link_leads_nowhere_now(village, tmp_path):
+    away = tmp_path / "away.txt"
+    away.write_text("What lay elsewhere.")
+    (village / "link.txt").symlink_to(away)
+    source = str(away.resolve())
+    assert source in {str(file.resolve()) for file in find_files([village]).files}
+    away.unlink()
+    found = find_files([village])
+    assert [path.name for path, _ in found.skipped] == ["link.txt"]
+    assert absent({source: HERE}, [village], found) == absent({}, [village], found)
+
+
 def test_a_file_that_is_named_and_left_out_now_is_gone(village):
     mayor, walnuts = village / "mayor.txt", village / "trees" / "walnuts.txt"
     mayor.write_text("")
