@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 from ragfuse.errors import InputError
 from ragfuse.text.file_texts import READERS, texts_in
+from ragfuse.types.sizes import capacity_text
 
 TEXT_TYPES, PDF_TYPES = (".txt", ".md", ".rst", ".text", ".markdown"), (".pdf",)
 _CODE = (
@@ -43,6 +44,10 @@ LINKED_FOLDER = "a link to a folder: name it by itself to ingest what is in it"
 DANGLING = "a link to what is not there"
 CANNOT_BE_READ = "cannot be read"
 """How the reason begins for a file or folder of which nothing is known."""
+
+
+class _TooLargeError(InputError):
+    """Tells a document that has more than is read of one, and may be read in parts."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,8 @@ def texts_of(file: Path, warns: bool = True) -> Iterable[str]:
         raise
     except Exception as error:
         reason = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({reason}). Repair it or leave it out.") from error
+        remedy = "Split it" if isinstance(error, _TooLargeError) else "Repair it"
+        raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({reason}). {remedy} or leave it out.") from error
     if not any(text.strip() for text in raw_texts):
         hint = "if its pages are scanned, run OCR on it first" if suffix in PDF_TYPES else "leave it out"
         raise InputError(f"'{file}' contains no text; {hint}.")
@@ -264,7 +270,7 @@ def _word(file: Path) -> Iterator[str]:
             with packed.open(name) as part:
                 data = part.read(WORD_NBYTES + 1)
             if len(data) > WORD_NBYTES:
-                raise InputError(f"its part {name} is over the limit of {WORD_NBYTES >> 20} MB")
+                raise _TooLargeError(f"its part {name} is over the limit of {capacity_text(WORD_NBYTES)}, unpacked")
             parser = ElementTree.XMLParser(target=_WithoutEntities())
             yield "\n".join(_paragraphs(ElementTree.fromstring(data, parser)))
 

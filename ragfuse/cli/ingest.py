@@ -156,7 +156,7 @@ def ingest(
     there += f" in '{index}'" if here_now == in_all.keys() else f"; {_sums(in_all)} in '{index}' in all"
     console.print(f"[bold]{there}{', without KV' if no_kv else f'; {_encoded_in_words(done)}'}.", soft_wrap=True)
     if skipped:
-        console.print(f"[yellow]{_left_out(skipped)} left out[/], see above.", highlight=False)
+        console.print(f"[yellow]{_left_out(skipped)} left out[/], see above; all else was read.", highlight=False)
     console.print(f'Ask: ragfuse ask "..."{index_option(index)}', highlight=False)
     result = _result(library, documents, skipped, left, len(chunks), done)
     write_json({**result, **({} if on_ray is None else {"ray": on_ray.as_dict()})}, json)
@@ -317,7 +317,8 @@ def _print_left_out(console: Console, reason: str) -> None:
 
 
 def _no_text(files: Sequence[Path]) -> InputError:
-    return InputError(f"Wanted text, found none in {_counted(len(files), 'file')}. For scanned pages, run OCR first.")
+    found = _counted(len(files), "file")
+    return InputError(f"Wanted text, found none in {found}; the lines above say why. Mend these, or name other files.")
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:

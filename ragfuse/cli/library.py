@@ -366,8 +366,9 @@ class Library:
             yield
         except (OSError, SafetensorError) as error:
             raise SettingsError(
-                f"The index cannot be written to '{self.folder}' ({error}). Free some space there, or set RAGFUSE_HOME "
-                "to a folder that can be written to."
+                f"The index cannot be written to '{self.folder}' ({error}). Free some space there and run "
+                "the same command again, which goes on from here, or set RAGFUSE_HOME to a folder that can be written "
+                "to."
             ) from error
 
     def _parts(self, file: str = "") -> Iterator[FilePart]:

@@ -92,7 +92,7 @@ def test_a_folder_of_many_kinds_is_ingested_and_what_was_left_out_is_told_once(r
     assert "contains no text; if its pages are scanned" in skipped["scan.pdf"]
     assert "contains no text" in skipped["blank.html"]
     lines = result.stdout.splitlines()
-    assert "4 files left out, see above." in lines
+    assert "4 files left out, see above; all else was read." in lines
     assert {name: sum(name in line for line in lines) for name in skipped} == dict.fromkeys(skipped, 1)
     assert sum("half.json" in record.getMessage() for record in caplog.records) == 1
     assert told["chunks"] >= 23

@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_keeps_its_documents(told, run
     result = run("ingest", village)
     assert "left out: trees/: cannot be read (Permission denied)" in result.stdout
     assert "kept in the index: walnuts.txt: cannot be read now" in result.stdout
-    assert "1 folder left out, see above." in result.stdout
+    assert "1 folder left out, see above; all else was read." in result.stdout
     assert kept(told, "walnuts")
 
 

@@ -62,5 +62,5 @@ def test_what_is_split_leaves_out_what_cannot_be_read_until_nothing_is_left(tmp_
     tokenizer, console = SimpleNamespace(tokenize=str.split), Console()
     assert split_documents([bad, good], Settings(), tokenizer, console) == [(str(good), ["Some words."])]
     assert "left out: '" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"Wanted text, found none in 1 file\."):
+    with pytest.raises(InputError, match=r"found none in 1 file; the lines above say why\. Mend these"):
         split_documents([bad], Settings(), tokenizer, console)

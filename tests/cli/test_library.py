@@ -207,7 +207,7 @@ def test_an_overlap_as_long_as_a_chunk_is_refused(library):
 
 def test_an_index_that_cannot_be_written_is_refused(library, book, tokenizer, tmp_path):
     (tmp_path / "indexes").write_text("a file")
-    with pytest.raises(SettingsError, match="RAGFUSE_HOME"):
+    with pytest.raises(SettingsError, match="run the same command again, which goes on from here, or set RAGFUSE_HOME"):
         library().add(book / "lighthouses.txt", tokenizer)
 
 
