@@ -268,16 +268,20 @@ class StoreAdmin:
         return sorted(rows, key=lambda row: -row.entry.last_used)
 
     def uses(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> list[tuple[Tenant, TenantUse]]:
-        """Return what each selected tenant keeps, largest first: bytes of `rows` by tier, all texts and sessions."""
-        tenants, nbytes = self._tenants(), dict[str, Counter[str]]()
-        for row in rows:
-            nbytes.setdefault(row.entry.key.model, Counter())[row.entry.tier] += row.entry.nbytes
-        named = {row.entry.key.model for row in rows} | {
-            digest
-            for digest in self.catalog.strict.tenants()
-            if not (entry_filter.keys or entry_filter.tier or entry_filter.source)
-            and _matches_tenant(tenants.get(digest, Tenant(digest)), entry_filter)
-        }
+        """Return what each tenant with selected entries keeps in all, largest first: bytes by tier, texts and sessions.
+
+        Args:
+            rows: The selected entries.
+            entry_filter: The filter that selected them; one that selects tenants as a whole has those without entries,
+                too.
+        """
+        tenants, nbytes, named = self._tenants(), dict[str, Counter[str]](), {row.entry.key.model for row in rows}
+        if entry_filter.selects_tenants:
+            known = self.catalog.strict.tenants()
+            named |= {each for each in known if _matches_tenant(tenants.get(each, Tenant(each)), entry_filter)}
+        entries = [row.entry for row in rows] if entry_filter.selects_tenants else self.store.entries()
+        for entry in entries:
+            nbytes.setdefault(entry.key.model, Counter())[entry.tier] += entry.nbytes
         found = [
             (
                 tenants.get(digest, Tenant(digest)),

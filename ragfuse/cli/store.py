@@ -87,9 +87,12 @@ def ls(
         show_entries(console, shown)
     if len(shown) < len(rows):
         console.print(f"{len(rows) - len(shown):,} more: --limit 0 shows all.", highlight=False)
+    nbytes, in_all = sum(row.entry.nbytes for row in rows), ""
+    if rows and not entry_filter.selects_tenants:
+        in_all = " in all"
+        console.print(f"Selected: {counted(len(rows), 'entry', 'entries')}, {size_text(nbytes)}.", highlight=False)
     for owner, use in uses:
-        console.print(Text(f"{plain(owner.name)}: {use_in_words(use)}"))
-    nbytes = sum(row.entry.nbytes for row in rows)
+        console.print(Text(f"{plain(owner.name)}{in_all}: {use_in_words(use)}"))
     tenants = [
         {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, **use.as_dict()} for owner, use in uses
     ]

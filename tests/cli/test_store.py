@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
-from ragfuse.cli.entries import show_entries
+from ragfuse.cli.entries import counted, show_entries
 from ragfuse.cli.main import app
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.plan.evict import lru
@@ -27,6 +27,7 @@ from ragfuse.store.deletion import LEARNT
 from ragfuse.store.tenants import Tenant, hidden, remember_tenant
 from ragfuse.types.keys import ChunkKey, filler_context
 from ragfuse.types.kv import Entry
+from ragfuse.types.sizes import size_text
 from tests.store.kit import ROOT, asked, files, key, kv
 from tests.store.redis_server import RedisServer
 from tests.store.s3_server import S3Server
@@ -789,3 +790,17 @@ def test_ls_says_what_each_tenant_keeps_in_all(run, told, filled):
     assert set(uses) == {OURS[0].model, THEIRS[0].model}
     assert f"KB in disk, {mine['texts']} texts, 0 sessions" in " ".join(run("ls").output.split())
     assert [use["digest"] for use in told("ls", "--model", "smol")["tenants"]] == [OURS[0].model]
+    assert "Selected" not in run("ls").output
+    assert "in all" not in run("ls", "--model", "smol").output
+
+
+@pytest.mark.parametrize("narrow", [("--source", "ships"), (OURS[1].tokens[:12], "--tenant", "acme")])
+def test_ls_tells_what_is_selected_apart_from_what_the_tenant_keeps(run, told, filled, narrow):
+    (whole,) = (use for use in told("ls")["tenants"] if use["digest"] == OURS[0].model)
+    found = told("ls", *narrow)
+    assert found["tenants"] == [whole]
+    assert 0 < found["nbytes"] < sum(whole["nbytes"].values())
+    said = run("ls", *narrow).output
+    n = len(found["entries"])
+    assert f"Selected: {counted(n, 'entry', 'entries')}, {size_text(found['nbytes'])}.\n" in said
+    assert f" in all: {size_text(whole['nbytes']['disk'])} in disk, {whole['texts']} texts, 0 sessions" in said
