@@ -29,7 +29,7 @@ from ragfuse.cli.answerer import (
 from ragfuse.cli.document_chat import DocumentChat, common_sources, earlier_messages, new_session
 from ragfuse.cli.entries import counted
 from ragfuse.cli.files import find_files
-from ragfuse.cli.gone import documents_named, forget_absent, forget_documents, found_for, say_forgotten
+from ragfuse.cli.gone import documents_named, forget_absent, forget_documents, found_for, say_forgotten, say_quoted
 from ragfuse.cli.ingest import add_files, encode, print_skipped
 from ragfuse.cli.notices import tell_sources, warn_of_unfinished
 from ragfuse.cli.options import (
@@ -291,6 +291,7 @@ class Talk:
         sources = documents_named(library, name)
         forgotten = forget_documents(library, sources, conversation.answerer)
         say_forgotten(self.console, sources, sum(before.get(source, 0) for source in sources), forgotten)
+        say_quoted(self.console, library.settings, sources, conversation.answerer, conversation.how.session)
         if not is_local(conversation.answerer):
             self._say("What the server keeps of it stays there until it is deleted or evicted there.")
         conversation.has_documents = bool(library.sources())

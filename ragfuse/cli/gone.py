@@ -201,6 +201,7 @@ def forget_absent(
     if told.gone:
         forgotten = forget_documents(library, told.gone, answerer)
         say_forgotten(console, told.gone, sum(sources[source] for source in told.gone), forgotten)
+        say_quoted(console, library.settings, told.gone, answerer)
     if told.unread:
         _say(console, f"kept in the index: {listed(told.unread)}: cannot be read now")
     if told.away:
@@ -245,6 +246,47 @@ def say_kept_elsewhere(console: Console, library: Library, sources: Sequence[str
                 console,
                 f"the index '{name}' holds {listed(there)} too, so {they}; to forget: {command}{index_option(name)}",
             )
+
+
+def say_quoted(
+    console: Console,
+    settings: Settings,
+    sources: Collection[str],
+    answerer: Answerer | None = None,
+    but: str | None = None,
+) -> list[str]:
+    """Say which conversations hold text of documents that were forgotten, and how they are deleted; return their names.
+
+    Args:
+        console: Where it is said.
+        settings: The settings, which name the store.
+        sources: The documents.
+        answerer: Who answers questions here, if a model is loaded; a server's conversations are not known.
+        but: A conversation that is not named, as one is in it.
+    """
+    names = [name for name in _quoting(settings, sources, answerer) if name != but]
+    if names:
+        shown = ", ".join(map(printable, names[:NAMED]))
+        shown += f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+        hold, it = "holds" if len(names) == 1 else "hold", "it" if len(sources) == 1 else "them"
+        command = shlex.join(["ragfuse", "sessions", "rm", *names[:NAMED]])
+        who = counted(len(names), "conversation")
+        _say(console, f"{who} {hold} text of {it} still, with its KV: {shown}; to delete: {command}")
+    return names
+
+
+def _quoting(settings: Settings, sources: Collection[str], answerer: Answerer | None) -> list[str]:
+    from ragfuse.types.whole_text import whole_text
+
+    gone = {*map(whole_text, sources)}
+    if answerer is not None:
+        return answerer.sessions.quoting(gone) if is_local(answerer) else []
+    if not _has_store(settings):
+        return []
+    from ragfuse.admin.store_admin import StoreAdmin
+
+    with StoreAdmin(settings) as admin:
+        return admin.sessions.quoting(gone)
 
 
 def _stay_in(library: Library, paths: Sequence[Path]) -> str:

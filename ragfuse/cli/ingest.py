@@ -30,6 +30,7 @@ from ragfuse.cli.gone import (
     found_for,
     say_forgotten,
     say_kept_elsewhere,
+    say_quoted,
 )
 from ragfuse.cli.loaded import loaded_engine
 from ragfuse.cli.options import (
@@ -201,9 +202,10 @@ def _remove(library: Library, names: Sequence[str], console: Console, json: Path
     forgotten = forget_documents(library, sources)
     say_forgotten(console, sources, sum(known.get(source, 0) for source in sources), forgotten)
     say_kept_elsewhere(console, library, sources)
+    quoting = say_quoted(console, library.settings, sources)
     left = library.sources()
     console.print(f"{_sums(left)} in '{library.name}' now.", highlight=False, markup=False)
-    result = {"index": library.name, "forgotten": sources, "nbytes": forgotten.nbytes}
+    result = {"index": library.name, "forgotten": sources, "nbytes": forgotten.nbytes, "sessions": quoting}
     write_json({**result, "chunks": sum(left.values()), "files": len(left)}, json)
 
 

@@ -164,6 +164,12 @@ class Session:
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
+    def sources(self) -> frozenset[str]:
+        """Where the chunks in its messages came from."""
+        parts = (part for message in self.messages for part in message.parts)
+        return frozenset(source for _, _, source in parts if source)
+
+    @property
     def kv_spans(self) -> tuple[KVSpan, ...]:
         """The spans of all turns, in order."""
         return tuple(kv_span for turn in self.turns for kv_span in turn.kv_spans)

@@ -342,6 +342,31 @@ def test_other_indexes_that_hold_a_removed_document_are_named(run, told, village
     assert not kept(told, "walnuts")
 
 
+def test_conversations_that_hold_text_of_a_removed_document_are_named(run, told, village):
+    told("ingest", village)
+    for name in ("first", "second talk"):
+        told("ask", "Who is the mayor of the village, and who counted walnuts?", "--session", name)
+    told("ask", "Hello", "--session", "third", "--docs", village / "trees" / "walnuts.txt")
+    entries = {entry["key"] for entry in told("store", "ls")["entries"]}
+    said = run("ingest", "--remove", "mayor.txt").stdout
+    assert (
+        "2 conversations hold text of it still, with its KV: second talk, first; "
+        "to delete: ragfuse sessions rm 'second talk' first\n"
+    ) in said
+    assert MAYOR in run("sessions", "show", "first").stdout
+    assert entries & {entry["key"] for entry in told("store", "ls")["entries"]}
+    told("sessions", "rm", "second talk", "first", "--yes")
+    (village / "mayor.txt").unlink()
+    assert told("ingest", "--remove", "walnuts.txt")["sessions"] == ["third"]
+
+
+def test_a_conversation_that_holds_text_of_a_file_that_is_gone_is_named(run, told, village):
+    told("ingest", village)
+    told("ask", "Who is the mayor of the village?", "--session", "talk")
+    (village / "mayor.txt").unlink()
+    assert "1 conversation holds text of it still, with its KV: talk; to delete" in run("ingest", village).stdout
+
+
 def test_a_name_that_fits_none_or_several_documents_is_told(run, village):
     (village / "trees" / "mayor.txt").write_text("A mayor among trees, which is another document.")
     run("ingest", village, "--no-kv")
@@ -369,8 +394,11 @@ def test_the_index_of_docs_forgets_the_kv_of_what_is_gone_too(told, village):
 
 def test_a_chat_forgets_a_document(run, told, village):
     run("ingest", village)
-    result = run("chat", lines=["/docs remove mayor.txt", "/docs", "Who is the mayor?", "/docs remove mayor.txt"])
+    told("ask", "Who is the mayor of the village?", "--session", "before")
+    lines = ["Who is the mayor?", "/docs remove mayor.txt", "/docs", "Who is the mayor?", "/docs remove mayor.txt"]
+    result = run("chat", lines=lines)
     assert "forgotten: mayor.txt (1 chunk, " in result.stdout
+    assert "1 conversation holds text of it still, with its KV: before; to delete" in result.stdout
     assert "found none named 'mayor.txt'. It has: walnuts.txt." in result.stdout
     assert "From walnuts.txt." in result.stderr
     assert not kept(told, "mayor")
