@@ -234,7 +234,7 @@ def say_forgotten(console: Console, sources: Sequence[str], n_chunks: int, forgo
 
 def say_kept_elsewhere(console: Console, library: Library, sources: Sequence[str]) -> None:
     """Say which other indexes hold documents that were forgotten here, and how they are forgotten there."""
-    from ragfuse.cli.library import Library
+    from ragfuse.cli.library import Library, is_of_docs
 
     for name in library.others():
         held = Library(library.settings, name).sources()
@@ -242,10 +242,9 @@ def say_kept_elsewhere(console: Console, library: Library, sources: Sequence[str
         if there:
             command = shlex.join(["ragfuse", "ingest", *(word for each in there for word in ("--remove", each))])
             they = "its text and KV stay" if len(there) == 1 else "their texts and KV stay"
-            _say(
-                console,
-                f"the index '{name}' holds {listed(there)} too, so {they}; to forget: {command}{index_option(name)}",
-            )
+            which = f"'{name}', which --docs made," if is_of_docs(name) else f"'{name}'"
+            forget = f"{command}{index_option(name)}"
+            _say(console, f"the index {which} holds {listed(there)} too, so {they}; to forget: {forget}")
 
 
 def say_quoted(

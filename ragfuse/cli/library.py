@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -42,6 +43,8 @@ SPLIT_SHARE = 0.1
 
 DOCS_INDEX = "docs-"
 """What the names of indexes of `--docs` begin with."""
+_DOCS_INDEX_DIGITS = 12
+"""Digits behind that, of a digest of the path."""
 
 Progress = Callable[[float], object]
 """A function that is called with the share of a file that is done, 0 to 1."""
@@ -126,7 +129,12 @@ class FilePart:
 
 def index_of(docs: Path) -> str:
     """Return the name of the index that `--docs` fills with a file or folder."""
-    return f"{DOCS_INDEX}{digest('docs', str(docs.resolve()))[:12]}"
+    return f"{DOCS_INDEX}{digest('docs', str(docs.resolve()))[:_DOCS_INDEX_DIGITS]}"
+
+
+def is_of_docs(index: str) -> bool:
+    """Return whether an index has a name that `--docs` gives, not one that a person gave."""
+    return re.fullmatch(rf"{DOCS_INDEX}[0-9a-f]{{{_DOCS_INDEX_DIGITS}}}", index) is not None
 
 
 class Library:
@@ -282,7 +290,7 @@ class Library:
 
     def _empty(self) -> InputError:
         name = "" if self.name == "default" else f" --index {self.name}"
-        others = [name for name in self.others() if not name.startswith(DOCS_INDEX)]
+        others = [name for name in self.others() if not is_of_docs(name)]
         there = f" Others are not: {', '.join(others[:8])} (choose one with --index)." if others else ""
         return InputError(f"The index '{self.name}' is empty.{there} Fill it first: ragfuse ingest PATH{name}")
 

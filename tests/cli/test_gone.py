@@ -335,6 +335,7 @@ def test_other_indexes_that_hold_a_removed_document_are_named(run, told, village
     told("ask", "Who counted the votes?", "--docs", village)
     result = run("ingest", "--remove", "walnuts.txt")
     named = next(line for line in result.stdout.splitlines() if line.startswith("the index 'docs-"))
+    assert "', which --docs made, holds walnuts.txt too" in named
     command = named.partition("to forget: ragfuse ")[2].split()
     assert command[:2] == ["ingest", "--remove"]
     assert kept(told, "walnuts")

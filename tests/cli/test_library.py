@@ -200,6 +200,13 @@ def test_an_index_has_a_plain_name(library, name):
         library(name)
 
 
+def test_of_an_empty_index_those_are_named_that_a_person_named(library, book, tokenizer):
+    for name in (module.index_of(book), "docs-2026", "docs-0123456789ag", "notes"):
+        library(name).add(book / "lighthouses.txt", tokenizer)
+    with pytest.raises(InputError, match="Others are not: docs-0123456789ag, docs-2026, notes \\(choose"):
+        library("nope").require()
+
+
 def test_an_overlap_as_long_as_a_chunk_is_refused(library):
     with pytest.raises(SettingsError, match="chunk_overlap"):
         library(chunk_overlap=160)
