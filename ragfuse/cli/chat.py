@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "/docs": "list the documents of the index; /docs add PATH adds a file or folder, /docs remove NAME forgets one",
+        "/docs": "list the first documents of the index; /docs all lists all, /docs add PATH adds a file or folder, "
+        "/docs remove NAME forgets one",
         "/compare": "answer the last question by full prefill, too: is it the same, and how much later does it begin?",
         "/why": "show what the last answer reused, and why the rest was computed",
         "/ratio": "/ratio 0.2 recomputes 20% of the reused tokens from now on; /ratio auto leaves it to ragfuse",
@@ -323,11 +324,12 @@ class Talk:
                 self.add(Path(given).expanduser())
             else:
                 self._remove(given)
-        elif rest:
-            raise InputError(f"Wanted /docs, /docs add PATH or /docs remove NAME; found '/docs {rest}'.")
+        elif rest not in ("", "all"):
+            raise InputError(f"Wanted /docs, /docs all, /docs add PATH or /docs remove NAME; found '/docs {rest}'.")
         else:
             sources = self.conversation.library.sources()
-            for line in common_sources(sources) or ["No documents yet: /docs add PATH."]:
+            lines = common_sources(sources, len(sources)) if rest else common_sources(sources)
+            for line in lines or ["No documents yet: /docs add PATH."]:
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
             warn_of_unfinished(self.conversation.library)
 

@@ -107,4 +107,4 @@ def earlier_messages(answerer: Any, session: str) -> Messages:
 def common_sources(sources: dict[str, int], most: int = 12) -> Sequence[str]:
     """Return lines that name documents with their chunks, `most` of them at most."""
     lines = [f"{counted(n, 'chunk'):>12}  {source}" for source, n in list(sources.items())[:most]]
-    return [*lines, f"... and {len(sources) - most:,} more"] if len(sources) > most else lines
+    return [*lines, f"... and {len(sources) - most:,} more: /docs all lists them"] if len(sources) > most else lines

@@ -97,6 +97,17 @@ def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
     assert "window is full" not in run("chat", lines=questions[:1], RAGFUSE_WINDOW_TOKENS="260").stdout
 
 
+def test_all_documents_are_listed_where_that_is_asked_for(run, book):
+    for number in range(14):
+        (book / f"note-{number:02d}.txt").write_text(f"Note {number} says that lighthouse {number} was painted green.")
+    run("ingest", book, "--no-kv")
+    first, every = (run("chat", lines=[line]).stdout for line in ("/docs", "/docs all"))
+    assert len(re.findall(r"^ *\d+ chunks?  /", first, re.MULTILINE)) == 12
+    assert "... and 3 more: /docs all lists them" in first
+    assert all(f"note-{number:02d}.txt" in every for number in range(14))
+    assert "more: /docs all" not in every
+
+
 def test_ratio_and_policy_hold_from_then_on(run, book):
     run("ingest", book)
     question = "What was counted in 1812?"
@@ -114,7 +125,7 @@ def test_ratio_and_policy_hold_from_then_on(run, book):
         ("/ratio 2", "ratio is 2.0; wanted a number from 0 to 1"),
         ("/policy nope", "No selection policy 'nope'"),
         ("/docs add /nowhere", "found nothing at '/nowhere'"),
-        ("/docs forget x", "Wanted /docs, /docs add PATH or /docs remove NAME; found '/docs forget x'"),
+        ("/docs forget x", "Wanted /docs, /docs all, /docs add PATH or /docs remove NAME; found '/docs forget x'"),
         ("/docs remove x", "Wanted a document of the index 'default', found none named 'x'. It is empty."),
         ("/docs add 'x", "the closing quote is missing"),
         ("/why", "There is no answer yet"),
