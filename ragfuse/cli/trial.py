@@ -46,7 +46,6 @@ TRIAL_PASSAGES = (
 QUESTION = "What colour is the lighthouse of Port Elling?"
 TRIAL_ANSWER_TOKENS = 16
 """Most tokens of an answer."""
-OTHER_MODEL = "name an embedded model (ragfuse models ls), a local folder or a Hugging Face id: RAGFUSE_MODEL"
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def _load_engine(settings: Settings, console: Console, stack: ExitStack, results
         engines.append(engine)
 
     engines: list[Engine] = []
-    results += guarded("model", load, OTHER_MODEL)
+    results += guarded("model", load)
     return engines[0] if engines else None
 
 

@@ -1,5 +1,6 @@
 """The doctor: green where all is well, and for everything that is not, one red row that says what to do."""
 
+import errno
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from ragfuse import Engine
+from ragfuse.cli.check import guarded
 from ragfuse.cli.main import app
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
@@ -107,7 +109,11 @@ def test_a_model_that_failed_verify_or_found_nothing_safe_is_red(doctor, tiny_se
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("/nowhere/at/all", "nothing there"), ("minilm-l6", "embedder"), ("no/config", "no config.json")],
+    [
+        ("/nowhere/at/all", "nothing there. Give a folder"),
+        ("minilm-l6", "is an embedder. Give smollm2-135m"),
+        ("no/config", "no config.json; name another folder"),
+    ],
 )
 def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):
     folder = tmp_path / "here" / "no" / "config"
@@ -115,7 +121,25 @@ def test_a_model_that_is_not_there_is_one_red_row(doctor, tmp_path, name, said):
     status, rows, _ = doctor(RAGFUSE_MODEL=name)
     assert (status, bad(rows)) == (1, ["model"])
     assert said in rows["model"]["found"]
-    assert "RAGFUSE_MODEL" in rows["model"]["remedy"]
+    assert rows["model"]["remedy"].startswith("what it says")
+
+
+def test_a_disk_without_room_for_the_model_is_what_is_to_be_mended(doctor, monkeypatch, tmp_path):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000_000))
+    status, rows, _ = doctor("--model", "smollm2-135m")
+    assert (status, bad(rows)) == (1, ["model"])
+    assert "found 100 MB free. Free some, or set RAGFUSE_HOME" in rows["model"]["found"]
+    assert rows["model"]["remedy"].startswith("what it says")
+
+
+def test_a_check_that_meets_a_full_disk_says_so():
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")
+
+    (row,) = guarded("model", full)
+    assert (row.state, row.remedy) == ("bad", "free some space there")
+    assert "No space left on device: '/tmp/x'" in row.found
 
 
 def test_a_model_whose_weights_are_broken_is_one_red_row(doctor, tiny_settings, tmp_path):
