@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import threading
 import time
@@ -114,7 +115,9 @@ def adapt_model(
     finally:
         adaptation.close()
     console.print(f"[bold]{result['outcome']}[/]", highlight=False)
-    console.print(f"Use it: ragfuse ask --model {folder} ...", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"Use it: ragfuse ask --model {shlex.quote(str(folder))} ...", highlight=False, markup=False, soft_wrap=True
+    )
     kept = {"folder": str(folder), "steps": state.step, "seconds": state.seconds}
     write_json({**kept, "evaluations": [vars(each) for each in state.evaluations], **result}, json)
     raise typer.Exit(0 if result["calibration"]["safe"] else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 from importlib.metadata import entry_points
 from typing import Annotated, Any
@@ -90,7 +91,7 @@ app.add_typer(schema.schema, name="schema")
 def _bench(context: typer.Context) -> None:
     """Benchmark ragfuse on this machine (needs the package ragfuse-bench)."""
     raise InputError(
-        f"`ragfuse bench {' '.join(context.args)}` needs the package ragfuse-bench, which is not installed: "
+        f"`{shlex.join(['ragfuse', 'bench', *context.args])}` needs the package ragfuse-bench, which is not installed: "
         "pip install ragfuse-bench"
     )
 

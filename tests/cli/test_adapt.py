@@ -82,6 +82,12 @@ def test_a_document_that_cannot_be_read_is_left_out(invoke: Any, books: Path) ->
     assert f"left out: '{books / 'broken.json'}' cannot be read as json" in result.output
 
 
+def test_the_command_that_uses_it_is_quoted(invoke: Any, tmp_path: Path) -> None:
+    result = invoke("--steps", 1, "--out", tmp_path / "my model")
+    assert result.exit_code == 0, result.output
+    assert f"Use it: ragfuse ask --model '{tmp_path / 'my model'}' ...\n" in result.output
+
+
 def test_it_says_what_it_needs_what_it_does_and_what_came_of_it(invoke: Any, tmp_path: Path) -> None:
     result = invoke("--steps", 2, "--json", tmp_path / "result.json", "--plot", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

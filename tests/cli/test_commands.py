@@ -7,12 +7,14 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ragfuse import Settings
+from ragfuse import InputError, Settings
+from ragfuse.cli import main
 from ragfuse.cli.main import app
 from ragfuse.cli.show import WrappedOutput, shaded, show_trace, strip
 from ragfuse.types.answer import SegmentTrace, Trace
@@ -337,6 +339,11 @@ def test_a_settings_file_that_is_wrong(run, tmp_path, text):
 
 def test_an_environment_that_is_wrong(run):
     refused(run("ask", "Who?", RAGFUSE_RATIO="much"), "SettingsError", "ratio")
+
+
+def test_a_benchmark_without_its_package_is_told_as_it_was_asked_for():
+    with pytest.raises(InputError, match="`ragfuse bench quality --docs 'my papers'` needs the package ragfuse-bench"):
+        main._bench(SimpleNamespace(args=["quality", "--docs", "my papers"]))
 
 
 # how it looks

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,15 @@ def test_a_folder_that_is_not_there_itself_says_what_the_index_has_from_there(to
     assert "found nothing at" in result.stderr
     assert f"stay there; to forget: ragfuse ingest --remove {village}" in result.stderr
     assert kept(told, "mayor")
+
+
+def test_a_path_with_a_space_is_quoted_in_the_command_that_is_told(told, run, village):
+    spaced = village.rename(village.parent / "our village")
+    told("ingest", spaced)
+    spaced.rename(village.parent / "town")
+    command = run("ingest", spaced).stderr.rstrip().partition("to forget: ragfuse ")[2]
+    assert shlex.split(command) == ["ingest", "--remove", str(spaced)]
+    assert len(told(*shlex.split(command))["forgotten"]) == 2
 
 
 def test_a_folder_where_no_document_is_left_is_forgotten_without_a_model(told, run, village, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -780,6 +781,14 @@ def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_set
             ("/docs/b.txt", "THE KEEPER"),
         }
         assert len(admin.list_entries(EntryFilter(source="b.txt"))) == 1
+
+
+def test_the_command_that_needs_no_terminal_is_quoted_as_a_shell_reads_it(run, filled):
+    with CatalogFile(filled) as book:
+        book.add_texts(THEIRS[1].model, [(str(THEIRS[1]), "Again.", "/docs/two words.md")])
+    said = run("clear", "--source", "two words", "--tier", "disk").stderr
+    command = said.replace("\n", " ").partition("Add --yes: ")[2]
+    assert shlex.split(command) == [*["ragfuse", "store", "clear", "--tier", "disk", "--source"], "two words", "--yes"]
 
 
 def test_ls_says_what_each_tenant_keeps_in_all(run, told, filled):

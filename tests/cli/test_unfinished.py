@@ -1,5 +1,7 @@
 """An index that an interrupted ingest has left in part says so to whoever asks it, until an ingest ends."""
 
+import shlex
+
 import pytest
 from typer.testing import CliRunner
 
@@ -38,6 +40,18 @@ def test_it_says_how_much_is_there_and_what_to_do(interrupted, three):
         "The ingest of 'three' was interrupted, or goes on elsewhere; 1 of 3 files is in the index 'places'. "
         f"To have all: ragfuse ingest {three} --index places"
     )
+
+
+def test_a_path_with_a_space_is_quoted_in_what_to_do(library, tmp_path, engine):
+    file = tmp_path / "two words" / "it's one.txt"
+    file.parent.mkdir()
+    file.write_text("A document in a folder whose name has two words.")
+    made = library("places")
+    with pytest.raises(KeyboardInterrupt):
+        stop_in_the_middle(made, [file], [file], engine.model.tokenizer)
+    (told,) = made.warnings()
+    command = shlex.split(told.partition("To have all: ")[2])
+    assert command == ["ragfuse", "ingest", str(file), "--index", "places"]
 
 
 def test_an_ingest_that_ends_has_all(interrupted, three, engine):
