@@ -286,8 +286,9 @@ class QualityOptions:
     methods: Annotated[
         tuple[str, ...],
         typer.Option(
-            help="full (prefill); prefix (caching); none (plain reuse, nothing recomputed); auto (ragfuse's default); "
-            "mapreduce, maprerank (LangChain's chains); wrongmask (ablation: a wrong attention mask); "
+            help="full (prefill); prefix (caching); none (plain reuse, nothing recomputed); auto (ragfuse's default "
+            "for the model, whatever a calibration chose); mapreduce, maprerank (LangChain's chains); "
+            "wrongmask (ablation: a wrong attention mask); "
             "oracle (recomputes what differs most from full prefill); or a policy. "
             "NAME@alone, NAME@filler: chunks are encoded alone or after filler."
         ),

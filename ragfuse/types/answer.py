@@ -187,7 +187,7 @@ class Trace:
         chunks = [each.hit for each in self.segments if each.kind == "chunk" and not each.goes_on]
         parts = [f"{self.tokens_prefix} as beginning"] if self.tokens_prefix else []
         parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []
-        parts += [f"{sum(chunks)} of {len(chunks)} chunks"] if chunks else []
+        parts += [f"{sum(chunks)} of {len(chunks)} chunks{self._why_no_chunk()}"] if chunks else []
         pending = sum(each.why == ENCODING for each in self.segments)
         parts += [f"{pending} still being encoded"] if pending else []
         missing = sum(each.why == MISSING for each in self.segments if each.kind == "chunk")
@@ -196,6 +196,12 @@ class Trace:
         parts += [f"{short} too short to be stored"] if short else []
         reused = f"{self.tokens_reused} reused" + (f" ({', '.join(parts)})" if parts else "")
         return f"{self.tokens} tokens: {reused}, {self.tokens_recomputed} recomputed, {first}"
+
+    def _why_no_chunk(self) -> str:
+        """Return ": " and the reason where one holds for all chunks and is not counted by the summary; else ""."""
+        reasons = {"" if each.hit else each.why for each in self.segments if each.kind == "chunk"}
+        why = reasons.pop() if len(reasons) == 1 else ""
+        return "" if why in ("", ENCODING, MISSING, SHORT) else f": {why}"
 
     @property
     def history_reused(self) -> int:

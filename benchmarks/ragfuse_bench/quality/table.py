@@ -94,7 +94,7 @@ def show_quality(results: Sequence[Mapping[str, Any]], console: Console) -> None
             title += f"; {mine[0]['n_answered']} of them answered"
         table = Table(title=title, box=None)
         score = "ROUGE-L" if summary else "F1"
-        for name in ("method", "", score, "- full (95%)", "KL", "of reuse's", "top-1", "same", "TTFT"):
+        for name in ("method", "", score, "95% of - full", "KL", "of reuse's", "top-1", "same", "TTFT"):
             table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
         for result in mine:
             table.add_row(*_cells(result, summary))
