@@ -7,7 +7,6 @@ from PEFT's form; `ragfuse adapt` writes it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -22,12 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ragfuse.errors import ModelError
+from ragfuse.hf.json_object import read_json_object
 from ragfuse.types.keys import digest
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
+TRAIN_ANEW = "Train it anew with `ragfuse adapt`."
 PLAIN_CONFIG: Mapping[str, Any] = MappingProxyType(
     {
         "peft_type": "LORA",
@@ -99,12 +100,14 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
     Raises:
         ModelError: A file is missing or damaged, it is another kind of adapter, or it does not fit the model.
     """
-    again = "Train it anew with `ragfuse adapt`."
+    again, config = TRAIN_ANEW, read_json_object(folder / ADAPTER_CONFIG, TRAIN_ANEW)
+    rank = _number_in(config, "r", folder)
+    if rank != int(rank):
+        raise ModelError(f"Wanted a whole number as r in '{folder / ADAPTER_CONFIG}', found {rank}. {again}")
+    scale = _number_in(config, "lora_alpha", folder) / rank
     try:
-        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        scale = float(config["lora_alpha"]) / int(config["r"])
         weights = load_file(folder / ADAPTER_WEIGHTS)
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"The chunk adapter in '{folder}' cannot be read ({error}). {again}") from error
     for name, plain in PLAIN_CONFIG.items():
         if config.get(name, plain) not in (plain, None):
@@ -117,6 +120,12 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
         down, up = (weights.pop(f"{name}.lora_{part}.weight", None) for part in "AB")
         if module is None or down is None or up is None or not _fits(module, down, up):
             raise ModelError(f"The chunk adapter in '{folder}' does not fit the model at '{name}'. {again}")
+        if down.shape[0] != rank:
+            raise ModelError(
+                f"Wanted weights of rank {rank:.0f}, which is r in '{folder / ADAPTER_CONFIG}', found rank "
+                f"{down.shape[0]} at '{name}'. Write the rank that it was trained with there, or train it anew with "
+                "`ragfuse adapt`."
+            )
         if not (bool(down.isfinite().all()) and bool(up.isfinite().all())):
             raise ModelError(f"The chunk adapter in '{folder}' has NaN or infinity at '{name}'. {again}")
         pairs[name.removeprefix(PEFT_PREFIX)] = down.to(model.dtype), (up.float() * scale).to(model.dtype)
@@ -124,6 +133,16 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
         found = f"'{next(iter(weights))}'" if weights else "nothing"
         raise ModelError(f"Wanted LoRA weights of linear layers in '{folder}', found {found}. {again}")
     return ChunkAdapter(pairs)
+
+
+def _number_in(config: Mapping[str, Any], name: str, folder: Path) -> float:
+    """Return a number above 0 of an adapter's config; ModelError where it has none."""
+    found = config.get(name)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
+        raise ModelError(
+            f"Wanted a number above 0 as {name} in '{folder / ADAPTER_CONFIG}', found {found!r}. {TRAIN_ANEW}"
+        )
+    return float(found)
 
 
 def _fits(module: nn.Module, down: Tensor, up: Tensor) -> bool:

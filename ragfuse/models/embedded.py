@@ -31,7 +31,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
-from ragfuse.models.shipped_profile import ShippedProfile, write_shipped
+from ragfuse.models.shipped_profile import SHIPPED_FILE, ShippedProfile, write_shipped
 from ragfuse.process.folders import make_own_folder
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
@@ -257,6 +257,8 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
     path = Path(name).expanduser()
     if role == "llm" and _is_gguf(path):
         return prepare_gguf(path, home, console)
+    if role == "llm":
+        _refuse_inner_folder(path)
     if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
         gguf_files = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
         if len(gguf_files) == 1:
@@ -274,6 +276,17 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
             f"Wanted an {role} at '{name}', found {found}. Give a folder{file}, a Hugging Face id, or {names}."
         )
     return name
+
+
+def _refuse_inner_folder(path: Path) -> None:
+    """Raise ModelError for the chunk adapter inside a model's folder: as an ordinary adapter it would answer."""
+    place = path.resolve()
+    around = "config.json", "adapter_config.json", SHIPPED_FILE
+    if place.name == adapters.CHUNK_ADAPTER and any((place.parent / name).is_file() for name in around):
+        raise ModelError(
+            f"Wanted the folder of a model, found the chunk adapter inside one: '{path}'. It is for encoding chunks; "
+            f"the model must not answer with it. Give the folder that it lies in: '{place.parent}'."
+        )
 
 
 def _is_gguf(path: Path) -> bool:
@@ -437,12 +450,18 @@ def _locked(path: Path, on_step: OnStep) -> Iterator[None]:
         lock.release()
 
 
-def require_hub(name: str) -> None:
+def require_hub(name: str, cache_dir: str | Path | None = None) -> None:
     """Raise ModelError if a Hugging Face id is not cached and the hub is unreachable, without the hub's many
-    retries."""
+    retries.
+
+    Args:
+        name: The id.
+        cache_dir: The hub's cache; None: the usual one.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if constants.HF_HUB_OFFLINE or getproxies() or isinstance(try_to_load_from_cache(name, "config.json"), str):
+    cached = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir)
+    if constants.HF_HUB_OFFLINE or getproxies() or isinstance(cached, str):
         return
     hub = urlsplit(constants.ENDPOINT)
     try:

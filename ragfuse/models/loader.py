@@ -33,10 +33,11 @@ from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, read_chunk_adapter
 from ragfuse.hf.drift import read_drift
 from ragfuse.hf.fingerprint import tokenizer_digest
+from ragfuse.hf.json_object import read_json_object
 from ragfuse.hf.model import HFModel
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import dtype_named, require_device
-from ragfuse.models.embedded import resolve_llm
+from ragfuse.models.embedded import require_hub, resolve_llm
 from ragfuse.models.shipped_profile import read_shipped
 from ragfuse.models.weight_files import FileDigests, identity, tokenizer_identity
 from ragfuse.types.profiles import ModelProfile
@@ -44,6 +45,15 @@ from ragfuse.types.profiles import ModelProfile
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files; unpickling them may run any code, so they are rejected."""
 FOR_TOKENIZERS = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only", "gguf_file")
+JSON_FILES = (
+    "*config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "*.index.json",
+)
+"""Files of a model's folder that hold a JSON object."""
 SECRET = "token"
 UNLOADABLE = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError)
 """Exceptions of transformers and quantisation libraries when weights cannot be loaded."""
@@ -90,16 +100,17 @@ def load_model(
     adapted_chunks = Path(source) / CHUNK_ADAPTER
     has_chunk_adapter = (adapted_chunks / ADAPTER_CONFIG).is_file()
     if has_chunk_adapter:
-        source = _base_of(adapted_chunks, home)
+        source = _base_of(adapted_chunks, home, options)
     folder = Path(source)
     public_options = {key: value for key, value in options.items() if key != SECRET}
     load_options = {"dtype": dtype, "device": torch.device(device).type, **public_options}
     with _readable_errors(source):
         if isinstance(source, str) and not folder.is_dir():
             folder = _adapter_on_hub(source, options) or folder
+        shipped = read_shipped(adapted_chunks.parent if has_chunk_adapter else folder)
         parts = [folder]
         if (folder / ADAPTER_CONFIG).is_file():
-            base = _base_of(folder, home)
+            base = _base_of(folder, home, options)
             parts += [Path(base)] if Path(base).is_dir() else []
             name, changed = identity(parts, load_options)
             model = _adapted(base, folder, dtype, device, options)
@@ -125,7 +136,6 @@ def load_model(
     if None in (known, words) and identity(parts, load_options) == (name, changed):
         for each, found in ((name, loaded.weights), (words_name, read_words)):
             digests.put(each, found, changed, time.time_ns())
-    shipped = read_shipped(adapted_chunks.parent if has_chunk_adapter else folder)
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)
     return loaded if _is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
@@ -143,10 +153,11 @@ def load_tokenizer(name_or_path: str, home: Path, model_kwargs: Mapping[str, Any
         ModelError: There is no such model, or it has no tokenizer.
     """
     source = resolve_llm(name_or_path, home)
+    _require_reachable(source, model_kwargs)
     with _readable_errors(source):
         for adapted in (Path(source) / CHUNK_ADAPTER, Path(source)):
             if (adapted / ADAPTER_CONFIG).is_file() and not (adapted / "tokenizer_config.json").is_file():
-                source = _base_of(adapted, home)
+                source = _base_of(adapted, home, model_kwargs)
         return _tokenizer(source, model_kwargs)
 
 
@@ -283,7 +294,8 @@ def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: M
             f"Wanted an adapter that changes layers only (such as LoRA), found {why}. Use another one, or the "
             "model without it."
         )
-    model = _weights(base, dtype, device, options)
+    with _readable_errors(base):
+        model = _weights(base, dtype, device, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
         adapted = PeftModel.from_pretrained(model, folder)
@@ -293,19 +305,34 @@ def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: M
     return _bare(adapted)
 
 
-def _base_of(folder: Path, home: Path | None) -> str | Path:
-    """Return the folder or id of the base model that an adapter was made for."""
-    name = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not name:
+def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str | Path:
+    """Return the folder or id of the base model that an adapter was made for; ModelError where it is not to be had."""
+    name = read_json_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not name or not isinstance(name, str):
+        found = f"{name!r}" if name else "none"
         raise ModelError(
-            f"Wanted the base model of the adapter in '{folder}', found none. Write it into {ADAPTER_CONFIG} as "
+            f"Wanted the base model of the adapter in '{folder}', found {found}. Write it into {ADAPTER_CONFIG} as "
             "base_model_name_or_path: a folder, the name of an included model or a Hugging Face id."
         )
-    if (folder / str(name)).is_dir() and not Path(name).is_absolute():
-        return (folder / str(name)).resolve()
+    if (folder / name).is_dir() and not Path(name).is_absolute():
+        return (folder / name).resolve()
     from ragfuse.settings import Settings
 
-    return resolve_llm(str(name), home if home is not None else Settings().home)
+    try:
+        base = resolve_llm(name, home if home is not None else Settings().home)
+        _require_reachable(base, options)
+    except ModelError as error:
+        raise ModelError(
+            f"The adapter in '{folder}' cannot be loaded without the base model that its {ADAPTER_CONFIG} names as "
+            f"base_model_name_or_path. {error}"
+        ) from error
+    return base
+
+
+def _require_reachable(source: str | Path, options: Mapping[str, Any]) -> None:
+    """Raise ModelError for an id that is not cached while the hub cannot be reached; a folder is left to loading."""
+    if isinstance(source, str) and not options.get("local_files_only"):
+        require_hub(source, options.get("cache_dir"))
 
 
 def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
@@ -335,6 +362,13 @@ def _refuse_pickled(folder: Path) -> None:
             f"Wanted weights as safetensors in '{folder}', found only {pickled[0]}, a pickle, which may run code when "
             "loaded. If you trust it, load it by transformers and convert it: model.save_pretrained(folder)."
         )
+
+
+def _refuse_damaged_json(folder: Path) -> None:
+    """Raise ModelError for the first JSON file of a folder that is damaged."""
+    for name in JSON_FILES:
+        for file in sorted(folder.glob(name)):
+            read_json_object(file)
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:
@@ -387,6 +421,7 @@ def _readable_errors(source: object) -> Iterator[None]:
     except ModelError:
         raise
     except UNLOADABLE as error:
+        _refuse_damaged_json(Path(str(source)))
         lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
         first = lines[0].strip()
         if "trust_remote_code" in str(error):

@@ -46,10 +46,13 @@ def read_shipped(folder: Path) -> ShippedProfile | None:
         ModelError: The file is damaged, or another version wrote it.
     """
     file = folder / SHIPPED_FILE
+    advice = "Remove the file, or make it anew with `ragfuse adapt`."
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise ModelError(f"'{file}' cannot be read ({error.strerror or error}). {advice}") from error
     try:
         return TypeAdapter(ShippedProfile).validate_json(text)
     except ValidationError as error:
@@ -57,7 +60,7 @@ def read_shipped(folder: Path) -> ShippedProfile | None:
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ModelError(
             f"Wanted version {SHIPPED_VERSION} of {SHIPPED_FILE}, found something else in '{file}' ({where}: "
-            f"{first['msg']}). Remove the file, or make it anew with `ragfuse adapt`."
+            f"{first['msg']}). {advice}"
         ) from error
 
 

@@ -103,7 +103,14 @@ def test_damaged_weights_are_told(folder: Path, tiny_path: Path, said: str) -> N
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"use_dora": True}, "use_dora=True"), ({"peft_type": "IA3"}, "IA3"), ({"r": 0}, "cannot be read")],
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"r": 0}, "Wanted a number above 0 as r in .*, found 0"),
+        ({"r": 4.5}, "Wanted a whole number as r in .*, found 4.5"),
+        ({"r": 8}, "Wanted weights of rank 8, which is r in .*, found rank 4 at"),
+        ({"lora_alpha": "much"}, "Wanted a number above 0 as lora_alpha in .*, found 'much'"),
+    ],
 )
 def test_another_kind_of_adapter_is_told(folder: Path, tiny_path: Path, change: dict[str, Any], said: str) -> None:
     told = folder / CHUNK_ADAPTER / ADAPTER_CONFIG
@@ -115,4 +122,14 @@ def test_another_kind_of_adapter_is_told(folder: Path, tiny_path: Path, change: 
 def test_a_missing_file_is_told(folder: Path) -> None:
     (folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS).unlink()
     with pytest.raises(ModelError, match="cannot be read"):
+        load_model(folder, "float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(b"{", "found damaged JSON"), (b"[]", "found a list"), (b"\xff\xfe", "found bytes that are no UTF-8")],
+)
+def test_a_damaged_config_is_told_before_anything_is_loaded(folder: Path, text: bytes, said: str) -> None:
+    (folder / CHUNK_ADAPTER / ADAPTER_CONFIG).write_bytes(text)
+    with pytest.raises(ModelError, match=f"Wanted a JSON object in '.*{ADAPTER_CONFIG}', {said}"):
         load_model(folder, "float32")

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from ragfuse.cli.main import app
 from ragfuse.errors import SettingsError
 from ragfuse.hf import model as hf_model
 from ragfuse.models import loader
-from ragfuse.models.loader import load_model
+from ragfuse.models.adapters import CHUNK_ADAPTER
+from ragfuse.models.loader import load_model, load_tokenizer
 from ragfuse.models.weight_files import tokenizer_identity
 from ragfuse.process.shared import forget
 from ragfuse.text.chunks import Piece
@@ -385,6 +387,83 @@ def test_an_adapter_without_a_base_says_so(adapted: Any, tmp_path: Path) -> None
     told.write_text(json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": None}))
     with pytest.raises(ModelError, match="Wanted the base model of the adapter"):
         load_model(tmp_path / "adapter", "float32")
+
+
+@pytest.fixture
+def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub that refuses connections at once."""
+
+    def refuse(*_: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    module = import_module("ragfuse.models.embedded")
+    monkeypatch.setattr(module, "getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(module.socket, "create_connection", refuse)
+
+
+@pytest.mark.parametrize("inner", ["", CHUNK_ADAPTER], ids=["ordinary", "for chunks"])
+@pytest.mark.usefixtures("unreachable")
+def test_an_adapter_whose_base_is_gone_is_told_at_once(adapted: Any, tmp_path: Path, inner: str) -> None:
+    adapted.save_pretrained(tmp_path / "adapter" / inner)
+    told = tmp_path / "adapter" / inner / "adapter_config.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": "nosuch"}))
+    for load in (load_model, lambda folder, _: load_tokenizer(str(folder), tmp_path / "home", {})):
+        with pytest.raises(
+            ModelError, match=r"names as base_model_name_or_path\. No model 'nosuch': .* cannot be reached"
+        ):
+            load(tmp_path / "adapter", "float32")
+
+
+@pytest.mark.parametrize("beside", ["ragfuse_profile.json", "config.json"])
+def test_the_inner_folder_of_a_chunk_adapter_is_no_model(
+    adapted: Any, tmp_path: Path, tiny_settings: Settings, engine_of: Any, beside: str
+) -> None:
+    adapted.save_pretrained(tmp_path / "out" / CHUNK_ADAPTER)
+    (tmp_path / "out" / beside).write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "out" / CHUNK_ADAPTER)
+    for given in (tmp_path / "out" / CHUNK_ADAPTER, tmp_path / "link"):
+        with pytest.raises(ModelError, match=f"must not answer with it. Give the folder .*: '{tmp_path / 'out'}'"):
+            assert engine_of(None, tiny_settings.model_copy(update={"model": str(given)})).model
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\xfe"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_damaged_json_of_a_folder_is_named(varied_path: Path, tmp_path: Path, name: str, text: bytes) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(varied_path, folder)
+    (folder / name).write_bytes(text)
+    for load in (load_model, lambda folder, _: load_tokenizer(str(folder), tmp_path / "home", {})):
+        with pytest.raises(ModelError, match=f"Wanted a JSON object in '{folder / name}', found"):
+            load(folder, "float32")
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\xfe"])
+def test_damaged_json_of_an_adapter_and_of_its_base_is_named(
+    adapted: Any, varied_path: Path, tmp_path: Path, text: bytes
+) -> None:
+    adapted.save_pretrained(tmp_path / "adapter")
+    told, base = tmp_path / "adapter" / "adapter_config.json", tmp_path / "base"
+    shutil.copytree(varied_path, base)
+    (base / "config.json").write_bytes(text)
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": str(base)}))
+    with pytest.raises(ModelError, match=f"Wanted a JSON object in '{base / 'config.json'}'"):
+        load_model(tmp_path / "adapter", "float32")
+    told.write_bytes(text)
+    with pytest.raises(ModelError, match=f"Wanted a JSON object in '{told}'"):
+        load_model(tmp_path / "adapter", "float32")
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\xfe"])
+def test_a_damaged_profile_is_told_before_weights_are_read(
+    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(varied_path, folder)
+    (folder / "ragfuse_profile.json").write_bytes(text)
+    monkeypatch.delattr(loader, "_weights")
+    with pytest.raises(ModelError, match=r"Wanted version 1 of ragfuse_profile\.json, found something else in"):
+        load_model(folder, "float32")
 
 
 # digests by files
