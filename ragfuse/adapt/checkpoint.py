@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -93,6 +93,40 @@ class TrainingState:
         return min(self.evaluations, key=lambda each: each.kl, default=None)
 
 
+def damaged(file: Path, error: Exception) -> InputError:
+    """Return the error for a file in the work folder of a training that cannot be read."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    folder = file.parent.parent
+    return InputError(
+        f"Wanted the training that `ragfuse adapt` began in '{folder}', found '{file}' damaged ({first}). Put the file "
+        f"back from a copy to go on. To begin anew, name another folder with --out, or delete '{folder}', whose "
+        f"{CHUNK_ADAPTER}/ has what was learnt before."
+    )
+
+
+def require_place(path: Path) -> None:
+    """Raise InputError unless an adapter can be written to a folder: a new one, or one that `ragfuse adapt` began.
+
+    Args:
+        path: The folder; it is not made.
+    """
+    found, began = "", (path / WORK_FOLDER / RECIPE_FILE).is_file()
+    if path.is_dir() and not began and any(each.name != PARTIAL for each in path.iterdir()):
+        found = f"other files at '{path}'. Name another folder with --out, or empty this one"
+    elif path.exists() and not path.is_dir():
+        found = f"a file at '{path}'. Name another folder with --out"
+    else:
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        places = (there, path / WORK_FOLDER) if began else (there,)
+        denied = next((each for each in places if not os.access(each, os.W_OK | os.X_OK)), None)
+        if not there.is_dir():
+            found = f"'{path}', where '{there}' is a file. Name another folder with --out"
+        elif denied is not None:
+            found = f"'{path}', where nothing can be written to '{denied}'. Name another folder with --out"
+    if found:
+        raise InputError(f"Wanted a new folder for the adapter or one that `ragfuse adapt` began, found {found}.")
+
+
 class AdapterFolder:
     """The folder of one adapter.
 
@@ -107,15 +141,10 @@ class AdapterFolder:
 
     def __init__(self, path: Path, recipe: AdaptRecipe, shipped: ShippedProfile) -> None:
         self.path, self.work, self.shipped = path, path / WORK_FOLDER, shipped
+        require_place(path)
         file = self.work / RECIPE_FILE
         if file.is_file():
             self._require_same(file, recipe)
-        elif path.exists() and (not path.is_dir() or any(each.name != PARTIAL for each in path.iterdir())):
-            found = "other files" if path.is_dir() else "a file"
-            raise InputError(
-                f"Wanted a new folder for the adapter or one that `ragfuse adapt` began, found {found} at '{path}'. "
-                "Name another folder with --out, or empty this one."
-            )
         self.tidy()
         make_own_folder(self.work)
         if not file.is_file():
@@ -124,9 +153,11 @@ class AdapterFolder:
     @staticmethod
     def _require_same(file: Path, recipe: AdaptRecipe) -> None:
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            found = {}
+            found = json.loads(file.read_bytes())
+            if not isinstance(found, dict):
+                raise TypeError("no JSON object")
+        except (OSError, ValueError, TypeError) as error:
+            raise damaged(file, error) from error
         wanted = asdict(recipe)
         names = {"model": "model", "documents": "documents", "filler_tokens": "filler_tokens", "rank": "--rank"}
         other = next((name for name in wanted if found.get(name) != wanted[name]), None)
@@ -141,6 +172,11 @@ class AdapterFolder:
     def answers(self) -> Path:
         """The file of the teacher's answers."""
         return self.work / ANSWERS_FILE
+
+    @property
+    def state_file(self) -> Path:
+        """The file of the training's state and its tensors."""
+        return self.work / STATE_FILE
 
     @property
     def log(self) -> Path:
@@ -158,18 +194,22 @@ class AdapterFolder:
         partial = self.work / f".{STATE_FILE}"
         named = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(named, partial, metadata={"state": json.dumps(asdict(state))})
-        os.replace(partial, self.work / STATE_FILE)
+        os.replace(partial, self.state_file)
 
     def load(self) -> tuple[TrainingState, dict[str, Tensor]] | None:
-        """Return what `save` wrote; None where there is nothing, or it cannot be read."""
+        """Return what `save` wrote; None where there is nothing.
+
+        Raises:
+            InputError: What is there cannot be read.
+        """
         try:
-            with safe_open(self.work / STATE_FILE, framework="pt") as file:
-                said: dict[str, Any] = json.loads(file.metadata()["state"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            evaluations = [Evaluation(**each) for each in said.pop("evaluations")]
-            return TrainingState(**said, evaluations=evaluations), tensors
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+            with safe_open(self.state_file, framework="pt") as file:
+                state = TypeAdapter(TrainingState).validate_json(file.metadata()["state"])
+                return state, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
             return None
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise damaged(self.state_file, error) from error
 
     def put(self, write: Callable[[Path], object]) -> None:
         """Have `write(folder)` write an adapter into a folder of its own, then put its files into this one."""

@@ -17,7 +17,7 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState, moments_of, restore_moments
+from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState, damaged, moments_of, restore_moments
 from ragfuse.adapt.examples import NumberedExamples
 from ragfuse.adapt.teacher import Lesson, Teacher
 from ragfuse.hf.branches import BranchModel, BranchStates
@@ -135,11 +135,14 @@ class Trainer:
             return
         self.state, tensors = kept
         weights = self._adapter.weights
-        self._adapter.load({name: tensors[f"weight.{name}"] for name in weights})
-        if self.state.step:
-            restore_moments(self._optimizer, weights, tensors)
-        if f"best.{next(iter(weights))}" in tensors:
-            self._best = {name: tensors[f"best.{name}"] for name in weights}
+        try:
+            self._adapter.load({name: tensors[f"weight.{name}"] for name in weights})
+            if self.state.step:
+                restore_moments(self._optimizer, weights, tensors)
+            if f"best.{next(iter(weights))}" in tensors:
+                self._best = {name: tensors[f"best.{name}"] for name in weights}
+        except (KeyError, RuntimeError) as error:  # a tensor is missing, or of another shape
+            raise damaged(self._folder.state_file, error) from error
 
     def run(
         self,

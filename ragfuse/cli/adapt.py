@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
 from ragfuse.cli.checks import calibrate_engine
+from ragfuse.cli.entries import counted
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import print_skipped, split_documents
 from ragfuse.cli.loaded import require_writable, tell_loaded
@@ -80,6 +81,10 @@ def adapt_model(
     console, documents = console_for(json), find_files(docs)
     tune_malloc(console)
     print_skipped(console, documents)
+    if out is not None:
+        from ragfuse.adapt.checkpoint import require_place
+
+        require_place(out.expanduser())
     prepare_model(settings)
     began = time.perf_counter()
     with console.status("loading the model"):
@@ -100,12 +105,13 @@ def adapt_model(
             console.print(f"Going on at step {trainer.state.step:,}.", highlight=False)
         with _shown(console) as show, _stopped_by_signal(console) as stop:
             state = trainer.run(TrainingLimits(60 * minutes, steps), show, stop)
-        if not state.finished:
+        if stop() or not state.finished:  # pressed during the last step or measurement, it ends the command too
             raise KeyboardInterrupt(f"What was learnt is in '{folder}'. Run the same command again to continue.")
         first, best = state.evaluations[0], state.best or state.evaluations[0]
+        made = f"{counted(state.step, 'step')} in {counted(round(state.seconds / 60), 'minute')}"
         console.print(
-            f"{state.step:,} steps in {state.seconds / 60:.0f} minutes ({state.finished}): on held-out documents KL at "
-            f"ratio 0 fell from {first.kl:.3f} to {best.kl:.3f}, at step {best.step:,}.",
+            f"{made} ({state.finished}): on held-out documents KL at ratio 0 fell from {first.kl:.3f} to "
+            f"{best.kl:.3f}, at step {best.step:,}.",
             highlight=False,
         )
         if plot is not None:

@@ -9,13 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ragfuse import Engine, Settings
 from ragfuse.adapt import examples, teacher
 from ragfuse.adapt import run as adapt_run
 from ragfuse.adapt import trainer as module
-from ragfuse.adapt.checkpoint import RECIPE_FILE, STATE_FILE, WORK_FOLDER
+from ragfuse.adapt.checkpoint import (
+    RECIPE_FILE,
+    STATE_FILE,
+    WORK_FOLDER,
+    AdapterFolder,
+    AdaptRecipe,
+    Evaluation,
+    TrainingState,
+    require_place,
+)
 from ragfuse.adapt.examples import Documents
 from ragfuse.adapt.run import Adaptation, free_nbytes, training_nbytes
 from ragfuse.adapt.trainer import (
@@ -189,9 +198,10 @@ def test_a_folder_of_another_training_is_refused(run: Callable[..., Any], tmp_pa
     with pytest.raises(InputError, match="other documents"):
         run(given=documents(2, 20))
     file = tmp_path / "out" / WORK_FOLDER / RECIPE_FILE
-    file.write_text("{")
-    with pytest.raises(InputError, match="other model"):
-        run()
+    for text in ("{", "[]"):
+        file.write_text(text)
+        with pytest.raises(InputError, match=f"found '{file}' damaged"):
+            run()
 
 
 def test_an_adapter_is_no_model_to_adapt(run: Callable[..., Any], tmp_path: Path, settings: Settings) -> None:
@@ -243,3 +253,83 @@ def test_what_cannot_be_read_apart_is_refused_at_once(settings: Settings, monkey
     monkeypatch.setattr(branches.probe, "is_alibi", lambda config: True)
     with pytest.raises(RefusedError, match="ALiBi"):
         Adaptation(settings)
+
+
+RECIPE = AdaptRecipe("m", "base", "d", 256, 2, 1e-3, 0)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> AdapterFolder:
+    """A folder in which a training was saved."""
+    folder = AdapterFolder(tmp_path / "out", RECIPE, ShippedProfile(256))
+    folder.save(TrainingState(3, 1.5, [Evaluation(0, 0.5)]), {"weight.a": torch.ones(2)})
+    return folder
+
+
+def test_a_saved_state_is_read_back_and_a_missing_one_is_none(begun: AdapterFolder) -> None:
+    kept = begun.load()
+    assert kept is not None
+    assert kept[0] == TrainingState(3, 1.5, [Evaluation(0, 0.5)])
+    assert torch.equal(kept[1]["weight.a"], torch.ones(2))
+    begun.state_file.unlink()
+    assert begun.load() is None
+
+
+def damages(file: Path) -> dict[str, Callable[[], object]]:
+    whole, one = file.read_bytes(), {"a": torch.ones(1)}
+    return {
+        "empty": lambda: file.write_bytes(b""),
+        "cut": lambda: file.write_bytes(whole[:-4]),
+        "text": lambda: file.write_text("no tensors"),
+        "no state": lambda: save_file(one, file),
+        "another state": lambda: save_file(one, file, metadata={"state": "[]"}),
+        "damaged state": lambda: save_file(one, file, metadata={"state": "{"}),
+        "odd state": lambda: save_file(one, file, metadata={"state": '{"evaluations": [{"step": "x"}]}'}),
+    }
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "text", "no state", "another state", "damaged state", "odd state"])
+def test_a_damaged_state_is_told_by_its_file_and_left_alone(begun: AdapterFolder, kind: str) -> None:
+    damages(begun.state_file)[kind]()
+    found = begun.state_file.read_bytes()
+    with pytest.raises(
+        InputError, match=f"found '{begun.state_file}' damaged .*name another folder with --out"
+    ) as told:
+        begun.load()
+    assert "\n" not in str(told.value)
+    assert begun.state_file.read_bytes() == found
+
+
+def test_a_state_that_lacks_weights_starts_no_training(
+    begun: AdapterFolder, run: Callable[..., Any], settings: Settings, tmp_path: Path
+) -> None:
+    adaptation = Adaptation(settings)
+    try:
+        adaptation.prepare(DOCUMENTS, tmp_path / "new", 2)
+        save_file({"weight.other": torch.ones(1)}, tmp_path / "new" / WORK_FOLDER / STATE_FILE, {"state": "{}"})
+    finally:
+        adaptation.close()
+    with pytest.raises(InputError, match="damaged"):
+        run("new")
+
+
+def test_a_place_that_cannot_have_an_adapter_is_told_and_not_made(
+    tmp_path: Path, begun: AdapterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_place(begun.path)
+    require_place(tmp_path / "new" / "deep")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "mine.txt").write_text("mine")
+    for place, found in (
+        (tmp_path / "file", "found a file at"),
+        (tmp_path / "file" / "in" / "it", f"where '{tmp_path / 'file'}' is a file"),
+        (tmp_path / "others", "found other files at"),
+    ):
+        with pytest.raises(InputError, match=found):
+            require_place(place)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for place, denied in ((tmp_path / "new" / "deep", tmp_path), (begun.path, begun.path)):
+        with pytest.raises(InputError, match=f"where nothing can be written to '{denied}'"):
+            require_place(place)
+    assert not (tmp_path / "new").exists()

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ragfuse import Settings
-from ragfuse.adapt import examples, run, teacher
+from ragfuse.adapt import examples, run, teacher, trainer
 from ragfuse.adapt.outcome import AdaptOutcome, outcome_text
 from ragfuse.calibration import runner
 from ragfuse.calibration.methods import Lab
@@ -79,6 +79,7 @@ def test_a_document_that_cannot_be_read_is_left_out(invoke: Any, books: Path) ->
     (books / "broken.json").write_text("{broken")
     result = invoke("--steps", 1)
     assert result.exit_code == 0, result.output
+    assert "1 step in 0 minutes" in result.output
     assert f"left out: '{books / 'broken.json'}' cannot be read as json" in result.output
 
 
@@ -133,6 +134,35 @@ def test_too_little_memory_is_told_before_it_starts(
     assert result.exit_code == 1
     assert "MB of free memory on cpu, found 1.0 KB" in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/inside"])
+def test_a_place_that_cannot_have_an_adapter_is_told_before_the_model_is_loaded(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.delattr(adapt, "prepare_model")
+    result = invoke("--steps", 1, "--out", tmp_path / place)
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "InputError: Wanted a new folder for the adapter" in " ".join(result.stderr.split())
+
+
+def test_ctrl_c_in_the_last_measurement_ends_the_command_before_it_calibrates(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = trainer.Trainer.run
+
+    def pressed(*arguments: Any) -> Any:
+        state = kept(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return state
+
+    monkeypatch.setattr(trainer.Trainer, "run", pressed)
+    monkeypatch.delattr(adapt, "calibrate_engine")
+    result = invoke("--steps", 1)
+    assert result.exit_code == 130, result.output
+    assert "Stopped. What was learnt is in" in " ".join(result.stderr.split())
+    assert (tmp_path / "out" / CHUNK_ADAPTER / "adapter_model.safetensors").is_file()
 
 
 def test_ctrl_c_keeps_what_was_learnt_and_the_command_goes_on(
