@@ -118,12 +118,14 @@ class TtftOptions(MeasuredModel):
         FromText(integers),
     ] = (HEADLINE_CHUNKS,)
     chunk_tokens: ChunkTokens = 512
-    question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32
     ratio: Share = 0.15
     policy: PolicyName = "hkvd"
     lego_tokens: Annotated[
         int,
-        typer.Option(help="For --policy lego: first tokens of each chunk to recompute; 0: as many as the ratio says."),
+        typer.Option(
+            min=0, help="For --policy lego: first tokens of each chunk to recompute; 0: as many as the ratio says."
+        ),
     ] = 0
     kv: Annotated[KVPlace, typer.Option(help="Where the KV is when the clock starts; pinned and gpu need CUDA.")] = (
         "memory"
@@ -161,7 +163,7 @@ class TtftOptions(MeasuredModel):
 class LoadOptions(MeasuredModel):
     """What `bench load` measures."""
 
-    chunks: Annotated[int, typer.Option(help="Chunks of the prompt.")] = 6
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of the prompt.")] = 6
     chunk_tokens: ChunkTokens = 512
     question_tokens: int = 32
     ratio: Share = 0.15
@@ -186,10 +188,10 @@ class ControllerOptions(MeasuredModel):
 
     mbps: TierSpeeds = (30.0, 100.0, 300.0)
     plans: Annotated[
-        int, typer.Option(help="Number of load plans whose predicted time is compared with the measured one.")
+        int, typer.Option(min=1, help="Number of load plans whose predicted time is compared with the measured one.")
     ] = 60
     threads: Threads = 1
-    rounds: Annotated[int, typer.Option(help="How often each plan is measured; the median counts.")] = 3
+    rounds: Annotated[int, typer.Option(min=1, help="How often each plan is measured; the median counts.")] = 3
     plot: Annotated[Path | None, _plot("predictions and ratios")] = None
     home: Path = field(default_factory=_home)
 
@@ -203,7 +205,7 @@ class ControllerOptions(MeasuredModel):
 class StoreOptions:
     """What `bench store` measures. A chunk has `layers` layers of bfloat16 keys and values [heads, tokens, dims]."""
 
-    chunks: Annotated[int, typer.Option(help="Entries written to and read from each tier.")] = 48
+    chunks: Annotated[int, typer.Option(min=1, help="Entries written to and read from each tier.")] = 48
     tokens: int = 512
     layers: int = 24
     heads: int = 2
@@ -211,13 +213,13 @@ class StoreOptions:
     urls: Annotated[
         tuple[str, ...], typer.Option("--tier", help="A further tier, as in redis:// or s3://. Repeat for more.")
     ] = ()
-    index_rows: Annotated[int, typer.Option("--rows", help="Entries of the index in which look-ups are timed.")] = (
-        1_000_000
-    )
+    index_rows: Annotated[
+        int, typer.Option("--rows", min=CHUNKS_OF_A_LOOKUP, help="Entries of the index in which look-ups are timed.")
+    ] = 1_000_000
     lookups: int = 2000
     model: str = "smollm2-135m-reader"
     rounds: Rounds = 3
-    requests: Annotated[int, typer.Option(help="Rounds of requests, each timed with and without saving KV.")] = 8
+    requests: Annotated[int, typer.Option(min=1, help="Rounds of requests, each timed with and without saving KV.")] = 8
     threads: Threads = 1
     home: Path = field(default_factory=_home)
 
@@ -236,8 +238,12 @@ class DropinOptions:
     ] = "smollm2-135m-reader"
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto: the faster one on this CPU.")] = "auto"
     article: str = "french-and-indian-war"
-    questions: Annotated[int, typer.Option(help="For --swap: number of the demo's questions on one article.")] = 4
-    splits: Annotated[int, typer.Option(help="Number of chunks, from the article's beginning, to retrieve from.")] = 24
+    questions: Annotated[
+        int, typer.Option(min=1, help="For --swap: number of the demo's questions on one article.")
+    ] = 4
+    splits: Annotated[
+        int, typer.Option(min=DROPIN_CHUNKS, help="Number of chunks, from the article's beginning, to retrieve from.")
+    ] = 24
     chunk_tokens: ChunkTokens = 512
     rounds: Rounds = 3
     threads: Threads = 1
@@ -250,7 +256,12 @@ class DropinOptions:
         FromText(doors_named, "all"),
     ] = DOOR_NAMES
     asked: Annotated[
-        int, typer.Option(help="For --doors: number of questions, 1 to 12; each program is asked each one twice.")
+        int,
+        typer.Option(
+            min=1,
+            max=QUESTIONS_PREPARED,
+            help="For --doors: number of questions, 1 to 12; each program is asked each one twice.",
+        ),
     ] = QUESTIONS_PREPARED
     plot: Annotated[Path | None, _plot("times, and what is reused when,")] = None
     home: Path = field(default_factory=_home)
@@ -297,10 +308,13 @@ class QualityOptions:
     ratios: Annotated[
         tuple[float, ...], typer.Option(help="Ratios of the policies among the methods."), FromText(shares_of)
     ] = (0.15,)
-    limit: Annotated[int, typer.Option(help="Questions of each set, drawn at random by a fixed seed; 0: all.")] = 0
+    limit: Annotated[
+        int, typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all.")
+    ] = 0
     chunk_tokens: PackedTokens = 0
     context_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens of all passages together; beyond that each is cut by the same share.")
+        int,
+        typer.Option(min=1, help="Maximum tokens of all passages together; beyond that each is cut by the same share."),
     ] = 2600
     passages: Annotated[int, typer.Option(min=1, help="Passages of a SQuAD or demo prompt.")] = 6
     answers: Annotated[
@@ -352,16 +366,18 @@ class StreamOptions(MeasuredModel):
 
     model: Shape = "smollm2-135m-reader"
     dtype: BenchDtype = "float32"
-    tokens: Annotated[int, typer.Option(help="Approximate tokens of a context.")] = 6000
+    tokens: Annotated[int, typer.Option(min=1, help="Approximate tokens of a context.")] = 6000
     piece_tokens: Annotated[
         int,
-        typer.Option(help="Approximate tokens of each part that is sent at one level (a chunk in CacheGen's words)."),
+        typer.Option(
+            min=1, help="Approximate tokens of each part that is sent at one level (a chunk in CacheGen's words)."
+        ),
     ] = 1000
-    contexts: Annotated[int, typer.Option(help="Number of contexts; requests use them in turn.")] = 2
+    contexts: Annotated[int, typer.Option(min=1, help="Number of contexts; requests use them in turn.")] = 2
     questions: Annotated[
-        int, typer.Option(help="Questions on each context, to measure the quality of the KV that arrived.")
+        int, typer.Option(min=1, help="Questions on each context, to measure the quality of the KV that arrived.")
     ] = 15
-    traces: Annotated[int, typer.Option(help="Number of bandwidth traces: half random, half recorded.")] = 20
+    traces: Annotated[int, typer.Option(min=1, help="Number of bandwidth traces: half random, half recorded.")] = 20
     deadlines: Annotated[
         tuple[float, ...],
         typer.Option(help="Deadlines in seconds on the CacheGen paper's hardware; scaled to this machine's speed."),
@@ -508,17 +524,22 @@ class MatchingOptions:
     """What `bench matching` measures. least, longest: Bounds of a passage's tokens."""
 
     model: Shape = "smollm2-135m-reader"
-    passages: Annotated[int, typer.Option(help="Number of known passages, from which the prompts are made.")] = 200
+    passages: Annotated[
+        int,
+        typer.Option(min=PASSAGES_OF_A_LONG_PROMPT, help="Number of known passages, from which the prompts are made."),
+    ] = 200
     least: int = 60
     longest: int = 400
-    prompts: Annotated[int, typer.Option(help="Prompts for each kind of change (numbered, escaped, cut, ...).")] = 8
+    prompts: Annotated[
+        int, typer.Option(min=1, help="Prompts for each kind of change (numbered, escaped, cut, ...).")
+    ] = 8
     prompt_tokens: int = 8192
     known: Annotated[
         tuple[int, ...],
         typer.Option(help="Sizes of the index (known spans) for which the search is timed."),
         FromText(integers),
     ] = (1_000, 10_000, 100_000)
-    rounds: Annotated[int, typer.Option(help="How often each prompt is searched.")] = 30
+    rounds: Annotated[int, typer.Option(min=1, help="How often each prompt is searched.")] = 30
     threads: Threads = 1
     home: Path = field(default_factory=_home)
 

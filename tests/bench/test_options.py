@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import pytest
-import typer
+import typer.main
 from ragfuse_bench import options
 from ragfuse_bench.cli import bench
 from ragfuse_bench.cli.parameters import with_options
@@ -19,7 +20,9 @@ from ragfuse_bench.options import QualityOptions, SessionOptions, TtftOptions
 from ragfuse_bench.ray import options as ray_options
 from typer.testing import CliRunner
 
+from ragfuse.cli.main import app as everything
 from ragfuse.errors import InputError, SettingsError
+from ragfuse.settings import Settings
 
 GIVEN: list[object] = []
 
@@ -86,6 +89,29 @@ def test_every_dataclass_of_options_belongs_to_one_command() -> None:
     declared = {each for module in modules for name, each in vars(module).items() if name.endswith("Options")}
     assert sorted(map(str, taken)) == sorted(map(str, declared))
     assert len(bench.registered_commands) == len(declared) + 1  # `paper` alone has none: it chooses by the figure
+
+
+def whole_numbers(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """All options with a whole number of a command and those below it."""
+    for below, each in getattr(command, "commands", {}).items():
+        yield from whole_numbers(each, (*name, below))
+    for each in command.params:
+        if each.type_descriptor.annotation is int and not each.is_flag:
+            yield " ".join((*name, each.opts[0])), each
+
+
+def test_every_whole_number_has_a_least_one() -> None:
+    found = dict(whole_numbers(typer.main.get_command(everything)))
+    bounded = [name for name, field in Settings.model_fields.items() if any(hasattr(m, "ge") for m in field.metadata)]
+    assert len(found) > 60
+    assert [name for name, each in found.items() if each.min is None and each.name not in bounded] == []
+
+
+@pytest.mark.parametrize("line", ["quality --data demo --limit -1", "ttft --rounds 0", "paper fig6 --limit -1"])
+def test_a_number_below_the_least_one_is_told_by_its_option(line: str) -> None:
+    result = CliRunner().invoke(bench, line.split())
+    assert result.exit_code == 2
+    assert f"Invalid value for '{line.split()[-2]}'" in result.output
 
 
 def test_every_command_has_help() -> None:

@@ -69,9 +69,11 @@ def paper(
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(help="Questions of each data set (default 60); CacheGen: contexts of each (default 4). 0: all."),
+        typer.Option(
+            min=0, help="Questions of each data set (default 60); CacheGen: contexts of each (default 4). 0: all."
+        ),
     ] = None,
-    context_tokens: Annotated[int, typer.Option(help="CacheGen: tokens of each context.")] = CONTEXT_TOKENS,
+    context_tokens: Annotated[int, typer.Option(min=100, help="CacheGen: tokens of each context.")] = CONTEXT_TOKENS,
     keep_kv: Annotated[
         Path | None, typer.Option(help="CacheGen: keep the contexts' KV in this folder, for the next figure.")
     ] = None,
