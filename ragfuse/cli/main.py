@@ -92,7 +92,7 @@ def _bench(context: typer.Context) -> None:
     """Benchmark ragfuse on this machine (needs the package ragfuse-bench)."""
     raise InputError(
         f"`{shlex.join(['ragfuse', 'bench', *context.args])}` needs the package ragfuse-bench, which is not installed: "
-        "pip install ragfuse-bench"
+        "pip install ragfuse-bench, or in a clone pip install -e benchmarks"
     )
 
 
