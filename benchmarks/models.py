@@ -95,8 +95,8 @@ def prepare(model: RealModel, console: Console) -> Path:
         needed, free = 3 * model.nbytes, shutil.disk_usage(model.path.parent).free
         if free < needed:
             raise ModelError(
-                f"{model.name} needs {needed / 1e9:.1f} GB of disk for a while, found {free / 1e9:.1f} GB. Free some, or "
-                "set RAGFUSE_HOME to a folder on another disk."
+                f"{model.name} needs {needed / 1e9:.1f} GB of disk for a while, found {free / 1e9:.1f} GB. Free some, "
+                "or set RAGFUSE_HOME to a folder on another disk."
             )
         with tempfile.TemporaryDirectory(dir=model.path.parent, prefix=".joining-") as folder:
             joined = _joined(model, Path(folder), console)

@@ -7,7 +7,6 @@ from a seed, so that every method answers the same prompts.
 from __future__ import annotations
 
 import gzip
-import json
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse_bench.quality.made import CHUNK_TOKENS, RULES, made_cases
+from ragfuse_bench.quality.rows import Row, parsed, rows_of
 
 from ragfuse.calibration.case import Case, Task
 from ragfuse.errors import InputError
@@ -53,17 +53,18 @@ def read_cases(name: str | Path, packing: Packing) -> list[Case]:
     path, stem = _own(str(name)) if str(name) in OWN else Path(name), set_name(name)
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InputError(f"The data set '{path}' cannot be read: {error}. Give a JSON or JSONL file.") from error
     if packing.passages < 1:
         raise InputError(f"A prompt of {packing.passages} passages cannot be asked about; wanted 1 or more.")
     try:
-        cases = list(_cases(stem, _parsed(text), packing))
+        cases = list(_cases(stem, path, *parsed(text), packing))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InputError(f"'{path}' is JSON, but not as expected: {type(error).__name__} {error}. {_SHAPES}") from error
+        found = f"{error} is missing in it" if isinstance(error, KeyError) else "a value in it is of another kind"
+        raise InputError(f"'{path}' is JSON, but of no known shape: {found}. {_SHAPES}") from error
     except ValueError as error:
-        raise InputError(f"'{path}' is no JSON or JSONL: {error}. {_SHAPES}") from error
+        raise InputError(f"'{path}' is no data set that can be read: {error}. {_SHAPES}") from error
     if not cases:
         raise InputError(f"'{path}' holds no question that can be asked. {_SHAPES}")
     return cases
@@ -75,8 +76,8 @@ def set_name(name: str | Path) -> str:
 
 
 _SHAPES = (
-    "Known shapes: SQuAD; JSONL of {question, answers, ctxs: [{title, text}]}; LongBench's {input, context, answers}; "
-    "SAMSum's [{dialogue, summary}]; and the sets that come along: " + ", ".join(OWN) + "."
+    "Known shapes: SQuAD; JSONL of {question, answers: [text], ctxs: [{title, text}]}; LongBench's {input, context, "
+    "answers}; SAMSum's [{dialogue, summary}]; and the sets that come along: " + ", ".join(OWN) + "."
 )
 
 
@@ -86,33 +87,36 @@ def _own(name: str) -> Path:
     return Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json"
 
 
-def _parsed(text: str) -> Any:
-    try:
-        data = json.loads(text)
-    except ValueError:
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    return [data] if isinstance(data, dict) and {"ctxs", "context", "dialogue"} & set(data) else data
-
-
-def _cases(name: str, data: Any, packing: Packing) -> Iterator[Case]:
+def _cases(name: str, path: Path, data: Any, places: list[str], packing: Packing) -> Iterator[Case]:
+    if isinstance(data, dict) and {"ctxs", "context", "dialogue", "question"} & set(data):
+        data = [data]
     if packing.chunk_tokens and isinstance(data, dict):
         raise InputError(f"The chunks of {name} are paragraphs as they are: leave --chunk-tokens out.")
     if isinstance(data, dict) and "data" in data:
         yield from _squad(name, data["data"], packing)
     elif isinstance(data, dict) and "questions" in data:
         yield from _on_demo_texts(name, data["questions"], packing)
-    elif isinstance(data, list) and data and "ctxs" in data[0]:
-        for index, row in enumerate(data):
-            passages = [f"{c['title']}\n{c['text']}".strip() if c.get("title") else c["text"] for c in row["ctxs"]]
-            yield _apart(name, str(row.get("id", index)), row["question"], row["answers"], passages, packing)
-    elif isinstance(data, list) and data and "context" in data[0]:
-        for index, row in enumerate(data):
-            passages = _passages(row["context"])
-            case_id, question = str(row.get("_id", index)), row.get("input", "")
+    elif isinstance(data, list) and data:
+        yield from _of_rows(name, rows_of(path, data, places), packing)
+    else:
+        raise ValueError("no known keys in it")
+
+
+def _of_rows(name: str, rows: Sequence[Row], packing: Packing) -> Iterator[Case]:
+    """One case a row; the first one tells the shape."""
+    first = rows[0].said
+    if "dialogue" in first:
+        yield from _samsum(name, rows, packing)
+    elif "context" in first and "ctxs" not in first:
+        for index, row in enumerate(rows):
+            passages = _passages(row.text("context"))
+            case_id, question = str(row.said.get("_id", index)), row.text("input") if "input" in row.said else ""
             task: Task = "answer" if question else "summary"
-            yield _apart(name, case_id, question, row["answers"], passages, packing, task)
-    elif isinstance(data, list) and data and "dialogue" in data[0]:
-        yield from _samsum(name, data, packing)
+            yield _apart(name, case_id, question, row.texts("answers"), passages, packing, row, task)
+    elif {"ctxs", "question"} & set(first):
+        for index, row in enumerate(rows):
+            case_id, passages = str(row.said.get("id", index)), row.passages()
+            yield _apart(name, case_id, row.text("question"), row.texts("answers"), passages, packing, row)
     else:
         raise ValueError("no known keys in it")
 
@@ -179,26 +183,26 @@ def _apart(
     answers: Sequence[str],
     passages: Sequence[str],
     packing: Packing,
+    row: Row,
     task: Task = "answer",
 ) -> Case:
-    """A case with the passages of its own."""
-    if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
-        raise TypeError(f"answers of {case_id} are {type(answers).__name__}, not a list of texts")
+    """A case with the passages of its own, which `row` says."""
     passages = [passage for passage in passages if passage.strip()]
     chunks = tuple(pack(_fitting(passages, packing), packing))
     if not chunks:
-        raise TypeError(f"{case_id} has no passages")
+        raise InputError(f"{row.where}: wanted at least one passage with text, found none. Take the row out.")
     return Case(name, case_id, question, tuple(answers), chunks, task)
 
 
-def _samsum(name: str, rows: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
+def _samsum(name: str, rows: Sequence[Row], packing: Packing) -> Iterator[Case]:
     """Dialogues with their summaries as examples, as in few-shot prompting, then one dialogue to be summarised."""
-    for index, row in enumerate(rows):
-        drawn = random.Random(str(row.get("id", index)))
-        others = drawn.sample([other for other in rows if other is not row], min(5, len(rows) - 1))
-        shots = [f"{other['dialogue'].strip()}\nSummary: {other['summary'].strip()}" for other in others]
-        asked = f"{row['dialogue'].strip()}\nSummary:"
-        yield _apart(name, str(row.get("id", index)), asked, [row["summary"]], shots, packing, "summary")
+    read = [(row.text("dialogue").strip(), row.text("summary")) for row in rows]
+    for index, (row, (dialogue, summary)) in enumerate(zip(rows, read, strict=True)):
+        drawn = random.Random(str(row.said.get("id", index)))
+        others = drawn.sample([each for place, each in enumerate(read) if place != index], min(5, len(rows) - 1))
+        shots = [f"{other}\nSummary: {its.strip()}" for other, its in others]
+        asked = f"{dialogue}\nSummary:"
+        yield _apart(name, str(row.said.get("id", index)), asked, [summary], shots, packing, row, "summary")
 
 
 def _passages(context: str) -> list[str]:

@@ -88,6 +88,71 @@ def test_what_is_no_data_set_is_told_with_the_shapes_that_are(tmp_path: Path, co
         read_cases(path, Packing(words))
 
 
+GOOD = {"question": "q", "answers": ["x"], "ctxs": ["one", {"title": "A", "text": "two"}, {"text": "three"}]}
+
+
+def test_passages_may_be_plain_texts_and_a_file_may_begin_with_a_mark_of_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD | {"id": "é"}), "utf-8-sig")
+    one, other = read_cases(path, Packing(words))
+    assert one.chunks == other.chunks == ("one", "A\ntwo", "three")
+    assert (one.id, other.id) == ("0", "é")
+
+
+def test_other_ends_of_lines_inside_texts_end_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text("\n".join([json.dumps(GOOD | {"question": "a\u2028b"}, ensure_ascii=False)] * 2))
+    assert [case.question for case in read_cases(path, Packing(words))] == ["a\u2028b"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ctxs": "one"}, "ctxs must be a list of {title, text} or of texts, found a text"),
+        ({"ctxs": [3]}, "ctxs must be a list of {title, text} or of texts, found a number in it"),
+        ({"ctxs": [{"title": "A"}]}, "ctxs must be a list of {title, text} or of texts, found one without a text"),
+        ({"ctxs": [{"text": None}]}, "ctxs must be a list of {title, text} or of texts, found null as a text"),
+        ({"ctxs": [{"title": 1, "text": "a"}]}, "or of texts, found a number as a title"),
+        ({"ctxs": None}, "ctxs must be a list of {title, text} or of texts, found null"),
+        ({"ctxs": [" "]}, "wanted at least one passage with text, found none"),
+        ({"answers": "x"}, "answers must be a list of texts, found a text"),
+        ({"answers": ["x", None]}, "answers must be a list of texts, found null in it"),
+        ({"question": ["q"]}, "question must be a text, found a list"),
+    ],
+)
+def test_what_is_wrong_in_a_row_is_told_with_its_line(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as told:
+        read(tmp_path, [GOOD, GOOD | change], lines=True)
+    assert str(told.value).startswith(f"'{tmp_path / 'set.jsonl'}', line 2: ")
+    assert said in str(told.value)
+    with pytest.raises(InputError, match=r"set\.jsonl', row 2: "):
+        read(tmp_path, [GOOD, GOOD | change])
+
+
+@pytest.mark.parametrize("name", ["question", "answers", "ctxs"])
+def test_what_is_missing_in_a_row_is_told_with_its_line(tmp_path: Path, name: str) -> None:
+    lacking = {key: value for key, value in GOOD.items() if key != name}
+    for rows, line in (([lacking], 1), ([GOOD, lacking], 2)):
+        with pytest.raises(InputError, match=f"line {line}: {name} must be a .*, found none"):
+            read(tmp_path, rows, lines=True)
+
+
+def test_a_line_that_is_no_json_and_a_row_that_is_no_object_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n{broken\n")
+    with pytest.raises(InputError, match="is no data set that can be read: line 2 is no JSON"):
+        read_cases(path, Packing(words))
+    with pytest.raises(InputError, match="line 2: wanted an object with a question, found a list"):
+        read(tmp_path, [GOOD, []], lines=True)
+
+
+@pytest.mark.parametrize("data", [{"data": [{"title": "a"}]}, {"data": [3]}, {"questions": [{}]}, [{"dialogue": 3}]])
+def test_errors_about_a_data_set_speak_no_python(tmp_path: Path, data: Any) -> None:
+    with pytest.raises(InputError) as told:
+        read(tmp_path, data)
+    assert not any(word in str(told.value) for word in ("Error", "object is", "NoneType", "'str'", "subscriptable"))
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.json"):
         read_cases(tmp_path / "nowhere.json", Packing(words))
