@@ -13,8 +13,14 @@ KNOWN_ONLY = (
 )
 DOCUMENTS_ALTERED = "the documents retrieved for it are known, but were altered on their way into it"
 PROMPT_TOO_SHORT = "it is too short to hold a chunk"
-NOT_EXACT = "verify found that fusing is not exact with this model where it must be"
-NOT_SAFE = "calibrate found no policy whose answers stay close to full prefill's with this model"
+NOT_EXACT = (
+    "verify found that fusing is not exact with this model where it must be (a policy that is named is used "
+    "all the same)"
+)
+NOT_SAFE = (
+    "calibrate found no policy whose answers stay close to full prefill's with this model (one that is named is used "
+    "all the same)"
+)
 ENCODING = "still being encoded, for the next question"
 """The reason for a miss of a chunk that a recent prompt held first."""
 MISSING = "not in the store"
