@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.modules import modules
-from benchmarks.ray import ray
+from benchmarks.ray_tables import ray
 from benchmarks.reuse import matching, prefix, unprepared
 from benchmarks.tables import number, table
 from benchmarks.waiting import conversation, streams, throughput
