@@ -70,3 +70,12 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of what is drawn at random.
 TierSpeeds = Annotated[
     tuple[float, ...], typer.Option(help="Speeds of the slow tier, megabytes a second."), FromText(floats)
 ]
+
+
+def plot_option(what: str) -> Any:
+    """Return the option of a picture.
+
+    Args:
+        what: What is drawn.
+    """
+    return typer.Option(help=f"Draw {what} to this file (PNG).")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 from ragfuse_bench.option_types import (
@@ -27,6 +27,7 @@ from ragfuse_bench.option_types import (
     floats,
     integers,
     names,
+    plot_option,
     shares_of,
 )
 
@@ -47,10 +48,6 @@ DROPIN_CHUNKS = 6
 """Chunks that `bench dropin` retrieves for a question."""
 DOOR_NAMES = ("chain", "lcel", "agent", "compact", "refine", "tree", "chat", "server")
 """Programs that `bench dropin` measures with nothing indexed."""
-USES = ("code", "cooking", "trip")
-"""Code generation, personalisation, a trip with parameters: figures 6 to 8 of Prompt Cache, in our own words."""
-LENGTHS = (512, 1024, 2048, 3072)
-"""Tokens of prompts whose time `bench modules` fits by a line."""
 
 
 def doors_named(text: str, option: str = "--doors") -> tuple[str, ...]:
@@ -65,10 +62,6 @@ def doors_named(text: str, option: str = "--doors") -> tuple[str, ...]:
     if not given or not set(given) <= set(DOOR_NAMES):
         raise SettingsError(f"{option} is '{text}'; wanted all, none or some of {', '.join(DOOR_NAMES)}.")
     return given
-
-
-def _plot(what: str) -> Any:
-    return typer.Option(help=f"Draw {what} to this file (PNG).")
 
 
 def _home() -> Path:
@@ -132,7 +125,7 @@ class TtftOptions(MeasuredModel):
     )
     threads: Threads = 1
     rounds: Rounds = 3
-    plot: Annotated[Path | None, _plot("speedup against context tokens")] = None
+    plot: Annotated[Path | None, plot_option("speedup against context tokens")] = None
     home: Path = field(default_factory=_home)
 
     def __post_init__(self) -> None:
@@ -171,7 +164,7 @@ class LoadOptions(MeasuredModel):
     mbps: TierSpeeds = (50.0, 100.0, 200.0, 500.0)
     threads: Threads = 1
     rounds: Rounds = 3
-    plot: Annotated[Path | None, _plot("the time against the tier's speed")] = None
+    plot: Annotated[Path | None, plot_option("the time against the tier's speed")] = None
     home: Path = field(default_factory=_home)
 
     def __post_init__(self) -> None:
@@ -192,7 +185,7 @@ class ControllerOptions(MeasuredModel):
     ] = 60
     threads: Threads = 1
     rounds: Annotated[int, typer.Option(min=1, help="How often each plan is measured; the median counts.")] = 3
-    plot: Annotated[Path | None, _plot("predictions and ratios")] = None
+    plot: Annotated[Path | None, plot_option("predictions and ratios")] = None
     home: Path = field(default_factory=_home)
 
     def __post_init__(self) -> None:
@@ -263,7 +256,7 @@ class DropinOptions:
             help="For --doors: number of questions, 1 to 12; each program is asked each one twice.",
         ),
     ] = QUESTIONS_PREPARED
-    plot: Annotated[Path | None, _plot("times, and what is reused when,")] = None
+    plot: Annotated[Path | None, plot_option("times, and what is reused when,")] = None
     home: Path = field(default_factory=_home)
 
     def __post_init__(self) -> None:
@@ -349,7 +342,7 @@ class CodecOptions:
     keep_kv: Annotated[
         Path | None, typer.Option(help="Keep the contexts' raw KV in this folder, for the next run.")
     ] = None
-    plot: Annotated[Path | None, _plot("size against quality")] = None
+    plot: Annotated[Path | None, plot_option("size against quality")] = None
 
     def __post_init__(self) -> None:
         _check_folder(self.data)
@@ -438,7 +431,7 @@ class ConversationOptions(MeasuredModel):
     rounds: Rounds = 3
     threads: Threads = 1
     data: Annotated[Path | None, typer.Option(help="Folder of multi-turn dialogues. Default: included notes.")] = None
-    plot: Annotated[Path | None, _plot("seconds by turn")] = None
+    plot: Annotated[Path | None, plot_option("seconds by turn")] = None
 
     def __post_init__(self) -> None:
         _check_folder(self.data)
@@ -463,60 +456,13 @@ class SessionOptions:
     ] = ("look-ahead", "lru", "fifo")
     quick: Annotated[bool, typer.Option(help="A sixth of the conversations, with a sixth of the storage.")] = False
     seed: Seed = 0
-    plot: Annotated[Path | None, _plot("the hit rates")] = None
+    plot: Annotated[Path | None, plot_option("the hit rates")] = None
 
     def __post_init__(self) -> None:
         known = [policy.name for policy in EVICTION_POLICIES]
         if not self.policies or not set(self.policies) <= set(known):
             raise SettingsError(f"--policies is '{','.join(self.policies)}'; wanted some of {', '.join(known)}.")
         _check_folder(self.data)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """How many prompts share a module of so many tokens, and how many tokens each answer has.
-
-    longer: Tokens of further modules: a model and its libraries take the same memory for all, so that sharing saves a
-    larger part of the process's memory the longer the module is.
-    """
-
-    prompts: int = 8
-    tokens: int = 1024
-    answer_tokens: int = 32
-    longer: tuple[int, ...] = (4096,)
-
-
-@dataclass(frozen=True)
-class ModuleOptions:
-    """What `bench modules` measures.
-
-    lengths: Tokens of the prompts whose time is fitted by a line. batch: None where a batch's memory is not measured,
-    as on a GPU, where the process's memory does not tell it.
-    """
-
-    uses: tuple[str, ...] = USES
-    sets: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            "--data",
-            help="Questions over documents: held-out or demo (both included), a file as for `bench quality`, or a "
-            "folder of such files. Repeat for more.",
-        ),
-    ] = ("held-out",)
-    limit: Annotated[
-        int, typer.Option(min=0, help="Questions of each set, drawn at random by a fixed seed; 0: all.")
-    ] = 12
-    context_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a question's documents.")] = 2600
-    lengths: tuple[int, ...] = LENGTHS
-    batch: Batch | None = field(default_factory=Batch)
-    rounds: Rounds = 3
-    threads: Threads = 1
-    plot: Annotated[Path | None, _plot("times and lengths")] = None
-
-    def quick(self) -> ModuleOptions:
-        """Return the options of `--quick`: two questions of each set, two lengths, one round, short answers."""
-        batch = self.batch and Batch(answer_tokens=8, longer=())
-        return replace(self, limit=2, rounds=1, lengths=(512, 2048), batch=batch)
 
 
 @dataclass(frozen=True)
@@ -604,7 +550,7 @@ class ThroughputOptions:
     together_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer of the batch.")] = 64
     threads: Threads = 1
     seed: Seed = 0
-    plot: Annotated[Path | None, _plot("time against rate")] = None
+    plot: Annotated[Path | None, plot_option("time against rate")] = None
 
     def __post_init__(self) -> None:
         if min(self.cases, self.answer_tokens, self.together, self.together_tokens, self.threads) < 1:

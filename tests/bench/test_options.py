@@ -15,6 +15,7 @@ from ragfuse_bench import options
 from ragfuse_bench.cli import bench
 from ragfuse_bench.cli.parameters import with_options
 from ragfuse_bench.engines import options as engines_options
+from ragfuse_bench.modules import options as modules_options
 from ragfuse_bench.option_types import FromText, integers
 from ragfuse_bench.options import QualityOptions, SessionOptions, TtftOptions
 from ragfuse_bench.ray import options as ray_options
@@ -85,7 +86,7 @@ def test_every_dataclass_of_options_belongs_to_one_command() -> None:
         for hint in get_type_hints(inspect.unwrap(command.callback or bench)).values()
         if is_dataclass(hint)
     ]
-    modules = options, engines_options, ray_options
+    modules = options, engines_options, modules_options, ray_options
     declared = {each for module in modules for name, each in vars(module).items() if name.endswith("Options")}
     assert sorted(map(str, taken)) == sorted(map(str, declared))
     assert len(bench.registered_commands) == len(declared) + 1  # `paper` alone has none: it chooses by the figure

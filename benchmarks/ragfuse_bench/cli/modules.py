@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 from ragfuse_bench.cli.start import start
-from ragfuse_bench.options import ModuleOptions
+from ragfuse_bench.modules.options import ModuleOptions
 
 from ragfuse.cli.options import Device, Dtype, Json, Model, prepare_model, write_json
 

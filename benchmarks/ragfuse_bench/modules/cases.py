@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from ragfuse_bench.options import USES
+from ragfuse_bench.modules.options import USES
 from ragfuse_bench.quality.cases import Packing, read_cases
 from ragfuse_bench.quality.run import drawn
 

@@ -13,9 +13,9 @@ from ragfuse_bench.figure import Figure, Rows, Wanted
 from ragfuse_bench.modules.asked import Place, engine_over, model_of, registered, said, score, timed
 from ragfuse_bench.modules.cases import ModuleCase, documents
 from ragfuse_bench.modules.lengths import slope
+from ragfuse_bench.modules.options import LENGTHS
 from ragfuse_bench.modules.report import draw_slope
 from ragfuse_bench.modules.shapes import MIB, sizes
-from ragfuse_bench.options import LENGTHS
 from ragfuse_bench.quality.cases import Packing
 from rich.console import Console
 

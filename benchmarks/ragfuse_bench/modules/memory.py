@@ -22,7 +22,7 @@ import psutil
 from ragfuse_bench.modules.asked import engine_over, model_of
 from ragfuse_bench.modules.cases import long_schema, over_all
 from ragfuse_bench.modules.lengths import notes
-from ragfuse_bench.options import Batch
+from ragfuse_bench.modules.options import Batch
 from torch import Tensor
 
 from ragfuse.calibration.runner import is_glibc, thread_count

@@ -13,8 +13,8 @@ from ragfuse_bench.modules.asked import engine_over, mean_of, measured, model_of
 from ragfuse_bench.modules.cases import documents, uses
 from ragfuse_bench.modules.lengths import LONG, growth, mostly_cached, slope
 from ragfuse_bench.modules.memory import batch_memory
+from ragfuse_bench.modules.options import ModuleOptions
 from ragfuse_bench.modules.report import draw_modules, show_modules
-from ragfuse_bench.options import ModuleOptions
 from ragfuse_bench.quality.cases import Packing, set_name
 from rich.console import Console
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from ragfuse_bench.modules.cases import FOLDER_SETS, documents, long_schema, of_documents, over_all, sets_of, uses
-from ragfuse_bench.options import USES
+from ragfuse_bench.modules.options import USES
 from ragfuse_bench.quality.cases import Packing
 
 from ragfuse.calibration.case import Case

@@ -12,8 +12,8 @@ from ragfuse_bench.modules.asked import first_logits, measured, registered
 from ragfuse_bench.modules.cases import ModuleCase, uses
 from ragfuse_bench.modules.memory import batch_memory
 from ragfuse_bench.modules.memory import measured as in_this_process
+from ragfuse_bench.modules.options import Batch, ModuleOptions
 from ragfuse_bench.modules.run import by_set, run_modules
-from ragfuse_bench.options import Batch, ModuleOptions
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
