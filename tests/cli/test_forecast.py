@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -23,7 +24,18 @@ def run(tiny_settings, tmp_path, monkeypatch):
     return lambda *arguments: CliRunner().invoke(app, [*map(str, arguments)], env=environment)
 
 
-def test_ingest_says_first_what_it_will_do_and_is_right(run, book):
+@pytest.fixture
+def large_disk(monkeypatch):
+    """Let the disk have 100 GiB free, whatever this machine's has: a tier's setting is the bound then."""
+    free_bytes(monkeypatch, 100 << 30)
+
+
+def free_bytes(monkeypatch, nbytes):
+    usage = shutil.disk_usage(".")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=nbytes))
+
+
+def test_ingest_says_first_what_it_will_do_and_is_right(run, book, large_disk):
     (book / "second.md").write_text((book / "lighthouses.txt").read_text().replace("ships", "gulls"))
     (book / "picture.png").write_bytes(b"PNG")
     result = run("ingest", book, "--json", "out.json")
@@ -42,6 +54,11 @@ def test_ingest_says_first_what_it_will_do_and_is_right(run, book):
     assert 0.8 * encoded < n_tokens < 1.2 * encoded
     nbytes = float(found[2]) * {"KB": 1e3, "MB": 1e6}[found[3]]
     assert 0.8 * told["nbytes"] < nbytes < 1.2 * told["nbytes"]
+
+
+def test_a_disk_with_less_room_than_its_setting_bounds_what_it_holds(run, book, monkeypatch):
+    free_bytes(monkeypatch, 10_000_000_000)
+    assert "into disk, which holds 9.5 GB, " in run("ingest", book).stdout
 
 
 def test_ingest_says_what_is_in_the_index_already(run, book):
