@@ -20,6 +20,7 @@ from ragfuse.hf.verify import Verdict, verify
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
 from ragfuse.models.threads import limit_threads
+from ragfuse.models.weight_files import identity
 from ragfuse.plan.controller import settle
 from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import shared, shared_while_used
@@ -153,6 +154,7 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
     """Return the model in the settings, or a given one; probed, unless its profile is stored.
 
     It is shared in the process by all that name it with the same options, or give the same model with the same weights.
+    A folder or file that has changed since is loaded anew.
     """
     if settings.device.startswith("cpu") and (given is None or settings.threads != "auto"):
         limit_threads(None if settings.threads == "auto" else settings.threads)
@@ -161,7 +163,9 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
         name = "handed over", id(given.model), id(given.tokenizer), weights
         return shared_while_used(name, lambda: given.probed(weights, profiles.probed))
     named = settings.model, settings.dtype, settings.device, *([settings.model_kwargs] if settings.model_kwargs else [])
-    return shared(("model", *named), lambda: _load(settings, profiles))
+    at = Path(settings.model).expanduser()
+    version, _ = identity([at], {}) if at.exists() else ("", 0)
+    return shared(("model", *named), lambda: _load(settings, profiles), version)
 
 
 def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[LoadedModel | HFModel | None, Settings]:

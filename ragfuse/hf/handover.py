@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ragfuse.errors import RefusedError, SettingsError
+from ragfuse.errors import ModelError, RefusedError, SettingsError
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.decode import Member
@@ -91,8 +91,10 @@ def generate(
 
     Raises:
         SettingsError: An option would bypass the prefilled cache.
+        ModelError: The model computed NaN for the prompt.
     """
     _refuse(options)
+    _refuse_nan(model, prefill)
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
     criteria, full = _adapted_options(model, options)
     with model.batcher.member(*sharing(model, prefill)) as member, seeded(seed):
@@ -111,6 +113,17 @@ def generate(
     sequences = out if isinstance(out, Tensor) else out.sequences
     rows: list[list[int]] = sequences[:, ids.shape[1] :].tolist()
     return rows
+
+
+def _refuse_nan(model: HFModel, prefill: Prefill) -> None:
+    """Raise ModelError for a prompt whose logits are NaN; its answer would be empty or noise."""
+    if bool(prefill.logits.isnan().any()):
+        advice = (
+            "float16 is too narrow for some models: set dtype to bfloat16 or float32."
+            if model.dtype == torch.float16
+            else "Its weights are damaged: copy them anew from where they came from."
+        )
+        raise ModelError(f"The model {model.name} computed NaN (not a number) for this prompt. {advice}")
 
 
 def _refuse(options: Mapping[str, Any]) -> None:

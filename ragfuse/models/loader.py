@@ -7,24 +7,19 @@ folders first (`models/embedded.py`). Weights are read from safetensors and GGUF
 
 from __future__ import annotations
 
-import json
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
-    GgufConfig,
     Pipeline,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -38,12 +33,19 @@ from ragfuse.hf.model import HFModel
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import require_hub, resolve_llm
+from ragfuse.models.generation_config import check_generation_config, complete_generation_config
 from ragfuse.models.shipped_profile import read_shipped
 from ragfuse.models.weight_files import FileDigests, identity, tokenizer_identity
+from ragfuse.models.weights import (
+    is_quantised,
+    load_adapted,
+    load_weights,
+    refuse_damaged_weights,
+    require_adapter_files,
+    why_outside,
+)
 from ragfuse.types.profiles import ModelProfile
 
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of pickled files; unpickling them may run any code, so they are rejected."""
 FOR_TOKENIZERS = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only", "gguf_file")
 JSON_FILES = (
     "*config.json",
@@ -55,7 +57,7 @@ JSON_FILES = (
 )
 """Files of a model's folder that hold a JSON object."""
 SECRET = "token"
-UNLOADABLE = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError)
+UNLOADABLE = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
 """Exceptions of transformers and quantisation libraries when weights cannot be loaded."""
 
 Given: TypeAlias = HFModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None
@@ -108,12 +110,18 @@ def load_model(
         if isinstance(source, str) and not folder.is_dir():
             folder = _adapter_on_hub(source, options) or folder
         shipped = read_shipped(adapted_chunks.parent if has_chunk_adapter else folder)
+        check_generation_config(folder)
         parts = [folder]
         if (folder / ADAPTER_CONFIG).is_file():
             base = _base_of(folder, home, options)
             parts += [Path(base)] if Path(base).is_dir() else []
             name, changed = identity(parts, load_options)
-            model = _adapted(base, folder, dtype, device, options)
+            merge = options.pop("merge_adapter", None)
+            require_adapter_files(folder)
+            with _readable_errors(base):
+                check_generation_config(Path(base))
+                plain = load_weights(base, dtype, device, options)
+            model = _bare(load_adapted(plain, folder, merge))
             words_from = folder if (folder / "tokenizer_config.json").is_file() else base
             tokenizer = _tokenizer(words_from, options)
         else:
@@ -121,7 +129,8 @@ def load_model(
             name, changed = identity(parts, load_options)
             words_from = source
             tokenizer = _tokenizer(source, options)
-            model = _weights(source, dtype, device, options)
+            model = load_weights(source, dtype, device, options)
+    complete_generation_config(model, tokenizer)
     digests = FileDigests(home.expanduser() / "fingerprints" if home is not None else None)
     if identity(parts, load_options) != (name, changed):  # what was read is not known
         name = ""
@@ -131,14 +140,14 @@ def load_model(
     drift = None if has_chunk_adapter else read_drift(folder, model)
     read_words = words or tokenizer_digest(tokenizer)
     loaded = HFModel(model, tokenizer, profile_of, drift, known, chunk_adapter, read_words)
-    if not (_is_quantised(model) or (folder / ADAPTER_CONFIG).is_file()):
+    if not (is_quantised(model) or (folder / ADAPTER_CONFIG).is_file()):
         loaded.files = _files_of(source, options)
     if None in (known, words) and identity(parts, load_options) == (name, changed):
         for each, found in ((name, loaded.weights), (words_name, read_words)):
             digests.put(each, found, changed, time.time_ns())
     if shipped is not None:
         loaded.profile = shipped.over(loaded.profile)
-    return loaded if _is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
+    return loaded if is_quantised(model) or _has_adapters(model) or not pack else loaded.packed()
 
 
 def load_tokenizer(name_or_path: str, home: Path, model_kwargs: Mapping[str, Any]) -> PreTrainedTokenizerBase:
@@ -234,75 +243,13 @@ def _bare(given: object) -> PreTrainedModel:
 def _unwrapped(given: Any) -> object:
     """Return the base model of a PEFT model, with the adapter in its layers; ModelError for other kinds of adapters."""
     for config in getattr(given, "peft_config", {}).values():
-        why = _why_outside(config)
+        why = why_outside(config)
         if why:
             raise ModelError(
                 f"Wanted an adapter that changes layers only (such as LoRA), found {why}. Use another one, or the "
                 "model without it."
             )
     return given.get_base_model()
-
-
-def _why_outside(config: Any) -> str:
-    """Return what an adapter does besides changing layers; "" if nothing."""
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if getattr(config, "is_prompt_learning", False):
-        return f"{kind}, which puts tokens of its own before every prompt"
-    if getattr(config, "alora_invocation_tokens", None):
-        return f"{kind} that begins at its invocation tokens, so that KV depends on what follows"
-    return f"{kind}, which chooses among adapters by the prompt" if kind in ("XLORA", "POLY") else ""
-
-
-def _weights(source: str | Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
-    """Load the model at a folder or id, from safetensors or GGUF only."""
-    options, folder = dict(options), Path(source)
-    _refuse_pickled(folder)
-    if options.get("gguf_file"):
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    quantised = options.get("quantization_config") or _config_of(folder).get("quantization_config")
-    if quantised:
-        options.setdefault("device_map", {"": device})
-    if "device_map" in options and find_spec("accelerate") is None:
-        raise ModelError("Spreading or quantising weights needs the package accelerate: pip install accelerate")
-    if isinstance(options.get("device_map"), Mapping):
-        options["device_map"] = dict(options["device_map"])
-    with _no_warnings():
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), use_safetensors=True, **options
-        )
-    if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # its weights are plain ones now
-    return model if "device_map" in options else model.to(device)
-
-
-def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
-    """Load a base model with the adapter of a folder, merged unless it is quantised or `merge_adapter` is False."""
-    if find_spec("peft") is None:
-        raise ModelError(f"'{folder}' is an adapter, which needs the package peft: pip install peft")
-    from peft import PeftConfig, PeftModel
-
-    options = dict(options)
-    merge = options.pop("merge_adapter", None)
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise ModelError(
-            f"Wanted adapter_model.safetensors in '{folder}', found none. Save the adapter by save_pretrained(...), "
-            "which writes it; pickled files are not loaded."
-        )
-    why = _why_outside(PeftConfig.from_pretrained(str(folder)))
-    if why:
-        raise ModelError(
-            f"Wanted an adapter that changes layers only (such as LoRA), found {why}. Use another one, or the "
-            "model without it."
-        )
-    with _readable_errors(base):
-        model = _weights(base, dtype, device, options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-        adapted = PeftModel.from_pretrained(model, folder)
-        if merge if merge is not None else not _is_quantised(model):
-            adapted = adapted.merge_and_unload()
-            return _bare(adapted)
-    return _bare(adapted)
 
 
 def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str | Path:
@@ -352,31 +299,11 @@ def _tokenizer(source: str | Path, options: Mapping[str, Any]) -> PreTrainedToke
     return found
 
 
-def _refuse_pickled(folder: Path) -> None:
-    """Raise ModelError if a folder has only pickled weights."""
-    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
-        return
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
-    if pickled:
-        raise ModelError(
-            f"Wanted weights as safetensors in '{folder}', found only {pickled[0]}, a pickle, which may run code when "
-            "loaded. If you trust it, load it by transformers and convert it: model.save_pretrained(folder)."
-        )
-
-
 def _refuse_damaged_json(folder: Path) -> None:
     """Raise ModelError for the first JSON file of a folder that is damaged."""
     for name in JSON_FILES:
         for file in sorted(folder.glob(name)):
             read_json_object(file)
-
-
-def _config_of(folder: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, Mapping) else {}
 
 
 def _files_of(source: str | Path, options: Mapping[str, Any]) -> Path | None:
@@ -391,26 +318,12 @@ def _files_of(source: str | Path, options: Mapping[str, Any]) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
-def _is_quantised(model: nn.Module) -> bool:
-    config = getattr(model, "config", None)
-    return isinstance(config, PreTrainedConfig) and getattr(config, "quantization_config", None) is not None
-
-
 def _has_adapters(model: nn.Module) -> bool:
     return any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules())
 
 
 def _name_of(model: PreTrainedModel) -> str:
     return str(model.config._name_or_path) or str(model.config.model_type)
-
-
-@contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Silence deprecation warnings that are caused by libraries, not by the user."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
 
 
 @contextmanager
@@ -422,8 +335,10 @@ def _readable_errors(source: object) -> Iterator[None]:
         raise
     except UNLOADABLE as error:
         _refuse_damaged_json(Path(str(source)))
+        refuse_damaged_weights(Path(str(source)))
         lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-        first = lines[0].strip()
+        n_lines = 2 if lines[0].startswith("Error(s) in loading") else 1  # torch: the first error is in the second line
+        first = " ".join(line.strip() for line in lines[:n_lines])
         if "trust_remote_code" in str(error):
             advice = "It brings code of its own: read it, then load it with model_kwargs={'trust_remote_code': True}."
         elif isinstance(error, ImportError):
@@ -433,6 +348,8 @@ def _readable_errors(source: object) -> Iterator[None]:
                 "its tokenizer is missing",
                 "Copy tokenizer.json, or what there is for it, there.",
             )
+        elif any((Path(str(source)) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+            advice = "Its files have to be of one model, each of them whole: copy them anew, or give another model."
         else:
             advice = "Give a local folder, a Hugging Face id, or a name that `ragfuse models ls` lists."
         raise ModelError(f"No model could be loaded from '{source}' ({first}). {advice}") from error

@@ -26,11 +26,11 @@ A later change within the same clock tick would not show in the file's times.
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
-def identity(folders: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, int]:
-    """Return a name for the weights in some folders, and when the newest file changed.
+def identity(places: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, int]:
+    """Return a name for the weights in some folders or files, and when the newest file changed.
 
     Args:
-        folders: The folders with the files.
+        places: The files, or the folders with them.
         options: The options that the weights are loaded with.
 
     Returns:
@@ -38,7 +38,8 @@ def identity(folders: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, 
     """
     try:
         options_json = json.dumps(dict(options), sort_keys=True)
-        files = sorted({path.resolve() for folder in folders for path in folder.rglob("*") if path.is_file()})
+        under = (path for place in places for path in ([place] if place.is_file() else place.rglob("*")))
+        files = sorted({path.resolve() for path in under if path.is_file()})
         stats = [(str(path), path.stat()) for path in files]
     except (TypeError, ValueError, OSError):
         return "", 0

@@ -29,17 +29,25 @@ class _Lock:
 
 
 _LOCK = _Lock()
-_SHARED: dict[Hashable, Any] = {}
+_SHARED: dict[Hashable, tuple[Hashable, Any]] = {}
+"""Versions and objects by name."""
 _USED: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 _NOTES: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
-def shared(name: Hashable, make: Callable[[], T]) -> T:
-    """Return the object of that name; the first caller's `make` creates it, and later callers get the same one."""
+def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T:
+    """Return the object of that name; the first caller's `make` creates it, and later callers get the same one.
+
+    Args:
+        name: What the object is known by.
+        make: Creates it.
+        version: Of what it is made from; an object of another version is dropped, and `make` creates a new one.
+    """
     with _LOCK.lock:
-        if name not in _SHARED:
-            _SHARED[name] = make()
-        found: T = _SHARED[name]
+        if name not in _SHARED or _SHARED[name][0] != version:
+            _SHARED.pop(name, None)
+            _SHARED[name] = version, make()
+        found: T = _SHARED[name][1]
         return found
 
 
@@ -55,7 +63,7 @@ def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
 def forget(instance: object) -> None:
     """Drop an object that `shared` returned; the next caller creates a new one."""
     with _LOCK.lock:
-        for name in [name for name, value in _SHARED.items() if value is instance]:
+        for name in [name for name, (_, value) in _SHARED.items() if value is instance]:
             del _SHARED[name]
 
 

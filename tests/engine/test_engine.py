@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, ModelError, Piece, SettingsError, StoreError
@@ -16,7 +17,6 @@ from ragfuse.engine import runtime
 from ragfuse.engine.background import MAX_WAITING_JOBS
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.evict import lru
-from ragfuse.process.shared import shared
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.keys import filler_context
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -531,7 +531,20 @@ def test_engines_of_equal_settings_are_one_until_it_is_closed(tiny_settings):
 def test_models_of_one_name_are_loaded_once(tiny_settings, tmp_path):
     with Engine(tiny_settings) as one, Engine(tiny_settings.model_copy(update={"store": tmp_path / "b"})) as two:
         assert one.model is two.model
-    assert shared(("model", tiny_settings.model, "float32", tiny_settings.device), lambda: None) is one.model
+
+
+def test_a_folder_that_changed_is_loaded_anew_by_the_next_engine(tiny_settings, tiny_path, tmp_path):
+    shutil.copytree(tiny_path, tmp_path / "model")
+    settings = tiny_settings.model_copy(update={"model": str(tmp_path / "model")})
+    with Engine(settings) as engine:
+        before = engine.model.weights
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    name = next(name for name in weights if name.endswith("up_proj.weight"))
+    weights[name] *= 2
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with Engine(settings) as engine, Engine(settings) as other:
+        assert engine.model.weights != before
+        assert other.model is engine.model
 
 
 def test_a_store_folder_that_is_a_file_is_refused(tiny_settings, tmp_path):

@@ -461,7 +461,7 @@ def test_a_damaged_profile_is_told_before_weights_are_read(
     folder = tmp_path / "damaged"
     shutil.copytree(varied_path, folder)
     (folder / "ragfuse_profile.json").write_bytes(text)
-    monkeypatch.delattr(loader, "_weights")
+    monkeypatch.delattr(loader, "load_weights")
     with pytest.raises(ModelError, match=r"Wanted version 1 of ragfuse_profile\.json, found something else in"):
         load_model(folder, "float32")
 

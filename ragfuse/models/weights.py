@@ -1,0 +1,197 @@
+"""Loads weights, and an adapter over them, from safetensors and GGUF only; nothing is unpickled.
+
+transformers and PEFT fill what a file lacks with random numbers, and leave out what does not fit. A model like that
+answers, but not as itself, so weights that are incomplete or do not fit are rejected here.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
+
+from ragfuse.errors import ModelError
+from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
+from ragfuse.hf.json_object import COPY_ANEW
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of pickled files; unpickling them may run any code, so they are rejected."""
+
+
+def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
+    """Return the model at a folder or Hugging Face id.
+
+    Args:
+        source: The folder or id.
+        dtype: The name of a torch dtype.
+        device: Where it runs, unless `options` has a `device_map`.
+        options: Options of `from_pretrained`.
+
+    Raises:
+        ModelError: There are only pickled weights, a package is missing, or weights are missing or of another shape.
+        Exception: What transformers raises where it cannot load them.
+    """
+    options, folder = dict(options), Path(source)
+    _refuse_pickled(folder)
+    if options.get("gguf_file"):
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    quantised = options.get("quantization_config") or _config_of(folder).get("quantization_config")
+    if quantised:
+        options.setdefault("device_map", {"": device})
+    if "device_map" in options and find_spec("accelerate") is None:
+        raise ModelError("Spreading or quantising weights needs the package accelerate: pip install accelerate")
+    if isinstance(options.get("device_map"), Mapping):
+        options["device_map"] = dict(options["device_map"])
+    with _no_warnings():
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # rejected below, with their names
+            output_loading_info=True,
+            **options,
+        )
+    _refuse_incomplete(source, loaded)
+    if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # its weights are plain ones now
+    return model if "device_map" in options else model.to(device)
+
+
+def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn.Module:
+    """Return a base model with the adapter of a folder: merged into its weights, or as a PEFT model.
+
+    Args:
+        model: The base model, which is changed.
+        folder: The folder with PEFT's two files.
+        merge: Whether to merge; None: unless the base model is quantised.
+
+    Raises:
+        ModelError: The adapter does more than changing layers, or its weights are damaged or do not fit.
+    """
+    from peft import PeftConfig, PeftModel
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if why := why_outside(config):
+        raise ModelError(
+            f"Wanted an adapter that changes layers only (such as LoRA), found {why}. Use another one, or the "
+            "model without it."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")  # rejected below
+        adapted = PeftModel.from_pretrained(model, folder)
+        found = adapted.load_adapter(str(folder), "default")  # the same weights again: only this tells what fits
+        prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
+        left_out = [name for name in found.unexpected_keys if prefix and prefix in name]
+        for names, what in (
+            (found.missing_keys, f"missing in {ADAPTER_WEIGHTS}"),
+            (left_out, "of modules that adapter_config.json does not name, or that the model does not have"),
+        ):
+            if names:
+                raise ModelError(
+                    f"The adapter in '{folder}' does not fit its own configuration or its base model: "
+                    f"{_named(names)} {what}. Copy both files anew, or save the adapter again by save_pretrained(...)."
+                )
+        if merge if merge is not None else not is_quantised(model):
+            merged: nn.Module = adapted.merge_and_unload()
+            return merged
+    return adapted
+
+
+def require_adapter_files(folder: Path) -> None:
+    """Raise ModelError where the package peft or the weights of the adapter in a folder are missing."""
+    if find_spec("peft") is None:
+        raise ModelError(f"'{folder}' is an adapter, which needs the package peft: pip install peft")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ModelError(
+            f"Wanted {ADAPTER_WEIGHTS} in '{folder}', found none. Save the adapter by save_pretrained(...), which "
+            "writes it; pickled files are not loaded."
+        )
+
+
+def why_outside(config: Any) -> str:
+    """Return what an adapter of this PEFT configuration does besides changing layers; "" if nothing."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if getattr(config, "is_prompt_learning", False):
+        return f"{kind}, which puts tokens of its own before every prompt"
+    if getattr(config, "alora_invocation_tokens", None):
+        return f"{kind} that begins at its invocation tokens, so that KV depends on what follows"
+    return f"{kind}, which chooses among adapters by the prompt" if kind in ("XLORA", "POLY") else ""
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Return whether the weights of a model are quantised."""
+    config = getattr(model, "config", None)
+    return isinstance(config, PreTrainedConfig) and getattr(config, "quantization_config", None) is not None
+
+
+def refuse_damaged_weights(folder: Path) -> None:
+    """Raise ModelError for the first safetensors file of a folder that cannot be read."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                continue
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"Wanted weights in '{file}', found a damaged file ({error}). {COPY_ANEW}") from error
+
+
+def _refuse_pickled(folder: Path) -> None:
+    """Raise ModelError if a folder has only pickled weights."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
+        return
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        raise ModelError(
+            f"Wanted weights as safetensors in '{folder}', found only {pickled[0]}, a pickle, which may run code when "
+            "loaded. If you trust it, load it by transformers and convert it: model.save_pretrained(folder)."
+        )
+
+
+def _refuse_incomplete(source: str | Path, loaded: Mapping[str, Any]) -> None:
+    """Raise ModelError where transformers had no fitting weights for part of a model."""
+    advice = "Copy the weights anew, and config.json with them: they have to be of one model."
+    if other := sorted(loaded["mismatched_keys"]):
+        name, found, wanted = other[0]
+        more = f", and {len(other) - 1:,} more are of another shape" if len(other) > 1 else ""
+        raise ModelError(
+            f"Wanted weights of shape {list(wanted)} for {name} by the configuration of '{source}', found "
+            f"{list(found)}{more}. {advice}"
+        )
+    if missing := loaded["missing_keys"]:
+        raise ModelError(
+            f"Wanted all weights that the configuration of '{source}' asks for, found that {_named(missing)} missing. "
+            f"{advice}"
+        )
+
+
+def _named(names: Iterable[str]) -> str:
+    """Return "NAME is" for one tensor, "NAME and 3 more are" for several."""
+    first, *others = sorted(names)
+    return f"{first} and {len(others):,} more are" if others else f"{first} is"
+
+
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Silence deprecation warnings that are caused by libraries, not by the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
