@@ -359,14 +359,19 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, on_step: OnSte
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GgufConfig
 
+    from ragfuse.models.weights import require_complete
+
     on_step("dequantising the weights")
     with _no_bars():
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             source.parent,
             gguf_file=source.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
+            ignore_mismatched_sizes=True,  # rejected below, with their names
+            output_loading_info=True,
         )
+        require_complete(source, loaded)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         if embedded.adapter:

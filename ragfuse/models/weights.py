@@ -60,7 +60,7 @@ def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[s
             output_loading_info=True,
             **options,
         )
-    _refuse_incomplete(source, loaded)
+    require_complete(source, loaded)
     if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # its weights are plain ones now
     return model if "device_map" in options else model.to(device)
@@ -145,20 +145,13 @@ def refuse_damaged_weights(folder: Path) -> None:
             raise ModelError(f"Wanted weights in '{file}', found a damaged file ({error}). {COPY_ANEW}") from error
 
 
-def _refuse_pickled(folder: Path) -> None:
-    """Raise ModelError if a folder has only pickled weights."""
-    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
-        return
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
-    if pickled:
-        raise ModelError(
-            f"Wanted weights as safetensors in '{folder}', found only {pickled[0]}, a pickle, which may run code when "
-            "loaded. If you trust it, load it by transformers and convert it: model.save_pretrained(folder)."
-        )
+def require_complete(source: str | Path, loaded: Mapping[str, Any]) -> None:
+    """Raise ModelError where transformers had no fitting weights for part of a model.
 
-
-def _refuse_incomplete(source: str | Path, loaded: Mapping[str, Any]) -> None:
-    """Raise ModelError where transformers had no fitting weights for part of a model."""
+    Args:
+        source: What was loaded.
+        loaded: What `from_pretrained` returns with `output_loading_info=True`.
+    """
     advice = "Copy the weights anew, and config.json with them: they have to be of one model."
     if other := sorted(loaded["mismatched_keys"]):
         name, found, wanted = other[0]
@@ -171,6 +164,18 @@ def _refuse_incomplete(source: str | Path, loaded: Mapping[str, Any]) -> None:
         raise ModelError(
             f"Wanted all weights that the configuration of '{source}' asks for, found that {_named(missing)} missing. "
             f"{advice}"
+        )
+
+
+def _refuse_pickled(folder: Path) -> None:
+    """Raise ModelError if a folder has only pickled weights."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
+        return
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        raise ModelError(
+            f"Wanted weights as safetensors in '{folder}', found only {pickled[0]}, a pickle, which may run code when "
+            "loaded. If you trust it, load it by transformers and convert it: model.save_pretrained(folder)."
         )
 
 

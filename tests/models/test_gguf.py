@@ -19,7 +19,7 @@ QUIET = Console(quiet=True)
 WORDS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 127))]
 
 
-def write_gguf(path: Path, seed: int = 0) -> LlamaForCausalLM:
+def write_gguf(path: Path, seed: int = 0, left_out: str = "-") -> LlamaForCausalLM:
     """A random llama in 8 bits, as llama.cpp writes one; gives the model as it was before."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -47,6 +47,8 @@ def write_gguf(path: Path, seed: int = 0) -> LlamaForCausalLM:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, weight in model.state_dict().items():
         stem, _, end = name.rpartition(".")
+        if left_out in name:
+            continue
         data: Any = weight.float()
         if "q_proj" in name or "k_proj" in name:  # llama.cpp pairs neighbours
             data = data.view(2, 2, 16, 64).transpose(1, 2).reshape(64, 64)
@@ -80,6 +82,24 @@ def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_p
     assert (
         load_model(resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home", QUIET), "float32").fingerprint != first
     )
+
+
+def test_weights_that_a_gguf_file_lacks_are_not_filled_with_random_ones(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "part.gguf", left_out="layers.1.mlp")
+    with pytest.raises(
+        ModelError, match=r"part\.gguf' asks for, found that .*layers\.1\.mlp.* and 2 more are missi"
+    ):
+        resolve_llm(str(tmp_path / "part.gguf"), tmp_path / "home", QUIET)
+    assert not [*(tmp_path / "home" / "models").glob("*part*/")]
+
+
+def test_a_gguf_file_that_was_cut_off_is_told_in_one_sentence(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "whole.gguf")
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    for left in (8, 500, len(whole) // 2, len(whole) - 40):
+        (tmp_path / "cut.gguf").write_bytes(whole[:left])
+        with pytest.raises(ModelError, match=r"Wanted a GGUF file .* found '.*cut\.gguf'"):
+            resolve_llm(str(tmp_path / "cut.gguf"), tmp_path / "home", QUIET)
 
 
 def test_a_damaged_gguf_file_is_told_in_one_sentence(tmp_path: Path) -> None:
