@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 from ragfuse.errors import InputError
+from ragfuse.process.exit import start_thread
 from ragfuse.process.fork import at_fork
 from ragfuse.types.answer import Answer, Thought
 
@@ -60,8 +61,7 @@ class AnswerStream:
         self._end: Answer | BaseException | None = None
         context = contextvars.copy_context()  # the answer's telemetry spans belong to the caller's current span
         work = (_work, run, self._channel)
-        self._thread = threading.Thread(target=context.run, args=work, name="ragfuse-answer", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("answer", context.run, *work)
         at_fork(self)
 
     def renew(self) -> None:

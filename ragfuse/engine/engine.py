@@ -49,6 +49,7 @@ from ragfuse.load.link import Links
 from ragfuse.measure import Progress
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
+from ragfuse.process.exit import EXITING, at_work
 from ragfuse.process.shared import collect_notes, forget, shared
 from ragfuse.process.worker import EXIT_S
 from ragfuse.schemas.nodes import PMLPrompt, Schema
@@ -201,6 +202,7 @@ class Engine:
         return self._batch(prompts, ask or Ask(), cancelled or threading.Event())
 
     @answered
+    @at_work()
     def _answer(self, request: Request) -> Answer:
         with collect_notes() as unsaved:
             prompt = self._stages.build.build(request)
@@ -221,6 +223,7 @@ class Engine:
             stages.remember.remember(prepared, generated, request)
         return generated.answer
 
+    @at_work()
     @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event) -> list[Answer]:
         began_s, stages = time.perf_counter(), self._stages
@@ -242,7 +245,7 @@ class Engine:
         with ThreadPoolExecutor(min(len(built), MAX_BATCH_ANSWERS), "ragfuse-batch") as pool:
             futures = [
                 pool.submit(
-                    copy_context().run, self._run, prompt, replace(each, ends=(cancelled, failed), has_company=True)
+                    copy_context().run, self._run, prompt, replace(each, ends=(*each.ends, failed), has_company=True)
                 )
                 for prompt, each in zip(built, requests, strict=True)
             ]
@@ -256,7 +259,7 @@ class Engine:
         ends: tuple[threading.Event, ...] = (),
         began_s: float = 0.0,
     ) -> Request:
-        return Request(question, ask, self.runtime, began_s, say=say, ends=ends)
+        return Request(question, ask, self.runtime, began_s, say=say, ends=(*ends, EXITING))
 
     def _constrained(self, request: Request) -> Request:
         """Return the request with the constraints of its answer: tools, grammar, stop strings."""
@@ -287,6 +290,7 @@ class Engine:
         request = self._request(prompt, ask or Ask())
         return self._stages.planner.plan(self._stages.build.build(request), request, request.ask)
 
+    @at_work()
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
         """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's context."""
         self._check_open()
@@ -328,6 +332,7 @@ class Engine:
 
     # documents, schemas, conversations
 
+    @at_work()
     def ingest(
         self,
         texts: Iterable[tuple[str, str]],
@@ -482,6 +487,7 @@ class Engine:
         remaining_context(len(ids), self.model)
         return ids
 
+    @at_work()
     def score(
         self, prompt: Question | Sequence[int], n_top: int = 0, check: Callable[[], object] = _ignore
     ) -> list[tuple[int, Score | None]]:
@@ -506,6 +512,7 @@ class Engine:
         """The variables that the model's chat template reads, and whether it separates reasoning from answers."""
         return self._stages.constraints.template(self.model)
 
+    @at_work()
     def verify(self, progress: Callable[[str], object] = _ignore) -> Verdict:
         """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
         self._check_open()
@@ -524,6 +531,7 @@ class Engine:
         else:
             self.runtime.learn(profile)
 
+    @at_work()
     def measure(self, stores: Sequence[str] = (), progress: Progress = _ignore) -> MachineProfile:
         """Time the model and the tiers on this machine and use the timings in all later plans.
 

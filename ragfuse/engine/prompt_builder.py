@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from ragfuse.engine.options import ends_of
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
+from ragfuse.process.exit import EXITING, start_thread
 from ragfuse.process.fork import ForkLock, at_fork
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
@@ -73,15 +73,15 @@ class PromptBuilder:
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_SPANS)
         self._calls: CallFormat | None = None
         self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
-        self._reading: threading.Thread | None = None
+        self._is_reading = False
         self.marker = Marker(self._secret())
         at_fork(self)
 
     def renew(self) -> None:
         """Read the catalog's texts again in a forked process, if the parent had not finished reading them."""
         torn = self._known is not None and not len(self._known)
-        if torn or self._reading is not None or not len(self._spans):
-            self._is_read, self._reading = False, None
+        if torn or self._is_reading or not len(self._spans):
+            self._is_read = self._is_reading = False
             self._read_texts.clear()
 
     def known(self, digest: str) -> KnownChunks:
@@ -94,9 +94,8 @@ class PromptBuilder:
                     if text.text not in known:  # else it has the source that brought it first
                         known.add([text.text], text.source)
                 if texts:
-                    thread = threading.Thread(target=self._read_all, args=(texts,), name="ragfuse-index", daemon=True)
-                    self._reading = thread
-                    thread.start()
+                    self._is_reading = True
+                    start_thread("index", self._read_all, texts)
             return known
 
     def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
@@ -295,11 +294,13 @@ class PromptBuilder:
 
     def _read_all(self, texts: Iterable[KnownText]) -> None:
         self._read(texts)
-        self._reading = None
+        self._is_reading = False
 
     def _read(self, texts: Iterable[KnownText]) -> None:
         """Search prompts for the token ids of these texts too, which finds them altered or in part."""
         for text in texts:
+            if EXITING.is_set():
+                return
             if not self._note_read(text.text):
                 self._spans.add(self._runtime.model.tokens(text.text), text.text, text.source)
 

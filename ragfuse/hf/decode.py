@@ -30,6 +30,7 @@ from ragfuse.hf.cache import JointCache, RowCache
 from ragfuse.hf.hooks import KVTransformed, Wiring, attending
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.seed import undrawn
+from ragfuse.process.exit import start_thread
 from ragfuse.process.fork import at_fork
 
 log = logging.getLogger("ragfuse.hf")
@@ -182,8 +183,7 @@ class Batcher:
             self._posted.append(step)
             step.member.is_posted, step.member.is_late = True, False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="ragfuse-decode", daemon=True)
-                self._thread.start()
+                self._thread = start_thread("decode", self._work)
             elif len(self._posted) == 1 or not self._missing:
                 self._changed.notify_all()
             return step

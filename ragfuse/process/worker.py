@@ -8,6 +8,7 @@ from collections.abc import Callable
 from threading import Condition, Thread
 from typing import Generic, Protocol, TypeVar
 
+from ragfuse.process.exit import start_thread
 from ragfuse.process.fork import at_fork
 
 Job = TypeVar("Job")
@@ -50,12 +51,10 @@ class Worker(Generic[Job]):
             False if no thread can be started, because the interpreter is ending or has too many threads.
         """
         if self._thread is None:
-            thread = Thread(target=self._run, name=f"ragfuse-{self._name}", daemon=True)
             try:
-                thread.start()
+                self._thread = start_thread(self._name, self._run)
             except RuntimeError:
                 return False
-            self._thread = thread
         return True
 
     def flush(self, timeout_s: float | None = None) -> bool:
