@@ -202,12 +202,12 @@ class Engine:
         return self._batch(prompts, ask or Ask(), cancelled or threading.Event())
 
     @answered
-    @at_work()
     def _answer(self, request: Request) -> Answer:
         with collect_notes() as unsaved:
             prompt = self._stages.build.build(request)
             return _with_unsaved(self._run(prompt, self._constrained(request)), unsaved)
 
+    @at_work()
     def _run(self, prompt: Prompt, request: Request) -> Answer:
         """Run a built prompt through stages 2 to 6; `BuildStage`, the first, built it from the question."""
         stages = self._stages
@@ -223,7 +223,6 @@ class Engine:
             stages.remember.remember(prepared, generated, request)
         return generated.answer
 
-    @at_work()
     @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event) -> list[Answer]:
         began_s, stages = time.perf_counter(), self._stages
@@ -290,7 +289,6 @@ class Engine:
         request = self._request(prompt, ask or Ask())
         return self._stages.planner.plan(self._stages.build.build(request), request, request.ask)
 
-    @at_work()
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
         """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's context."""
         self._check_open()
@@ -332,7 +330,6 @@ class Engine:
 
     # documents, schemas, conversations
 
-    @at_work()
     def ingest(
         self,
         texts: Iterable[tuple[str, str]],
@@ -487,7 +484,6 @@ class Engine:
         remaining_context(len(ids), self.model)
         return ids
 
-    @at_work()
     def score(
         self, prompt: Question | Sequence[int], n_top: int = 0, check: Callable[[], object] = _ignore
     ) -> list[tuple[int, Score | None]]:
@@ -512,7 +508,6 @@ class Engine:
         """The variables that the model's chat template reads, and whether it separates reasoning from answers."""
         return self._stages.constraints.template(self.model)
 
-    @at_work()
     def verify(self, progress: Callable[[str], object] = _ignore) -> Verdict:
         """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
         self._check_open()
@@ -531,7 +526,6 @@ class Engine:
         else:
             self.runtime.learn(profile)
 
-    @at_work()
     def measure(self, stores: Sequence[str] = (), progress: Progress = _ignore) -> MachineProfile:
         """Time the model and the tiers on this machine and use the timings in all later plans.
 

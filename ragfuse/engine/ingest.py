@@ -11,6 +11,7 @@ from ragfuse.engine.options import remaining_context
 from ragfuse.engine.question import mended_documents
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.stages import Stages
+from ragfuse.process.exit import at_work
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
@@ -29,6 +30,7 @@ class Documents:
     catalog: Catalog
     stages: Stages
 
+    @at_work()
     def ingest(
         self, texts: Iterable[tuple[str, str]], prefix: Sequence[int], progress: Callable[[Ingested], None] | None
     ) -> Ingested:

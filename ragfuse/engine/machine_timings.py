@@ -30,6 +30,7 @@ from ragfuse.plan.observed import (
     rows_after,
     seen_after,
 )
+from ragfuse.process.exit import at_work
 from ragfuse.process.fork import ForkLock
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, Tier
@@ -108,6 +109,7 @@ class MachineTimings:
             self._known[name] = _Known(machine, self._clock(), rows=self._rows(name))
         self._catalog.strict.put(name, machine.as_dict())
 
+    @at_work()
     def measure(
         self, model: HFModel, store: KVStore, settings: Settings, urls: Sequence[str], progress: Progress
     ) -> MachineProfile:

@@ -22,6 +22,7 @@ from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
 from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
 from ragfuse.plan.controller import settle
+from ragfuse.process.exit import at_work
 from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import shared, shared_while_used
 from ragfuse.settings import Settings
@@ -126,6 +127,7 @@ class Runtime:
         self._profile = profile
         self._profiles.put(profile)
 
+    @at_work()
     def verify(self, progress: Callable[[str], object]) -> Verdict:
         """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
         how = settle(self._settings.policy, self._settings.ratio, self.profile.default_choice)

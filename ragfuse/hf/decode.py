@@ -170,7 +170,7 @@ class Batcher:
             step = self._post(Step(member, arguments, forward))
             if step is not None:
                 return step.take()
-        with self._lock, self._model._optimize_model_for_decode():
+        with self._lock.short(), self._model._optimize_model_for_decode():
             return undrawn(partial(forward, **arguments))
 
     def _post(self, step: Step) -> Step | None:
@@ -192,7 +192,7 @@ class Batcher:
 
     def _work(self) -> None:
         while self._is_due():
-            with self._lock:
+            with self._lock.short():
                 began, steps = time.perf_counter(), self._take_posted()
                 try:
                     self._run(steps)

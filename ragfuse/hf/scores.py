@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ragfuse.hf.model import HFModel
+from ragfuse.process.exit import at_work
 
 PIECE = 256
 """Tokens per forward, which limits the rows of logits in memory, each as long as the vocabulary."""
@@ -15,6 +16,7 @@ Score = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a token, and (id, log probability) of the most likely ids at its place, best first."""
 
 
+@at_work()
 def scored(
     model: HFModel, token_ids: Sequence[int], n_top: int = 0, check: Callable[[], object] = lambda: None
 ) -> list[Score]:

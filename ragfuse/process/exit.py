@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ragfuse.errors import InputError
 from ragfuse.process.fork import at_fork
 
 log = logging.getLogger("ragfuse")
@@ -60,7 +59,7 @@ def at_work() -> Iterator[None]:
     that was cut off.
 
     Raises:
-        InputError: The process is ending already, and this is no daemon thread of a caller.
+        RuntimeError: The process is ending already, and this is no daemon thread of a caller.
     """
     me = threading.get_ident()
     with _WORKING.changed:
@@ -70,7 +69,7 @@ def at_work() -> Iterator[None]:
             _WORKING.depths[me] = depth + 1
     if is_late:
         _stay()
-        raise InputError("The program is ending, so nothing more is computed. Ask before its end.")
+        raise RuntimeError("The program is ending, so nothing more is computed. Ask before its end.")
     try:
         yield
     finally:

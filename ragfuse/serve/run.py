@@ -137,7 +137,7 @@ class AnswerRun:
         self.engine = engine
         self._requests, self._deadline_s, self._done = requests, deadline_s, done
         self._items: asyncio.Queue[TextDelta | Completed | BaseException | None] = asyncio.Queue()
-        self._is_late = self._is_over = False
+        self._is_late = self._is_over = self._has_begun = False
         self._stream: AnswerStream | None = None
         self._task = asyncio.get_running_loop().create_task(self._write())
 
@@ -156,6 +156,8 @@ class AnswerRun:
 
     def cancel(self) -> None:
         """Cancel all answers. The turn ends once the running computation has; further calls do nothing."""
+        if not self._is_over:
+            self._items.put_nowait(_given_up())  # now: a running prefill may take a while
         self._is_over = True
         if self._stream is not None:
             self._stream.cancel()
@@ -199,6 +201,7 @@ class AnswerRun:
         timers = loop.call_at(self._deadline_s, self.finish), loop.call_at(self._deadline_s + HARD_S, self._give_up)
         try:
             async for piece in stream.apieces():
+                self._has_begun = True
                 if isinstance(piece, Thought):
                     self._items.put_nowait(TextDelta(index, "", request.take_logprobs(), piece.text))
                 else:
@@ -224,7 +227,12 @@ class AnswerRun:
             raise _given_up() if self._is_over else _late()
 
     def _give_up(self) -> None:
-        """Report the missed deadline to the reader and cancel; the request's turn ends with the generation."""
+        """Report the missed deadline to the reader and cancel; the request's turn ends with the generation.
+
+        An answer that has begun ends at its next token, and the reader gets what is written.
+        """
+        if self._has_begun:
+            return
         self._items.put_nowait(_late())
         self.cancel()
 

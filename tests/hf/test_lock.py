@@ -1,4 +1,4 @@
-"""The model's lock: one at a time, first come first served, and the same thread as often as it likes."""
+"""The model's lock: one at a time, long and short steps in turns, and the same thread as often as it likes."""
 
 import threading
 import time
@@ -35,6 +35,62 @@ def test_those_who_wait_get_it_in_turn_before_who_lets_go_of_it() -> None:
     for thread in threads:
         thread.join(WAIT_S)
     assert order == [0, 1, 2, 3, 4, -1]
+
+
+def test_short_steps_that_wait_go_before_the_next_long_one_each_once() -> None:
+    lock, order = FairLock(), list[str]()
+
+    def take(name: str, times: int) -> None:
+        for _ in range(times):
+            with lock.short() if name.islower() else lock:
+                order.append(name)
+
+    threads = []
+    with lock:
+        for name, times in (("A", 1), ("B", 1), ("C", 1), ("a", 3), ("b", 1)):
+            threads.append(threading.Thread(target=take, args=(name, times)))
+            threads[-1].start()
+            until_waiting(lock, len(threads))
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert order[:3] == ["a", "b", "A"]
+    assert sorted(order) == sorted("ABCaaab")
+    assert [name for name in order if name.isupper()] == ["A", "B", "C"]
+    before_b, before_c = "".join(order).split("A")[1].split("C")[0].split("B")
+    assert before_b in ("", "a")  # one short step at most, if it was asked for in time
+    assert before_c in ("", "a")
+
+
+def test_long_steps_are_not_kept_out_by_short_ones() -> None:
+    lock, over = FairLock(), threading.Event()
+
+    def decode() -> None:
+        while not over.is_set():
+            with lock.short():
+                time.sleep(0.001)
+
+    threads = [threading.Thread(target=decode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            assert lock.acquire(timeout=WAIT_S)
+            lock.release()
+    finally:
+        over.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+
+def test_a_short_step_that_waits_no_longer_is_forgotten() -> None:
+    lock = FairLock()
+    with lock:
+        waiter = threading.Thread(target=lock.acquire, kwargs={"timeout": 0.01, "is_short": True})
+        waiter.start()
+        waiter.join(WAIT_S)
+        assert lock.waiting == 0
+    assert lock.acquire(blocking=False)
+    lock.release()
 
 
 def test_one_thread_holds_it_as_often_as_it_likes() -> None:

@@ -20,6 +20,7 @@ from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.replies import ResponseWriter
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
+from ragfuse.types.answer import Answer, Trace
 from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
 from tests.serve.test_gone import is_idle, long_request, raw, send
 from tests.tiny import CHUNKS
@@ -149,6 +150,60 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
     assert not ended.is_set()
     prefilled.set()
     await asyncio.wait_for(ended.wait(), 60)
+
+
+async def test_who_waits_for_a_prefill_is_told_at_once_that_it_was_cancelled() -> None:
+    begun, prefilled = threading.Event(), threading.Event()
+
+    def write(say: Any, enough: threading.Event) -> Any:
+        begun.set()
+        prefilled.wait(60)
+        raise InputError("The stream was closed or finished before the answer began. Ask again.")
+
+    run = started(write, 600)
+    await asyncio.to_thread(begun.wait, 60)
+    reading = asyncio.ensure_future(anext(run.read()))
+    await asyncio.sleep(0.02)
+    run.cancel()
+    with pytest.raises(APIError, match="cancelled, because the server is stopping"):
+        await asyncio.wait_for(reading, 60)
+    prefilled.set()
+    await asyncio.wait_for(run.ended(), 60)
+
+
+async def test_an_answer_that_began_in_time_ends_with_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragfuse.serve.run.HARD_S", 0.1)
+    others = threading.Event()  # are prefilled meanwhile
+    answer = Answer("so far", (), "length", Trace("m"))
+
+    def write(say: Any, enough: threading.Event) -> Answer:
+        say("so ")
+        enough.wait(60)
+        others.wait(60)
+        say("far")
+        return answer
+
+    run = started(write, 0.1)
+    items = run.read()
+    assert (await anext(items)).text == "so "  # type: ignore[union-attr]
+    await asyncio.sleep(0.5)
+    others.set()
+    *_, last = [item async for item in items]
+    assert isinstance(last, Completed)
+    assert last.is_late
+    assert last.answer is answer
+    await asyncio.wait_for(run.ended(), 60)
+
+
+def started(write: Any, seconds: float) -> AnswerRun:
+    """The run of one answer that `write` writes in place of an engine."""
+
+    class Given:
+        def stream(self, question: Any, ask: Ask, *, prefilled: object, decoder: object) -> AnswerStream:
+            return AnswerStream(write)
+
+    requests, until_s = [AnswerRequest("a", Ask())], asyncio.get_running_loop().time() + seconds
+    return AnswerRun(requests, Given(), until_s, lambda: None)  # type: ignore[arg-type]
 
 
 async def test_tenants_take_turns_however_many_one_has_sent() -> None:
