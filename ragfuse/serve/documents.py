@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, StoreError
 from ragfuse.serve.document_records import DocumentRecord, DocumentRecords
-from ragfuse.serve.entries import freed, stored_chunks, stored_kv
+from ragfuse.serve.entries import StillStored, freed, stored_chunks, stored_kv
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
@@ -241,16 +241,23 @@ class TenantDocuments:
     def remove(self, id: str) -> Callable[[Engine], dict[str, Any]]:
         """Remove a document from the list; return what deletes its KV, and returns what that freed (`freed`).
 
-        KV that the store had before, and that of passages which another source has, stays.
+        KV that the store had before, and that of passages which another source has, stays. Where KV may still be stored
+        afterwards, or the file of documents cannot be written, the document is in the list again.
         """
-        document = self.get(id)
+        document, loop = self.get(id), asyncio.get_running_loop()
         self._remove(document)
         own = self._disowned(document.passages)
 
         def forget(engine: Engine) -> dict[str, Any]:
-            self._records.delete(self._tenant.salt, [id])
-            done = freed(engine, lambda: _forget(engine, document.name, document.passages, own))
-            self._records.disclaim(self._tenant.salt, own)
+            try:
+                alone = _left(engine, document.name, document.passages, own)
+                chunks = {(engine.digest, token_digest(engine.tokens(text))) for text in alone}
+                done = freed(engine, lambda: engine.forget(alone) if alone else 0, chunks)
+                self._records.delete(self._tenant.salt, [id])
+                self._records.disclaim(self._tenant.salt, own)
+            except (StillStored, StoreError):
+                loop.call_soon_threadsafe(self._restore, document, own)
+                raise
             return done
 
         return forget
@@ -304,6 +311,13 @@ class TenantDocuments:
         document.is_deleted = True
         self._hidden.add(document.id)
         self.all.pop(document.id, None)
+
+    def _restore(self, document: StoredDocument, own: Iterable[str]) -> None:
+        """List a document again that was removed, with the passages whose KV was encoded for it."""
+        document.is_deleted = False
+        self._hidden.discard(document.id)
+        self.all[document.id] = document
+        self._own.update(own)
 
     def _read(self, id: str) -> tuple[StoredDocument, list[str]] | None:
         """Return a document of the file, and the passages whose KV was encoded for it. It may block."""
@@ -496,12 +510,15 @@ def _ingest(engine: Engine, texts: Sequence[str], source: str, encoded: Counter[
 
 
 def _forget(engine: Engine, name: str, texts: Collection[str], own: Collection[str]) -> int:
-    """Forget that passages came from a document, and delete the KV of those of its `own` that no other source has.
+    """Forget that passages came from a document, delete the KV of those that `_left` returns, and return its bytes."""
+    alone = _left(engine, name, texts, own)
+    return engine.forget(alone) if alone else 0
+
+
+def _left(engine: Engine, name: str, texts: Collection[str], own: Collection[str]) -> list[str]:
+    """Forget that passages came from a document, and return those of its `own` that no other source has.
 
     A passage that was found by a search and asked about is the document's as well, by the source that the search gave.
-
-    Returns:
-        The bytes freed.
     """
     numbered = re.compile(rf"{re.escape(name[:_NAME_CHARS])} #[0-9]+")
 
@@ -509,8 +526,7 @@ def _forget(engine: Engine, name: str, texts: Collection[str], own: Collection[s
         return source == name or numbered.fullmatch(source) is not None
 
     shared = leave_source(engine.catalog.strict, engine.digest, texts, is_left)
-    alone = [text for text in own if text not in shared]
-    return engine.forget(alone) if alone else 0
+    return [text for text in own if text not in shared]
 
 
 def _hit(document: StoredDocument, at: int, score: float) -> dict[str, Any]:

@@ -6,12 +6,13 @@ Only entries of the tenant's own digest are ever listed, pinned or deleted: anot
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
+from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.refusals import APIError
 from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks, leave_source, sources_in_order
 from ragfuse.types.keys import ChunkKey, token_digest
@@ -193,11 +194,24 @@ def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
 
 
 def pin(engine: Engine, selection: Selection, pinned: bool) -> int:
-    """Pin or unpin the selected chunks, and return how many they are."""
+    """Pin or unpin the selected chunks, and return how many they are; APIError (503) where a tier refuses."""
     stored = StoredChunks.of(engine)
     chunks = stored.selected(selection)
     keys = [entry.key for chunk in chunks for entry in stored.entries[chunk]]
     (engine.store.pin if pinned else engine.store.unpin)(*keys)
+    now = StoredChunks.of(engine).entries
+    refused = [entry for chunk in chunks for entry in now.get(chunk, ()) if entry.pinned != pinned]
+    if refused:
+        names, what = _named(entry.tier for entry in refused), "pinned" if pinned else "unpinned"
+        n = len({chunk_of(entry.key) for entry in refused})
+        raise APIError(
+            503,
+            f"{n:,} of {len(chunks):,} chunks could not be {what} in {names}, which cannot be written now; the server's "
+            "log has the reason. Try again once that is mended.",
+            "store",
+            None,
+            RETRY_S,
+        )
     return len(chunks)
 
 
@@ -205,6 +219,9 @@ def delete(engine: Engine, selection: Selection) -> dict[str, Any]:
     """Delete the selected chunks from every tier, with their texts; return how many, and the bytes freed.
 
     A chunk that was selected by a source and that another source holds, too, is kept, and has only the other one then.
+
+    Raises:
+        APIError: A key selects nothing (404), or KV may still be stored somewhere (503).
     """
     stored = StoredChunks.of(engine)
     chunks = stored.selected(selection)
@@ -218,7 +235,8 @@ def delete(engine: Engine, selection: Selection) -> dict[str, Any]:
         nbytes = engine.forget(sorted(texts - kept)) if texts - kept else 0
         return nbytes + forget_chunks(engine.store, engine.catalog.strict, rest)
 
-    done = freed(engine, forget)
+    own = {chunk for chunk in chunks if chunk in rest or stored.texts[chunk][0][1] not in kept}
+    done = freed(engine, forget, own)
     return {"object": "ragfuse.deleted", "chunks": len(chunks) - len(kept), **done, "kept": len(kept)}
 
 
@@ -239,19 +257,54 @@ def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
     }
 
 
-def freed(engine: Engine, forget: Callable[[], int]) -> dict[str, Any]:
+def freed(engine: Engine, forget: Callable[[], int], chunks: Set[Chunk]) -> dict[str, Any]:
     """Run a deletion; return what it freed: `nbytes` of KV, each once, and in `tiers` the bytes of all copies.
 
     Args:
         engine: The tenant's engine.
         forget: Deletes KV, and returns the bytes freed in all tiers.
+        chunks: The chunks that it deletes.
+
+    Raises:
+        StillStored: A tier cannot be written or does not answer, so that some of it may still be stored there.
     """
     before = StoredChunks.of(engine).entries
-    if not forget():
+    n_freed = forget()
+    after = StoredChunks.of(engine).entries if chunks or n_freed else {}
+    tiers = [entry.tier for chunk in chunks for entry in after.get(chunk, ())] + (
+        engine.store.silent() if chunks else []
+    )
+    if tiers:
+        raise StillStored(_named(tiers))
+    if not n_freed:
         return {"nbytes": 0, "tiers": {}}
-    left = {(entry.key, entry.tier) for entries in StoredChunks.of(engine).entries.values() for entry in entries}
+    left = {(entry.key, entry.tier) for entries in after.values() for entry in entries}
     gone = [each for entries in before.values() for each in entries if (each.key, each.tier) not in left]
     return {"nbytes": kv_nbytes(gone), "tiers": dict(_by_tier(gone))}
+
+
+class StillStored(APIError):
+    """KV that could not be deleted everywhere.
+
+    Args:
+        tiers: The tiers that may still have some of it, in words.
+    """
+
+    def __init__(self, tiers: str) -> None:
+        super().__init__(
+            503,
+            f"KV of what was to be deleted may still be stored in {tiers}, which cannot be written now; the server's log has "
+            "the reason. Delete it again once that is mended.",
+            "store",
+            None,
+            RETRY_S,
+        )
+
+
+def _named(tiers: Iterable[str]) -> str:
+    """Return "the tier disk", "the tiers disk and redis"."""
+    names = sorted(set(tiers))
+    return f"the tier{'s' if len(names) > 1 else ''} {' and '.join(names)}"
 
 
 def _by_tier(entries: Iterable[Entry]) -> Counter[str]:

@@ -117,7 +117,8 @@ def entry_routes(service: Service) -> APIRouter:
     @routes.delete("/sessions/{id:path}")
     async def delete_session(request: Request, id: str) -> dict[str, Any]:
         """Delete a stored conversation, and the KV that no other one uses."""
-        done = await look(request, lambda engine: engine.sessions.delete(id).nbytes)
-        return {"object": "ragfuse.session", "id": id, "deleted": True, "nbytes": done}
+        done = await look(request, lambda engine: engine.sessions.delete(id))
+        silent = {"silent": list(done.silent)} if done.silent else {}  # tiers that may still have some of its KV
+        return {"object": "ragfuse.session", "id": id, "deleted": True, "nbytes": done.nbytes, **silent}
 
     return routes

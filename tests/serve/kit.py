@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -12,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
+import pytest
 
 from ragfuse import Settings
 from ragfuse.serve.keys import Keys
@@ -144,3 +146,16 @@ def _address(run: subprocess.Popen[str]) -> str:
         if " answers at " in line:
             return line.split(" answers at ")[1].split("/v1")[0]
     raise AssertionError("the server did not begin")
+
+
+@contextmanager
+def read_only_disk(served: Served) -> Iterator[None]:
+    """Let the index of every tenant's disk tier reject writes, as one on a read-only or full disk does."""
+
+    def refuse() -> NoReturn:
+        raise sqlite3.OperationalError("attempt to write a readonly database")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for tenant in served.service.keys.tenants:
+            patch.setattr(served.service.engine(tenant).store.tier("disk")._index, "write", refuse)
+        yield

@@ -25,7 +25,7 @@ from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.split import passages
 from ragfuse.telemetry.counters import TTFT_S, CounterSnapshot
 from ragfuse.text.file_texts import READERS
-from tests.serve.kit import Served, process, said, serving, wait_for
+from tests.serve.kit import Served, process, read_only_disk, said, serving, wait_for
 from tests.serve.pdf import pdf
 from tests.tiny import CHUNKS
 
@@ -382,6 +382,23 @@ def test_a_deleted_document_frees_the_kv_that_its_list_shows_and_usage_counts_it
     freed = two.delete(f"{PATH}/{done['id']}", **BLUE).json()
     assert freed["nbytes"] == done["nbytes"] == max(freed["tiers"].values())
     assert two.get("/v1/ragfuse/usage", **BLUE).json()["nbytes"]["disk"] == before
+
+
+def test_a_document_whose_kv_cannot_be_deleted_stays_in_the_list_until_it_can(two: Served) -> None:
+    text = "A lantern of the ferry hangs from the third post, and it is lit by the one who comes last."
+    done = sent(two, "lantern.txt", text=text)
+    two.service.engine(two.service.keys.tenants[0]).flush()
+    with read_only_disk(two):
+        failed = two.delete(f"{PATH}/{done['id']}", **BLUE)
+        assert failed.status_code == 503
+        assert "may still be stored in the tier disk" in failed.json()["error"]["message"]
+        assert failed.headers["retry-after"]
+        assert done["id"] in {each["id"] for each in two.get(PATH, **BLUE).json()["data"]}
+    again = two.delete(f"{PATH}/{done['id']}", **BLUE)
+    assert (again.status_code, again.json()["deleted"]) == (200, True)
+    assert again.json()["tiers"]["disk"] > 0
+    assert two.get(f"{PATH}/{done['id']}", **BLUE).status_code == 404
+    assert not two.get("/v1/ragfuse/entries?source=lantern", **BLUE).json()["data"]
 
 
 @pytest.mark.parametrize(

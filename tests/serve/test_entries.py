@@ -11,7 +11,7 @@ import pytest
 
 from ragfuse import Settings
 from ragfuse.serve.keys import Keys
-from tests.serve.kit import Served, said, serving
+from tests.serve.kit import Served, read_only_disk, said, serving
 from tests.tiny import CHUNKS
 
 BLUE, RED = "a-key-of-the-blue-tenant", "a-key-of-the-red-tenant"
@@ -74,6 +74,21 @@ def test_what_is_deleted_is_gone_for_its_tenant_alone(two: Served) -> None:
     httpx.delete(f"{two.root}/v1/ragfuse/entries", params={"all": "true"}, headers=of(BLUE))
     assert rows(two, BLUE) == []
     assert [row["key"] for row in rows(two, RED)] == [row["key"] for row in before]
+
+
+def test_what_a_tier_refuses_is_told(two: Served) -> None:
+    with read_only_disk(two):
+        pinned = two.post("/v1/ragfuse/entries/pin", {"source": "book-1"}, **of(BLUE))
+        deleted = two.delete("/v1/ragfuse/entries?source=book-0", **of(BLUE))
+        session = two.delete("/v1/ragfuse/sessions/talk", **of(BLUE))
+    assert pinned.status_code == deleted.status_code == 503
+    assert "1 of 1 chunks could not be pinned in the tier disk" in pinned.json()["error"]["message"]
+    assert "may still be stored in the tier disk" in deleted.json()["error"]["message"]
+    assert (session.status_code, session.json().get("silent")) == (200, ["disk"])
+    assert "book-0" in {row["source"] for row in rows(two, BLUE)}
+    assert two.delete("/v1/ragfuse/entries?source=book-0", **of(BLUE)).json()["tiers"]["disk"] > 0
+    assert two.post("/v1/ragfuse/entries/pin", {"source": "book-1"}, **of(BLUE)).json()["chunks"] == 1
+    assert "book-0" not in {row["source"] for row in rows(two, BLUE)}
 
 
 def test_another_tenants_key_selects_nothing(two: Served) -> None:
