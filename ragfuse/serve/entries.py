@@ -206,8 +206,8 @@ def pin(engine: Engine, selection: Selection, pinned: bool) -> int:
         n = len({chunk_of(entry.key) for entry in refused})
         raise APIError(
             503,
-            f"{n:,} of {len(chunks):,} chunks could not be {what} in {names}, which cannot be written now; the server's "
-            "log has the reason. Try again once that is mended.",
+            f"{n:,} of {len(chunks):,} chunks could not be {what} in {names}, which cannot be written now; the "
+            "server's log has the reason. Try again once that is mended.",
             "store",
             None,
             RETRY_S,
@@ -293,8 +293,8 @@ class StillStored(APIError):
     def __init__(self, tiers: str) -> None:
         super().__init__(
             503,
-            f"KV of what was to be deleted may still be stored in {tiers}, which cannot be written now; the server's log has "
-            "the reason. Delete it again once that is mended.",
+            f"KV of what was to be deleted may still be stored in {tiers}, which cannot be written now; the server's "
+            "log has the reason. Delete it again once that is mended.",
             "store",
             None,
             RETRY_S,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import sqlite3
 
 import pytest
 import torch
@@ -166,3 +168,23 @@ def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptur
         assert "secret" not in refusal.message
         assert "secret" in caplog.text
     assert api_error_of(APIError(418, "tea")).status == 418
+
+
+@pytest.mark.parametrize(
+    ("cause", "why"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), " now: its disk is full."),
+        (sqlite3.OperationalError("database or disk is full"), " now: its disk is full."),
+        (OSError(errno.EROFS, "Read-only file system"), " now: its disk is read-only."),
+        (sqlite3.OperationalError("attempt to write a readonly database"), " now: its disk is read-only."),
+        (sqlite3.OperationalError("database is locked"), " now. Retry"),
+        (OSError(errno.EIO, "Input/output error", "/secret/path"), " now. Retry"),
+    ],
+)
+def test_what_is_wrong_with_the_disk_is_told_but_no_path(cause: Exception, why: str) -> None:
+    error = StoreError("The store at '/secret/path' cannot be written.")
+    error.__cause__ = cause
+    told = api_error_of(error)
+    assert told.status == 503
+    assert f"The store cannot be used{why}" in told.message
+    assert "secret" not in told.message
