@@ -171,7 +171,8 @@ class ConstraintCompiler:
         thoughts = None if tools.must_call else self.template(model).thoughts
         tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
         grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls, tags)
-        grammars.matcher(grammar)
+        with about("grammar" if ask.grammar is not None else "tools"):
+            grammars.matcher(grammar)
         if ask.grammar is not None:  # its texts are never read as tool calls or reasoning
             return OutputConstraints(ask, model, None, grammars, grammar)
         return OutputConstraints(ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
+from ragfuse.hf.endless_schema import endless_reference
 from ragfuse.hf.shortest_end import OUTSIDE, ShortestEnd, allowed_by
 from ragfuse.process.fork import ForkLock
 from ragfuse.types.grammar import Grammar
@@ -31,7 +32,7 @@ CACHED_GRAMMARS = 64
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
-    """Raise InputError, with the reason, for a grammar that cannot be compiled; needs no model."""
+    """Raise InputError, with the reason, for a grammar that cannot be compiled or met; needs no model."""
     _require()
     from llguidance import LLMatcher
 
@@ -41,6 +42,11 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
         found = str(error)
     if found:
         raise InputError(f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove what is named above.")
+    if grammar.kind == "json" and (name := endless_reference(grammar.source)) is not None:
+        raise InputError(
+            f"{what} cannot be met: all that '{name:.80}' allows holds itself again, so its JSON never ends.\n"
+            "Leave the property that refers to it out of 'required', or allow null beside it."
+        )
 
 
 class GrammarCompiler:
@@ -65,17 +71,35 @@ class GrammarCompiler:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled."""
-        from llguidance import LLMatcher
-
+        """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled or met."""
         with self._lock:
-            made = self._compiled.pop(grammar, None) or LLMatcher(self.tokens, _source(grammar))
-            if made.is_error():
-                raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or simplify it.")
-            self._compiled[grammar] = made  # the last one now
+            made = self._compiled.pop(grammar, None)
+            if made is not None:
+                self._compiled[grammar] = made  # the last one now
+                return made.deep_copy()
+        made = self._new_matcher(grammar)
+        with self._lock:
+            self._compiled[grammar] = made
             while len(self._compiled) > CACHED_GRAMMARS:
                 del self._compiled[next(iter(self._compiled))]
             return made.deep_copy()
+
+    def _new_matcher(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        made = LLMatcher(self.tokens, _source(grammar), log_level=0)
+        if made.is_error():
+            raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or simplify it.")
+        begun = made.deep_copy()
+        begun.consume_tokens(begun.compute_ff_tokens())  # what all of its texts begin with
+        if not begun.is_stopped():
+            begun.compute_bitmask()
+        if begun.is_error():
+            raise InputError(
+                f"The grammar cannot be met: no text of it ends ({_reason(begun)}).\n"
+                "Give each rule and schema that refers to itself another choice, which does not."
+            )
+        return made
 
     def is_whole(self, grammar: Grammar, ids: Sequence[int]) -> bool:
         """Whether these ids are a complete text of the grammar."""
@@ -115,6 +139,7 @@ class _Row:
         self.matcher, self.within = matcher, OUTSIDE
         self.completion: list[int] | None = None
         self.completions: dict[int, list[int]] = {}  # by next token, the rest of a completion after it
+        self.is_over = False  # an end token came; what follows it is padding
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -166,7 +191,8 @@ class GrammarProcessor(LogitsProcessor):
     def _advance(self, row: _Row, tokens: Sequence[int]) -> None:
         """Advance a sequence by the tokens written since the last call."""
         for token in tokens:
-            if row.matcher.is_stopped() or token in self._grammars.ends:
+            row.is_over = row.is_over or token in self._grammars.ends
+            if row.is_over or row.matcher.is_stopped():
                 continue
             row.matcher.consume_token(token)
             if self._limit is not None:
@@ -183,6 +209,12 @@ class GrammarProcessor(LogitsProcessor):
             allowed[list(self._grammars.ends)] = True
         else:
             allowed = torch.from_numpy(allowed_by(row.matcher, n_tokens))
+        if row.matcher.is_error() and not row.is_over:
+            raise InputError(
+                f"The answer cannot go on as its grammar wants: no text of it goes on like this, or none that ends "
+                f"({_reason(row.matcher)}). Simplify the grammar, above all what refers to itself.",
+                "grammar",
+            )
         allowed = allowed.to(scores.device)
         masked = scores.masked_fill(~allowed, float("-inf"))
         if bool(masked.isneginf().all()):  # forbidden from elsewhere: the grammar comes first
@@ -244,6 +276,12 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[
         raise InputError(
             f"This model's tokenizer cannot be read by llguidance ({error}). Ask without grammars and tools."
         ) from error
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return the first line of a stopped matcher's error, which may be followed by pages of its state."""
+    lines = matcher.get_error().strip().splitlines()
+    return lines[0].removeprefix("parser error: ") if lines else "no token is allowed"
 
 
 def _source(grammar: Grammar) -> str:

@@ -212,6 +212,11 @@ BAD = {
         {"tools": [tool("odd", {"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})]},
         "odd",
     ),
+    "an endless tool": (
+        {"tools": [tool("odd", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]})]},
+        "'odd' cannot be met",
+    ),
+    "an endless schema": ({"grammar": Grammar.json({"$ref": "#"})}, "never ends"),
     "no object": ({"tools": [tool("odd", {"type": "string"})]}, "odd"),
     "no schema": ({"tools": [tool("odd", "text")]}, "odd"),
     "no tool": ({"tools": ["weather"]}, "wanted|must be {"),
@@ -233,6 +238,21 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(case, tmp_path):
         for ask in (engine.answer, engine.stream, engine.plan, lambda question, how: engine.batch([question], how)):
             with pytest.raises(InputError, match=words):
                 ask(ASKED, Ask(**options))
+
+
+@pytest.mark.parametrize("rules", ["start: start", 'start: "a" start'])
+def test_rules_of_which_no_text_ends_are_told_before_anything_is_written(random_engine, rules):
+    said = []
+    with pytest.raises(InputError, match="no text of it ends"):
+        said.extend(random_engine.stream("Say.", Ask(grammar=Grammar.lark(rules))))
+    assert not said
+
+
+def test_an_answer_that_can_neither_go_on_nor_end_is_no_answer(random_engine):
+    rules = 'start: "a" "b" | "a" more\nmore: "c" more'
+    bias = {random_engine.tokens("c")[0]: 100}
+    with pytest.raises(InputError, match="cannot go on"):
+        random_engine.answer("Say.", Ask(grammar=Grammar.lark(rules), max_tokens=200, options={"logit_bias": bias}))
 
 
 def test_no_messages_are_told(random_engine):
