@@ -40,7 +40,7 @@ STATUSES = (
     (405, "The path has other methods, which Allow names."),
     (408, "The body came too slowly."),
     (413, "The body is too large."),
-    (415, "The content type is not application/json."),
+    (415, "The content type is not application/json, or the body is compressed."),
     (421, "The Host header is not a name of this server."),
     (429, "Too many requests wait already; Retry-After says when to retry."),
     (503, "The server is stopping, or its store cannot be used."),

@@ -133,6 +133,13 @@ class Guard:
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise APIError(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
+            if coding := _coding(scope):
+                raise APIError(
+                    415,
+                    f"Wanted a body that is not compressed, found Content-Encoding: {coding[:60]}. Send the JSON itself, "
+                    "without Content-Encoding or with identity.",
+                    "content_encoding",
+                )
             if _content_length(scope) > self._max_nbytes(path):
                 raise self._too_large(path)
 
@@ -291,6 +298,13 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 def _is_loopback(host: str) -> bool:
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     return name.strip("[]").lower() in LOOPBACK
+
+
+def _coding(scope: Scope) -> str:
+    """Return the Content-Encoding, all of its lines; "" where a body is as it is."""
+    lines = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-encoding"]
+    names = [name.strip() for name in ",".join(lines).split(",")]
+    return ", ".join(name for name in names if name and name.lower() != "identity")
 
 
 def _content_length(scope: Scope) -> int:

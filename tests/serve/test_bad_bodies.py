@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Iterator
@@ -341,3 +342,18 @@ def test_what_can_never_fit_the_model_is_told_before_it_is_searched_or_tokenised
         assert max(tokenised, default=0) < longest
     answer = served.post("/v1/completions", {"model": served.service.model, "prompt": "a" * most})
     assert (answer.status_code, refused(answer)["code"]) == (413, "too_large")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "zstd", "identity, gzip"])
+def test_a_compressed_body_is_told_by_its_coding(served: Served, coding: str) -> None:
+    body = gzip.compress(json.dumps({"model": served.service.model, "messages": [said()]}).encode())
+    headers = {**JSON, "content-encoding": coding}
+    answer = httpx.post(f"{served.url}/chat/completions", content=body, headers=headers, timeout=60)
+    assert (answer.status_code, refused(answer)["code"]) == (415, "content_encoding")
+    assert f"found Content-Encoding: {coding.split()[-1]}. Send the JSON itself" in str(refused(answer)["message"])
+
+
+def test_a_body_may_be_said_to_be_as_it_is(served: Served) -> None:
+    body = json.dumps({"model": served.service.model, "messages": [said()], "max_tokens": 1})
+    headers = {**JSON, "content-encoding": "identity"}
+    assert httpx.post(f"{served.url}/chat/completions", content=body, headers=headers, timeout=60).status_code == 200
