@@ -248,9 +248,9 @@ class GrammarProcessor(LogitsProcessor):
 
 
 def _only(scores: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Return the scores with all but these tokens set to -inf."""
-    only = torch.full_like(scores, float("-inf"))
-    only[list(tokens)] = scores[list(tokens)]
+    """Return the scores with all but these tokens set to -inf; 0 for these where all are forbidden elsewhere."""
+    only, some = torch.full_like(scores, float("-inf")), list(tokens)
+    only[some] = torch.zeros_like(scores[some]) if bool(scores[some].isneginf().all()) else scores[some]
     return only
 
 

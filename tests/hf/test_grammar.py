@@ -185,3 +185,16 @@ def test_padding_behind_a_sequence_that_is_over_is_no_error() -> None:
     for n in range(1, 6):
         scores = process(rows[:, :n], torch.zeros(2, grammars.n_tokens))
     assert (scores[1] > -torch.inf).nonzero().flatten().tolist() == [b, 256]
+
+
+def test_near_the_limit_the_answer_ends_with_tokens_that_are_forbidden_elsewhere() -> None:
+    grammars = Held(DEFAULT_CALL_FORMAT).grammars
+    process = grammars.processor(Grammar.regex('"[a-z]*"'), 12)
+    quote, letter = (grammars.tokens.tokenize_str(each)[0] for each in '"a')
+    scores = torch.full((1, grammars.n_tokens), -torch.inf)
+    scores[0, letter] = 0.0
+    ids = torch.tensor([[0]])
+    while ids.shape[1] <= 12 and ids[0, -1] != 256:
+        ids = torch.cat([ids, process(ids, scores).argmax(-1, keepdim=True)], 1)
+    assert ids[0, 1:3].tolist() == [quote, letter]
+    assert grammars.is_whole(Grammar.regex('"[a-z]*"'), [id for id in ids[0, 1:].tolist() if id != 256])
