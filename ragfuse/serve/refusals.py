@@ -147,7 +147,7 @@ def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
         if len(names) > 1:
             what = f"The fields {in_words(names[:MAX_NAMED])} are missing; give them."
         return APIError(400, what, "missing", name)
-    found = _short(first.get("input"))
+    found = json_words(first.get("input"))
     message = _lower_first(str(first["msg"]))
     return APIError(400, f"{name or 'The body'}: {message}; found {found}.", "unusable", name or None)
 
@@ -158,8 +158,12 @@ def _over_http(error: PMLError) -> str:
     return str(PMLError(error.found, error.wanted, PurePath(error.file).name, error.line, error.column, advice))
 
 
-def _short(value: object) -> str:
-    text = repr(value)
+def json_words(value: object) -> str:
+    """Return what a message calls a value of a body: in JSON's words, cut; a text alone in single quotes."""
+    try:
+        text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

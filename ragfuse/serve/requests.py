@@ -11,7 +11,7 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import InputError
 from ragfuse.serve.logprobs import LogprobRecorder
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import APIError, json_words
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
     AnswerOptions,
@@ -496,7 +496,7 @@ def _grammar(name: str, kind: str, value: Any) -> Grammar:
     if kind == "choice" and isinstance(value, list) and value and all(isinstance(e, str) and e for e in value):
         return Grammar.choice(value)
     wanted = {"json": "a JSON schema", "json_object": "true", "choice": "a list of texts"}.get(kind, "a text")
-    raise APIError(400, f"{name}: '{kind}' must be {wanted}, found {value!r:.60}.", "unusable", name)
+    raise APIError(400, f"{name}: '{kind}' must be {wanted}, found {json_words(value)}.", "unusable", name)
 
 
 def _response_grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import Any
 
 import httpx
@@ -94,6 +95,14 @@ def test_a_field_like_none_is_to_be_left_out() -> None:
         (ChatRequest, {**CHAT, "ragfuse": 5}, "ragfuse: wanted an object; found 5."),
         (ChatRequest, {**CHAT, "stop": [7]}, "stop.0: wanted a valid string; found 7."),
         (ChatRequest, {**CHAT, "logit_bias": {"5": "x"}}, "logit_bias.5: wanted a number; found 'x'."),
+        (ChatRequest, {"model": "m", "messages": None}, "messages: wanted a list; found null."),
+        (ChatRequest, {**CHAT, "n": True}, "n: wanted an integer; found true."),
+        (ChatRequest, {**CHAT, "temperature": inf}, "temperature: input should be a finite number; found Infinity."),
+        (
+            ChatRequest,
+            {**CHAT, "stop": [{"a": [None, "b"]}]},
+            'stop.0: wanted a valid string; found {"a": [null, "b"]}.',
+        ),
         (ChatRequest, {**CHAT, "tool_choice": 5}, "tool_choice: wanted a valid string or an object; found 5."),
         (ChatRequest, {"model": "m", "messages": [said([5])]}, "messages.0.content.0: wanted an object; found 5."),
         (ResponseRequest, {"model": "m", "input": []}, "input: list should have at least 1 item; found []."),
