@@ -18,7 +18,8 @@ class AllowedMethods:
         self._routes = [route for route in routes if isinstance(route, Route)]
 
     def at(self, path: str) -> list[str]:
-        """Return the methods of a path, sorted; [] for a path that no route has."""
+        """Return the methods of a path, sorted, HEAD where it has GET; [] for a path that no route has."""
         exact = [route for route in self._routes if route.path == path]
         routes = exact or [route for route in self._routes if route.path_regex.match(path)]
-        return sorted({method for route in routes for method in route.methods or ()})
+        found = {method for route in routes for method in route.methods or ()}
+        return sorted(found | {"HEAD"} if "GET" in found else found)

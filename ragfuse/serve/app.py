@@ -25,6 +25,7 @@ from ragfuse.serve.embeddings import embedding_routes
 from ragfuse.serve.entry_routes import entry_routes
 from ragfuse.serve.fields import field_given
 from ragfuse.serve.guard import Guard
+from ragfuse.serve.head_method import HeadMethod
 from ragfuse.serve.page_routes import page_routes
 from ragfuse.serve.refusals import APIError, api_error_of, unreadable
 from ragfuse.serve.response_routes import response_routes
@@ -88,7 +89,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     settings = service.settings
     guarded = AccessLog(
         Guard(
-            app,
+            HeadMethod(app, app.state.methods),
             service.keys,
             service.max_body,
             settings.serve_patience_s,
@@ -99,7 +100,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
         )
     )
     return (
-        CORSMiddleware(guarded, list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
+        CORSMiddleware(guarded, list(origins), allow_methods=["GET", "HEAD", "POST", "DELETE"], allow_headers=["*"])
         if origins
         else guarded
     )

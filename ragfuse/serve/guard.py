@@ -113,7 +113,8 @@ class Guard:
                 "Transfer-Encoding cannot be combined with Content-Length or HTTP/1.0. Send only Content-Length.",
                 "http",
             )
-        if self._loopback_only and not _is_loopback(headers.get(b"host", b"").decode("latin-1")):
+        # one without any Host, as of a monitor in HTTP/1.0, is no browser's: they all send the name that was resolved
+        if self._loopback_only and b"host" in headers and not _is_loopback(headers[b"host"].decode("latin-1")):
             raise APIError(
                 421,
                 "Without API keys, this server accepts only localhost or 127.0.0.1 in the Host header. Use that name, "
@@ -136,8 +137,8 @@ class Guard:
             if coding := _coding(scope):
                 raise APIError(
                     415,
-                    f"Wanted a body that is not compressed, found Content-Encoding: {coding[:60]}. Send the JSON itself, "
-                    "without Content-Encoding or with identity.",
+                    f"Wanted a body that is not compressed, found Content-Encoding: {coding[:60]}. Send the JSON "
+                    "itself, without Content-Encoding or with identity.",
                     "content_encoding",
                 )
             if _content_length(scope) > self._max_nbytes(path):

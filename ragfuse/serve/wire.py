@@ -10,7 +10,9 @@ import asyncio
 import ipaddress
 import json
 import re
+import sys
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -125,10 +127,12 @@ class Wire(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer data that is not HTTP with an error, unless a response has begun; close the connection either way."""
+        """Answer data that is not HTTP, or too long a head, unless a response has begun; close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = APIError(400, "This is not a valid request of HTTP/1.1. Check the client.", "http")
-            self.transport.write(_error_response(error, "Bad Request"))
+            if getattr(sys.exception(), "error_status_hint", 400) == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+                error = APIError(431, "The path and headers are longer than this server reads. Send less.", "too_large")
+            self.transport.write(_error_response(error, HTTPStatus(error.status).phrase))
         self.transport.close()
 
     def _start_timer(self) -> None:

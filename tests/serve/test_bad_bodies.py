@@ -232,6 +232,28 @@ def test_a_page_elsewhere_reaches_no_server_by_a_name_of_its_own(served: Served)
     assert served.get("/v1/models", host="[::1]:1").status_code == 200
 
 
+def test_a_monitor_that_names_no_host_is_answered(served: Served) -> None:
+    with raw(served.port) as line:
+        line.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert b" 200 " in all_of(line).splitlines()[0]
+    for host in (b"", b"evil.example"):
+        with raw(served.port) as line:
+            line.sendall(b"GET /health HTTP/1.0\r\nhost: " + host + b"\r\n\r\n")
+            assert b" 421 " in all_of(line).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/docs", "/health", "/metrics", "/v1/models", "/v1/models/none", "/v1/ragfuse/live"]
+)
+def test_head_is_answered_as_get_without_a_body(served: Served, path: str) -> None:
+    head, get = (httpx.request(method, served.root + path, timeout=60) for method in ("HEAD", "GET"))
+    assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"])
+    assert head.content == b""
+    assert get.content
+    assert httpx.head(f"{served.url}/completions").status_code == 405
+    assert httpx.head(f"{served.root}/none").status_code == 404
+
+
 def test_no_page_elsewhere_may_read_answers(served: Served) -> None:
     answer = served.get("/v1/models", origin="https://evil.example")
     assert not [name for name in answer.headers if name.startswith("access-control")]
@@ -269,15 +291,15 @@ def test_paths_and_methods_that_are_none_are_told(
         ("GET", "/v1/ragfuse/documents/search", "POST"),
         ("DELETE", "/v1/ragfuse/documents/search", "POST"),
         ("GET", "/v1/ragfuse/entries/pin", "POST"),
-        ("PUT", "/v1/ragfuse/documents", "GET, POST"),
-        ("PATCH", "/v1/ragfuse/documents/doc_1", "DELETE, GET"),
-        ("PUT", "/v1/ragfuse/entries", "DELETE, GET"),
-        ("PUT", "/v1/ragfuse/schemas", "GET, POST"),
-        ("POST", "/v1/ragfuse/schemas/a/b", "DELETE, GET"),
+        ("PUT", "/v1/ragfuse/documents", "GET, HEAD, POST"),
+        ("PATCH", "/v1/ragfuse/documents/doc_1", "DELETE, GET, HEAD"),
+        ("PUT", "/v1/ragfuse/entries", "DELETE, GET, HEAD"),
+        ("PUT", "/v1/ragfuse/schemas", "GET, HEAD, POST"),
+        ("POST", "/v1/ragfuse/schemas/a/b", "DELETE, GET, HEAD"),
         ("GET", "/v1/ragfuse/sessions/a", "DELETE"),
-        ("PUT", "/v1/responses/resp_1", "DELETE, GET"),
-        ("POST", "/health", "GET"),
-        ("POST", "/", "GET"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("POST", "/health", "GET, HEAD"),
+        ("POST", "/", "GET, HEAD"),
     ],
 )
 def test_all_methods_of_a_path_are_named(served: Served, method: str, path: str, allowed: str) -> None:
