@@ -335,7 +335,7 @@ def import_(
 
 @store.command("gc")
 def gc(store: Store = None, json: Json = None) -> None:
-    """Delete useless data: leftovers of interrupted writes, index rows without files, expired entries (ttl_s).
+    """Delete useless data: leftovers of interrupted writes, damaged files, rows without files, expired entries (ttl_s).
 
     Exit status 1 if a tier does not answer.
     """

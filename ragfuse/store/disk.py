@@ -30,7 +30,7 @@ from ragfuse.store.folder import FolderWriter, describe_error, fsync_folder, is_
 from ragfuse.store.index import Index
 from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
-from ragfuse.store.upkeep import Upkeep, chunk_path
+from ragfuse.store.upkeep import Upkeep, chunk_path, folder_in_place
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -83,6 +83,7 @@ class DiskTier:
         self._serial, self._closed = count(), False
         self._warned_at: dict[object, float] = {}  # kind of error -> when it was last logged as a warning
         self._under_way: set[str] = set()  # temp files of this object's writes
+        self._freed_at_opening = Freed()
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
@@ -208,7 +209,11 @@ class DiskTier:
         self._flush_touches(wait_s=0.0)
 
     def tidy(self) -> Freed:
-        """Remove what interrupted writes left behind, check every file against the index, and return what was freed."""
+        """Remove what interrupted writes left behind, and check every file against the index.
+
+        Returns:
+            What was freed, at the first call with what opening the tier has freed already.
+        """
         if self._closed:
             return Freed()
         try:
@@ -220,6 +225,7 @@ class DiskTier:
         except (OSError, sqlite3.Error) as error:
             self._failed("tidy", self.path, error)
             return Freed()
+        freed, self._freed_at_opening = freed.plus(self._freed_at_opening), Freed()
         return freed
 
     def close(self) -> None:
@@ -243,7 +249,7 @@ class DiskTier:
             self._owner = FolderWriter(writers)
             self._upkeep = Upkeep(self.path, self._index, self._owner, self._under_way, self._count_corrupt)
             with self._index.write() as transaction:
-                self._upkeep.clean_up_dead_writes(transaction)
+                self._freed_at_opening = self._upkeep.clean_up_dead_writes(transaction)
             lacks_room = self._index.lacks_room or (self._upkeep.is_due() and not self._reconciled())
             self._owner.sweep()
         if lacks_room:
@@ -256,7 +262,7 @@ class DiskTier:
     def _reconciled(self) -> bool:
         """Check every file against the index; return False where the disk has no room for that."""
         try:
-            self._upkeep.reconcile()
+            self._freed_at_opening = self._freed_at_opening.plus(self._upkeep.reconcile())
         except (OSError, sqlite3.Error) as error:
             if is_full(self.path, error):
                 return False
@@ -292,7 +298,7 @@ class DiskTier:
         try:
             with self._index.write() as transaction:
                 if not (is_missing and self._path(key).exists()) and self._remove(transaction, [key]):
-                    self._count_corrupt(key, why)
+                    self._count_corrupt(key, folder_in_place(self._path(key)) or why)
         except (OSError, sqlite3.Error) as error:
             self._failed("drop", key, error)
 
@@ -331,7 +337,7 @@ class DiskTier:
             make_folder(path.parent)
             write_chunk(temp, header, blobs)
             with self._index.write() as transaction:
-                os.replace(temp, path)
+                _put_in_place(temp, path)
                 self._index.end(transaction, name)
                 self._index.publish(transaction, key, meta, nbytes, self._clock())
         except BaseException:
@@ -402,6 +408,14 @@ class DiskTier:
         if is_new:
             details = doing, "chunks" if isinstance(what, ChunkKey) else what, self.name, _reason(error), WARN_AGAIN_S
             log.warning("Could not %s %s (tier %s): %s; the next such error is logged after %g s", *details)
+
+
+def _put_in_place(temp: Path, path: Path) -> None:
+    """Rename a whole file to its entry's path; OSError says what to do about a folder that stands there."""
+    try:
+        os.replace(temp, path)
+    except IsADirectoryError as error:
+        raise IsADirectoryError(error.errno, folder_in_place(path)) from error
 
 
 def _reason(error: Exception) -> str:

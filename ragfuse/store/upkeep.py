@@ -145,11 +145,16 @@ class Upkeep:
             with self._index.write() as transaction:
                 for text in batch:
                     path = chunk_path(self._root, text)
-                    if not path.is_file() and self._index.remove(transaction, [text]):  # else others have evicted it
+                    is_removed = not path.is_file() and self._index.remove(transaction, [text])  # or others evicted it
+                    if is_removed and path.stem not in reported:  # or its file was counted
                         freed = freed.plus(Freed(orphans=1))
-                        if path.stem not in reported:
-                            self._on_corrupt(text, "its file is gone")
+                        self._on_corrupt(text, folder_in_place(path) or "its file is gone")
         return freed
+
+
+def folder_in_place(path: Path) -> str:
+    """Return what to say of a folder where an entry's file belongs, which the store never removes; "" if none is."""
+    return f"a folder stands in place of its file, and stays: move '{path}' away" if path.is_dir() else ""
 
 
 def _packed_row(text: str, nbytes: int) -> bytes:

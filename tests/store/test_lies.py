@@ -140,6 +140,29 @@ def test_what_is_no_file_in_place_of_one_is_dropped_at_once(tier, stranger, open
     tier.close()
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_folder_in_place_of_a_file_is_told_to_stay_and_why_nothing_is_written(tier, opened, tmp_path, caplog):
+    path = chunk_path(tier.path, A)
+    path.unlink()
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+    if opened:
+        tier.close()
+        tier = DiskTier(tmp_path / "tier", 1 << 30, lru)
+    assert tier.read(A, 0) is None
+    assert f"and stays: move '{path}' away" in caplog.text
+    caplog.clear()
+    assert not tier.write(A, *encoded(kv()))
+    assert (
+        f"Could not write chunks (tier disk): a folder stands in place of its file, and stays: move '{path}'"
+        in caplog.text
+    )
+    path.rename(tmp_path / "away")
+    assert tier.write(A, *encoded(kv()))
+    assert is_sound(tier)
+    tier.close()
+
+
 def test_a_folder_in_place_of_a_file_is_left_alone_and_its_row_forgotten(tier, tmp_path):
     path = chunk_path(tier.path, A)
     path.unlink()
