@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
+from ragfuse.engine.answerer import OneProcess
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.constraints import Tool, offered_tools
@@ -33,6 +34,8 @@ from ragfuse.engine.question import (
     is_ids,
     mended_content,
     mended_question,
+    places_of,
+    prompts_of,
     question_of,
 )
 from ragfuse.engine.request import Prefilled, Request, Say
@@ -85,7 +88,7 @@ def _ignore(*what: object) -> None:
 
 
 @checks_arguments
-class Engine:
+class Engine(OneProcess):
     """A model with a store of KV caches, which answers prompts and reuses the KV of their chunks. Thread-safe.
 
     The model is loaded at first use and shared by all engines of the process that name the same one.
@@ -199,7 +202,7 @@ class Engine:
             cancelled: Ends the generation of all answers once it is set.
         """
         self._check_open()
-        return self._batch(prompts, ask or Ask(), cancelled or threading.Event())
+        return self._batch(prompts_of(prompts), ask or Ask(), cancelled or threading.Event())
 
     @answered
     def _answer(self, request: Request) -> Answer:
@@ -410,8 +413,7 @@ class Engine:
             sessions: Session names in the order in which they are expected; or names with numbers, the smallest first.
         """
         self._check_open()
-        places = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
-        digest = self.digest
+        digest, places = self.digest, places_of(sessions)
         self.conversations.expect(digest, places)
         self._stages.prefetcher.look_ahead([(digest, name) for name in sorted(places, key=places.__getitem__)])
 
@@ -575,14 +577,8 @@ class Engine:
         stages = self._stages
         return stages.prefetcher, stages.remember.jobs, stages.history, stages.prefixes
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Engine:
-        """Return the same engine, so that copies of objects that hold an engine share it."""
-        return self
-
-    def __copy__(self) -> Engine:
-        return self
-
     def __enter__(self) -> Engine:
+        self._check_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ragfuse.engine.context_window import check_texts, may_fit
 from ragfuse.engine.options import remaining_context
-from ragfuse.engine.question import mended_documents
+from ragfuse.engine.question import mended_documents, texts_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.stages import Stages
 from ragfuse.process.exit import at_work
@@ -66,7 +66,7 @@ class Documents:
     def forget(self, texts: Iterable[str]) -> int:
         """Delete the KV of chunks, and of passages learned from them, from every tier; return the bytes freed."""
         runtime, stages = self.runtime, self.stages
-        texts = [whole_text(text).strip() for text in ((texts,) if isinstance(texts, str) else texts)]
+        texts = [whole_text(text).strip() for text in texts_of(texts, "texts")]
         runs = {tuple(runtime.model.tokens(text, False)) for text in texts}
         stages.remember.jobs.forget(runs)
         stages.prefixes.forget(runs)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ragfuse.engine.context_window import may_fit
+from ragfuse.engine.question import texts_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.plan.look_ahead import to_prefetch
 from ragfuse.process.fork import at_fork
@@ -74,7 +75,7 @@ class Prefetcher:
 
     def submit(self, texts: Iterable[str]) -> None:
         """Prefetch the KV of these texts, before all earlier requests. Returns at once."""
-        texts = (texts,) if isinstance(texts, str) else tuple(texts)
+        texts = texts_of(texts, "texts")
         if texts:
             self._submit(f"{len(texts)} texts", lambda: self._keys(texts))
 

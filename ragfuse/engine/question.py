@@ -51,12 +51,39 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
             f"Documents are a list of (text, source) pairs; found the text {texts!r:.80}. Write [(text, source)].",
             "documents",
         )
+    if not isinstance(texts, Iterable):
+        raise InputError(
+            f"Documents are a list of (text, source) pairs; found {texts!r:.80}. Write [(text, source)].", "documents"
+        )
     for each in texts:
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
             raise InputError(f"A document is a pair of two texts, (text, source); found {each!r:.80}.", "documents")
         source = whole_text(each[1])
         yield mended(each[0], f"'{source}'"), source
+
+
+def texts_of(texts: Iterable[str], argument: str) -> tuple[str, ...]:
+    """Return texts, or one that is given alone; raise InputError, about this argument, for anything else."""
+    found = (texts,) if isinstance(texts, str) or not isinstance(texts, Iterable) else tuple(texts)
+    strange = next((each for each in found if not isinstance(each, str)), None)
+    if strange is not None or texts is None:
+        raise InputError(f"{argument} takes a list of texts; found {strange!r:.80}. Write ['a text'].", argument)
+    return found
+
+
+def places_of(sessions: Iterable[str] | Mapping[str, float]) -> Mapping[str, float]:
+    """Return the places of sessions in the order in which they are expected, the smallest first."""
+    if isinstance(sessions, Mapping):
+        return sessions
+    return {name: place for place, name in enumerate(texts_of(sessions, "sessions"))}
+
+
+def prompts_of(prompts: Iterable[Question]) -> list[Question]:
+    """Return the prompts of a batch; raise InputError for what is no list of them."""
+    if isinstance(prompts, str | PMLPrompt) or not isinstance(prompts, Iterable):
+        raise InputError(f"A batch takes a list of prompts; found {prompts!r:.80}. Write [prompt].", "prompts")
+    return list(prompts)
 
 
 def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:

@@ -17,9 +17,9 @@ from cachetools import LRUCache
 from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.engine.answer_stream import AnswerStream, Piece, answers_of
-from ragfuse.engine.answerer import Progress
+from ragfuse.engine.answerer import OneProcess, Progress
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.question import Question
+from ragfuse.engine.question import Question, prompts_of
 from ragfuse.errors import InputError, ServerError
 from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import shared
@@ -45,7 +45,7 @@ MAX_COUNTED = 1024
 
 
 @checks_arguments
-class RemoteEngine:
+class RemoteEngine(OneProcess):
     """A client of `ragfuse serve` with the interface of an `Engine` (`Answerer`). Thread-safe; it opens no store.
 
     Documents keep their boundaries: marked chunks become documents of the request, and retrieved ones (`Ask.documents`)
@@ -111,7 +111,7 @@ class RemoteEngine:
         self, prompts: Sequence[Question], ask: Ask | None = None, cancelled: threading.Event | None = None
     ) -> list[Answer]:
         """Return the answers to several prompts, asked together; the first failure ends the others and is raised."""
-        bodies = [request_of(prompt, ask or Ask(), self.marker) for prompt in prompts]
+        bodies = [request_of(prompt, ask or Ask(), self.marker) for prompt in prompts_of(prompts)]
         if not bodies:
             return []
         failed, given = threading.Event(), cancelled or threading.Event()
@@ -250,13 +250,6 @@ class RemoteEngine:
             "server's store, with a model without base_url= or with `ragfuse ingest`; or leave it out: the server "
             "encodes what a question brings after its answer."
         )
-
-    def __deepcopy__(self, memo: dict[int, object]) -> RemoteEngine:
-        """Return the same client, so that copies of objects that hold one share it."""
-        return self
-
-    def __copy__(self) -> RemoteEngine:
-        return self
 
 
 class _Either:

@@ -1,11 +1,13 @@
 """The engine on a tiny random model: what an answer is, whatever way it is asked for, and what it leaves behind."""
 
 import asyncio
+import copy
 import gc
 import random
 import shutil
 import threading
 import time
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -678,6 +680,27 @@ def test_what_is_no_question_is_refused_by_what_was_found(engine, given, told):
             ask(given)
 
 
+@pytest.mark.parametrize("given", [None, 3])
+def test_what_is_no_list_is_refused_by_what_was_found(engine, given):
+    for take in (engine.know, engine.ingest, engine.forget, engine.prefetch, engine.expect, engine.batch):
+        with pytest.raises(InputError, match=f"a list of .*; found {given}. Write "):
+            take(given)
+
+
+def test_what_is_no_text_in_a_list_is_refused_by_what_was_found(engine):
+    for take in (engine.forget, engine.prefetch, engine.expect):
+        with pytest.raises(InputError, match="takes a list of texts; found 3"):
+            take(["a", 3])
+    with pytest.raises(InputError, match=r"takes a list of prompts; found 'Who\?'"):
+        engine.batch("Who?")
+
+
+def test_an_engine_stays_in_its_process(engine):
+    assert copy.copy(engine) is copy.deepcopy(engine) is engine
+    with pytest.raises(TypeError, match=r"Engine cannot be pickled.*make Engine there"):
+        ForkingPickler.dumps(engine)
+
+
 @pytest.mark.parametrize("given", ["a long text", ["a long text"], [("a", None)], [("a", "b", "c")], [3]])
 def test_what_is_no_document_is_refused_by_what_was_found(engine, given):
     for take in (engine.know, engine.ingest, lambda texts: engine.answer("Who?", Ask(documents=texts))):
@@ -723,6 +746,7 @@ def test_a_closed_engine_says_so_and_not_what_it_no_longer_has(tiny_settings):
         lambda: engine.schemas,
         lambda: engine.measure(),
         lambda: engine.verify(),
+        lambda: engine.__enter__(),
     ]
     for call in calls:
         with pytest.raises(StoreError, match="The engine is closed"):
