@@ -30,7 +30,6 @@ class Documents:
     catalog: Catalog
     stages: Stages
 
-    @at_work()
     def ingest(
         self, texts: Iterable[tuple[str, str]], prefix: Sequence[int], progress: Callable[[Ingested], None] | None
     ) -> Ingested:
@@ -38,15 +37,17 @@ class Documents:
         began, done, runtime = time.perf_counter(), Ingested(), self.runtime
         encoder, model = runtime.encoder, runtime.model
         remaining_context(len(prefix), model, "What stands before the first chunk")
-        encoder.keep_prefix(prefix)
+        with at_work():
+            encoder.keep_prefix(prefix)
         for text, source in mended_documents(texts):
             text = text.strip()
             check_texts([text], model, f"A chunk of '{source}'")
-            ids = model.tokens(text, False)
-            remaining_context(len(ids), model, f"A chunk of '{source}'")
-            nbytes = encoder.keep_chunk(ids)
-            if len(ids) >= self.settings.min_chunk_tokens:
-                self.stages.prompts.note(runtime.digest, text, source, ids, must=True)
+            with at_work():  # each chunk for itself: a process that ends waits for one, not for all
+                ids = model.tokens(text, False)
+                remaining_context(len(ids), model, f"A chunk of '{source}'")
+                nbytes = encoder.keep_chunk(ids)
+                if len(ids) >= self.settings.min_chunk_tokens:
+                    self.stages.prompts.note(runtime.digest, text, source, ids, must=True)
             done = done.plus(len(ids), nbytes, time.perf_counter() - began, len(ids) < encoder.shortest)
             if progress is not None:
                 progress(done)

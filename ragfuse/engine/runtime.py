@@ -18,6 +18,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.models import quietly, resolve_llm
+from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
 from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
@@ -165,9 +166,13 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
         name = "handed over", id(given.model), id(given.tokenizer), weights
         return shared_while_used(name, lambda: given.probed(weights, profiles.probed))
     named = settings.model, settings.dtype, settings.device, *([settings.model_kwargs] if settings.model_kwargs else [])
-    at = Path(settings.model).expanduser()
-    version, _ = identity([at], {}) if at.exists() else ("", 0)
-    return shared(("model", *named), lambda: _load(settings, profiles), version)
+    return shared(("model", *named), lambda: _load(settings, profiles), _version_of(Path(settings.model).expanduser()))
+
+
+def _version_of(place: Path) -> str:
+    """Return what changes with a model's file, or with the files of its folder; "" where there is no model."""
+    has_weights = place.is_file() or any(any(place.glob(name)) for name in ("*.safetensors", "*.gguf", CHUNK_ADAPTER))
+    return identity([place], {})[0] if has_weights else ""
 
 
 def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[LoadedModel | HFModel | None, Settings]:

@@ -189,6 +189,7 @@ class AnswerRun:
             self._items.put_nowait(Completed(index, echo.answer(self.engine), "", echo=echo.text))
             return
         transfer = request.transfer
+        self._has_begun = False
         self._stream = stream = await asyncio.to_thread(
             self.engine.stream,
             request.question,

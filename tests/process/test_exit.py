@@ -40,14 +40,14 @@ def test_the_end_waits_for_own_threads_and_for_callers_that_compute() -> None:
         def own():
             EXITING.wait()
             time.sleep(0.3)
-            print("own thread is done")
+            sys.stdout.write("own thread is done\\n")
 
         def callers():
             with at_work():
                 EXITING.wait()
                 time.sleep(0.3)
-                print("computed")
-            print("went on")
+                sys.stdout.write("computed\\n")
+            sys.stdout.write("went on\\n")
 
         start_thread("own", own)
         threading.Thread(target=callers, daemon=True).start()
@@ -119,6 +119,26 @@ def test_a_callers_thread_gets_no_answer_that_was_cut_off(tiny_settings: Setting
     lines = done.stdout.splitlines()
     assert lines[-1] == "alive: []"
     assert len(set(lines[:-1])) <= 1
+
+
+def test_a_callers_ingest_is_waited_for_up_to_its_chunk(tiny_settings: Settings) -> None:
+    done = run(
+        """
+        from ragfuse import Engine
+        engine, begun = Engine(), threading.Event()
+
+        def texts():
+            for n in range(100_000):
+                yield f"Passage {n} tells of the keeper who counted ships in one night and wrote it down. " * 3, "book"
+                begun.set()
+
+        threading.Thread(target=lambda: engine.ingest(texts()), daemon=True).start()
+        begun.wait()
+        """,
+        tiny_settings,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "alive: []"
 
 
 def test_work_may_be_nested_and_threads_leave_it() -> None:
