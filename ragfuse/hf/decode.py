@@ -5,8 +5,9 @@ posts one step here and waits; a worker thread runs one forward over all posted 
 neither copied nor padded if the model takes our attention function. So requests join and leave between two tokens. The
 model's lock is held per step, so prefills run in between.
 
-A request that is alone runs the plain forward in its own thread. So do steps that cannot be shared: those of a model
-whose state is not KV per token, of several tokens at a time, or with hidden states requested.
+A request that is alone runs the same forward in its own thread, so one token is never computed by an attention kernel
+made for many rows. Steps that cannot be shared run the model's plain forward: those of a model whose state is not KV
+per token, of several tokens at a time, or with hidden states requested.
 """
 
 from __future__ import annotations
@@ -166,18 +167,21 @@ class Batcher:
             forward: The model's forward, for a step that runs alone.
             arguments: Keyword arguments of the forward.
         """
-        if member is not None and not self._lock.is_mine and _can_share(member, arguments):
-            step = self._post(Step(member, arguments, forward))
-            if step is not None:
-                return step.take()
-        with self._lock.short(), self._model._optimize_model_for_decode():
-            return undrawn(partial(forward, **arguments))
+        if member is None or not _can_share(member, arguments):
+            with self._lock.short(), self._model._optimize_model_for_decode():
+                return undrawn(partial(forward, **arguments))
+        step = Step(member, arguments, forward)
+        if self._lock.is_mine or not self._post(step):
+            with self._lock.short():
+                undrawn(partial(self._run, [step]))
+            step.done.set()
+        return step.take()
 
-    def _post(self, step: Step) -> Step | None:
-        """Post a step to be run with others; return None if there are no others or sharing has failed too often."""
+    def _post(self, step: Step) -> bool:
+        """Post a step to be run with others; return False if there are no others or sharing has failed too often."""
         with self._changed:
             if len(self._members) == 1 or self._failures >= FAILURES:
-                return None
+                return False
             if not self._posted:
                 self._since_s = time.perf_counter()
             self._posted.append(step)
@@ -186,7 +190,7 @@ class Batcher:
                 self._thread = start_thread("decode", self._work)
             elif len(self._posted) == 1 or not self._missing:
                 self._changed.notify_all()
-            return step
+            return True
 
     # the worker thread
 
@@ -235,7 +239,8 @@ class Batcher:
     def _run(self, steps: Sequence[Step]) -> None:
         """Run steps, several of them together; if that fails, run them one by one."""
         with torch.no_grad(), self._model._optimize_model_for_decode():
-            if len(steps) == 1 and not steps[0].member.cache.is_apart:
+            first = steps[0].member
+            if len(steps) == 1 and (self._pads or first.wiring is None or self._failures >= FAILURES):
                 steps[0].run()
                 return
             try:
@@ -262,7 +267,7 @@ class Batcher:
             logits = self._logits(steps, ragged)
         for step, some in zip(steps, torch.split(logits, ragged.sizes), strict=True):
             step.output = CausalLMOutputWithPast(logits=some, past_key_values=step.member.cache)
-        self.steps, self.rows = self.steps + 1, self.rows + sum(ragged.sizes)
+        self.steps, self.rows = self.steps + (len(steps) > 1), self.rows + sum(ragged.sizes) * (len(steps) > 1)
 
     def _logits(self, steps: Sequence[Step], ragged: Ragged) -> Tensor:
         """Run one forward over all steps and return its logits [sum B, 1, V]."""
