@@ -91,12 +91,18 @@ def top(scores: Sequence[float], count: int) -> list[int]:
 
 
 def shares(ratio: float, first: int, n_layers: int, gradual: bool) -> list[float]:
-    """Share of the offer computed in each layer from `first` on: falling by equal steps around the mean `ratio`."""
+    """Share of the offer computed in each layer from `first` on: falling around the mean `ratio`, in eight stairs.
+
+    A stair is the mean of a straight line over its layers.
+    """
     n = n_layers - first
     if not gradual or n == 1:
         return [ratio] * n
     spread = min(0.5 * ratio, 1.0 - ratio)
-    return [ratio + spread * (1 - 2 * step / (n - 1)) for step in range(n)]
+    line = [ratio + spread * (1 - 2 * step / (n - 1)) for step in range(n)]
+    width = math.ceil(n / 8)
+    stairs = [line[at : at + width] for at in range(0, n, width)]
+    return [sum(stair) / len(stair) for stair in stairs for _ in stair]
 
 
 def budget(share: float, candidate_rows: int, forced: int) -> int:

@@ -23,7 +23,7 @@ from ragfuse.engine.engine import Engine, PreparedPrompt
 from ragfuse.engine.options import ends_of
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.fuse.attend import RowMask
-from ragfuse.fuse.fusor import CachedRun, Fusion, candidate_rows
+from ragfuse.fuse.fusor import CachedRun, Fusion
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.plan.evict import lru
@@ -235,11 +235,8 @@ def select_by_score(score: Tensor) -> Iterator[None]:
     """In this context, the policy `lexical` selects rows by `score` (float32 [T]) instead of the question's words."""
     original = HFModel._nearness
 
-    def by_score(
-        model: HFModel, token_ids: Sequence[int], runs: Sequence[CachedRun], questions: Sequence[Tensor]
-    ) -> Tensor | None:
-        rows = candidate_rows(runs, len(token_ids))
-        return score[rows] if len(rows) else None
+    def by_score(model: HFModel, token_ids: Sequence[int], candidates: Tensor, questions: Sequence[Tensor]) -> Tensor:
+        return score[candidates]
 
     setattr(HFModel, "_nearness", by_score)  # noqa: B010 - as below
     try:

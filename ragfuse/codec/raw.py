@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
@@ -25,13 +26,19 @@ class RawCodec:
         Raises:
             ValueError: Keys and values have different dtypes.
         """
-        dtype = layer.keys.dtype
-        if dtype != layer.values.dtype:
-            raise ValueError(f"Keys are {dtype}, values {layer.values.dtype}: both must have the same dtype.")
-        blob = torch.empty(layer.nbytes, dtype=torch.uint8, device=layer.keys.device)
-        blob[: layer.keys.nbytes].view(dtype).view(layer.keys.shape).copy_(layer.keys)
-        blob[layer.keys.nbytes :].view(dtype).view(layer.values.shape).copy_(layer.values)
-        return blob
+        return _copied(layer, torch.empty(layer.nbytes, dtype=torch.uint8, device=layer.keys.device))
+
+    def encode_all(self, layers: Sequence[LayerKV]) -> tuple[Tensor, ...]:
+        """Copy all layers into one block of host memory and return their parts of it, uint8 `[nbytes]` each.
+
+        In one block they lie at even distances, so that a prompt takes many of them in one copy.
+
+        Raises:
+            ValueError: Keys and values have different dtypes.
+        """
+        sizes = [layer.nbytes for layer in layers]
+        parts = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
+        return tuple(_copied(layer, part) for layer, part in zip(layers, parts, strict=True))
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Return views of `blob`: no byte is copied, so do not write to the result.
@@ -45,6 +52,16 @@ class RawCodec:
             )
         numbers, split = blob.view(DTYPES[meta.dtype]), prod(meta.key_shape)
         return LayerKV(numbers[:split].view(meta.key_shape), numbers[split:].view(meta.value_shape))
+
+
+def _copied(layer: LayerKV, blob: Tensor) -> Tensor:
+    """Copy a layer's keys and values into uint8 `[nbytes]` and return it."""
+    dtype, split = layer.keys.dtype, layer.keys.nbytes
+    if dtype != layer.values.dtype:
+        raise ValueError(f"Keys are {dtype}, values {layer.values.dtype}: both must have the same dtype.")
+    blob[:split].view(dtype).view(layer.keys.shape).copy_(layer.keys)
+    blob[split:].view(dtype).view(layer.values.shape).copy_(layer.values)
+    return blob
 
 
 RAW: Final = RawCodec()

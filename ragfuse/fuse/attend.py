@@ -1,33 +1,31 @@
 """Causal attention of a subset of a prompt's rows (the recomputed ones) over the keys of the whole prompt.
 
 Each query row sees exactly the keys at positions up to its own (the released CacheBlend code masks a bottom-right
-triangle instead). Queries are sorted and split into blocks; the keys of a block end at its last query, so most masked
-scores are never computed.
+triangle instead). On an accelerator all rows go through one kernel with one mask. On a CPU, attention is two matrix
+products with a softmax between them, block by block: queries are sorted, and the keys of a block end at its last query,
+so most masked scores are never computed. A single row always goes through the kernel with its query heads folded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-QUERY_BLOCK = 64 if getattr(torch.cpu, "_is_amx_tile_supported", bool)() else 32
-"""Query rows per block on a CPU; on an accelerator all rows form one block.
+QUERY_BLOCK = {torch.float32: 32}
+"""Query rows per block of matrix products, else 64. More rows mean fewer operations and more scores that are masked."""
 
-CPUs with matrix tiles (AMX) want larger products: with 64 rows 300 rows over 2,674 keys take 0.85 of the time with 32.
-"""
-
-FEW_SCORES = 250_000
-"""Largest number of scores (heads x queries x keys) for which one call with a full mask is used instead of blocks.
-
-Below it, one masked call is faster on a CPU than several calls on parts.
-"""
+WHOLE_BLOCK = 512
+"""Query rows per block of matrix products over all keys, on an accelerator: a bound on their memory."""
 
 KEY_TILE = 32
-"""The number of keys in a block is rounded up to a multiple of this: CPU kernels are slower on ragged ends."""
+"""The number of keys in a block is rounded up to a multiple of this: CPU products are slower on ragged ends."""
+
+SHIFT_KEYS = 64
+"""Most keys from which the shift of bfloat16 scores is found (`_largest`)."""
 
 
 KV = tuple[Tensor, Tensor]
@@ -36,54 +34,62 @@ KV = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """A block of query rows and the range of keys that they can see.
+    """A block of query rows, the keys that they can see, and memory for their scores, which all layers use.
+
+    Query heads that share a key head are rows of it: row r of group g is row r * groups + g.
 
     Args:
         lo: First query of the block, as an index into `RowMask.rows`.
         hi: The query after its last.
-        key_lo: First key that any query of the block sees.
-        clear: Keys key_lo:clear are seen by every query of the block and need no mask.
-        key_hi: Keys clear:key_hi are seen by some queries only, as `mask` says.
-        mask: Additive mask [hi - lo, key_hi - clear]; None if nothing is hidden (then `clear` equals `key_hi`).
+        keys: The keys that any query of the block sees.
+        scores: [H, (hi - lo) * groups, keys]; the blocks overwrite each other's.
+        tail: The part of the scores that some queries do not see, [H, hi - lo, groups, hidden keys].
+        hidden: What is added to it, [hi - lo, 1, hidden keys].
     """
 
     lo: int
     hi: int
-    key_lo: int
-    clear: int
-    key_hi: int
-    mask: Tensor | None
+    keys: slice
+    scores: Tensor
+    tail: Tensor
+    hidden: Tensor
 
-    @property
-    def whole_mask(self) -> Tensor | None:
-        """The mask over all keys of the block, [hi - lo, key_hi - key_lo]."""
-        return None if self.mask is None else pad(self.mask, (self.clear - self.key_lo, 0))
+
+@dataclass(eq=False)
+class Watch:
+    """The attention that some of the rows pay to every key, summed over heads, these rows and layers.
+
+    Args:
+        weight: float32 [R], 1 for the rows that count, else 0.
+        total: float32 [T], to which each layer adds.
+        ends: Whether nothing behind the attention of this layer is wanted.
+    """
+
+    weight: Tensor
+    total: Tensor
+    ends: bool = False
 
 
 @dataclass(eq=False)
 class RowMask:
     """The causal mask of some rows of a prompt over all its keys, built as blocks or as one tensor when needed.
 
-    It is handed to the model in place of the attention mask, which the model passes through to `attend`.
+    It is handed to the model in place of the attention mask, which the model passes through to `attend`. All layers
+    that compute the same rows share it.
 
     Args:
         rows: int64 [R], increasing: the prompt rows that are queries.
         positions: int64 [T], increasing: the position of every key.
-        watch: Called before each layer's attention with (the layer's module, query [1, Hq, R, D], keys [1, H, T, D],
-            scaling), if given.
+        whole: Whether no row is read back to cut blocks by it, which on an accelerator would wait for all its work.
+        watch: What is summed in the current layer, if anything.
     """
 
     rows: Tensor
     positions: Tensor
-    watch: Callable[[object, Tensor, Tensor, float], None] | None = None
-    _blocks: dict[tuple[int | None, torch.dtype], list[Block]] = field(default_factory=dict)
+    whole: bool = False
+    watch: Watch | None = None
+    _blocks: dict[tuple[int | None, torch.dtype, int, int], list[Block]] = field(default_factory=dict)
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-
-    @property
-    def is_suffix(self) -> bool:
-        """Whether the rows are a contiguous suffix of the prompt that covers at least two thirds of it."""
-        missing = len(self.positions) - len(self.rows)
-        return 3 * missing <= len(self.positions) and int(self.rows[0]) == missing
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """Return the full additive mask [1, 1, R, T], built once and shared by all layers.
@@ -97,28 +103,41 @@ class RowMask:
             self._dense[window, dtype] = whole[None, None]
         return self._dense[window, dtype]
 
-    def blocks(self, dtype: torch.dtype, window: int | None) -> list[Block]:
-        """Return the query blocks for a sliding `window` (None: every earlier key is seen); all layers share them."""
-        if (window, dtype) not in self._blocks:
-            self._blocks[window, dtype] = list(self._cut(dtype, window))
-        return self._blocks[window, dtype]
+    def blocks(self, dtype: torch.dtype, window: int | None, heads: int, groups: int) -> list[Block]:
+        """Return the blocks for matrix products; layers that are alike share them.
 
-    def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[Block]:
-        total = len(self.positions)
-        if self.rows.device.type != "cpu":  # reading row indices would synchronise with the device
-            yield Block(0, len(self.rows), 0, 0, total, self._additive(slice(None), slice(0, total), dtype, window))
+        Args:
+            dtype: Of the scores.
+            window: Size of the sliding window in tokens; None: every earlier key is seen.
+            heads: H, the key heads.
+            groups: Query heads that share a key head.
+        """
+        kind = window, dtype, heads, groups
+        if kind not in self._blocks:
+            parts = [(lo, hi, clear, keys) for lo, hi, clear, keys in self._cut(dtype, window)]
+            most = max(heads * (hi - lo) * groups * (keys.stop - keys.start) for lo, hi, _, keys in parts)
+            scratch = torch.empty(most, dtype=dtype, device=self.rows.device)
+            self._blocks[kind] = []
+            for lo, hi, clear, keys in parts:
+                n_rows, n_keys = hi - lo, keys.stop - keys.start
+                by_row = scratch[: heads * n_rows * groups * n_keys].view(heads, n_rows, groups, n_keys)
+                hidden = self._additive(slice(lo, hi), slice(clear, keys.stop), dtype, window)[:, None]
+                tail = by_row[..., clear - keys.start :]
+                self._blocks[kind].append(Block(lo, hi, keys, by_row.flatten(1, 2), tail, hidden))
+        return self._blocks[kind]
+
+    def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[tuple[int, int, int, slice]]:
+        """Yield each block's first row, the row after its last, its first hidden key, and the keys that it sees."""
+        total, n_rows = len(self.positions), len(self.rows)
+        if self.whole:
+            yield from ((lo, min(lo + WHOLE_BLOCK, n_rows), 0, slice(0, total)) for lo in range(0, n_rows, WHOLE_BLOCK))
             return
-        rows = self.rows.tolist()
-        for lo in range(0, len(rows), QUERY_BLOCK):
-            hi = min(lo + QUERY_BLOCK, len(rows))
-            key_lo, n_seen = self._oldest(rows[lo], window), rows[lo] + 1
-            if hi - lo == 1:
-                yield Block(lo, hi, key_lo, n_seen, n_seen, None)
-                continue
-            clear = key_lo if window is not None else n_seen // KEY_TILE * KEY_TILE
-            key_hi = min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE)
-            hidden = self._additive(slice(lo, hi), slice(clear, key_hi), dtype, window)
-            yield Block(lo, hi, key_lo, clear, key_hi, hidden)
+        rows, size = self.rows.tolist(), QUERY_BLOCK.get(dtype, 64)
+        for lo in range(0, n_rows, size):
+            hi = min(lo + size, n_rows)
+            first = self._oldest(rows[lo], window)
+            clear = first if window is not None else rows[lo] // KEY_TILE * KEY_TILE
+            yield lo, hi, clear, slice(first, min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE))
 
     def _oldest(self, row: int, window: int | None) -> int:
         """Return the index of the first key that a row can see."""
@@ -253,11 +272,21 @@ def _last(window: int | None, keys: Tensor, values: Tensor) -> KV:
 def _attend_newest(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Return [B, Hq, 1, Dv]. Query heads that share a key head are folded into it, so that its keys are read once."""
-    if softcap is not None or sinks is not None:
-        return _attend_plain(query, keys, values, None, scaling, softcap, sinks)
+    """Return the output [B, Hq, 1, Dv] of one row that sees all keys.
+
+    Query heads that share a key head are folded into it, so that its keys are read once. On a CPU the kernel takes six
+    times as long for a row that is not folded, as it is made for many.
+    """
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
-    done = scaled_dot_product_attention(folded, keys, values, scale=scaling)
+    if softcap is None and sinks is None:
+        done = scaled_dot_product_attention(folded, keys, values, scale=scaling)
+    else:
+        keys, values = keys.float(), values.float()
+        scores = folded.float() @ keys.transpose(2, 3) * scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        column = None if sinks is None else sinks.view(1, keys.shape[1], -1).expand(scores.shape[0], -1, -1)
+        done = (_softmax(scores, column) @ values).to(query.dtype)
     return done.reshape(*query.shape[:3], values.shape[3])
 
 
@@ -274,9 +303,9 @@ def attend(
     """Return the attention output of some rows of a prompt over all its keys.
 
     Args:
-        query: [B, Hq, R, D]; Hq is a multiple of H (grouped-query attention).
-        keys: [B, H, T, D].
-        values: [B, H, T, Dv].
+        query: [1, Hq, R, D]; Hq is a multiple of H (grouped-query attention).
+        keys: [1, H, T, D].
+        values: [1, H, T, Dv].
         mask: Which rows the queries are, and the positions of all keys.
         scaling: Factor on the scores.
         window: Size of the sliding window in tokens; None: every earlier key is seen.
@@ -284,106 +313,73 @@ def attend(
         sinks: [Hq], a logit per head that takes part in the softmax and contributes no value.
 
     Returns:
-        [B, R, Hq, Dv].
+        [1, R, Hq, Dv].
     """
-    if window is None and softcap is None and sinks is None and mask.is_suffix:
-        return _attend_suffix(query, keys, values, scaling)
-    plain = softcap is None and sinks is None
-    if plain and query.shape[1:3].numel() * keys.shape[2] <= FEW_SCORES:
-        whole = mask.dense(query.dtype, window)
-        few = scaled_dot_product_attention(query, keys, values, attn_mask=whole, scale=scaling, enable_gqa=True)
-        return few.transpose(1, 2)
-    blocks = mask.blocks(query.dtype, window)
-    if plain and query.device.type == "cpu" and query.shape[-1] == values.shape[-1]:
-        return _attend_split(query, keys, values, blocks, scaling)
-    out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
-    for block in blocks:
-        part, hidden = query[:, :, block.lo : block.hi], block.whole_mask
-        seen_keys, seen_values = keys[:, :, block.key_lo : block.key_hi], values[:, :, block.key_lo : block.key_hi]
-        if plain:
-            done = scaled_dot_product_attention(
-                part, seen_keys, seen_values, attn_mask=hidden, scale=scaling, enable_gqa=True
-            )
-        else:
-            done = _attend_plain(part, seen_keys, seen_values, hidden, scaling, softcap, sinks)
-        out[:, block.lo : block.hi] = done.transpose(1, 2)
-    return out
+    if not mask.whole or softcap is not None or sinks is not None or mask.watch is not None:
+        return _attend_products(query, keys, values, mask, scaling, window, softcap, sinks)
+    causal = query.shape[2] == keys.shape[2] and window is None
+    hidden = None if causal else mask.dense(query.dtype, window)
+    done = scaled_dot_product_attention(
+        query, keys, values, attn_mask=hidden, is_causal=causal, scale=scaling, enable_gqa=True
+    )
+    return done.transpose(1, 2)
 
 
-def _attend_split(query: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block], scaling: float) -> Tensor:
-    """Attend block by block: clear keys without a mask, the others with one, merged by their softmax sums.
-
-    Most keys of a block are clear, and a mask costs a fifth of a kernel's time. Query heads that share a key head are
-    folded into it first, so that its keys are packed once: [1, Hq, R, D] -> [1, H, R * groups, D].
-    """
-    (batch, heads, _, size), rows = keys.shape, query.shape[2]
-    groups = query.shape[1] // heads
-    folded = query.reshape(batch, heads, groups, rows, size).transpose(2, 3).flatten(2, 3)
-    done = [
-        _attend_block(folded[:, :, block.lo * groups : block.hi * groups], keys, values, block, groups, scaling)
-        for block in blocks
-    ]
-    out = torch.cat(done, 2).reshape(batch, heads, rows, groups, size)
-    return out.permute(0, 2, 1, 3, 4).flatten(2, 3)
-
-
-def _attend_block(query: Tensor, keys: Tensor, values: Tensor, block: Block, groups: int, scaling: float) -> Tensor:
-    """Return the output [1, H, R * groups, D] of one block's folded queries."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    parts: list[tuple[Tensor, Tensor]] = []
-    if block.clear > block.key_lo:
-        seen = slice(block.key_lo, block.clear)
-        parts.append(flash(query, keys[:, :, seen], values[:, :, seen], scale=scaling))
-    if block.mask is not None:
-        masked, mask = slice(block.clear, block.key_hi), block.mask.repeat_interleave(groups, 0)
-        parts.append(flash(query, keys[:, :, masked], values[:, :, masked], attn_mask=mask, scale=scaling))
-    return _merge_outputs(parts)
-
-
-def _attend_suffix(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Attend with `is_causal`, zero queries in place of the few missing rows: faster than with a mask."""
-    missing = keys.shape[2] - query.shape[2]
-    whole = pad(query, (0, 0, missing, 0))
-    done = scaled_dot_product_attention(whole, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
-    return done[:, :, missing:].transpose(1, 2)
-
-
-def _attend_plain(
+def _attend_products(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor | None,
+    mask: RowMask,
     scaling: float,
+    window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    groups = query.shape[1] // keys.shape[1]
-    scores = query @ keys.repeat_interleave(groups, 1).transpose(2, 3) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    if sinks is not None:
-        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], -1)
-    weights = torch.softmax(scores.float(), -1).to(query.dtype)[..., : keys.shape[2]]
-    return weights @ values.repeat_interleave(groups, 1)
+    """Attend block by block with matrix products, as `attend` does.
+
+    bfloat16 products run at five times the speed of the CPU's attention kernel, which computes in float32. So scores
+    are bfloat16 where that is exact enough, else float32.
+    """
+    heads, n_rows, groups = keys.shape[1], query.shape[2], query.shape[1] // keys.shape[1]
+    is_exact = query.dtype != torch.bfloat16 or softcap is not None or sinks is not None
+    dtype = torch.float32 if is_exact else query.dtype
+    blocks = mask.blocks(dtype, window, heads, groups)
+    folded = query.reshape(heads, groups, n_rows, -1).transpose(1, 2).reshape(heads, n_rows * groups, -1).to(dtype)
+    keys, values = keys[0].to(dtype).transpose(1, 2), values[0]
+    out = values.new_empty(heads, n_rows * groups, values.shape[-1])
+    shift, beta = (folded, 0.0) if is_exact else (_largest(folded, keys), -scaling)  # beta 0: nothing is added
+    sizes = [(block.hi - block.lo) * groups for block in blocks]
+    parts = ((part,) if len(sizes) == 1 else torch.split(part, sizes, 1) for part in (folded, shift, out))
+    for block, part, shifts, done in zip(blocks, *parts, strict=True):
+        scores = block.scores
+        torch.baddbmm(shifts[..., :1], part, keys[:, :, block.keys], beta=beta, alpha=scaling, out=scores)
+        if softcap is not None:
+            scores.div_(softcap).tanh_().mul_(softcap)
+        block.tail.add_(block.hidden)
+        weights = _softmax(scores, None if sinks is None else sinks.view(heads, groups).repeat(1, block.hi - block.lo))
+        if mask.watch is not None:
+            paid = weights.view(heads, -1, groups, weights.shape[-1]).sum((0, 2), dtype=torch.float32)
+            mask.watch.total[block.keys] += mask.watch.weight[block.lo : block.hi] @ paid
+        torch.bmm(weights.to(values.dtype), values[:, block.keys], out=done)
+    return out.view(heads, n_rows, groups, -1).transpose(0, 1).reshape(1, n_rows, heads * groups, -1)
 
 
-def watch_rows(query: Tensor, keys: Tensor, mask: RowMask, which: Tensor, scaling: float, window: int | None) -> Tensor:
-    """Return the attention weights of some queries over all keys, summed over heads and queries: float32 [T].
+def _largest(query: Tensor, keys: Tensor) -> Tensor:
+    """Return about the largest product of each query with a key, [H, n, 1], to subtract from its bfloat16 scores.
+
+    A constant does not change a softmax. bfloat16 has eight bits, so a score near 100 is off by .25; once the largest
+    are near 0, those that matter are exact. It is the largest of some of the products.
 
     Args:
-        query: [1, Hq, R, D].
-        keys: [1, H, T, D].
-        mask: Which keys each of the R queries sees.
-        which: int64 [n], indices of the queries among the R.
-        scaling: Factor on the scores.
-        window: Size of the layer's sliding window in tokens; None: every earlier key is seen.
+        query: [H, n, D].
+        keys: [H, D, T].
     """
-    heads, width = keys.shape[1], query.shape[-1]
-    chosen = query[0].index_select(1, which).float()
-    scores = chosen.reshape(heads, -1, width) @ keys[0].float().transpose(1, 2) * scaling
-    seen = RowMask(mask.rows[which], mask.positions).dense(torch.float32, window)[0]
-    scores = scores.view(chosen.shape[0], len(which), -1) + seen
-    return torch.softmax(scores, -1).sum((0, 1))
+    step = -(-keys.shape[2] // SHIFT_KEYS)
+    return torch.bmm(query, keys[:, :, ::step]).amax(-1, keepdim=True)
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return softmax over the keys of scores [..., n, K], which it overwrites; `sinks` [..., n] are further logits."""
+    if sinks is None:
+        return torch.softmax(scores, -1, out=scores)
+    return torch.softmax(torch.cat([scores, sinks[..., None].to(scores.dtype)], -1), -1)[..., :-1]

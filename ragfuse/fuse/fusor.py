@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -67,9 +67,10 @@ class LostRun(Exception):
 
 
 class Buffers:
-    """Preallocated KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
+    """KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    Rows of cached runs are filled by `open`, computed rows by `write`; all others are uninitialised.
+    Rows of cached runs are filled by `open`, computed rows by `write`; all others are uninitialised, but for padding,
+    which is 0.
 
     Args:
         n_tokens: T, the tokens of the prompt.
@@ -78,8 +79,9 @@ class Buffers:
         rope: The rotation of each layer; None where keys carry no position.
         device: Where the buffers lie.
         room: Extra rows for the tokens of the answer.
-        at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are ready. 0: layer by
-            layer, best on a CPU. On a GPU a layer's copies take less time than starting them.
+        at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are ready; always at least
+            one layer.
+        padding: Rows behind the prompt that `get` returns, too, so that few different shapes occur.
     """
 
     def __init__(
@@ -91,13 +93,16 @@ class Buffers:
         device: torch.device,
         room: int = 0,
         at_once_nbytes: int = 0,
+        padding: int = 0,
     ) -> None:
-        self.n_tokens = n_tokens
+        self.n_tokens, self.n_keys = n_tokens, n_tokens + padding
         self.keys: list[Tensor | None] = [None] * len(rope)
         self.values: list[Tensor | None] = [None] * len(rope)
+        self._seen: list[tuple[Tensor, Tensor] | None] = [None] * len(rope)
         self._runs, self._source, self._rope = runs, source, rope
-        self._device, self._room, self._at_once_nbytes = device, room, at_once_nbytes
+        self._device, self._length, self._at_once_nbytes = device, max(n_tokens + room, self.n_keys), at_once_nbytes
         self._angles: dict[RopeLayout, tuple[Tensor, Tensor]] = {}
+        self._scratch = torch.empty(0, device=device)
 
     def __len__(self) -> int:
         return len(self._rope)
@@ -111,7 +116,7 @@ class Buffers:
         if self.keys[layer] is not None or not self._runs:
             return
         found = [self._read(layer)]
-        for follows in range(layer + 1, layer + self._at_once(layer, found[0])):
+        for follows in range(layer + 1, min(len(self), layer + self._at_once(found[0]))):
             found.append(self._read(follows))
         for at, alike in _alike(found, self._rope[layer : layer + len(found)]):
             self._copy(layer + at, alike)
@@ -127,14 +132,11 @@ class Buffers:
             read.append(kv)
         return read
 
-    def _at_once(self, layer: int, first: Sequence[LayerKV]) -> int:
-        """Return how many layers are copied together: `layer`, which was read (`first`), and those that follow."""
-        if not self._at_once_nbytes:
-            return 1
+    def _at_once(self, first: Sequence[LayerKV]) -> int:
+        """Return how many layers are copied together: one that was read, `first`, and those that are ready."""
         keys = first[0].keys
         nbytes = keys.shape[0] * self.n_tokens * keys.shape[-1] * keys.element_size()
-        most = min(len(self) - layer, max(1, self._at_once_nbytes // nbytes))
-        return min(most, 1 + self._source.ready())
+        return min(max(1, self._at_once_nbytes // nbytes), 1 + self._source.ready())
 
     def _copy(self, layer: int, found: Sequence[Sequence[LayerKV]]) -> None:
         """Copy consecutive layers of every run, alike in shape and rotation, to their rows, and rotate them there.
@@ -143,69 +145,63 @@ class Buffers:
             layer: The first of them.
             found: By layer, every run's KV.
         """
-        n_layers, length = len(found), self.n_tokens + self._room
-        keys, values = (
-            torch.empty((n_layers, 1, *_row(part, length)), dtype=part.dtype, device=self._device)
-            for part in (found[0][0].keys, found[0][0].values)
-        )
+        first = found[0][0]
         for run, kv in zip(self._runs, found[0], strict=True):
-            if not (_same_shape(keys[0], kv.keys) and _same_shape(values[0], kv.values)):
+            if not (_same_shape(first.keys, kv.keys) and _same_shape(first.values, kv.values)):
                 raise LostRun(run.segment)
-        all_keys, all_values = keys[:, 0], values[:, 0]
-        for at, run in enumerate(self._runs):
-            _copy_to(all_keys.narrow(2, run.lo, run.hi - run.lo), [kv[at].keys for kv in found])
-            _copy_to(all_values.narrow(2, run.lo, run.hi - run.lo), [kv[at].values for kv in found])
-        self._rotate(all_keys, all_values, self._rope[layer])
-        for at in range(n_layers):
-            self.keys[layer + at], self.values[layer + at] = keys[at], values[at]
+        together = first.keys.shape == first.values.shape
+        both = [("keys", "values")] if together else [("keys",), ("values",)]
+        placed = dict[str, Tensor]()
+        for names in both:
+            block = self._empty(getattr(first, names[0]), len(found), len(names))
+            for at, run in enumerate(self._runs):
+                _copy_to(block[..., run.lo : run.hi, :], [[getattr(kv[at], name) for name in names] for kv in found])
+            placed |= {name: block[:, index] for index, name in enumerate(names)}
+        self._rotate(placed["keys"], placed["values"], self._rope[layer])
+        self._keep(layer, placed["keys"], placed["values"])
+
+    def _keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Keep the buffers [layers, H, T + room, D] of consecutive layers, and views of what attention sees of them."""
+        both = [part[:, None] for part in (keys, values)]
+        seen = zip(*(part[..., : self.n_keys, :].unbind(0) for part in both), strict=True)
+        whole = zip(*(part.unbind(0) for part in both), strict=True)
+        for at, ((keys, values), view) in enumerate(zip(whole, seen, strict=True), layer):
+            self.keys[at], self.values[at], self._seen[at] = keys, values, view
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [1, H, T, D] of a layer."""
-        keys, values = self.keys[layer], self.values[layer]
-        if keys is None or values is None:
+        """Return the keys and values [1, H, T + padding, D] of a layer."""
+        seen = self._seen[layer]
+        if seen is None:
             raise RuntimeError(f"Layer {layer} was read before any KV was written to it.")
-        return keys[:, :, : self.n_tokens], values[:, :, : self.n_tokens]
+        return seen
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write freshly computed KV of a layer to its rows.
 
         Args:
             layer: Index of the layer.
-            rows: int64 [R].
+            rows: int64 [R]; rows that stand twice have the same KV.
             keys: [1, H, R, D].
             values: [1, H, R, Dv].
 
         Raises:
             LostRun: The cached KV has another shape than the model's own.
         """
-        self._allocated(layer, keys[0], values[0], self._runs[0] if self._runs else None)
+        if self._seen[layer] is None:
+            self._keep(layer, self._empty(keys[0], 1, 1)[0], self._empty(values[0], 1, 1)[0])
         all_keys, all_values = self.get(layer)
-        if len(rows) == self.n_tokens:
-            all_keys.copy_(keys)
-            all_values.copy_(values)
-            return
-        all_keys[0].index_copy_(1, rows, keys[0])
-        all_values[0].index_copy_(1, rows, values[0])
+        if self._runs and not (_same_shape(all_keys, keys) and _same_shape(all_values, values)):
+            raise LostRun(self._runs[0].segment)
+        all_keys.index_copy_(2, rows, keys)
+        all_values.index_copy_(2, rows, values)
 
-    def _allocated(
-        self, layer: int, like_keys: Tensor, like_values: Tensor, run: CachedRun | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the layer's buffers [1, H, T + room, D], allocated on first use for tensors like the given [H, n, D].
-
-        Raises:
-            LostRun: The buffers have another shape than `run`, so one of the two is not KV of this model.
-        """
-        keys, values = self.keys[layer], self.values[layer]
-        if keys is None or values is None:
-            length, device = self.n_tokens + self._room, self._device
-            keys, values = (
-                torch.empty((1, part.shape[0], length, part.shape[-1]), dtype=part.dtype, device=device)
-                for part in (like_keys, like_values)
-            )
-            self.keys[layer], self.values[layer] = keys, values
-        elif run is not None and not (_same_shape(keys, like_keys) and _same_shape(values, like_values)):
-            raise LostRun(run.segment)
-        return keys, values
+    def _empty(self, like: Tensor, n_layers: int, n_parts: int) -> Tensor:
+        """Return a buffer [layers, parts, H, T + room, D] for tensors like the given [H, n, D]."""
+        size = (n_layers, n_parts, like.shape[0], self._length, like.shape[-1])
+        block = torch.empty(size, dtype=like.dtype, device=self._device)
+        if self.n_keys > self.n_tokens:
+            block[..., self.n_tokens : self.n_keys, :].zero_()
+        return block
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:
         """Rotate the copied runs to their positions, all at once; rows that do not move rotate by 0, which is exact.
@@ -228,12 +224,10 @@ class Buffers:
             which = which.to(self._device)
             self._angles[layout] = cos.index_select(0, which), sin.index_select(0, which)
         part = (keys if layout.part == "keys" else values)[:, :, lo:hi]
-        place(part, part, self._angles[layout], layout)
-
-
-def _row(part: Tensor, length: int) -> tuple[int, int, int]:
-    """Return the shape of a buffer of `length` rows for a part [H, n, D]."""
-    return part.shape[0], length, part.shape[-1]
+        size = 3 * part[..., 0].numel() * len(layout.inv_freq)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, device=self._device)
+        place(part, part, self._angles[layout], layout, self._scratch)
 
 
 def _alike(
@@ -256,55 +250,94 @@ def _alike(
         first = end
 
 
-def _copy_to(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Copy one tensor [H, n, D] per layer into `out` [layers, H, n, D], in one copy where they lie evenly spaced."""
-    spaced = parts[0] if len(parts) == 1 else _spaced(parts)
+def _copy_to(out: Tensor, parts: Sequence[Sequence[Tensor]]) -> None:
+    """Copy tensors [H, n, D], by layer, to `out` [layers, parts, H, n, D], in one copy where they are evenly spaced."""
+    spaced = _spaced(parts)
     if spaced is not None:
         out.copy_(spaced, non_blocking=True)
         return
-    for layer, part in zip(out, parts, strict=True):
-        layer.copy_(part, non_blocking=True)
+    for layer, both in zip(out, parts, strict=True):
+        for to, part in zip(layer, both, strict=True):
+            to.copy_(part, non_blocking=True)
 
 
-def _spaced(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return a view [layers, H, n, D] of tensors that lie in one storage at even distances; None if they do not."""
-    first, step = parts[0], parts[1].storage_offset() - parts[0].storage_offset()
-    storage, strides = first.untyped_storage().data_ptr(), first.stride()
-    for before, part in pairwise(parts):
-        even = part.storage_offset() - before.storage_offset() == step > 0 and part.stride() == strides
-        if not even or part.untyped_storage().data_ptr() != storage:
-            return None
-    return first.as_strided((len(parts), *first.shape), (step, *strides))
+def _spaced(parts: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    """Return a view [layers, parts, H, n, D] of tensors in one storage at even distances; None where they are not."""
+    first = parts[0][0]
+    offsets = [[part.storage_offset() for part in both] for both in parts]
+    start = offsets[0][0]
+    apart = offsets[-1][-1] - offsets[-1][0]
+    step = (offsets[-1][0] - start) // max(1, len(parts) - 1)
+    wanted = [[start + at * step + index * apart for index in range(len(both))] for at, both in enumerate(parts)]
+    kinds = {(part.untyped_storage().data_ptr(), part.stride()) for both in parts for part in both}
+    if offsets != wanted or step < 0 or apart < 0 or len(kinds) > 1:
+        return None
+    return first.as_strided((len(parts), len(parts[0]), *first.shape), (step, apart, *first.stride()))
 
 
-def _same_shape(buffer: Tensor, part: Tensor) -> bool:
-    """Whether a part [H, n, D] fits a buffer [1, H, T, D]."""
-    return buffer.shape[1] == part.shape[0] and buffer.shape[-1] == part.shape[-1]
+def _same_shape(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors [..., H, n, D] differ at most in n."""
+    return one.shape[-3] == other.shape[-3] and one.shape[-1] == other.shape[-1]
 
 
-def candidate_rows(runs: Sequence[CachedRun], n_tokens: int) -> Tensor:
-    """Return the rows that a policy may recompute, int64 [C], sorted: those of runs with `blend`, but the last row."""
-    chosen = torch.zeros(n_tokens, dtype=torch.bool)
-    for run in runs:
-        chosen[run.lo : run.hi] = run.blend
-    chosen[-1] = False
-    return chosen.nonzero()[:, 0]
+@dataclass(frozen=True)
+class Places:
+    """Which rows of a prompt are cached, and where they come from; the same for all passes over it.
+
+    Args:
+        cached: bool [T], on the CPU: the rows that need not be computed, those of cached runs but the last row.
+        forced: int64 [F], sorted: the rows that must be computed.
+        candidates: int64 [C], sorted: the rows that a policy may recompute, of `cached` those of runs with `blend`.
+        chunk: int64 [C], the segment of each candidate.
+        offset: int64 [C], each candidate's row in it.
+    """
+
+    cached: Tensor
+    forced: Tensor
+    candidates: Tensor
+    chunk: Tensor
+    offset: Tensor
+
+    @classmethod
+    def of(cls, runs: Sequence[CachedRun], n_tokens: int, device: torch.device) -> Places:
+        """Return the places of a prompt's rows, on a device."""
+        which = torch.zeros(n_tokens, dtype=torch.int64)
+        for number, run in enumerate(runs, 1):
+            which[run.lo : run.hi] = number
+        which[-1] = 0
+        first, segment, blend = torch.tensor([(0, 0, 0), *((run.lo, run.segment, run.blend) for run in runs)]).T
+        candidates = blend[which].nonzero()[:, 0]
+        chunk, offset = segment[which[candidates]], candidates - first[which[candidates]]
+        forced = (which == 0).nonzero()[:, 0]
+        return cls(which > 0, *(part.to(device) for part in (forced, candidates, chunk, offset)))
+
+
+def bucket(count: int) -> int:
+    """Return a number of rows or keys rounded up to a multiple of an eighth of the power of two below it, at least 16.
+
+    Attention back ends of accelerators plan anew for each shape, so shapes should recur; this adds an eighth at most.
+    """
+    step = max(16, 1 << max(0, count.bit_length() - 4))
+    return -(-count // step) * step
 
 
 class Fusion:
     """The row selection of one fused prefill: decides layer by layer which rows are computed, and stores their KV.
 
+    Nothing here reads a value back from the device.
+
     Args:
         buffers: KV of the whole prompt.
         positions: int64 [T], the position of every row.
-        runs: The cached runs in the prompt.
+        places: Where the rows come from.
         policy: Chooses the rows to recompute.
         ratio: Share of the candidate rows to recompute, 0..1.
         score: float32 [C], what the policy wants to know of each candidate (`Policy.wants`).
+        pads: Whether the last row is repeated until the number of rows is a `bucket`, as on an accelerator.
 
     Attributes:
-        candidates: int64 [C], sorted: the rows of cached chunks that the policy may recompute.
-        rows: int64 [R], sorted: the rows computed in the current layer.
+        rows: int64 [R], sorted: the rows computed in the current layer, behind them padding.
+        n_padding: How many of them are padding.
         chosen: int64, the candidates chosen at the policy's check layer.
         counts: How many candidates were computed, per layer.
     """
@@ -313,22 +346,19 @@ class Fusion:
         self,
         buffers: Buffers,
         positions: Tensor,
-        runs: Sequence[CachedRun],
+        places: Places,
         policy: Policy,
         ratio: float,
         score: Tensor | None = None,
+        pads: bool = False,
     ) -> None:
-        self.buffers, self.positions, self.policy = buffers, positions, policy
-        cached = torch.zeros(len(positions), dtype=torch.bool)
-        for run in runs:
-            cached[run.lo : run.hi] = True
-        cached[-1] = False
-        candidates = candidate_rows(runs, len(positions))
-        chunk, offset = (part[candidates].to(positions.device) for part in _places(runs, len(positions)))
-        self._forced = (~cached).nonzero()[:, 0].to(positions.device)
-        self.candidates = candidates.to(positions.device)
-        self.candidate_set = Candidates(len(buffers), ratio, len(self._forced), chunk, offset, score)
-        self._active = torch.arange(len(self.candidates), device=positions.device)
+        self.buffers, self.positions, self.policy, self.pads = buffers, positions, policy, pads
+        self.places, device = places, positions.device
+        padding = torch.arange(1, buffers.n_keys - buffers.n_tokens + 1, device=device) + positions[-1]
+        self._key_positions = torch.cat([positions, padding])
+        n_forced, n_candidates = len(places.forced), len(places.candidates)
+        self._offer = Candidates(len(buffers), ratio, n_forced, places.chunk, places.offset, score)
+        self._active = torch.arange(n_candidates, device=device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()
         self.chosen = self.rows[:0]
@@ -349,18 +379,17 @@ class Fusion:
         Returns:
             int64, indices of the kept rows into the previous layer's rows; None if all are kept.
         """
-        before = self.rows
-        if layer >= self.policy.check_layer:
-            self._active = self.policy.choose(self.candidate_set, layer, self._active, self._deviation)
+        before, n_active = self.rows, len(self._active)
+        if layer >= self.policy.check_layer and (n_active or layer == 0):
+            self._active = self.policy.choose(self._offer, layer, self._active, self._deviation)
             self._deviation = None
             if layer == self.policy.check_layer:
-                self.chosen = self.candidates[self._active]
-        rows = self._merge() if len(self._active) + len(self._forced) < len(before) else before
+                self.chosen = self.places.candidates.index_select(0, self._active)
         self.counts.append(len(self._active))
-        if rows is before:
+        if len(self._active) == n_active:
             return None
-        self.rows, self._mask = rows, None
-        return torch.searchsorted(before, rows)
+        self.rows, self._mask = self._merge(), None
+        return torch.searchsorted(before, self.rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the KV [1, H, R, D] that a layer computed for `rows`, and return the layer's whole KV [1, H, T, D]."""
@@ -371,29 +400,34 @@ class Fusion:
 
     def keep_last(self) -> Tensor:
         """Drop all rows but the prompt's last; return its index into the previous rows, int64 [1]."""
-        last = torch.tensor([len(self.rows) - 1], device=self.rows.device)
-        self.rows, self._mask = self.rows[-1:], None
+        last = torch.full((1,), len(self.rows) - 1, device=self.rows.device)
+        self.rows, self.n_padding, self._mask = self.rows[-1:], 0, None
         return last
 
     def mask(self) -> RowMask:
         """Return the attention mask of the current rows; layers that compute the same rows share it."""
         if self._mask is None:
-            self._mask = RowMask(self.rows, self.positions)
+            self._mask = RowMask(self.rows, self._key_positions, self.pads)
         return self._mask
 
     @property
     def mean_ratio(self) -> float:
         """Mean share of the candidates that was computed per layer, over the layers from the check layer on."""
-        counts = self.counts[self.policy.check_layer :]
-        return sum(counts) / (len(counts) * len(self.candidates)) if counts and len(self.candidates) else 0.0
+        counts, n_candidates = self.counts[self.policy.check_layer :], len(self.places.candidates)
+        return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
 
     def _is_thinned(self, layer: int) -> bool:
         """Whether the policy will drop rows in `layer`; then the deviation is measured in the layer before."""
         n_active, follows = len(self._active), self.policy.check_layer < layer < len(self.buffers)
-        return follows and n_active > 0 and self.policy.thins(self.candidate_set, layer, n_active)
+        return follows and n_active > 0 and self.policy.thins(self._offer, layer, n_active)
 
     def _merge(self) -> Tensor:
-        return torch.cat([self._forced, self.candidates[self._active]]).sort().values
+        """Return the forced rows and the active candidates, sorted, the last row repeated as padding."""
+        active = self.places.candidates.index_select(0, self._active)
+        n_rows = len(active) + len(self.places.forced)
+        self.n_padding = bucket(n_rows) - n_rows if self.pads else 0
+        behind = self.places.forced[-1:].expand(self.n_padding)  # the prompt's last row is always computed
+        return torch.cat([self.places.forced, active, behind]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Return each active candidate's squared L2 distance from the cached KV, over heads and dims, float32 [m]."""
@@ -404,13 +438,5 @@ class Fusion:
         for new, old in pairs[self.policy.compare]:
             change = new[0] - old[0].index_select(1, self.rows)
             total += vector_norm(change, dim=(0, 2), dtype=torch.float32).square_()
-        return total[torch.searchsorted(self.rows, self.candidates[self._active])]
-
-
-def _places(runs: Sequence[CachedRun], n_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return every row's segment and its row in it, int64 [T] each; 0 outside of runs."""
-    segment, offset = torch.zeros(2, n_tokens, dtype=torch.int64)
-    for run in runs:
-        segment[run.lo : run.hi] = run.segment
-        offset[run.lo : run.hi] = torch.arange(run.hi - run.lo)
-    return segment, offset
+        active = self.places.candidates.index_select(0, self._active)
+        return total.index_select(0, torch.searchsorted(self.rows, active))

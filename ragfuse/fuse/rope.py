@@ -34,7 +34,9 @@ def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tup
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
-def place(out: Tensor, keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> None:
+def place(
+    out: Tensor, keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout, scratch: Tensor | None = None
+) -> None:
     """Write `keys`, rotated by precomputed `angles`, into `out`, which may be `keys` itself.
 
     Args:
@@ -42,14 +44,20 @@ def place(out: Tensor, keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeL
         keys: [..., n, D].
         shift: cos and sin, as `angles` returns them.
         layout: Which dims are rotated, and how they are paired.
+        scratch: float32 [3, ..., n, D / 2] or more numbers, overwritten, where many keys are placed one after another.
     """
     if out is not keys and 2 * len(layout.inv_freq) < keys.shape[-1]:
         out.copy_(keys)
-    cos, sin = shift
-    first, second = (half.to(torch.float32, copy=True) for half in rotated_pairs(keys, layout))
+    (cos, sin), pairs = shift, rotated_pairs(keys, layout)
+    size = pairs[0].numel()
+    if scratch is None:
+        scratch = torch.empty(3 * size, dtype=torch.float32, device=keys.device)
+    first, second, turned = scratch.flatten()[: 3 * size].view(3, *pairs[0].shape)
+    first.copy_(pairs[0])
+    second.copy_(pairs[1])
     to_first, to_second = rotated_pairs(out, layout)
-    to_first.copy_(torch.addcmul(first * cos, second, sin, value=-1))
-    to_second.copy_(torch.addcmul(second * cos, first, sin))
+    to_first.copy_(torch.mul(first, cos, out=turned).addcmul_(second, sin, value=-1))
+    to_second.copy_(torch.mul(second, cos, out=turned).addcmul_(first, sin))
 
 
 def shifted(keys: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:

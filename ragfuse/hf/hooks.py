@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_rows
+from ragfuse.fuse.attend import Ragged, RowMask, Watch, attend, attend_ragged
 from ragfuse.fuse.fusor import Fusion
 from ragfuse.hf.biases import Biases, placed
 from ragfuse.hf.cache import RowCache
@@ -54,9 +53,10 @@ def attention_of_rows(
         if key is not attention_mask.newest:
             raise KVTransformed
         return attend_ragged(query, attention_mask, scaling, sliding_window, softcap, s_aux), None
-    if attention_mask.watch is not None:
-        attention_mask.watch(module, query, key, scaling)
-    return attend(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux), None
+    done = attend(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux)
+    if attention_mask.watch is not None and attention_mask.watch.ends:
+        raise _Seen
+    return done, None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
@@ -132,10 +132,10 @@ class FusedPrefill:
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
         self.cache = RowCache(len(wiring.layers), receiver=self)
-        self.score: Tensor | None = None
         self._capture = False
         self._done = False
-        self._question_rows, self._layer = torch.empty(0, dtype=torch.int64), 0
+        self._asks: Tensor | None = None
+        self._paid: Tensor | None = None
         self._biases = dict[str, Tensor]()
         self._narrowed = dict[int, tuple[Any, Tensor, Any]]()
 
@@ -156,23 +156,25 @@ class FusedPrefill:
     def look(self, token_ids: Tensor, question_rows: Tensor) -> Tensor | None:
         """Return the attention that the question pays to every row: float32 [T].
 
-        It is summed over heads, question rows and `watched_layers`; the prefill stops in the last of these. The result
-        is None in mode "dense".
+        It is summed over heads, question rows and `watched_layers`; the prefill stops behind the last of these. The
+        result is None in mode "dense".
 
         Args:
             token_ids: int64 [1, T].
-            question_rows: int64 [n], the rows of the question, of which the last `WATCHED_ROWS` are taken. Where none
-                of them is computed, the last row counts.
+            question_rows: int64 [n], on the CPU: the rows of the question, of which those that are computed count, and
+                of these the last `WATCHED_ROWS`. Where none is computed, the last row counts.
         """
         if self.wiring.mode != "rows":
             return None
-        self.score = torch.zeros(token_ids.shape[1], device=token_ids.device)
-        self._question_rows = question_rows[-WATCHED_ROWS:].to(token_ids.device)
-        try:
+        fusion, device = self.fusion, token_ids.device
+        asks = torch.zeros(token_ids.shape[1])
+        asks[question_rows[-WATCHED_ROWS:]] = 1.0
+        asks[fusion.places.cached] = 0.0
+        asks[-1] += not bool(asks.any())
+        self._asks, self._paid = asks.to(device), torch.zeros(fusion.buffers.n_keys, device=device)
+        with suppress(_Seen):
             self.run(token_ids)
-        except _Seen:
-            return self.score
-        raise RuntimeError("A layer ran without calling our attention function.")
+        return self._paid[: token_ids.shape[1]]
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's KV [1, H, R, D] of the rows in flight; called by the cache. Return the whole [1, H, T, D]."""
@@ -184,7 +186,7 @@ class FusedPrefill:
 
     def before_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Narrow a decoder layer's inputs to the rows that it computes; the pre-hook of every layer."""
-        fusion, self._layer = self.fusion, layer
+        fusion = self.fusion
         fusion.buffers.open(layer)
         inputs = _Inputs.of(module, args, kwargs)
         if layer == 0:
@@ -197,15 +199,32 @@ class FusedPrefill:
             fusion.write(layer, *self._only_kv(layer, module, inputs))
             inputs = inputs.narrowed(fusion.keep_last())
             self._done = True
+        if self._paid is not None:
+            self._watch(layer, self._paid)
         return inputs.args, self._arguments(layer, inputs)
+
+    def _watch(self, layer: int, paid: Tensor) -> None:
+        """Have the layer's attention added to `paid` if it is one of those that are watched."""
+        mask, watched = self.fusion.mask(), watched_layers(len(self.wiring.layers))
+        if layer not in watched:
+            return
+        if mask.watch is None:
+            mask.watch = Watch(self._asking(mask.rows), paid)
+        mask.watch.ends = layer == watched[-1]
+
+    def _asking(self, rows: Tensor) -> Tensor:
+        """Return 1 for the rows that ask and 0 for others, float32 [R]. Where only the last is computed, it asks."""
+        if len(rows) == 1 or self._asks is None:
+            return torch.ones(len(rows), device=rows.device)
+        asks = self._asks.index_select(0, rows)
+        asks[len(rows) - self.fusion.n_padding :] = 0.0
+        return asks
 
     def _arguments(self, layer: int, inputs: _Inputs) -> dict[str, Any]:
         """Return the layer's keyword arguments for the current rows."""
         rows, mask = self.fusion.rows, self.fusion.mask()
         changed = {name: self._rows_of(inputs.kwargs[name], rows) for name in _PER_ROW if name in inputs.kwargs}
         if self.wiring.mode == "rows":
-            if self.score is not None and layer in watched_layers(len(self.wiring.layers)):
-                mask.watch = partial(self._watch, mask)
             changed["attention_mask"] = mask
         else:
             given = inputs.kwargs.get("attention_mask")
@@ -234,17 +253,6 @@ class FusedPrefill:
         finally:
             self._capture = False
         raise RuntimeError(f"Layer {layer} ran without updating its KV cache.")
-
-    def _watch(self, mask: RowMask, module: object, query: Tensor, keys: Tensor, scaling: float) -> None:
-        if self.score is None:
-            return
-        which = torch.isin(mask.rows, self._question_rows).nonzero()[:, 0]
-        if not len(which):
-            which = torch.full((1,), len(mask.rows) - 1, device=mask.rows.device)
-        window = self.wiring.windows[self._layer]
-        self.score += watch_rows(query, keys, mask, which, scaling, window)
-        if self._layer == watched_layers(len(self.wiring.layers))[-1]:
-            raise _Seen
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:

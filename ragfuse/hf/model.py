@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import FixedError, ModelError, RefusedError
 from ragfuse.fuse.drift import added
-from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, candidate_rows
+from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, Places, bucket
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
@@ -44,7 +44,7 @@ __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 AT_ONCE_NBYTES = 32 << 20
-"""Most bytes of cached keys that are copied into a GPU's buffers and rotated at once."""
+"""Most bytes of cached keys that are copied into a prompt's buffers and rotated at once."""
 CONTEXTS = 2
 """Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same prefix."""
 ENCODE_STEP_TOKENS = 128
@@ -86,6 +86,7 @@ class HFModel:
         self._borders: dict[int, tuple[int, bool]] = {}
         self._contexts: dict[tuple[bool, tuple[int, ...]], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = probe.device_of(model), model.dtype
+        self.accelerated = self.device.type != "cpu"  # prompts are fused in shapes that recur, and nothing is read back
         self.name = str(model.config._name_or_path) or model.config.model_type
         self.files: Path | None = None  # the folder that the weights were read from and not changed since, if known
         self.weights = weights or weights_digest(model)
@@ -376,31 +377,29 @@ class HFModel:
         ids, at = torch.tensor([list(token_ids)], device=self.device), self._explicit_positions(positions)
         positions = positions.to(self.device)
         chosen = policy_named(policy if ratio > 0 else "none")
-        at_once = 0 if self.device.type == "cpu" else AT_ONCE_NBYTES
-        buffers = Buffers(len(positions), runs, source, profile.rope, self.device, SPARE_ROWS, at_once)
+        n_tokens, pads = len(token_ids), self.accelerated
+        padding = bucket(n_tokens) - n_tokens if pads and profile.mode == "rows" else 0
+        buffers = Buffers(n_tokens, runs, source, profile.rope, self.device, SPARE_ROWS, AT_ONCE_NBYTES, padding)
+        places = Places.of(runs, n_tokens, self.device)
+        n_candidates = len(places.candidates)
+        asked = question_rows or _question_rows(places.cached, runs)
         with self.lock, torch.no_grad():
             score = None
-            if chosen.wants == "words":
-                score = self._nearness(token_ids, runs, question_rows)
-            elif chosen.wants == "attention" and any(run.blend for run in runs):
-                bare = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
-                asked = (question_rows or _question_rows(len(token_ids), runs))[0]
-                attention = FusedPrefill(self._wiring(profile), bare).look(ids, asked)
-                score = attention[bare.candidates] if attention is not None else None
-            fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
+            if chosen.wants == "words" and n_candidates:
+                score = self._nearness(token_ids, places.candidates.cpu(), asked)
+            elif chosen.wants == "attention" and n_candidates:
+                bare = Fusion(buffers, positions, places, policy_named("none"), 0.0, pads=pads)
+                attention = FusedPrefill(self._wiring(profile), bare).look(ids, asked[0])
+                score = attention.index_select(0, places.candidates) if attention is not None else None
+            fusion = Fusion(buffers, positions, places, chosen, ratio, score, pads)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
-        return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
+        return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen, fusion.mean_ratio)
 
-    def _nearness(
-        self, token_ids: Sequence[int], runs: Sequence[CachedRun], question_rows: Sequence[Tensor]
-    ) -> Tensor | None:
-        """Return how near each candidate row is to words of the question, float32 [C]; None without candidates."""
-        candidates = candidate_rows(runs, len(token_ids))
-        if not len(candidates):
-            return None
+    def _nearness(self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]) -> Tensor:
+        """Return how near each candidate row is to words of the question, float32 [C]."""
         numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
-        for rows in question_rows or _question_rows(len(token_ids), runs):
+        for rows in question_rows:
             near = nearness(numbers, rows, candidates)[candidates]
             if bool(near.any()):
                 break
@@ -541,8 +540,7 @@ class HFModel:
         )
 
 
-def _question_rows(total: int, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
-    """Return the rows int64 behind the last run of a prompt of `total` tokens, and all rows outside of runs."""
-    reused = {row for run in runs for row in range(run.lo, run.hi)}
-    outside = torch.tensor([row for row in range(total) if row not in reused or row == total - 1])
-    return outside[outside >= max(run.hi for run in runs)], outside
+def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:
+    """Return the rows int64 that are not cached, bool [T], behind the last run of a prompt, and all of them."""
+    outside = (~cached).nonzero()[:, 0]
+    return outside[outside >= max((run.hi for run in runs), default=0)], outside

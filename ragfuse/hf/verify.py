@@ -228,7 +228,7 @@ class _Checks:
         prefill = self._prefill(self.parts, self.policy, self.ratio)
         is_reused = torch.ones(sum(PART_TOKENS), dtype=torch.bool)
         is_reused[sum(PART_TOKENS[:-1]) :] = False
-        is_reused[prefill.chosen] = False
+        is_reused[prefill.chosen.cpu()] = False
         rows = is_reused.nonzero()[:, 0].to(self.model.device)
         first = policy_named(self.policy).check_layer
         return _state(prefill).of(rows, first).error(self._by_hand(self.parts).of(rows, first), self._routed)

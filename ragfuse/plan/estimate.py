@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
-from ragfuse.types.policy_cost import CostOf, Needs, PolicyCost, watched_layers
+from ragfuse.types.policy_cost import CostOf, Needs, PolicyCost, schedule, watched_layers
 from ragfuse.types.profiles import FusedCost, FusedPoint, MachineProfile
 
 
@@ -45,12 +45,9 @@ class Blend:
 
     def rows(self, n_layers: int) -> list[float]:
         """Return the expected rows computed in each layer; a gradual policy follows CacheBlend 4.3."""
-        share, first = self.ratio, 1 if self.needs == "all rows of a layer" else 0
-        steps = n_layers - 1 - first
-        shares = [share] * (n_layers - first)
-        if self.cost.gradual and steps > 0:
-            start = min(1.0, 1.5 * share)
-            shares = [start + 2 * (share - start) * step / steps for step in range(steps + 1)]
+        first = 1 if self.needs == "all rows of a layer" else 0
+        layers = range(first, n_layers)
+        shares = [schedule(self.ratio, layer, first, n_layers, self.cost.gradual) for layer in layers]
         return [self.forced + each * self.candidate_rows for each in (*[1.0] * first, *shares)]
 
 

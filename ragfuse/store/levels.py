@@ -146,7 +146,7 @@ class TierLevels:
 
     def nbytes(self, key: ChunkKey, kv: ChunkKV, wanted: Sequence[str]) -> int:
         """Return the bytes that a chunk's KV occupies at the wanted levels; encodes it to find out."""
-        blobs = tuple(RAW.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
+        blobs = RAW.encode_all(kv.layers)
         return self.at_levels(key, (EntryMeta.of(kv, RAW.name, blobs), blobs), wanted)[0].nbytes
 
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:

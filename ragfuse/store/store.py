@@ -276,7 +276,7 @@ class KVStore:
         tiers = self.tiers if tier is None else (self.tier(tier),)
         if self._closed or not tiers:
             return False
-        blobs = tuple(RAW.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
+        blobs = RAW.encode_all(kv.layers)
         quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
         targets = [each for each in slow if each.name == slow_tier] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})

@@ -8,6 +8,8 @@ from typing import Literal
 
 AUTO = "auto"
 """The policy name that stands for the model's own choice where it applies, else for the controller's `MEASURED`."""
+STAIRS = 8
+"""Most different numbers of rows that a gradual policy computes; attention is planned anew for each."""
 Needs = Literal["nothing", "all rows of a layer", "attention"]
 """What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or a pass over the
 first three quarters of the layers that measures the question's attention."""
@@ -21,6 +23,27 @@ def watched_layers(n_layers: int) -> range:
     """
     first = n_layers // 2
     return range(first, max(first + 1, 3 * n_layers // 4))
+
+
+def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool) -> float:
+    """Return the share of candidates to recompute in `layer` (CacheBlend 4.3).
+
+    Args:
+        ratio: The mean share over layers first..n_layers-1, which both schedules keep, also where 1.5 ratio exceeds 1.
+        layer: Index of the layer.
+        first: The first layer whose rows are chosen.
+        n_layers: Layers of the model.
+        gradual: False: `ratio` in every layer; True: falling from 1.5 ratio to 0.5 ratio, in at most `STAIRS` stairs of
+            equally many layers, as choosing rows anew takes a dozen operations.
+    """
+    n_scheduled = n_layers - first
+    if not gradual or n_scheduled < 2:
+        return ratio
+    width = -(-n_scheduled // STAIRS)
+    stair = (layer - first) // width * width
+    middle = (stair + min(stair + width, n_scheduled) - 1) / 2
+    start = min(1.0, 1.5 * ratio)
+    return start + 2 * (ratio - start) * middle / (n_scheduled - 1)
 
 
 @dataclass(frozen=True)

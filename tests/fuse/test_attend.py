@@ -8,17 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ragfuse.fuse import attend as whole
-from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_rows
+from ragfuse.fuse.attend import Ragged, RowMask, Watch, attend, attend_ragged
 from tests import reference
 
 SCALING = 0.4
 
 
-@pytest.fixture(autouse=True, params=[0, 1 << 30], ids=["in blocks", "in one piece"])
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every case both ways."""
-    monkeypatch.setattr(whole, "FEW_SCORES", request.param)
+both_paths = pytest.mark.parametrize("whole", [False, True], ids=["CPU's path", "accelerator's path"])
 
 
 @dataclass(frozen=True)
@@ -31,8 +27,8 @@ class Case:
     keys: Tensor
     values: Tensor
 
-    def found(self, **options: object) -> Tensor:
-        mask = RowMask(torch.tensor(self.rows), torch.tensor(self.positions))
+    def found(self, whole: bool = False, **options: object) -> Tensor:
+        mask = RowMask(torch.tensor(self.rows), torch.tensor(self.positions), whole)
         return attend(self.query, self.keys, self.values, mask, SCALING, **options)[0]
 
     def wanted(self, **options: object) -> Tensor:
@@ -64,15 +60,18 @@ OPTIONS = {
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 
 
+@both_paths
 @options
 @pytest.mark.parametrize(
     "rows",
     [[0], [29], [4, 5, 17, 28], list(range(30)), [0, 29], list(range(20, 30))],
     ids=["the first", "the last", "a few", "all", "both ends", "a suffix"],
 )
-def test_rows_see_exactly_the_positions_up_to_their_own(rows: list[int], options: dict[str, object]) -> None:
+def test_rows_see_exactly_the_positions_up_to_their_own(
+    rows: list[int], options: dict[str, object], whole: bool
+) -> None:
     given_case = case(rows, list(range(30)))
-    agree(given_case.found(**options), given_case.wanted(**options))
+    agree(given_case.found(whole, **options), given_case.wanted(**options))
 
 
 @pytest.mark.slow
@@ -84,10 +83,11 @@ def test_more_rows_than_a_block_holds(count: int, options: dict[str, object]) ->
     agree(given_case.found(**options), given_case.wanted(**options))
 
 
+@both_paths
 @options
-def test_gaps_in_positions_count_for_order_and_window(options: dict[str, object]) -> None:
+def test_gaps_in_positions_count_for_order_and_window(options: dict[str, object], whole: bool) -> None:
     given_case = case([0, 3, 4, 9, 11], [0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51])
-    agree(given_case.found(**options), given_case.wanted(**options))
+    agree(given_case.found(whole, **options), given_case.wanted(**options))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 6), (3, 2)])
@@ -131,12 +131,19 @@ def test_the_dense_mask_says_the_same(options: dict[str, object]) -> None:
             assert (dense[0, 0, row, key] == 0) == seen
 
 
+@both_paths
+@pytest.mark.parametrize("bias", [0.0, 30.0], ids=["", "a bias in the keys"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @options
-def test_low_precision_is_off_by_rounding_only(dtype: torch.dtype, options: dict[str, object]) -> None:
+def test_low_precision_is_off_by_rounding_only(
+    dtype: torch.dtype, options: dict[str, object], bias: float, whole: bool
+) -> None:
+    """Scores of hundreds, as of models whose keys are mostly a constant bias, lose nothing that a softmax needs."""
     low = case(list(range(0, 60, 3)), list(range(60)))
+    low.query[..., 0] += bias
+    low.keys[..., 0] += bias
     low = Case(low.rows, low.positions, low.query.to(dtype), low.keys.to(dtype), low.values.to(dtype))
-    found = low.found(**options)
+    found = low.found(whole, **options)
     wanted = low.wanted(**options)
     assert found.dtype == dtype
     assert float((found.double() - wanted).norm() / wanted.norm()) < 8 * torch.finfo(dtype).eps
@@ -150,11 +157,16 @@ def test_a_mask_serves_layers_with_and_without_a_window() -> None:
         agree(found, given_case.wanted(window=window))
 
 
+@both_paths
 @pytest.mark.parametrize("window", [None, 4])
-def test_chosen_queries_are_watched_over_the_keys_that_they_see(window: int | None) -> None:
+def test_chosen_queries_are_watched_over_the_keys_that_they_see(window: int | None, whole: bool) -> None:
     given_case = case([1, 5, 8], list(range(9)))
-    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions))
-    found = watch_rows(given_case.query, given_case.keys, mask, torch.tensor([1, 2]), SCALING, window)
+    watch = Watch(torch.tensor([0.0, 1.0, 1.0]), torch.zeros(9))
+    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions), whole, watch)
+    agree(
+        attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[0],
+        given_case.wanted(window=window),
+    )
     wanted = torch.zeros(9, dtype=torch.float64)
     for head in range(4):
         for index, row in ((1, 5), (2, 8)):
@@ -162,8 +174,7 @@ def test_chosen_queries_are_watched_over_the_keys_that_they_see(window: int | No
             keys = given_case.keys[0, head // 2, seen.start : seen.stop].double()
             scores = keys @ given_case.query[0, head, index].double() * SCALING
             wanted[seen.start : seen.stop] += torch.softmax(scores, 0)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(watch.total.double(), wanted, atol=1e-6, rtol=1e-5)
 
 
 @options

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LostRun
+from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LostRun, Places
 from ragfuse.fuse.select import policy_named
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests import reference
@@ -191,7 +191,8 @@ def test_layers_may_differ_in_heads_and_dims() -> None:
 def fusion(policy: str, ratio: float, runs: list[CachedRun], n_tokens: int) -> tuple[Fusion, Shelf]:
     shelf = Shelf({each.segment: kv(each.hi - each.lo, each.segment) for each in runs})
     buffers = Buffers(n_tokens, runs, shelf, ROPE, CPU)
-    return Fusion(buffers, torch.arange(n_tokens), runs, policy_named(policy), ratio), shelf
+    places = Places.of(runs, n_tokens, CPU)
+    return Fusion(buffers, torch.arange(n_tokens), places, policy_named(policy), ratio), shelf
 
 
 def drive(steps: Fusion) -> list[list[int]]:
@@ -291,7 +292,7 @@ def test_layers_that_compute_the_same_rows_share_their_mask() -> None:
 
 def test_the_view_tells_chunks_and_places() -> None:
     steps, _ = fusion("hkvd", 0.3, RUNS, 82)
-    assert steps.candidate_set.chunk.tolist() == [1] * 30 + [3] * 30
-    assert steps.candidate_set.offset.tolist() == [*range(30), *range(30)]
-    assert steps.candidate_set.forced == 12
-    assert torch.equal(steps.candidates, torch.tensor([*range(10, 40), *range(45, 75)]))
+    assert steps._offer.chunk.tolist() == [1] * 30 + [3] * 30
+    assert steps._offer.offset.tolist() == [*range(30), *range(30)]
+    assert steps._offer.forced == 12
+    assert torch.equal(steps.places.candidates, torch.tensor([*range(10, 40), *range(45, 75)]))

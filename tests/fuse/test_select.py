@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragfuse.errors import SettingsError
-from ragfuse.fuse.select import POLICIES, Candidates, Policy, policy_named, schedule
+from ragfuse.fuse.select import POLICIES, Candidates, Policy, policy_named
 from ragfuse.fuse.select.policy import best
+from ragfuse.types.policy_cost import schedule
 from ragfuse.types.selection import POLICY_NAMES, is_policy
 from tests import reference
 
@@ -136,9 +137,13 @@ def test_the_schedule_falls_evenly_around_the_ratio(ratio: float, first: int, de
 
 
 def test_the_schedule_starts_at_one_and_a_half_times_the_ratio() -> None:
-    assert schedule(0.2, 1, 1, 11, gradual=True) == pytest.approx(0.3)
-    assert schedule(0.2, 10, 1, 11, gradual=True) == pytest.approx(0.1)
-    assert schedule(0.9, 1, 1, 11, gradual=True) == pytest.approx(1.0)
+    assert schedule(0.2, 1, 1, 9, gradual=True) == pytest.approx(0.3)
+    assert schedule(0.2, 8, 1, 9, gradual=True) == pytest.approx(0.1)
+    assert schedule(0.9, 1, 1, 9, gradual=True) == pytest.approx(1.0)
+
+
+def test_the_schedule_of_a_deep_model_has_few_stairs() -> None:
+    assert len({schedule(0.2, layer, 1, 80, gradual=True) for layer in range(1, 80)}) <= 8
 
 
 @given(scores=st.lists(st.floats(0, 100), min_size=1, max_size=40, unique=True), count=st.integers(0, 50))

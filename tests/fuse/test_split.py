@@ -4,15 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.fuse import attend as whole
-from ragfuse.fuse.attend import KEY_TILE, QUERY_BLOCK, RowMask, attend
+from ragfuse.fuse.attend import KEY_TILE, RowMask, attend
 from tests import reference
 
-
-@pytest.fixture(autouse=True)
-def however_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No case is so small that it is done in one piece."""
-    monkeypatch.setattr(whole, "FEW_SCORES", 0)
+BLOCK = 64
 
 
 def tensors(total: int, rows: list[int], heads: int, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,8 +24,8 @@ def some(total: int, count: int) -> list[int]:
 ROWS = {
     "a few": (200, [0, 31, 32, 63, 64, 150, 199]),
     "from the first": (300, some(300, 90)),
-    "several blocks": (360, some(360, 2 * QUERY_BLOCK + 5)),
-    "one left over": (400, some(400, QUERY_BLOCK + 1)),
+    "several blocks": (360, some(360, 2 * BLOCK + 5)),
+    "one left over": (400, some(400, BLOCK + 1)),
     "at the end": (333, list(range(300, 333))),
     "on the tiles": (320, list(range(KEY_TILE - 1, 320, KEY_TILE))),
     "the last one": (65, [64]),

@@ -57,8 +57,18 @@ def widen(model: PreTrainedModel) -> None:
 
 
 @cache
-def family(name: str, dtype: torch.dtype = torch.float32) -> HFModel:
-    """The model of that name, probed; shared by all tests, so none may change it."""
+def family(name: str, dtype: torch.dtype = torch.float32, accelerated: bool = False) -> HFModel:
+    """The model of that name, probed; shared by all tests, so none may change it.
+
+    Args:
+        name: Of the family.
+        dtype: Of its weights.
+        accelerated: Whether it fuses prompts as on an accelerator.
+    """
+    if accelerated:
+        model = copy.copy(family(name, dtype))
+        model.accelerated = True
+        return model
     kind, options = (FAMILIES.get(name) or REFUSED.get(name) or HYBRIDS[name])[:2]
     return HFModel(build(kind, options, dtype=dtype), tokenizer())
 

@@ -13,6 +13,7 @@ EXACT = 5e-6
 """Relative error in float32; what is wrong is off by percents."""
 families = pytest.mark.parametrize("name", FAMILIES)
 some = pytest.mark.parametrize("name", all_when_slow(FAMILIES))
+both_paths = pytest.mark.parametrize("accelerated", [False, True], ids=["CPU's path", "accelerator's path"])
 refused = pytest.mark.parametrize("name", REFUSED)
 CHECKING = "hkvd"
 
@@ -21,9 +22,10 @@ def test_enough_families_are_covered() -> None:
     assert len({kind for kind, _ in FAMILIES.values()}) >= 28
 
 
+@both_paths
 @some
-def test_ratio_one_equals_full_prefill(name: str) -> None:
-    model, scene = kit.family(name), kit.usual()
+def test_ratio_one_equals_full_prefill(name: str, accelerated: bool) -> None:
+    model, scene = kit.family(name, accelerated=accelerated), kit.usual()
     assert model.profile.refusal == ""
     fused, full = kit.fuse(model, scene, CHECKING, 1.0), model.full_prefill(scene.token_ids)
     assert kit.off(fused.logits, full.logits) < EXACT
@@ -31,9 +33,10 @@ def test_ratio_one_equals_full_prefill(name: str) -> None:
     assert fused.mean_ratio == 1.0
 
 
+@both_paths
 @families
-def test_ratio_zero_equals_reuse_placed_by_hand(name: str) -> None:
-    model, scene = kit.family(name), kit.usual()
+def test_ratio_zero_equals_reuse_placed_by_hand(name: str, accelerated: bool) -> None:
+    model, scene = kit.family(name, accelerated=accelerated), kit.usual()
     fused = kit.fuse(model, scene, CHECKING, 0.0)
     logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
     assert kit.off(fused.logits, logits) < EXACT

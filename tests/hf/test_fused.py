@@ -15,8 +15,8 @@ EXACT = 5e-6
 POLICIES = [*reference.POLICIES, "hkvd:k", "hkvd:v", "hkvd-flat:k", "hkvd-flat:v"]
 
 
-def agrees_with_its_twin(scene: Scene, policy: str, ratio: float) -> None:
-    model = kit.family("llama")
+def agrees_with_its_twin(scene: Scene, policy: str, ratio: float, accelerated: bool = False) -> None:
+    model = kit.family("llama", accelerated=accelerated)
     kv = kit.source(model, scene)
     fused = kit.fuse(model, scene, policy, ratio, kv)
     runs = [reference.Cached(run.lo, run.hi, kv.chunks[run.segment], run.shift, run.blend) for run in scene.runs]
@@ -26,10 +26,11 @@ def agrees_with_its_twin(scene: Scene, policy: str, ratio: float) -> None:
     assert kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < EXACT
 
 
+@pytest.mark.parametrize("accelerated", [False, True], ids=["CPU's path", "accelerator's path"])
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6, 1.0])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_agrees_with_its_twin(policy: str, ratio: float) -> None:
-    agrees_with_its_twin(kit.usual(seed=4), policy, ratio)
+def test_every_policy_agrees_with_its_twin(policy: str, ratio: float, accelerated: bool) -> None:
+    agrees_with_its_twin(kit.usual(seed=4), policy, ratio, accelerated)
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "query"])

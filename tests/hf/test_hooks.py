@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragfuse.calibration.deviation import attention_of
-from ragfuse.fuse.fusor import Buffers, Fusion
+from ragfuse.fuse.fusor import Buffers, Fusion, Places
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
 from ragfuse.hf.hooks import FusedPrefill
@@ -136,9 +136,9 @@ def test_a_look_is_the_attention_of_the_question_and_runs_nothing_behind_it(name
     asking = torch.arange(len(positions) - 3, len(positions))
     unwanted = failing_at(model, watched[-1]) if profile.mode == "rows" else lambda: None
     with torch.no_grad():
-        found = FusedPrefill(model._wiring(profile), Fusion(buffers, positions, (), policy_named("none"), 0.0)).look(
-            ids, asking
-        )
+        places = Places.of((), len(positions), model.device)
+        reuse = Fusion(buffers, positions, places, policy_named("none"), 0.0)
+        found = FusedPrefill(model._wiring(profile), reuse).look(ids, asking)
     unwanted()
     assert traces(model) == before
     assert (found is None) == (profile.mode != "rows")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.fuse.select import POLICIES, cost_of, schedule
+from ragfuse.fuse.select import POLICIES, cost_of
 from ragfuse.plan.estimate import (
     Blend,
     Estimate,
@@ -16,7 +16,7 @@ from ragfuse.plan.estimate import (
 )
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
-from ragfuse.types.policy_cost import watched_layers
+from ragfuse.types.policy_cost import schedule, watched_layers
 from tests.plan.kit import COST, LAYERS, machine
 
 BLENDS = st.builds(

@@ -8,14 +8,14 @@ from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.hybrid import Hybrid
 from ragfuse.fuse.select.lego import Lego
 from ragfuse.fuse.select.lexical import Lexical
-from ragfuse.fuse.select.policy import Candidates, Policy, schedule
+from ragfuse.fuse.select.policy import Candidates, Policy
 from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
 from ragfuse.fuse.select.words import nearness
 from ragfuse.types.policy_cost import PolicyCost
 from ragfuse.types.selection import no_policy
 
-__all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named", "schedule"]
+__all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named"]
 
 POLICIES = (
     Full(),

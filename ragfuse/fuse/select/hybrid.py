@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Compare, Wanted, best, schedule
-from ragfuse.types.policy_cost import PolicyCost
+from ragfuse.fuse.select.policy import Candidates, Compare, Wanted, best
+from ragfuse.types.policy_cost import PolicyCost, schedule
 
 
 @dataclass(frozen=True)

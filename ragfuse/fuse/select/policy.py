@@ -133,26 +133,8 @@ class Static:
         return False
 
 
-def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool) -> float:
-    """Return the share of candidates to recompute in `layer` (CacheBlend 4.3).
-
-    Args:
-        ratio: The mean share over layers first..n_layers-1, which both schedules keep, also where 1.5 ratio exceeds 1.
-        layer: Index of the layer.
-        first: The first layer whose rows are chosen.
-        n_layers: Layers of the model.
-        gradual: False: `ratio` in every layer; True: falling linearly from 1.5 ratio to 0.5 ratio.
-    """
-    steps = n_layers - 1 - first
-    if not gradual or steps <= 0:
-        return ratio
-    start = min(1.0, 1.5 * ratio)
-    end = 2 * ratio - start
-    return start + (end - start) * (layer - first) / steps
-
-
 def best(active: Tensor, score: Tensor, count: int) -> Tensor:
     """Return the `count` members of `active` [m] with the highest `score` [m], sorted by index."""
     if count >= len(active):
         return active
-    return active[score.topk(count, sorted=False).indices.sort().values]
+    return active.index_select(0, score.topk(count, sorted=False).indices.sort().values)
