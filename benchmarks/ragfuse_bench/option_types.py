@@ -52,10 +52,8 @@ def names(text: str, option: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-Shape = Annotated[
-    str,
-    typer.Option(help="q05, l1b or l8b: 0.4B, 1.1B or 8B random weights; or a model as for `ragfuse ask --model`."),
-]
+SHAPE = "q05, l1b or l8b: 0.4B, 1.1B or 8B random weights; or a model as for `ragfuse ask --model`."
+Shape = Annotated[str, typer.Option(help=SHAPE)]
 BenchDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 BenchDevice = Annotated[str, typer.Option(help="cpu or cuda.")]
 ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")]

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 from ragfuse_bench.option_types import (
+    SHAPE,
     BenchDevice,
     BenchDtype,
     ChunkTokens,
@@ -150,6 +151,36 @@ class TtftOptions(MeasuredModel):
     def nominal_ratio(self) -> float:
         """Share of a blended chunk's rows that are asked for."""
         return min(1.0, self.lego_tokens / self.chunk_tokens) if self.lego_tokens else self.ratio
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """What `bench kernels` counts: the operations of one prompt."""
+
+    model: Annotated[str, typer.Option(help=SHAPE)] = "smollm2-135m-reader"
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto"
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks of the prompt.")] = 6
+    chunk_tokens: ChunkTokens = 160
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the question.")] = 32
+    home: Path = field(default_factory=_home)
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What `bench decode` measures: answers behind prompts of each of `contexts` tokens."""
+
+    model: Annotated[str, typer.Option(help=SHAPE)] = "smollm2-135m-reader"
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto"
+    contexts: Annotated[
+        tuple[int, ...], typer.Option(help="Tokens of the prompts, as in 512,3072."), FromText(integers)
+    ] = (512, 1600, 3072, 8000)
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that are decoded in each round.")] = 32
+    vllm: Annotated[
+        Path | None, typer.Option(help="Python of an environment with vLLM, such as .venv-vllm/bin/python.")
+    ] = None
+    threads: Threads = 1
+    rounds: Rounds = 3
+    home: Path = field(default_factory=_home)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ SHIFT_KEYS = 64
 """Most keys from which the shift of bfloat16 scores is found (`_largest`)."""
 
 
+MANY_KEYS = 512
+"""Keys from which on products are faster than the attention kernel for one row."""
+
 KV = tuple[Tensor, Tensor]
 """Keys [B, H, n, D] and values [B, H, n, Dv]."""
 
@@ -202,6 +205,8 @@ def attend_ragged(
     Returns:
         [sum B, 1, Hq, Dv].
     """
+    if len(ragged.sizes) == len(ragged.kv_parts[0]) == 1:
+        return _attend_newest(query, *_last(window, *ragged.kv_parts[0][0]), scaling, softcap, sinks).transpose(1, 2)
     queries, is_cpu = torch.split(query, ragged.sizes), query.device.type == "cpu"
     plain = softcap is None and sinks is None
     single_parts = [kv_parts[0] if len(kv_parts) == 1 else None for kv_parts in ragged.kv_parts]
@@ -274,20 +279,48 @@ def _attend_newest(
 ) -> Tensor:
     """Return the output [B, Hq, 1, Dv] of one row that sees all keys.
 
-    Query heads that share a key head are folded into it, so that its keys are read once. On a CPU the kernel takes six
-    times as long for a row that is not folded, as it is made for many.
+    Query heads that share a key head are folded into it, so that its keys are read once. On a CPU the attention kernel
+    takes six times as long for a row that is not folded, as it is made for many; bfloat16 products take half as long as
+    the kernel, where there are many keys.
     """
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
-    if softcap is None and sinks is None:
-        done = scaled_dot_product_attention(folded, keys, values, scale=scaling)
-    else:
+    if softcap is not None or sinks is not None:
         keys, values = keys.float(), values.float()
         scores = folded.float() @ keys.transpose(2, 3) * scaling
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         column = None if sinks is None else sinks.view(1, keys.shape[1], -1).expand(scores.shape[0], -1, -1)
         done = (_softmax(scores, column) @ values).to(query.dtype)
+    elif keys.device.type == "cpu" and keys.dtype == torch.bfloat16 and keys.shape[2] >= MANY_KEYS:
+        done = _attend_in_buffers(folded, keys, values, scaling)
+    else:
+        done = scaled_dot_product_attention(folded, keys, values, scale=scaling)
     return done.reshape(*query.shape[:3], values.shape[3])
+
+
+def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Return the output [B, H, groups, Dv] of queries that see all keys, by products over the buffers they lie in.
+
+    Products read whole buffers as they are, but copy a part of them first. Rows behind the keys are hidden; those of
+    values are finite.
+    """
+    all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))
+    folded, n_keys = query.flatten(0, 1), keys.shape[2]
+    ends = keys[:, :, :: max(1, n_keys - 1)].flatten(0, 1).transpose(1, 2)
+    largest = torch.bmm(folded, ends).amax(-1, keepdim=True)  # see `_largest`
+    scores = torch.baddbmm(largest, folded, all_keys.transpose(1, 2), beta=-scaling, alpha=scaling)
+    scores[..., n_keys:].fill_(torch.finfo(scores.dtype).min)
+    return torch.bmm(_softmax(scores, None), all_values).view(*query.shape[:3], -1)
+
+
+def _buffer(rows: Tensor) -> Tensor:
+    """Return the buffer [B, H, capacity, D] of which `rows` [B, H, n, D] are the first, or `rows` where it is no such."""
+    batch, heads, n_rows, width = rows.shape
+    capacity = rows.stride(1) // width
+    strides = heads * capacity * width, capacity * width, width, 1
+    if capacity <= n_rows or (rows.stride() != strides and (batch > 1 or rows.stride()[1:] != strides[1:])):
+        return rows
+    return rows.as_strided((batch, heads, capacity, width), strides)
 
 
 def attend(
@@ -358,8 +391,8 @@ def _attend_products(
         block.tail.add_(block.hidden)
         weights = _softmax(scores, None if sinks is None else sinks.view(heads, groups).repeat(1, block.hi - block.lo))
         if mask.watch is not None:
-            paid = weights.view(heads, -1, groups, weights.shape[-1]).sum((0, 2), dtype=torch.float32)
-            mask.watch.total[block.keys] += mask.watch.weight[block.lo : block.hi] @ paid
+            asks = mask.watch.weight[block.lo : block.hi].repeat_interleave(groups).to(dtype)
+            mask.watch.total[block.keys] += (asks @ weights).sum(0)
         torch.bmm(weights.to(values.dtype), values[:, block.keys], out=done)
     return out.view(heads, n_rows, groups, -1).transpose(0, 1).reshape(1, n_rows, heads * groups, -1)
 
@@ -375,7 +408,8 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
         keys: [H, D, T].
     """
     step = -(-keys.shape[2] // SHIFT_KEYS)
-    return torch.bmm(query, keys[:, :, ::step]).amax(-1, keepdim=True)
+    products = torch.bmm(keys[:, :, ::step].transpose(1, 2), query.transpose(1, 2))
+    return products.amax(1).unsqueeze(-1)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

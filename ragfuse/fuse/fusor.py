@@ -69,8 +69,8 @@ class LostRun(Exception):
 class Buffers:
     """KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
 
-    Rows of cached runs are filled by `open`, computed rows by `write`; all others are uninitialised, but for padding,
-    which is 0.
+    Rows of cached runs are filled by `open`, computed rows by `write`; those behind the prompt are 0, as attention over
+    whole buffers multiplies them by 0.
 
     Args:
         n_tokens: T, the tokens of the prompt.
@@ -199,8 +199,7 @@ class Buffers:
         """Return a buffer [layers, parts, H, T + room, D] for tensors like the given [H, n, D]."""
         size = (n_layers, n_parts, like.shape[0], self._length, like.shape[-1])
         block = torch.empty(size, dtype=like.dtype, device=self._device)
-        if self.n_keys > self.n_tokens:
-            block[..., self.n_tokens : self.n_keys, :].zero_()
+        block[..., self.n_tokens :, :].zero_()
         return block
 
     def _rotate(self, keys: Tensor, values: Tensor, layout: RopeLayout | None) -> None:

@@ -75,7 +75,7 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Use the given buffers [B, H, >= length, D], of which the first `length` rows are filled."""
+        """Use the given buffers [B, H, >= length, D], of which the first `length` rows are filled and all are finite."""
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 
@@ -138,6 +138,7 @@ class RowLayer(CacheLayerMixin):
         size = sum(part.shape[2] for part in parts)
         made = parts[0].new_empty(*parts[0].shape[:2], size + GROWTH_ROWS, parts[0].shape[3])
         torch.cat(list(parts), 2, out=made[:, :, :size])
+        made[:, :, size:] = 0
         return made
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> KV:
@@ -165,6 +166,7 @@ class RowLayer(CacheLayerMixin):
             old = getattr(self, name)
             new = old.new_empty(*old.shape[:2], size, old.shape[3])
             new[:, :, :n_buffered] = old[:, :, :n_buffered]
+            new[:, :, n_buffered:] = 0
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -264,15 +266,16 @@ class JointLayer(RowLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> tuple[Tensor, Tensor]:
         """Append to every cache its own new rows."""
-        sizes = self._ragged.sizes
-        news = zip(self._parts, torch.split(key_states, sizes), torch.split(value_states, sizes), strict=True)
-        self._ragged.newest = key_states
+        sizes, self._ragged.newest = self._ragged.sizes, key_states
+        both = [(key_states, value_states)]
+        if len(sizes) > 1:
+            both = list(zip(torch.split(key_states, sizes), torch.split(value_states, sizes), strict=True))
         if self._is_padded:
-            whole = [part.update(keys, values) for part, keys, values in news]
+            whole = [part.update(*each) for part, each in zip(self._parts, both, strict=True)]
             longest = max(part.length for part in self._parts)
             return _stacked([keys for keys, _ in whole], longest), _stacked([values for _, values in whole], longest)
-        for part, keys, values in news:
-            part.append(keys, values)
+        for part, each in zip(self._parts, both, strict=True):
+            part.append(*each)
         self._ragged.kv_parts = [part.held() for part in self._parts]
         return key_states, value_states
 

@@ -7,6 +7,7 @@ weights packed once the products are the same up to rounding. float32 gains noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,18 +19,18 @@ from ragfuse.errors import RefusedError
 from ragfuse.hf import probe
 
 
+_product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+
 class PackedLinear(nn.Module):
     """A linear layer, bfloat16 [..., in] -> [..., out], whose only copy of the weight is packed."""
-
-    packed: Tensor
-    bias: Tensor | None
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
-        self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", None if plain.bias is None else plain.bias.detach())
+        # No buffers: looking one up takes a tenth of a product with one row.
+        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
+        self.bias: Tensor | None = None if plain.bias is None else plain.bias.detach()
 
     @property
     def weight(self) -> Tensor:
@@ -40,8 +41,7 @@ class PackedLinear(nn.Module):
         """Return x @ weight.T + bias."""
         if x.dtype != torch.bfloat16:
             return linear(x, self.weight, self.bias)  # raises torch's error for a wrong dtype
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return out
+        return _product(x, self.packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
         """Return the text that `nn.Linear` shows."""
@@ -49,6 +49,8 @@ class PackedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
 
@@ -60,11 +62,11 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack(model: PreTrainedModel) -> None:
-    """Pack the linear layers of a model's decoder layers in place, if possible.
+    """Pack the linear layers of a model's decoder layers, and its output layer, in place, if possible.
 
     Afterwards the model is for inference only: packed layers have no gradients and can be neither copied nor loaded
-    into; `save_pretrained` still writes ordinary weights. The output layer is not packed, since it often shares its
-    weight with the embedding.
+    into; `save_pretrained` still writes ordinary weights. An output layer that shares its weight with the embedding is
+    packed as a copy, as it is a tenth of a small model's time a token.
     """
     if not can_pack(model.device, model.dtype):
         return
@@ -78,6 +80,9 @@ def pack(model: PreTrainedModel) -> None:
             if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
                 packed += child.weight.nbytes
                 setattr(parent, name, PackedLinear(child))
+    output = model.get_output_embeddings()
+    if type(output) is nn.Linear and output.weight.dtype == torch.bfloat16:
+        model.set_output_embeddings(PackedLinear(output))
     if sum(weight.nbytes for weight in model.parameters()) < packed:
         for weight in model.parameters():  # frees the mapped weight file, which any view of it keeps in memory
             weight.data = weight.data.clone()

@@ -157,7 +157,7 @@ def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_le
     assert decoder_layers(model) == layers
     assert all(isinstance(layer.mlp.up_proj, PackedLinear) for layer in layers)
     assert type(model.other[0]) is nn.Linear
-    assert type(model.lm_head) is nn.Linear
+    assert isinstance(model.lm_head, PackedLinear)
 
 
 @packs

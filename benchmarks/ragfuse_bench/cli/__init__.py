@@ -10,7 +10,7 @@ from ragfuse_bench.cli.parameters import with_options
 from ragfuse_bench.cli.prefix import prefix
 from ragfuse_bench.cli.quality import paper, quality
 from ragfuse_bench.cli.ray import ray
-from ragfuse_bench.cli.speed import controller, dropin, load, store, ttft
+from ragfuse_bench.cli.speed import controller, decode, dropin, kernels, load, store, ttft
 from ragfuse_bench.cli.throughput import throughput
 
 __all__ = ["bench"]
@@ -19,7 +19,7 @@ bench = typer.Typer(
     no_args_is_help=True,
     help="Benchmarks. Methods are measured in turn, round by round, so that changes of the machine affect all alike.",
 )
-SPEED = (ttft, load, controller, store, dropin)
+SPEED = (ttft, kernels, decode, load, controller, store, dropin)
 QUALITY = (quality, paper, codec, stream)
 REUSE = (conversation, throughput, sessions, modules, matching, prefix, engines, ray)
 for command in (*SPEED, *QUALITY, *REUSE):

@@ -1,10 +1,18 @@
-"""`ragfuse bench ttft`, `load`, `controller`, `store` and `dropin`: the benchmarks of speed."""
+"""`ragfuse bench ttft`, `kernels`, `decode`, `load`, `controller`, `store` and `dropin`: the benchmarks of speed."""
 
 from __future__ import annotations
 
 import os
 
-from ragfuse_bench.options import ControllerOptions, DropinOptions, LoadOptions, StoreOptions, TtftOptions
+from ragfuse_bench.options import (
+    ControllerOptions,
+    DecodeOptions,
+    DropinOptions,
+    KernelOptions,
+    LoadOptions,
+    StoreOptions,
+    TtftOptions,
+)
 
 from ragfuse.cli.options import Json, console_for, write_json
 from ragfuse.errors import InputError
@@ -19,6 +27,24 @@ def ttft(options: TtftOptions, json: Json = None) -> None:
     console = console_for(json)
     tune_malloc(console)
     write_json(run_ttft(options, console), json)
+
+
+def kernels(options: KernelOptions, json: Json = None) -> None:
+    """Count the torch operations of full prefill and of every policy, on the path of CPUs and on that of GPUs."""
+    from ragfuse_bench.kernels import run_kernels
+
+    write_json(run_kernels(options, console_for(json)), json)
+
+
+def decode(options: DecodeOptions, json: Json = None) -> None:
+    """Measure the time a token of an answer: ragfuse, transformers' own generate, and vLLM where it is named."""
+    from ragfuse_bench.decode import run_decode
+
+    from ragfuse.calibration.runner import tune_malloc
+
+    console = console_for(json)
+    tune_malloc(console)
+    write_json(run_decode(options, console), json)
 
 
 def load(options: LoadOptions, json: Json = None) -> None:
