@@ -55,7 +55,8 @@ def run_decode(options: DecodeOptions, console: Console) -> dict[str, Any]:
 
 def _row(model: HFModel, context: int, steps: int, runner: Runner) -> dict[str, list[float]]:
     """Return the seconds a token of each round, by who decodes."""
-    ids = [100 + (7 * at) % 9973 for at in range(context)]
+    vocabulary = model.model.config.get_text_config().vocab_size
+    ids = [(100 + (7 * at) % 9973) % vocabulary for at in range(context)]
     prefill = model.full_prefill(ids)
     assert prefill.cache is not None  # of a model that is refused, which `bench_model` would have said
 

@@ -314,7 +314,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
 
 
 def _buffer(rows: Tensor) -> Tensor:
-    """Return the buffer [B, H, capacity, D] of which `rows` [B, H, n, D] are the first, or `rows` where it is no such."""
+    """Return the buffer [B, H, capacity, D] whose first rows are `rows` [B, H, n, D], or these where there is none."""
     batch, heads, n_rows, width = rows.shape
     capacity = rows.stride(1) // width
     strides = heads * capacity * width, capacity * width, width, 1

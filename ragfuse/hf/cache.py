@@ -75,7 +75,7 @@ class RowLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Use the given buffers [B, H, >= length, D], of which the first `length` rows are filled and all are finite."""
+        """Use the given buffers [B, H, >= length, D], whose first `length` rows are filled and whose rest is finite."""
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 

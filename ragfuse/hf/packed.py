@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from ragfuse.errors import RefusedError
 from ragfuse.hf import probe
 
-
 _product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
 

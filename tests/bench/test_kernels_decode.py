@@ -1,0 +1,73 @@
+"""Counting operations and timing decoding, on a tiny model: what they report, and that nothing is read back."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ragfuse_bench.decode import run_decode
+from ragfuse_bench.kernels import Calls, Operations, run_kernels
+from ragfuse_bench.options import DecodeOptions, KernelOptions
+from rich.console import Console
+
+PREFILLS = ["full", "none", "lexical", "query", "hkvd"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    options = KernelOptions("tiny", "float32", 3, 40, 8, tmp_path_factory.mktemp("home"))
+    return run_kernels(options, Console(file=io.StringIO(), width=160))
+
+
+def test_every_prefill_is_counted_on_both_paths(found: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(found)) == found
+    for counts in (found, found["views"]):
+        for path in ("cpu", "accelerator"):
+            assert list(counts[path]) == PREFILLS
+            assert min(counts[path].values()) > 0
+
+
+def test_an_accelerator_reads_nothing_back_while_it_fuses(found: dict[str, Any]) -> None:
+    assert found["syncs"] == 0
+
+
+def test_operations_grow_with_the_layers_as_the_models_own_do(found: dict[str, Any], tmp_path: Path) -> None:
+    deeper = run_kernels(KernelOptions("q05", "bfloat16", 2, 24, 8, tmp_path), Console(file=io.StringIO()))
+    layers = deeper["layers"] - found["layers"]
+    by_layer = {name: (deeper["accelerator"][name] - found["accelerator"][name]) / layers for name in PREFILLS}
+    assert by_layer["none"] < 1.1 * by_layer["full"]
+    assert by_layer["lexical"] < 1.1 * by_layer["full"]
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x.tolist(),
+        lambda x: x[x > 0],
+        lambda x: x.cpu(),
+        lambda x: bool((x > 0).any()),
+    ],
+    ids=["item", "nonzero", "tolist", "boolean index", "cpu", "bool"],
+)
+def test_every_way_to_read_back_is_counted_once_it_matters(reads: Any) -> None:
+    operations = Operations()
+    with operations, Calls(operations):
+        reads(torch.ones(3))
+        assert operations.syncs == 0
+        operations.reading = True
+        reads(torch.ones(3))
+    assert operations.syncs >= 1
+
+
+def test_decoding_is_timed_beside_transformers(tmp_path: Path) -> None:
+    options = DecodeOptions("tiny", "float32", (24, 48), steps=4, rounds=1, home=tmp_path)
+    result = run_decode(options, Console(file=io.StringIO(), width=160))
+    assert json.loads(json.dumps(result)) == result
+    assert [row["context"] for row in result["ms_a_token"]] == [24, 48]
+    for row in result["ms_a_token"]:
+        assert len(row["rounds_s"]["ragfuse"]) == len(row["rounds_s"]["transformers"]) == 1
+        assert row["vllm"] is None
