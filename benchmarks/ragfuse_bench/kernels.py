@@ -36,11 +36,11 @@ CALLS = frozenset({"tolist", "cpu", "numpy"})
 """Methods that read a tensor back, and on a CPU dispatch nothing."""
 
 
-class Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is dispatched: operations that compute or copy, views, and reads back once `reading` is set."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.computing = self.views = self.syncs = 0
         self.reading = False
 
