@@ -43,11 +43,8 @@ __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
-AT_ONCE_NBYTES = {True: 32 << 20, False: 4 << 20}
-"""Most bytes of cached keys that are copied into a prompt's buffers and rotated at once, by whether on an accelerator.
-
-On a CPU what is rotated should fit its cache.
-"""
+AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
+"""Most bytes of cached keys that are copied into a prompt's buffers and rotated at once: what a CPU's cache holds."""
 CONTEXTS = 2
 """Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same prefix."""
 ENCODE_STEP_TOKENS = 128
@@ -382,7 +379,16 @@ class HFModel:
         chosen = policy_named(policy if ratio > 0 else "none")
         n_tokens, pads = len(token_ids), self.accelerated
         padding = bucket(n_tokens) - n_tokens if pads and profile.mode == "rows" else 0
-        buffers = Buffers(n_tokens, runs, source, profile.rope, self.device, SPARE_ROWS, AT_ONCE_NBYTES[pads], padding)
+        buffers = Buffers(
+            n_tokens,
+            runs,
+            source,
+            profile.rope,
+            self.device,
+            SPARE_ROWS,
+            AT_ONCE_NBYTES if pads else AT_ONCE_ON_CPU_NBYTES,
+            padding,
+        )
         places = Places.of(runs, n_tokens, self.device)
         n_candidates = len(places.candidates)
         asked = question_rows or _question_rows(places.cached, runs)
