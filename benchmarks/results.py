@@ -341,6 +341,24 @@ def _ttft(run: Result) -> Iterator[str]:
     )
 
 
+def _kernels(run: Result) -> Iterator[str]:
+    yield f"{run['tokens']:,} tokens, {run['layers']} layers; read back on the accelerator's path: {run['syncs']}."
+    yield ""
+    paths = ("cpu", "accelerator")
+    columns = ("prefill", *(f"{path}: {what}" for path in paths for what in ("operations", "of full", "views")))
+    rows = []
+    for name in run["cpu"]:
+        counts = ((run[path][name], run[path]["full"], run["views"][path][name]) for path in paths)
+        rows.append([name, *(part for n, full, views in counts for part in (f"{n:,}", f"{n / full:.2f}", f"{views:,}"))])
+    yield from table(columns, rows)
+
+
+def _decode(run: Result) -> Iterator[str]:
+    ways = ("ragfuse", "transformers", "vllm")
+    rows = [[f"{row['context']:,}", *(number(row[way], ".1f") for way in ways)] for row in run["ms_a_token"]]
+    yield from table(("tokens of context", *(f"{way}, ms a token" for way in ways)), rows)
+
+
 def _load(run: Result) -> Iterator[str]:
     yield f"{run['nbytes'] / 1e6:.1f} MB of KV, `{run['policy']}` at {run['ratio']:.0%}, files cold; wall time."
     yield ""
@@ -439,6 +457,8 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("Known passages, altered", _has("ms_per_8k"), matching),
     ("The model swapped in a chain", _has("langchain"), _dropin),
     ("Time to first token, random weights", _has("prefix_x"), _ttft),
+    ("Operations of a prefill", _has("syncs", "views"), _kernels),
+    ("Decoding one answer", _has("ms_a_token"), _decode),
     ("Reading ahead", _has("threaded_over_ram"), _load),
     ("The loading controller", _has("ratio_gap_max"), _controller),
     ("The store", _has("disk_read_over_raw"), _store),
