@@ -349,7 +349,8 @@ def _kernels(run: Result) -> Iterator[str]:
     rows = []
     for name in run["cpu"]:
         counts = ((run[path][name], run[path]["full"], run["views"][path][name]) for path in paths)
-        rows.append([name, *(part for n, full, views in counts for part in (f"{n:,}", f"{n / full:.2f}", f"{views:,}"))])
+        cells = ((f"{n:,}", f"{n / full:.2f}", f"{views:,}") for n, full, views in counts)
+        rows.append([name, *(cell for path_cells in cells for cell in path_cells)])
     yield from table(columns, rows)
 
 
@@ -457,7 +458,7 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("Known passages, altered", _has("ms_per_8k"), matching),
     ("The model swapped in a chain", _has("langchain"), _dropin),
     ("Time to first token, random weights", _has("prefix_x"), _ttft),
-    ("Operations of a prefill", _has("syncs", "views"), _kernels),
+    ("Operations of a prefill", _has("syncs"), _kernels),
     ("Decoding one answer", _has("ms_a_token"), _decode),
     ("Reading ahead", _has("threaded_over_ram"), _load),
     ("The loading controller", _has("ratio_gap_max"), _controller),
