@@ -44,6 +44,7 @@ class Block:
     Args:
         lo: First query of the block, as an index into `RowMask.rows`.
         hi: The query after its last.
+        clear: All of its queries stand behind the first `clear` keys.
         keys: The keys that any query of the block sees.
         scores: [H, (hi - lo) * groups, keys]; the blocks overwrite each other's.
         tail: The part of the scores that some queries do not see, [H, hi - lo, groups, hidden keys].
@@ -52,6 +53,7 @@ class Block:
 
     lo: int
     hi: int
+    clear: int
     keys: slice
     scores: Tensor
     tail: Tensor
@@ -126,7 +128,7 @@ class RowMask:
                 by_row = scratch[: heads * n_rows * groups * n_keys].view(heads, n_rows, groups, n_keys)
                 hidden = self._additive(slice(lo, hi), slice(clear, keys.stop), dtype, window)[:, None]
                 tail = by_row[..., clear - keys.start :]
-                self._blocks[kind].append(Block(lo, hi, keys, by_row.flatten(1, 2), tail, hidden))
+                self._blocks[kind].append(Block(lo, hi, clear, keys, by_row.flatten(1, 2), tail, hidden))
         return self._blocks[kind]
 
     def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[tuple[int, int, int, slice]]:
@@ -380,7 +382,8 @@ def _attend_products(
     folded = query.reshape(heads, groups, n_rows, -1).transpose(1, 2).reshape(heads, n_rows * groups, -1).to(dtype)
     keys, values = keys[0].to(dtype).transpose(1, 2), values[0]
     out = values.new_empty(heads, n_rows * groups, values.shape[-1])
-    shift, beta = (folded, 0.0) if is_exact else (_largest(folded, keys), -scaling)  # beta 0: nothing is added
+    earlier = keys[:, :, : max(1, blocks[0].clear)]
+    shift, beta = (folded, 0.0) if is_exact else (_largest(folded, earlier), -scaling)  # beta 0: nothing is added
     sizes = [(block.hi - block.lo) * groups for block in blocks]
     parts = ((part,) if len(sizes) == 1 else torch.split(part, sizes, 1) for part in (folded, shift, out))
     for block, part, shifts, done in zip(blocks, *parts, strict=True):
@@ -405,7 +408,7 @@ def _largest(query: Tensor, keys: Tensor) -> Tensor:
 
     Args:
         query: [H, n, D].
-        keys: [H, D, T].
+        keys: [H, D, K], of which none stands behind any query, so that a later token never changes an earlier row.
     """
     step = -(-keys.shape[2] // SHIFT_KEYS)
     products = torch.bmm(keys[:, :, ::step].transpose(1, 2), query.transpose(1, 2))

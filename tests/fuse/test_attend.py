@@ -111,9 +111,11 @@ def test_any_rows_at_any_positions(data: st.DataObject) -> None:
     agree(given_case.found(**chosen), given_case.wanted(**chosen))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @options
-def test_what_stands_later_leaves_no_trace(options: dict[str, object]) -> None:
+def test_what_stands_later_leaves_no_trace(options: dict[str, object], dtype: torch.dtype) -> None:
     early = case([3, 10, 12], list(range(30)))
+    early = Case(early.rows, early.positions, *(part.to(dtype) for part in (early.query, early.keys, early.values)))
     poisoned = Case(early.rows, early.positions, early.query, early.keys.clone(), early.values.clone())
     poisoned.keys[:, :, 13:], poisoned.values[:, :, 13:] = 1e4, -1e4
     assert torch.equal(early.found(**options), poisoned.found(**options))
