@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import EXITING, at_work
 from ragfuse.process.shared import collect_notes, forget, shared
-from ragfuse.process.worker import EXIT_S
+from ragfuse.process.worker import close_at_exit
 from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.sessions.session_store import SessionStore
@@ -115,7 +115,7 @@ class Engine(OneProcess):
         tokenizer: Tokens = None,
     ) -> None:
         given, chosen = handed_over(model, tokenizer, settings or Settings())
-        self.settings = resolve_auto(chosen)
+        self.settings, self._process = resolve_auto(chosen), os.getpid()
         known_policy(self.settings.policy)
         self.catalog = open_catalog(self.settings, store)
         self.conversations = conversations if conversations is not None else ConversationIndex()
@@ -402,6 +402,7 @@ class Engine(OneProcess):
 
         Returns at once and encodes nothing, but may load the model. A closed engine copies nothing.
         """
+        self._check_process()
         self._stages.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
@@ -543,6 +544,7 @@ class Engine(OneProcess):
 
         A closed engine has none.
         """
+        self._check_process()
         for part in self._background:
             part.flush()
         self.store.flush()
@@ -555,6 +557,8 @@ class Engine(OneProcess):
         Args:
             timeout_s: Seconds after which the rest is not saved; None: no limit.
         """
+        if self._process != os.getpid():
+            return  # all of it is the parent's
         self._is_closed = True
         forget(self)
         self.counters.close()
@@ -564,7 +568,15 @@ class Engine(OneProcess):
         self.store.close(remaining_s())
         self.catalog.close()
 
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise StoreError(
+                "This engine was made in another process, from which this one was forked. Start "
+                "workers by spawn, or make the engine in each worker and not before."
+            )
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._is_closed:
             raise StoreError(
                 "The engine is closed: close() was called, or its `with` block has ended. Ask it before that, or make "
@@ -592,5 +604,5 @@ def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
 
 def _closed_at_exit(settings: Settings, model: Given = None, tokenizer: Tokens = None) -> Engine:
     engine = Engine(settings, model, tokenizer=tokenizer)
-    atexit.register(engine.close, EXIT_S)
+    close_at_exit(engine)
     return engine

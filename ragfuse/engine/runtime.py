@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,6 @@ from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
 from ragfuse.plan.controller import settle
 from ragfuse.process.exit import at_work
-from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import shared, shared_while_used
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -62,7 +62,7 @@ class Runtime:
     ) -> None:
         self._settings, self._given, self._catalog = settings, given, catalog
         self._store, self._codecs, self._placement = store, codecs, placement
-        self._profiles, self._lock = ProfileStore(catalog), ForkLock()
+        self._profiles, self._lock = ProfileStore(catalog), threading.Lock()
         self._model: HFModel | None = None
         self._loading_s = (0.0, 0.0)
         self._profile: ModelProfile | None = None

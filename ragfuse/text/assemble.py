@@ -7,6 +7,7 @@ same ids in every prompt, unless that would change the decoded text. `text/chunk
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,6 @@ from itertools import chain, groupby
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
-from ragfuse.process.fork import ForkLock
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import Piece, peel
 from ragfuse.text.known_spans import Match
@@ -37,7 +37,7 @@ ALONE_CHARS = 1 << 15
 
 One prompt already uses all cores, and several at once would block the interpreter for longer.
 """
-_LONG_PROMPTS = ForkLock()
+_LONG_PROMPTS = threading.Lock()
 
 
 class Tokenizer(Protocol):
