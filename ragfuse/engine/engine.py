@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -114,8 +113,9 @@ class Engine(OneProcess):
         *,
         tokenizer: Tokens = None,
     ) -> None:
+        super().__init__()
         given, chosen = handed_over(model, tokenizer, settings or Settings())
-        self.settings, self._process = resolve_auto(chosen), os.getpid()
+        self.settings = resolve_auto(chosen)
         known_policy(self.settings.policy)
         self.catalog = open_catalog(self.settings, store)
         self.conversations = conversations if conversations is not None else ConversationIndex()
@@ -540,10 +540,7 @@ class Engine(OneProcess):
         return self._timings.measure(self.model, self.store, self.settings, stores, progress)
 
     def flush(self) -> None:
-        """Wait until all pending chunks are encoded and written, and all prefetches are done.
-
-        A closed engine has none.
-        """
+        """Wait until all pending chunks are written and all prefetches done; a closed engine has none."""
         self._check_process()
         for part in self._background:
             part.flush()
@@ -557,7 +554,7 @@ class Engine(OneProcess):
         Args:
             timeout_s: Seconds after which the rest is not saved; None: no limit.
         """
-        if self._process != os.getpid():
+        if self._is_forked:
             return  # all of it is the parent's
         self._is_closed = True
         forget(self)
@@ -567,13 +564,6 @@ class Engine(OneProcess):
             part.close(remaining_s())
         self.store.close(remaining_s())
         self.catalog.close()
-
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise StoreError(
-                "This engine was made in another process, from which this one was forked. Start "
-                "workers by spawn, or make the engine in each worker and not before."
-            )
 
     def _check_open(self) -> None:
         self._check_process()

@@ -1,4 +1,4 @@
-"""Ragfuse's only process-wide state: loaded models, engines by settings, and notes for the current answer."""
+"""Ragfuse's only process-wide state: loaded models, engines by settings, notes for the current answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 T = TypeVar("T")
 
 
+ALL_CORES = threading.Lock()
+"""Held by work that uses all cores by itself."""
 _LOCK = threading.RLock()
 _SHARED: dict[Hashable, tuple[Hashable, Any]] = {}
 """Versions and objects by name."""

@@ -7,7 +7,6 @@ same ids in every prompt, unless that would change the decoded text. `text/chunk
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from itertools import chain, groupby
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
+from ragfuse.process.shared import ALL_CORES
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import Piece, peel
 from ragfuse.text.known_spans import Match
@@ -37,7 +37,6 @@ ALONE_CHARS = 1 << 15
 
 One prompt already uses all cores, and several at once would block the interpreter for longer.
 """
-_LONG_PROMPTS = threading.Lock()
 
 
 class Tokenizer(Protocol):
@@ -205,7 +204,7 @@ class Assembler:
                 cuts.append(cut)
                 pieces.append(each.piece)
         self.check(rendered.text)
-        with _LONG_PROMPTS if len(rendered.text) >= ALONE_CHARS else nullcontext():
+        with ALL_CORES if len(rendered.text) >= ALONE_CHARS else nullcontext():
             parts = self.tokenizer.parts(rendered.text, rendered.bare, cuts)
         runs = [_Run(tuple(bos))]
         for tokens, number, _ in parts:
