@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, Self
@@ -10,7 +9,6 @@ from typing import Any, NoReturn, Protocol, Self
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question
-from ragfuse.errors import StoreError
 from ragfuse.schemas.nodes import Schema
 from ragfuse.settings import Settings
 from ragfuse.text.chunks import Marker
@@ -126,21 +124,6 @@ class Answerer(Protocol):
 
 class OneProcess:
     """The base of engines: objects of one process, which copies of objects that hold one share."""
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-
-    @property
-    def _is_forked(self) -> bool:
-        """Whether this process was forked from the one that made it."""
-        return self._process != os.getpid()
-
-    def _check_process(self) -> None:
-        if self._is_forked:
-            raise StoreError(
-                "This engine was made in another process, from which this one was forked. Start "
-                "workers by spawn, or make the engine in each worker and not before."
-            )
 
     def __copy__(self) -> Self:
         return self

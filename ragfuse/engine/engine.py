@@ -113,7 +113,6 @@ class Engine(OneProcess):
         *,
         tokenizer: Tokens = None,
     ) -> None:
-        super().__init__()
         given, chosen = handed_over(model, tokenizer, settings or Settings())
         self.settings = resolve_auto(chosen)
         known_policy(self.settings.policy)
@@ -402,7 +401,7 @@ class Engine(OneProcess):
 
         Returns at once and encodes nothing, but may load the model. A closed engine copies nothing.
         """
-        self._check_process()
+        self.runtime.check_process()
         self._stages.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
@@ -540,8 +539,11 @@ class Engine(OneProcess):
         return self._timings.measure(self.model, self.store, self.settings, stores, progress)
 
     def flush(self) -> None:
-        """Wait until all pending chunks are written and all prefetches done; a closed engine has none."""
-        self._check_process()
+        """Wait until all pending chunks are encoded and written, and all prefetches are done.
+
+        A closed engine has none.
+        """
+        self.runtime.check_process()
         for part in self._background:
             part.flush()
         self.store.flush()
@@ -554,7 +556,7 @@ class Engine(OneProcess):
         Args:
             timeout_s: Seconds after which the rest is not saved; None: no limit.
         """
-        if self._is_forked:
+        if self.runtime.is_forked:
             return  # all of it is the parent's
         self._is_closed = True
         forget(self)
@@ -566,7 +568,7 @@ class Engine(OneProcess):
         self.catalog.close()
 
     def _check_open(self) -> None:
-        self._check_process()
+        self.runtime.check_process()
         if self._is_closed:
             raise StoreError(
                 "The engine is closed: close() was called, or its `with` block has ended. Ask it before that, or make "
