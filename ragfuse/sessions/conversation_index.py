@@ -34,7 +34,7 @@ class ConversationIndex:
         self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one with the latest turn last
         self._waiting: dict[str, dict[str, float]] = {}  # by tenant, the place of each session in the queue
         self._places: Mapping[Name, float] = MappingProxyType({})
-        self._unread: list[Callable[[], Known | None]] = []  # sources
+        self._unread: list[Callable[[], Known | None]] = []  # what `recall` added
 
     # what is known
 
