@@ -109,6 +109,15 @@ def forked(work: Callable[[Connection], None]) -> tuple[BaseProcess, Connection]
     return process, ours
 
 
+def asked(work: Callable[[], object]) -> object:
+    """What `work()` gives in a process of its own."""
+    process, pipe = forked(lambda pipe: pipe.send(work()))
+    result = pipe.recv()
+    process.join(30)
+    assert process.exitcode == 0
+    return result
+
+
 def child(code: str, *arguments: object) -> subprocess.Popen[str]:
     """A python process that runs `code`, its arguments in sys.argv[1:]."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
