@@ -248,7 +248,7 @@ def nothing_unpickles(source: Source) -> Iterator[str]:
 
 
 def modules_hold_no_mutable_state(source: Source) -> Iterator[str]:
-    """Only `process` holds state of a whole process: models that are loaded once, and whom a fork concerns."""
+    """Only `process` holds state of a whole process: models that are loaded once, and what its end waits for."""
     if source.room == "process":
         return
     for name, value in _module_values(source.tree.body):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ragfuse.process.fork import at_fork
 from ragfuse.process.worker import Worker, close_at_exit
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.schemas.layout import SchemaRun
@@ -101,14 +100,9 @@ class BackgroundEncoder:
         self._save = save
         self._closed = False
         self._worker = Worker("encode", self._take, self._run)
-        self.renew()
-        at_fork(self)
-        close_at_exit(self)
-
-    def renew(self) -> None:
-        """Start with an empty queue; in a forked process too, as the parent runs its own jobs."""
         self._waiting: deque[EncodeJob] = deque()
         self._current: EncodeJob | None = None
+        close_at_exit(self)
 
     def submit(self, job: EncodeJob) -> None:
         """Queue a job. Equal jobs wait only once; where the queue is full the job is dropped and counted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -18,7 +19,6 @@ from ragfuse.hf.handover import resolve_option, stop_strings_of
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
 from ragfuse.hf.stream import Detokenizer, FirstToken, StopWhere, TextSink
-from ragfuse.process.fork import ForkLock
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.text.thoughts import Thoughts
 from ragfuse.text.tool_calls import CallFormat
@@ -138,7 +138,7 @@ class ConstraintCompiler:
     """Compiles the constraints of one engine's answers; compilers are kept for its model. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = ForkLock()
+        self._lock = threading.Lock()
         self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
         self._templates: list[ChatTemplate] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +53,7 @@ from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import EXITING, at_work
 from ragfuse.process.shared import collect_notes, forget, shared
-from ragfuse.process.worker import EXIT_S
+from ragfuse.process.worker import close_at_exit
 from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.sessions.session_store import SessionStore
@@ -402,6 +401,7 @@ class Engine(OneProcess):
 
         Returns at once and encodes nothing, but may load the model. A closed engine copies nothing.
         """
+        self.runtime.check_process()
         self._stages.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
@@ -543,6 +543,7 @@ class Engine(OneProcess):
 
         A closed engine has none.
         """
+        self.runtime.check_process()
         for part in self._background:
             part.flush()
         self.store.flush()
@@ -555,6 +556,8 @@ class Engine(OneProcess):
         Args:
             timeout_s: Seconds after which the rest is not saved; None: no limit.
         """
+        if self.runtime.is_forked:
+            return  # all of it is the parent's
         self._is_closed = True
         forget(self)
         self.counters.close()
@@ -565,6 +568,7 @@ class Engine(OneProcess):
         self.catalog.close()
 
     def _check_open(self) -> None:
+        self.runtime.check_process()
         if self._is_closed:
             raise StoreError(
                 "The engine is closed: close() was called, or its `with` block has ended. Ask it before that, or make "
@@ -592,5 +596,5 @@ def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
 
 def _closed_at_exit(settings: Settings, model: Given = None, tokenizer: Tokens = None) -> Engine:
     engine = Engine(settings, model, tokenizer=tokenizer)
-    atexit.register(engine.close, EXIT_S)
+    close_at_exit(engine)
     return engine

@@ -25,7 +25,6 @@ from ragfuse.engine.question import ChatInput, Ids, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.fuse.gather import gathered
-from ragfuse.process.fork import at_fork
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import (
     HistoryMessage,
@@ -97,11 +96,6 @@ class ConversationHistory:
             later=self._later,
             index=index,
         )
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Reset the record of pending saves; also called in a forked process, which has none."""
         self._changed, self._waiting_bytes = threading.Condition(), 0
         self._waiting = Counter[str]()  # number of pending saves by session name
         self._begun = set[int]()  # ids of prompts whose KV is saved but whose turn is not recorded yet

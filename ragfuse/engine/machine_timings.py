@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,6 @@ from ragfuse.plan.observed import (
     seen_after,
 )
 from ragfuse.process.exit import at_work
-from ragfuse.process.fork import ForkLock
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.catalog import Catalog
@@ -75,7 +75,7 @@ class MachineTimings:
     """
 
     def __init__(self, tiers: Sequence[str], catalog: Catalog, clock: Callable[[], float] = time.monotonic) -> None:
-        self._catalog, self._clock, self._lock = catalog, clock, ForkLock()
+        self._catalog, self._clock, self._lock = catalog, clock, threading.Lock()
         self._known: dict[str, _Known] = {}
         self._environment = version("torch"), version("transformers"), *tiers
 

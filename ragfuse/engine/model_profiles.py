@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import threading
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import TypeVar
 
 from ragfuse.hf.model import HFModel
 from ragfuse.models.dtypes import auto_dtype
-from ragfuse.process.fork import ForkLock
 from ragfuse.settings import Settings
 from ragfuse.store.catalog import Catalog
 from ragfuse.types.policy_cost import AUTO
@@ -128,7 +128,7 @@ class CalibrationHint:
     """Logs once that a model is not calibrated, and what to do about it."""
 
     def __init__(self) -> None:
-        self._lock, self._is_logged = ForkLock(), False
+        self._lock, self._is_logged = threading.Lock(), False
 
     def log_once(self, profile: ModelProfile, policy: str, settings: Settings, model: HFModel) -> None:
         """Log the hint for an uncalibrated model with the policy "auto", unless it was logged before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from itertools import islice
 
@@ -10,7 +11,6 @@ from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import settle
 from ragfuse.plan.tiers import choose_level, choose_tier, promotions
-from ragfuse.process.fork import ForkLock
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import KVStore, Tier
 from ragfuse.types.keys import ChunkKey
@@ -33,7 +33,7 @@ class Placement:
 
     def __init__(self, settings: Settings, store: KVStore, timings: MachineTimings) -> None:
         self._settings, self._store, self._timings = settings, store, timings
-        self._lock, self._promoted = ForkLock(), 0
+        self._lock, self._promoted = threading.Lock(), 0
 
     @property
     def slow_tiers(self) -> list[Tier]:

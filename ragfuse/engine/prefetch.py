@@ -15,7 +15,6 @@ from ragfuse.engine.context_window import may_fit
 from ragfuse.engine.question import texts_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.plan.look_ahead import to_prefetch
-from ragfuse.process.fork import at_fork
 from ragfuse.process.worker import Worker, close_at_exit
 from ragfuse.sessions.conversation_index import Name
 from ragfuse.store import KVStore, Tier
@@ -64,14 +63,9 @@ class Prefetcher:
         self._keys_of, self._free_share = keys_of, free_share
         self._closed = False
         self._worker = Worker("prefetch", self._take, self._run)
-        self.renew()
-        at_fork(self)
-        close_at_exit(self)
-
-    def renew(self) -> None:
-        """Start with no requests; also in a forked process."""
         self._ahead: _Request | None = None
         self._requests: deque[_Request] = deque(maxlen=MAX_WAITING_REQUESTS)
+        close_at_exit(self)
 
     def submit(self, texts: Iterable[str]) -> None:
         """Prefetch the KV of these texts, before all earlier requests. Returns at once."""

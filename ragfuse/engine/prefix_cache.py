@@ -21,7 +21,6 @@ from itertools import accumulate
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.states import States, TenantStates
-from ragfuse.process.fork import at_fork, is_torn
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.radix import RadixTree, Rows
@@ -79,14 +78,6 @@ class PrefixCache:
         self._writer = Writers(["prefix"], settings.writer_queue)
         self._waiting, self._waiting_bytes = set[ChunkKey](), 0
         self._states = States(settings.memory_bytes)
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Drop pending saves in a forked process, and the trees if the fork came while one was being changed."""
-        if is_torn(self._changed):
-            self._tenants = defaultdict[str, _Tenant](_Tenant)
-        self._changed = threading.Condition()
-        self._waiting, self._waiting_bytes = set[ChunkKey](), 0
 
     @property
     def is_on(self) -> bool:

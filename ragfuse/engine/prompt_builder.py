@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,6 @@ from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messag
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.exit import EXITING, start_thread
-from ragfuse.process.fork import ForkLock, at_fork
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
 from ragfuse.store.catalog import Catalog
@@ -64,7 +64,7 @@ class PromptBuilder:
 
     def __init__(self, settings: Settings, catalog: Catalog, runtime: Runtime) -> None:
         self._settings, self._catalog, self._runtime = settings, catalog, runtime
-        self._lock = ForkLock()
+        self._lock = threading.Lock()
         self._known: KnownChunks | None = None
         self._is_read = False
         shortest = max(6, settings.min_chunk_tokens)
@@ -73,16 +73,7 @@ class PromptBuilder:
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_SPANS)
         self._calls: CallFormat | None = None
         self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
-        self._is_reading = False
         self.marker = Marker(self._secret())
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Read the catalog's texts again in a forked process, if the parent had not finished reading them."""
-        torn = self._known is not None and not len(self._known)
-        if torn or self._is_reading or not len(self._spans):
-            self._is_read = self._is_reading = False
-            self._read_texts.clear()
 
     def known(self, digest: str) -> KnownChunks:
         """Return the known chunks of a tenant, for which prompts are searched; they are read from the catalog once."""
@@ -94,8 +85,7 @@ class PromptBuilder:
                     if text.text not in known:  # else it has the source that brought it first
                         known.add([text.text], text.source)
                 if texts:
-                    self._is_reading = True
-                    start_thread("index", self._read_all, texts)
+                    start_thread("index", self._read, texts)
             return known
 
     def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
@@ -291,10 +281,6 @@ class PromptBuilder:
     def _find(self, ids: Sequence[int]) -> list[Match]:
         """Return where known chunks and retrieved documents occur in token ids."""
         return self._retrieved.find(ids, self._spans.find(ids))
-
-    def _read_all(self, texts: Iterable[KnownText]) -> None:
-        self._read(texts)
-        self._is_reading = False
 
     def _read(self, texts: Iterable[KnownText]) -> None:
         """Search prompts for the token ids of these texts too, which finds them altered or in part."""

@@ -7,6 +7,7 @@ prompt contains is encoded from that prompt's ids, and is a known chunk from the
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,7 +15,6 @@ from cachetools import TTLCache
 
 from ragfuse.engine.model_profiles import calibrate_command
 from ragfuse.hf.model import HFModel
-from ragfuse.process.fork import ForkLock
 from ragfuse.settings import Settings
 from ragfuse.text.passages import BorderOf, last_paragraph, passages
 from ragfuse.types.keys import token_digest
@@ -43,12 +43,9 @@ class RecurringPassages:
         ttl_s: float = TTL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lock = ForkLock(self._start_over)
-        self._limits = max_fingerprints, ttl_s, clock
-        self._start_over()
-
-    def _start_over(self) -> None:
-        self._met: TTLCache[str, str] = TTLCache(*self._limits)  # fingerprint -> the prompt that held it last
+        self._lock = threading.Lock()
+        # fingerprint -> the prompt that held it last
+        self._met: TTLCache[str, str] = TTLCache(max_fingerprints, ttl_s, clock)
 
     def __len__(self) -> int:
         return len(self._met)
@@ -75,7 +72,7 @@ class RecurrenceHint:
     """Logs once that long passages recur while nothing is reused, and what to do about it."""
 
     def __init__(self) -> None:
-        self._lock, self._is_logged = ForkLock(), False
+        self._lock, self._is_logged = threading.Lock(), False
 
     def log_once(self, n_passages: int, settings: Settings, model: HFModel, why: str) -> None:
         """Log the hint unless it was logged before.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +14,7 @@ from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.model_profiles import ProfileStore
 from ragfuse.engine.placement import Placement
-from ragfuse.errors import ModelError, SettingsError
+from ragfuse.errors import ModelError, SettingsError, StoreError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
@@ -24,7 +26,6 @@ from ragfuse.models.threads import limit_threads
 from ragfuse.models.weight_files import identity
 from ragfuse.plan.controller import settle
 from ragfuse.process.exit import at_work
-from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import shared, shared_while_used
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -62,11 +63,25 @@ class Runtime:
     ) -> None:
         self._settings, self._given, self._catalog = settings, given, catalog
         self._store, self._codecs, self._placement = store, codecs, placement
-        self._profiles, self._lock = ProfileStore(catalog), ForkLock()
+        self._profiles, self._lock = ProfileStore(catalog), threading.Lock()
+        self._process = os.getpid()
         self._model: HFModel | None = None
         self._loading_s = (0.0, 0.0)
         self._profile: ModelProfile | None = None
         self._encoder: Encoder | None = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that made the engine."""
+        return self._process != os.getpid()
+
+    def check_process(self) -> None:
+        """Raise StoreError in a process that was forked from the one that made the engine."""
+        if self.is_forked:
+            raise StoreError(
+                "This engine was made in another process, from which this one was forked. Start "
+                "workers by spawn, or make the engine in each worker and not before."
+            )
 
     @property
     def model(self) -> HFModel:

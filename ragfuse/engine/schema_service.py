@@ -7,6 +7,7 @@ schema belongs to a tenant, its KV to a model as well. `schemas/registry.py` man
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from ragfuse.engine.options import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError
-from ragfuse.process.fork import ForkLock
 from ragfuse.schemas.bind import bind, check_names
 from ragfuse.schemas.layout import NO_WRAPPING, ModulePosition, SchemaLayout, Wrapping, lay_out
 from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, inner
@@ -73,7 +73,7 @@ class SchemaService:
 
     def __init__(self, settings: Settings, registry: SchemaRegistry, prompts: PromptBuilder, runtime: Runtime) -> None:
         self._settings, self._registry, self._prompts, self._runtime = settings, registry, prompts, runtime
-        self._lock, self._ensuring = ForkLock(), ForkLock()
+        self._lock, self._ensuring = threading.Lock(), threading.Lock()
         self._layouts: dict[str, tuple[str, SchemaLayout]] = {}
         self._keys: dict[str, tuple[SchemaLayout, list[str]]] = {}
         self._template: tuple[str, Wrapping] | None = None

@@ -7,13 +7,13 @@ prompts that are decoded in one batch (`fuse.attend.attend_ragged`).
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from ragfuse.fuse.attend import KV
 from ragfuse.hf.cache import FrozenRows, RowCache, RowLayer
-from ragfuse.process.fork import ForkLock
 
 MIN_SHARED_ROWS = 64
 """The least rows of a span that is shared: each shared span costs one more attention call per layer."""
@@ -40,7 +40,7 @@ class SharedKV:
 
     def __init__(self) -> None:
         self._rows: WeakValueDictionary[Hashable, _Rows] = WeakValueDictionary()
-        self._lock = ForkLock()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """Number of shared spans in memory."""

@@ -32,7 +32,6 @@ from ragfuse.hf.hooks import KVTransformed, Wiring, attending
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.seed import undrawn
 from ragfuse.process.exit import start_thread
-from ragfuse.process.fork import at_fork
 
 log = logging.getLogger("ragfuse.hf")
 
@@ -116,11 +115,6 @@ class Batcher:
         self._model, self._lock = model, lock
         self._failures, self._pads = 0, False
         self._since_s = self._took_s = 0.0
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Reset to no requests, in a forked child: the threads that decode belong to the parent process."""
         self._changed = threading.Condition()
         self._members: set[Member] = set()
         self._alone = 0

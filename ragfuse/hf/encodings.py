@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
 from tokenizers import Encoding, Tokenizer
-
-from ragfuse.process.fork import at_fork
 
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
@@ -29,36 +26,6 @@ def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])
-
-
-class _Parallelism:
-    """Disables the tokenizers' worker threads in forked children, unless the user has set the variable.
-
-    The library would do so itself, but print a warning of five lines.
-    """
-
-    NAME = "TOKENIZERS_PARALLELISM"
-
-    def __init__(self) -> None:
-        self._is_ours = False
-        at_fork(self)
-
-    def pause(self) -> None:
-        """Disable the worker threads before a fork."""
-        self._is_ours = self.NAME not in os.environ
-        if self._is_ours:
-            os.environ[self.NAME] = "false"
-
-    def resume(self) -> None:
-        """Enable them again in the parent process."""
-        if self._is_ours:
-            os.environ.pop(self.NAME, None)
-
-    def renew(self) -> None:
-        """Leave them disabled in the forked child."""
-
-
-_PARALLELISM = _Parallelism()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +20,6 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTok
 from ragfuse.errors import InputError
 from ragfuse.hf.endless_schema import endless_reference
 from ragfuse.hf.shortest_end import OUTSIDE, ShortestEnd, allowed_by
-from ragfuse.process.fork import ForkLock
 from ragfuse.types.grammar import Grammar
 
 LLMatcher = Any
@@ -61,7 +61,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> None:
         self.tokens = tokens_of(tokenizer, n_tokens, ends)
         self.ends, self.n_tokens = tuple(ends), n_tokens
-        self._lock = ForkLock()
+        self._lock = threading.Lock()
         self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
         self._shortest_end: ShortestEnd | None = None
         every = tokenizer.added_tokens_decoder

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ragfuse.process.fork import at_fork
-
 
 class _Turn:
     """A waiting thread; its gate opens when it owns the lock."""
@@ -30,17 +28,10 @@ class FairLock:
     def __init__(self) -> None:
         self._owner: int | None = None
         self._depth = 0
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Reset the lock in a forked child: no thread waits for it, and only this thread may still hold it."""
         self._mutex = threading.Lock()
         self._waiting: deque[_Turn] = deque()
         self._waiting_short: deque[_Turn] = deque()
         self._is_short, self._n_first = False, 0  # of the owner's step; short steps that go before the next long one
-        if self._owner != threading.get_ident():
-            self._owner, self._depth = None, 0
 
     @property
     def is_mine(self) -> bool:

@@ -6,7 +6,6 @@ Retrieval, storage and the choice of what to reuse are not part of this module.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -34,7 +33,6 @@ from ragfuse.hf.prefill import KVSource, NoSource, Prefill
 from ragfuse.hf.states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
-from ragfuse.process.fork import ForkLock, at_fork
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import ModelProfile
 from ragfuse.types.whole_text import whole_text
@@ -79,7 +77,6 @@ class HFModel:
         self.lock = FairLock()
         self.batcher = Batcher(self.model, self.lock)
         self._encoder: TextEncoder | None = None
-        self._encoding = ForkLock()
         self._wired: Wiring | None = None
         self._word_of_token: dict[int, int] = {}  # token id -> word number; `_number_of_word`: word -> number
         self._number_of_word: dict[str, int] = {}
@@ -96,35 +93,6 @@ class HFModel:
         self.profile = ModelProfile(self.fingerprint, self.n_layers)
         known = profile_of(self.fingerprint) if profile_of is not None else None
         self.profile = known if known is not None else self._probed()
-        at_fork(self, first=True)
-
-    def pause(self) -> None:
-        """Prepare for a fork: wait until no forward pass is running and the tokenizer is free, and hold both.
-
-        A running pass keeps state in the model's modules, and the tokenizer has locks of its own.
-        """
-        self.lock.acquire()
-        self._encoding.acquire()
-
-    def resume(self) -> None:
-        """Release the model and the tokenizer in the parent process after a fork."""
-        self._encoding.release()
-        self.lock.release()
-
-    def renew(self) -> None:
-        """Make the model usable in a forked child, whose OpenMP worker threads are gone.
-
-        The thread that forked uses one compute thread from now on, because OpenMP would wait forever for workers that
-        it used before the fork. Other threads use as many as before.
-        """
-        self.lock.renew()
-        self.lock.release()
-        threads = torch.get_num_threads()
-        if threads > 1:
-            torch.set_num_threads(1)
-            others = threading.Thread(target=torch.set_num_threads, args=(threads,), name="ragfuse-threads")
-            others.start()
-            others.join()
 
     def packed(self) -> HFModel:
         """Pack its weights for fast CPU products (`hf/packed.py`) and return itself; a refused model stays unpacked."""
@@ -149,7 +117,7 @@ class HFModel:
         """The encoder of whole prompts and pieces of them; ModelError if the model came without a tokenizer."""
         encoder = self._encoder
         if encoder is None or encoder.chat_template != getattr(self.tokenizer, "chat_template", None):
-            self._encoder = encoder = TextEncoder(self.tokenizer, self._encoding)
+            self._encoder = encoder = TextEncoder(self.tokenizer)
         return encoder
 
     def open_tokenizer(self) -> None:

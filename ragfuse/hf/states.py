@@ -9,6 +9,7 @@ its real weights: with many tokens at once, with one token at a time, or not at 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ragfuse.hf import probe
-from ragfuse.process.fork import ForkLock
 
 Kind = Literal["", "run", "token", "whole"]
 """How a model can continue from a copy of its cache.
@@ -56,12 +56,8 @@ class States:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._limit = nbytes
-        self._lock = ForkLock(torn=self._empty)
-        self._empty()
-
-    def _empty(self) -> None:
-        self._kept: LRUCache[_Key, KeptCache] = LRUCache(self._limit, getsizeof=lambda state: state.nbytes)
+        self._lock = threading.Lock()
+        self._kept: LRUCache[_Key, KeptCache] = LRUCache(nbytes, getsizeof=lambda state: state.nbytes)
 
     @property
     def nbytes(self) -> int:

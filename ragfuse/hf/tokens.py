@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ragfuse.errors import InputError
 from ragfuse.hf.encodings import Chars, Offsets, encoding_of, text_of
-from ragfuse.process.fork import ForkLock
 
 Cut = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi that are tokenised separately from the text around them, and their ids if these are known."""
@@ -54,8 +54,8 @@ class _Section:
 class TextEncoder:
     """An encoder of prompts and pieces over one tokenizer, which it does not modify. Thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, lock: ForkLock | None = None) -> None:
-        self._tokenizer, self._lock = tokenizer, lock or ForkLock()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
         self.chat_template = getattr(tokenizer, "chat_template", None)  # it decides what control tokens are
         self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
         self._control = control_tokens(tokenizer)

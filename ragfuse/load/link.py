@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock
 
-from ragfuse.process.fork import ForkLock, at_fork
-
 MAX_STREAMS = 4
 """Most streams that read at the same time (B in the CacheGen paper)."""
 KNOWN_S = 10.0
@@ -26,11 +24,6 @@ class Link:
     def __init__(self, max_streams: int = MAX_STREAMS, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_streams, self._clock = max_streams, clock
         self._seen: tuple[float, float] | None = None
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Forget the streams under way in a forked process; the measured throughput stays."""
         self._streams, self._lock, self._slots = 0, Lock(), BoundedSemaphore(self._max_streams)
 
     @property
@@ -76,7 +69,7 @@ class Links:
     """The links to a store's tiers by name, each created at its first use."""
 
     def __init__(self, max_streams: int = MAX_STREAMS) -> None:
-        self._max_streams, self._lock, self._links = max_streams, ForkLock(), dict[str, Link]()
+        self._max_streams, self._lock, self._links = max_streams, Lock(), dict[str, Link]()
 
     def of(self, tier: str) -> Link:
         """Return the link that all streams from a tier share."""

@@ -1,1 +1,1 @@
-"""Process-wide tools: locks and caches that survive a fork, background threads, and objects that engines share."""
+"""Process-wide tools: background threads, bounded mappings, and objects that engines share."""

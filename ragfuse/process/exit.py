@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ragfuse.process.fork import at_fork
-
 log = logging.getLogger("ragfuse")
 EXITING = threading.Event()
 """Set when the process ends; it ends every answer at the next token."""
@@ -31,15 +29,8 @@ class _Working:
     """The threads that compute, and how deeply their `at_work` is nested."""
 
     def __init__(self) -> None:
-        self.depths: dict[int, int] = {}
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Forget the parent's other threads in a forked child."""
-        me = threading.get_ident()
         self.changed = threading.Condition()
-        self.depths = {me: self.depths[me]} if me in self.depths else {}
+        self.depths: dict[int, int] = {}
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no other thread computes; return False if that takes longer than `timeout_s` seconds."""
@@ -49,6 +40,8 @@ class _Working:
 
 
 _WORKING = _Working()
+if hasattr(os, "register_at_fork"):  # the threads of a forked child's parent are not its own
+    os.register_at_fork(after_in_child=lambda: _Working.__init__(_WORKING))
 
 
 @contextmanager

@@ -1,13 +1,12 @@
-"""A bounded mapping that is safe with threads and after a fork."""
+"""A bounded mapping that is safe with threads."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from cachetools import Cache, LRUCache
-
-from ragfuse.process.fork import ForkLock
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -16,19 +15,13 @@ V = TypeVar("V")
 class LRU(Generic[K, V]):
     """A mapping of at most `limit` values that drops the one used longest ago. Thread-safe.
 
-    It is empty in a child process that was forked while another thread changed it.
-
     Args:
         limit: Most values that are kept.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lock = ForkLock(torn=self._reset)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._values: LRUCache[K, V] = LRUCache(self._limit)
+        self._lock = threading.Lock()
+        self._values: LRUCache[K, V] = LRUCache(limit)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -62,4 +55,4 @@ class LRU(Generic[K, V]):
     def clear(self) -> None:
         """Remove everything."""
         with self._lock:
-            self._reset()
+            self._values.clear()

@@ -1,4 +1,4 @@
-"""Ragfuse's only process-wide state: loaded models, engines by settings, and notes for the current answer."""
+"""Ragfuse's only process-wide state: loaded models, engines by settings, notes for the current answer."""
 
 from __future__ import annotations
 
@@ -9,26 +9,12 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from ragfuse.process.fork import at_fork
-
 T = TypeVar("T")
 
 
-class _Lock:
-    """The lock of this module's state. It is free in a forked child, unless the forking thread itself holds it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        at_fork(self)
-
-    def renew(self) -> None:
-        if self.lock.acquire(blocking=False):
-            self.lock.release()
-        else:
-            self.lock = threading.RLock()
-
-
-_LOCK = _Lock()
+ALL_CORES = threading.Lock()
+"""Held by work that uses all cores by itself."""
+_LOCK = threading.RLock()
 _SHARED: dict[Hashable, tuple[Hashable, Any]] = {}
 """Versions and objects by name."""
 _USED: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
@@ -43,7 +29,7 @@ def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T
         make: Creates it.
         version: Of what it is made from; an object of another version is dropped, and `make` creates a new one.
     """
-    with _LOCK.lock:
+    with _LOCK:
         if name not in _SHARED or _SHARED[name][0] != version:
             _SHARED.pop(name, None)
             _SHARED[name] = version, make()
@@ -53,7 +39,7 @@ def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T
 
 def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
     """Return the object of that name like `shared`, but keep only a weak reference to it."""
-    with _LOCK.lock:
+    with _LOCK:
         found: T | None = _USED.get(name)
         if found is None:
             _USED[name] = found = make()
@@ -62,7 +48,7 @@ def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
 
 def forget(instance: object) -> None:
     """Drop an object that `shared` returned; the next caller creates a new one."""
-    with _LOCK.lock:
+    with _LOCK:
         for name in [name for name, (_, value) in _SHARED.items() if value is instance]:
             del _SHARED[name]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable
 from threading import Condition, Thread
 from typing import Generic, Protocol, TypeVar
 
 from ragfuse.process.exit import start_thread
-from ragfuse.process.fork import at_fork
 
 Job = TypeVar("Job")
 EXIT_S = 5.0
@@ -20,8 +20,7 @@ class Worker(Generic[Job]):
     """Runs an owner's jobs one after another in a thread that ends when there are no more.
 
     The owner has the queue, guards it with `changed`, and calls `start` after adding a job. The thread ends when `take`
-    returns None, so an idle owner has no thread. In a forked child no thread runs: queued jobs stay with the parent,
-    and the owner empties its queue in its own `renew`.
+    returns None, so an idle owner has no thread.
 
     Args:
         name: The thread's name is `ragfuse-` followed by this.
@@ -31,11 +30,6 @@ class Worker(Generic[Job]):
 
     def __init__(self, name: str, take: Callable[[], Job | None], run: Callable[[Job], object]) -> None:
         self._name, self._take, self._run_job = name, take, run
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Start with a free lock and no thread."""
         self.changed = Condition()
         self._thread: Thread | None = None
 
@@ -85,11 +79,11 @@ class Closes(Protocol):
 
 
 def close_at_exit(owner: Closes, timeout_s: float = EXIT_S) -> None:
-    """Close `owner` when the interpreter ends, if it still exists; only a weak reference is kept."""
-    atexit.register(_close, weakref.ref(owner), timeout_s)
+    """Close `owner` when this process ends, if it still exists; only a weak reference is kept."""
+    atexit.register(_close, os.getpid(), weakref.ref(owner), timeout_s)
 
 
-def _close(reference: weakref.ref[Closes], timeout_s: float) -> None:
+def _close(process: int, reference: weakref.ref[Closes], timeout_s: float) -> None:
     owner = reference()
-    if owner is not None:
+    if owner is not None and process == os.getpid():  # else a fork of it ends
         owner.close(timeout_s)

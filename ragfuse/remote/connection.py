@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import ssl
+import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from ragfuse.errors import BusyError, InputError, OverlongError, RagFuseError, ServerError
-from ragfuse.process.fork import ForkLock
 from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.types.request_limits import OVERLONG
 
@@ -53,14 +53,14 @@ class AgainError(Exception):
 
 
 class Connection:
-    """Sends requests to one server. Thread-safe, and usable in a forked process.
+    """Sends requests to one server. Thread-safe.
 
     Args:
         address: The server.
     """
 
     def __init__(self, address: ServerAddress) -> None:
-        self._address, self._lock = address, ForkLock()
+        self._address, self._lock = address, threading.Lock()
         self._ssl: ssl.SSLContext | bool | None = None
 
     def get(self, path: str) -> Any:

@@ -21,7 +21,6 @@ from ragfuse.engine.answerer import OneProcess, Progress
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question, prompts_of
 from ragfuse.errors import InputError, ServerError
-from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import shared
 from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.remote.answer_reader import AnswerReader
@@ -63,7 +62,7 @@ class RemoteEngine(OneProcess):
         self, base_url: str, api_key: str = "", model: str = "", max_retries: int = 2, timeout_s: float = 600.0
     ) -> None:
         self.address = ServerAddress(base_url, api_key, model, max_retries, timeout_s)
-        self._connection, self._lock = Connection(self.address), ForkLock()
+        self._connection, self._lock = Connection(self.address), threading.Lock()
         self._card: ModelCard | None = None
         self._ids: LRUCache[tuple[str, bool], tuple[int, ...]] = LRUCache(MAX_COUNTED)
         self.schemas = RemoteSchemas(self._connection)

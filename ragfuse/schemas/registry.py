@@ -7,13 +7,13 @@ deleted with the schema.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ragfuse.errors import InputError, PMLError, StoreError
-from ragfuse.process.fork import ForkLock
 from ragfuse.schemas.nodes import Item, Module, inner
 from ragfuse.schemas.pml import one_of, parse_schema
 from ragfuse.store import KVStore
@@ -97,7 +97,7 @@ class SchemaRegistry:
         self, store: KVStore, catalog: Catalog, salt: str = "", clock: Callable[[], float] = time.time
     ) -> None:
         self._store, self._catalog, self._clock = store, catalog, clock
-        self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", ForkLock()
+        self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", threading.Lock()
         self._in_process: dict[str, dict[str, Any]] = {}
         self._unwritten = set[str]()  # names that could not be written to the catalog
 

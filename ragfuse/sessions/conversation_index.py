@@ -6,11 +6,11 @@ eviction orders and windows, `session_store.py` the sessions.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 
 from ragfuse.plan.evict import Evict, evictor, lru
-from ragfuse.process.fork import ForkLock
 from ragfuse.sessions.session import Session
 from ragfuse.settings import Settings
 from ragfuse.types.keys import ChunkKey
@@ -29,17 +29,12 @@ class ConversationIndex:
     """
 
     def __init__(self) -> None:
-        self._lock = ForkLock(self._start_over)
-        self._sources: list[Callable[[], Known | None]] = []
-        self._start_over()
-
-    def _start_over(self) -> None:
-        """Empty the index, except for the sources that `recall` added."""
+        self._lock = threading.Lock()
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
         self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one with the latest turn last
         self._waiting: dict[str, dict[str, float]] = {}  # by tenant, the place of each session in the queue
         self._places: Mapping[Name, float] = MappingProxyType({})
-        self._unread = list(self._sources)
+        self._unread: list[Callable[[], Known | None]] = []  # what `recall` added
 
     # what is known
 
@@ -57,7 +52,6 @@ class ConversationIndex:
         It is called when they are first needed, and again later while it returns None.
         """
         with self._lock:
-            self._sources.append(known)
             self._unread.append(known)
 
     def keys(self, name: Name) -> tuple[ChunkKey, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ragfuse.errors import InputError, NoSessionError, StoreError
-from ragfuse.process.fork import ForkLock
 from ragfuse.process.lru import LRU
 from ragfuse.sessions.conversation_index import ConversationIndex, Known
 from ragfuse.sessions.session import Session, truncated
@@ -129,7 +129,7 @@ class SessionStore:
         index: ConversationIndex | None = None,
     ) -> None:
         self._store, self._catalog, self._tenants, self._ttl_s, self._clock = store, catalog, tenants, ttl_s, clock
-        self._lock, self._settle, self._later = ForkLock(), settle, later
+        self._lock, self._settle, self._later = threading.Lock(), settle, later
         self._in_memory: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last
         self._cached = LRU[tuple[str, str], KeptSession](MAX_CACHED)  # of the catalog
         self._swept, self._written, self._index = 0.0, set[str](), index or ConversationIndex()

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from ragfuse.process.fork import at_fork
-
 log = logging.getLogger("ragfuse.store")
 
 
@@ -51,11 +49,6 @@ class Breaker:
         self._down_errors, self._cool_down_s, self._clock = down_errors, cool_down_s, clock
         self._error_text = error_text
         self._opened_at: float | None = None
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Forget calls under way in a forked process; whether the circuit is open stays."""
         self._lock, self._trying = Lock(), False
 
     @property

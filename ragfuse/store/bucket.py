@@ -93,7 +93,7 @@ class Bucket:
         self._s3: S3 | None = None
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self._full_url, self._timeout_s = url, timeout_s
-        self._token, self._serial, self._pid = uuid4().hex, count(), 0
+        self._token, self._serial, self._is_open = uuid4().hex, count(), False
         with suppress(*NO_ANSWER):  # some drivers connect when they are created; `check` will raise the error
             self._open()
             if self._is_local:
@@ -207,7 +207,7 @@ class Bucket:
     # inside
 
     def _open(self) -> None:
-        """Create the file system for this process: after a fork, the parent's has no event-loop thread any more."""
+        """Create the file system."""
         scheme = get_protocol(self._full_url)
         try:
             if "://" not in self._full_url:
@@ -228,7 +228,7 @@ class Bucket:
         self._fs = plain if is_store else AsyncFileSystemWrapper(plain, asynchronous=False)
         self._fs.retries = 1  # s3fs retries by itself, in addition to botocore
         self._s3 = S3(self._fs, self._timeout_s) if scheme in SCHEMES else None
-        self._pid = os.getpid()
+        self._is_open = True
 
     def _options(self, scheme: str) -> dict[str, Any]:
         """Return the options for the driver of this scheme; it finds endpoints and credentials by itself."""
@@ -257,7 +257,7 @@ class Bucket:
     def _run(
         self, call: Callable[[], Awaitable[_Found]], *, nbytes: int = 0, extra_s: float = 0.0, tries: int = 1
     ) -> _Found:
-        """Run a call within its time limit and return its result. In a forked process, open the file system first.
+        """Run a call within its time limit and return its result.
 
         A call is repeated, up to `tries` in all, if the connection breaks.
         """
@@ -266,7 +266,7 @@ class Bucket:
             while True:
                 tries -= 1
                 try:
-                    if self._pid != os.getpid():
+                    if not self._is_open:
                         self._open()
                     found: _Found = sync(self._fs.loop, call, timeout=timeout_s)
                     return found

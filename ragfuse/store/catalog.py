@@ -6,13 +6,13 @@ An answer must not fail because the catalog does, so `Catalog` returns defaults 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, TypeVar
 
 from ragfuse.errors import StoreError
-from ragfuse.process.fork import ForkLock, at_fork
 from ragfuse.process.shared import note
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.catalog_file import CatalogFile, KnownText
@@ -180,15 +180,10 @@ class Catalog(CatalogQueries):
 
     def __init__(self, file: CatalogFile | None = None) -> None:
         self.file, self.failures = file, 0
-        self._lock, self._why = ForkLock(), ""
+        self._lock, self._why = threading.Lock(), ""
         name = f"The catalog of {file.path}" if file is not None else ""
         self._breaker = Breaker(name, (StoreError,), cool_down_s=COOL_DOWN_S, error_text=_cause)
         self.strict = StrictCatalog(self)
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Count failures from zero in a forked process."""
-        self.failures = 0
 
     def try_get(self, name: str) -> tuple[bool, dict[str, Any] | None]:
         """Return whether the file could be used, and the profile of that name."""

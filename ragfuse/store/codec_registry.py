@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 from ragfuse.codec import Codec, CodecTables, codec_for
-from ragfuse.process.fork import ForkLock
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import Tier
 from ragfuse.store.catalog import Catalog
@@ -44,7 +44,7 @@ class CodecRegistry:
         self, catalog: Catalog, tiers: Sequence[Tier] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._catalog, self.tiers, self._clock = catalog, tiers, clock
-        self._lock = ForkLock()
+        self._lock = threading.Lock()
         self._known: dict[str, tuple[CodecTables | None, float]] = {}  # by model or digest, and when it was asked for
         self._codecs: dict[tuple[str, str], Codec] = {}  # by level and digest of tables
 

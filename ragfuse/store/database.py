@@ -14,7 +14,6 @@ from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
-from ragfuse.process.fork import at_fork
 from ragfuse.store.access import open_file, share_file
 from ragfuse.store.folder import is_full
 
@@ -22,8 +21,6 @@ log = logging.getLogger("ragfuse.store")
 
 Row = tuple[Any, ...]
 _CLOSE_S = 1.0
-_PAUSE_S = 5.0
-"""Seconds that a fork waits, at most, for a thread that is reading or writing."""
 
 
 class Database:
@@ -49,10 +46,8 @@ class Database:
         self._path, self._timeout_s = path, timeout_s
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
-        self._closed, self._abandoned = False, list[sqlite3.Connection]()
-        self._paused = True  # it has no connection
-        self.in_place = False
-        self.renew()
+        self._read_lock, self._write_lock, self._wait_limit = Lock(), Lock(), local()
+        self._closed = self.in_place = False
         found: int | str
         try:
             found = self._connect()
@@ -68,34 +63,6 @@ class Database:
             self._create(connection)
             if found != version:
                 connection.execute(f"PRAGMA user_version={version}")
-        at_fork(self)
-
-    # SQLite allows no open connection during a fork: the child would inherit its record of locks, but not the locks. So
-    # both connections are closed before a fork, and opened again at their next use.
-
-    def pause(self) -> None:
-        """Close both connections, once no thread reads or writes; none is opened until the fork is over."""
-        if self._closed or not self._write_lock.acquire(timeout=_PAUSE_S):
-            return
-        if not self._read_lock.acquire(timeout=_PAUSE_S):
-            self._write_lock.release()
-            return
-        self._paused = True
-        self._shut()
-
-    def resume(self) -> None:
-        """Allow connections again in the parent, after the fork."""
-        if self._paused:
-            self._paused = False
-            self._read_lock.release()
-            self._write_lock.release()
-
-    def renew(self) -> None:
-        """Start with new connections in a forked process; the parent's, if not closed before, are never used again."""
-        if not self._paused:
-            self._abandoned += [each for each in (self._reader, self._writer) if each is not None]
-            self._reader = self._writer = None
-        self._read_lock, self._write_lock, self._wait_limit, self._paused = Lock(), Lock(), local(), False
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Return all rows of a query. Never waits for a writer."""

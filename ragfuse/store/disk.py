@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -21,7 +22,6 @@ from typing import Self
 
 from torch import Tensor
 
-from ragfuse.process.fork import ForkLock, at_fork
 from ragfuse.process.lru import LRU
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder
@@ -79,7 +79,7 @@ class DiskTier:
         self._evict, self._verify, self._clock = evict, verify, clock
         self._files = LRU[ChunkKey, ChunkFile](open_files)  # a file that leaves is closed after its last reader
         self._touched: dict[ChunkKey, tuple[float, int]] = {}
-        self._touched_at, self._touch_lock = clock(), ForkLock()
+        self._touched_at, self._touch_lock = clock(), threading.Lock()
         self._serial, self._closed = count(), False
         self._warned_at: dict[object, float] = {}  # kind of error -> when it was last logged as a warning
         self._under_way: set[str] = set()  # temp files of this object's writes
@@ -88,17 +88,11 @@ class DiskTier:
             self._open()
         except (OSError, sqlite3.Error) as error:
             raise refusal(self.path, describe_error(self.path, error)) from error
-        at_fork(self)
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
         """Open the tier in the folder `url`, with capacity and sharing from the settings."""
         return cls(url, settings.tier_bytes, evict, name=name, shared_with=settings.shared_with)
-
-    def renew(self) -> None:
-        """Forget the writes under way and unwritten uses in a forked process: they are the parent's."""
-        self._touched = {}
-        self._under_way.clear()
 
     @property
     def nbytes(self) -> int:

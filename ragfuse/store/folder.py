@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragfuse.errors import StoreError
-from ragfuse.process.fork import at_fork
 from ragfuse.settings import SharedWith
 from ragfuse.store.access import make_root, open_file
 
@@ -110,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _unlock(fd: int) -> None:
-    """Release a lock here and in every process that was forked since it was taken."""
+    """Release a lock, also where a forked process has inherited it."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
@@ -118,8 +117,8 @@ def _unlock(fd: int) -> None:
 class FolderWriter:
     """One writer of a store, known by a lock file in the folder `writers`; it is alive as long as it holds that lock.
 
-    Create and sweep writers only under the store's own lock, as a lock file that is not locked yet looks dead. A forked
-    process becomes a writer of its own at its first use of `token`, and so does one that found no room for a lock file.
+    Create and sweep writers only under the store's own lock, as a lock file that is not locked yet looks dead. One that
+    found no room for a lock file makes it at the first use of `token`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -130,16 +129,11 @@ class FolderWriter:
         except OSError as error:
             if not is_full(folder, error):
                 raise
-        at_fork(self)
 
     def _begin(self) -> None:
         self._token = uuid.uuid4().hex
         self._fd = _lock_file(self._folder / f"{self._token}.lock")
         fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def renew(self) -> None:
-        """Drop the parent's lock in a forked process, so that it does not keep a dead parent alive."""
-        self.__del__()
 
     @property
     def token(self) -> str:

@@ -12,7 +12,6 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ragfuse.process.fork import at_fork
 from ragfuse.store.tier import LAYER_ALIGNMENT, Counts, EntryMeta, Evictor, victims
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -73,13 +72,7 @@ class MemoryTier:
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
         self._latest = float("-inf")  # of all uses
         self._pinned: set[ChunkKey] = set()
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Release the room reserved for writes: in a forked process none is under way."""
-        self._lock = Lock()
-        self._nbytes = sum(slot.nbytes for slot in self._slots.values())
+        self._lock, self._nbytes = Lock(), 0
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ragfuse.process.fork import at_fork
 from ragfuse.process.worker import Worker
 from ragfuse.types.keys import ChunkKey
 
@@ -18,11 +17,6 @@ class Notes:
 
     def __init__(self, write: Callable[[list[ChunkKey]], object]) -> None:
         self._worker = Worker("notes", self._take, write)
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Empty the queue in a forked process: the parent writes those keys."""
         self._waiting: dict[ChunkKey, None] = {}
 
     def add(self, key: ChunkKey) -> None:

@@ -6,10 +6,10 @@ One thread lists at a time. It holds no lock that lookups and reads need.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 
-from ragfuse.process.fork import ForkLock
 from ragfuse.store.bucket import NO_ANSWER, Bucket, Object
 from ragfuse.store.names import (
     CHUNKS_FOLDER,
@@ -42,7 +42,7 @@ class BucketPages:
 
     def __init__(self, bucket: Bucket, index: ObjectIndex, fresh_s: float, *, uses: bool = False) -> None:
         self._bucket, self._index, self._fresh_s, self._uses = bucket, index, fresh_s, uses
-        self._lock = ForkLock()
+        self._lock = threading.Lock()
         self._read_at: float | None = None
         self._took_s = 0.0
 

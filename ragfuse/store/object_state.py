@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from threading import Condition
 from typing import NamedTuple
 
-from ragfuse.process.fork import at_fork
 from ragfuse.store.bucket import Object
 from ragfuse.store.sizes import within
 from ragfuse.types.keys import ChunkKey
@@ -72,16 +71,11 @@ class ObjectIndex:
         self._held: dict[ChunkKey, ObjectState] = {}
         self._pinned: set[ChunkKey] = set()
         self._latest = float("-inf")  # upper bound of all `last_used`
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Drop all claims, watches and reserved room in a forked process: they are the parent's."""
         self._condition = Condition()
         self._busy: set[ChunkKey] = set()
         self._watches: dict[int, set[ChunkKey]] = {}
         self._ignored: dict[ChunkKey, int] = {}  # bytes of objects that are no entries despite their names
-        self._nbytes = sum(held.nbytes for held in self._held.values())
+        self._nbytes = 0
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ cache of what the store holds, `object_pages.py` the listings that update it.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
@@ -15,7 +16,6 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from ragfuse.process.fork import ForkLock
 from ragfuse.process.lru import LRU
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.breaker import Breaker, BreakerOpen
@@ -118,7 +118,7 @@ class ObjectTier:
         self._listing = BucketPages(self._bucket, self._index, fresh_s, uses=ttl_s is not None)
         self._notes, self._timeout_s = Notes(self._note), timeout_s
         self._head_nbytes, self._closed = _HEAD_NBYTES, False
-        self._room = ForkLock()  # held while a write reserves room and evicts
+        self._room = threading.Lock()  # held while a write reserves room and evicts
         self._logged_errors: set[tuple[object, ...]] = set()
         self._ask("be opened", self._open, None)
 

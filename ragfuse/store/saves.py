@@ -14,7 +14,6 @@ from threading import Condition
 from torch import Tensor
 
 from ragfuse.codec import RAW
-from ragfuse.process.fork import at_fork
 from ragfuse.store.levels import EntryContent, TierLevels, loss_of
 from ragfuse.store.partial import PartialReads
 from ragfuse.store.tier import EntryMeta, Tier
@@ -63,11 +62,6 @@ class Saves:
         self._fast, self._levels = [tier for tier in tiers if not tier.slow], levels
         self._closed = False
         self._pins: set[ChunkKey] = set()
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Forget all saves in a forked process: the parent finishes them."""
         self._lock = Condition()
         self._under_way: set[Save] = set()
         self._partials = PartialReads(max((tier.capacity for tier in self._fast), default=0) // 4)

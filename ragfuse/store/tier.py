@@ -18,7 +18,6 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta
-from ragfuse.process.fork import at_fork
 from ragfuse.store.breaker import Breaker
 from ragfuse.store.sizes import check_levels
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
@@ -288,11 +287,6 @@ class Counts:
     """Thread-safe counters by name."""
 
     def __init__(self) -> None:
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Start again from zero, also in a forked process."""
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
 

@@ -11,7 +11,6 @@ from threading import Lock
 
 from cachetools import LRUCache
 
-from ragfuse.process.fork import at_fork
 from ragfuse.store.tier import Tier, Touches
 from ragfuse.types.keys import ChunkKey
 
@@ -27,11 +26,6 @@ class Uses:
     def __init__(self, tiers: Sequence[Tier], submit: Submit) -> None:
         self._tiers = tuple(tier for tier in tiers if isinstance(tier, Touches))
         self._submit = submit
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Forget waiting reports in a forked process: the parent makes them."""
         self._lock = Lock()
         self._reported_at: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
         self._pending: dict[str, dict[ChunkKey, None]] = {tier.name: {} for tier in self._tiers}

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from ragfuse.process.fork import at_fork
 from ragfuse.process.worker import Worker, close_at_exit
 
 log = logging.getLogger("ragfuse.store")
@@ -35,11 +34,6 @@ class Writer:
         self.failed = 0
         self._limit, self._closed = limit, False
         self._worker = Worker(name, self._take, self._run)
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Empty the queue in a forked process: the parent runs those jobs."""
         self._jobs: deque[Job] = deque()
         self._submitted = self._ended = 0
 

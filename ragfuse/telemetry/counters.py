@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from ragfuse.process.fork import at_fork
 from ragfuse.types import reasons
 from ragfuse.types.answer import Answer, Trace
 
@@ -92,19 +91,14 @@ class AnswerCounters:
     def __init__(self, jobs: Waiting, catalog: Failing) -> None:
         self._jobs, self._catalog = jobs, catalog
         self._at_close: list[Callable[[], object]] = []
-        self.renew()
-        at_fork(self)
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
 
     @property
     def waiting(self) -> int:
         """Number of background jobs that wait."""
         return self._jobs.waiting
-
-    def renew(self) -> None:
-        """Reset all counts; in a forked process too, as the parent counts its own answers."""
-        self._lock = threading.Lock()
-        self._sums: Counter[str] = Counter()
-        self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
 
     def add(self, answer: Answer) -> None:
         """Count an answer."""

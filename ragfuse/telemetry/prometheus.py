@@ -6,13 +6,13 @@ kinds.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
-from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import forget, shared
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -133,7 +133,7 @@ class _Collector:
     """The collector of all engines in one registry; they share it, as a registry accepts each metric name once."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry, self._lock, self._is_unregistered = registry, ForkLock(), False
+        self._registry, self._lock, self._is_unregistered = registry, threading.Lock(), False
         self._engines: dict[str, MeteredEngine] = {}
         self._shares = set[str]()
 

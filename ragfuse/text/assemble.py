@@ -15,7 +15,7 @@ from itertools import chain, groupby
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
-from ragfuse.process.fork import ForkLock
+from ragfuse.process.shared import ALL_CORES
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import Piece, peel
 from ragfuse.text.known_spans import Match
@@ -37,7 +37,6 @@ ALONE_CHARS = 1 << 15
 
 One prompt already uses all cores, and several at once would block the interpreter for longer.
 """
-_LONG_PROMPTS = ForkLock()
 
 
 class Tokenizer(Protocol):
@@ -205,7 +204,7 @@ class Assembler:
                 cuts.append(cut)
                 pieces.append(each.piece)
         self.check(rendered.text)
-        with _LONG_PROMPTS if len(rendered.text) >= ALONE_CHARS else nullcontext():
+        with ALL_CORES if len(rendered.text) >= ALONE_CHARS else nullcontext():
             parts = self.tokenizer.parts(rendered.text, rendered.bare, cuts)
         runs = [_Run(tuple(bos))]
         for tokens, number, _ in parts:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hmac
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +22,6 @@ import numpy as np
 from blake3 import blake3
 
 from ragfuse.errors import SettingsError
-from ragfuse.process.fork import ForkLock
 from ragfuse.text.beginnings import LETTER, Beginnings, Family
 from ragfuse.text.fingerprints import Fingerprints, Residues, residue, secret_prime
 from ragfuse.types.keys import digest
@@ -81,11 +81,7 @@ class KnownChunks:
         if min_chars < 1:
             raise SettingsError(f"min_chars is {min_chars}; wanted at least 1.")
         self._min_chars = min_chars
-        self._lock = ForkLock(self._reset)
-        self._reset()
-
-    def _reset(self) -> None:
-        """Forget all chunks."""
+        self._lock = threading.Lock()
         self._sources: dict[str, str] = {}  # text -> source
         self._texts: dict[str, str] = {}  # id -> text
         self._families: dict[str, Family] = {}  # anchor -> the texts that begin with it

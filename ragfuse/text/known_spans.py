@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ragfuse.errors import InputError, SettingsError
-from ragfuse.process.fork import ForkLock
 from ragfuse.text.span_anchors import Anchors, Array, grams, hashed_ids
 from ragfuse.text.span_runs import MIN_RUN_TOKENS, Search
 
@@ -87,11 +87,7 @@ class KnownSpans:
             )
         self._min_tokens, self._min_altered_tokens = min_tokens, min_altered_tokens
         self._max_spans, self._max_tokens = max_spans, max_tokens
-        self._lock = ForkLock(self._reset)
-        self._reset()
-
-    def _reset(self) -> None:
-        """Forget all spans."""
+        self._lock = threading.Lock()
         self._numbers: dict[bytes, int] = {}  # digest of a span's ids -> its number, matched longest ago first
         self._digests: list[bytes | None] = []  # by number; None: discarded
         self._labels: list[tuple[str, str]] = []  # text and source, by number

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from weakref import ref
 
-from ragfuse.process.fork import at_fork
-
 MAX_TEXTS = 64
 """The most texts kept per task or thread; a run keeps four times as many."""
 MAX_RETRIEVED_CHARS = 4 << 20
@@ -103,11 +101,6 @@ class RetrievalRuns:
     def __init__(self, framework: str, outlasts: bool) -> None:
         self._outlasts = outlasts
         self._task: ContextVar[TaskTexts | None] = ContextVar(f"ragfuse_{framework}_texts", default=None)
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
-        """Forget all runs in a forked child: they belong to threads of the parent process."""
         self._lock = threading.Lock()
         self._roots: dict[Hashable, RetrievalRun] = {}
         self._runs: dict[Hashable, RetrievalRun] = {}

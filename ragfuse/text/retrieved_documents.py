@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,6 @@ from heapq import merge
 
 from cachetools import LRUCache
 
-from ragfuse.process.fork import ForkLock
 from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.span_runs import MIN_RUN_TOKENS
 
@@ -31,11 +31,7 @@ class RetrievedDocuments:
     """
 
     def __init__(self, min_tokens: int, tokens: Callable[[str], Sequence[int]]) -> None:
-        self._min_tokens, self._tokens, self._lock = min_tokens, tokens, ForkLock(self._reset)
-        self._reset()
-
-    def _reset(self) -> None:
-        """Forget all documents."""
+        self._min_tokens, self._tokens, self._lock = min_tokens, tokens, threading.Lock()
         min_tokens = max(MIN_RUN_TOKENS + 2, self._min_tokens)
         self._spans = KnownSpans(min_tokens, max(MIN_ALTERED_TOKENS, min_tokens), MAX_DOCUMENTS, MAX_RETRIEVED_TOKENS)
         self._lengths: LRUCache[bytes, int] = LRUCache(MAX_DOCUMENTS)  # digest of a text -> its tokens

@@ -208,16 +208,6 @@ def test_a_copy_shares_no_tensor() -> None:
     assert not places & {each.data_ptr() for each in mine}
 
 
-def test_what_was_being_changed_at_a_fork_is_dropped_in_the_child() -> None:
-    states = States(1 << 20)
-    states.keep("a", [1, 2, 3], DynamicCache())
-    states._lock.renew()
-    assert states.longest_prefix("a", [1, 2, 3, 4])[0] is not None
-    states._lock.acquire()  # by a thread that is not there in the child
-    states._lock.renew()
-    assert states.longest_prefix("a", [1, 2, 3, 4]) == (None, 0)
-
-
 words = st.sampled_from(["A harbour in which forty ships lie. ", "The keeper counts them at night. ", "Who? ", "x"])
 
 

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 from typing import Any
 
@@ -153,25 +148,6 @@ def test_other_threads_run_while_a_long_text_is_tokenised():
     thread.join()
     assert found.ids == own.encode(text, add_special_tokens=False).ids
     assert n > 5
-
-
-def test_a_child_tokenises_what_is_long_without_a_word_of_the_library():
-    code = """
-        import json, os, sys
-        from tokenizers import Tokenizer, models
-        from ragfuse.hf.encodings import encoding_of
-        made, text = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "a " * 5000
-        n = len(encoding_of(made, text).ids)
-        child = os.fork()
-        if not child:
-            os._exit(0 if len(encoding_of(made, text).ids) == n else 1)
-        _, status = os.waitpid(child, 0)
-        print(json.dumps([status, os.environ.get("TOKENIZERS_PARALLELISM")]))
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    told = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(told, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert (json.loads(done.stdout), done.stderr) == ([0, None], "")
 
 
 def test_half_a_character_is_refused():

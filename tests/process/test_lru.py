@@ -1,10 +1,7 @@
-"""A bounded mapping: what was used last stays, whoever asks, also in a forked child."""
+"""A bounded mapping: what was used last stays, whoever asks."""
 
-import os
-import threading
 from collections import OrderedDict
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,26 +40,3 @@ def test_looking_at_all_values_is_no_use():
     assert [key in lru for key in "abc"] == [False, True, True]
     lru.discard_where(lambda value: value == 3)
     assert len(lru) == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_child_forked_amid_a_change_begins_empty_and_works():
-    lru, held, done = LRU[str, int](4), threading.Event(), threading.Event()
-    lru.add("a", 1)
-
-    def change() -> None:
-        with lru._lock:
-            held.set()
-            done.wait(30)
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    held.wait(30)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if lru.get("a") is None and lru.add("b", 2) == 2 and "b" in lru else 1)
-    _, status = os.waitpid(child, 0)
-    done.set()
-    thread.join()
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert lru.get("a") == 1

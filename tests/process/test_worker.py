@@ -1,16 +1,12 @@
 """The thread in the background: it lives while something waits, and every job is done once."""
 
 import gc
-import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections import deque
 
-import pytest
-
-from ragfuse.process.fork import at_fork
 from ragfuse.process.worker import Worker, close_at_exit
 
 
@@ -20,10 +16,6 @@ class Queue:
     def __init__(self) -> None:
         self.done: list[object] = []
         self.worker = Worker("test", self._take, self._run)
-        self.renew()
-        at_fork(self)
-
-    def renew(self) -> None:
         self.jobs: deque[object] = deque()
 
     def submit(self, job: object) -> bool:
@@ -76,23 +68,6 @@ def test_where_no_thread_can_be_started_it_says_so_and_the_next_job_starts_one(m
     assert queue.submit(2)
     assert queue.worker.flush(60)
     assert queue.done == [1, 2]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_has_no_thread_nothing_queued_and_starts_its_own():
-    queue, at_work, go = Queue(), threading.Event(), threading.Event()
-    queue.submit(lambda: (at_work.set(), go.wait(60)))
-    queue.submit("the parent's")
-    assert at_work.wait(60)
-    child = os.fork()
-    if child == 0:
-        queue.submit("the child's")
-        os._exit(0 if queue.worker.flush(30) and queue.done == ["the child's"] else 1)
-    _, status = os.waitpid(child, 0)
-    go.set()
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert queue.worker.flush(60)
-    assert queue.done[1:] == ["the parent's"]
 
 
 def test_who_is_to_be_closed_at_exit_is_not_kept_for_it():

@@ -8,7 +8,7 @@ import pytest
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import CatalogFile, DiskTier
-from tests.store.kit import asked
+from tests.store.kit import child
 
 
 @pytest.fixture
@@ -86,13 +86,17 @@ def test_another_process_reads_what_was_written(book, tmp_path):
     book.put("p", {"x": 1})
     book.add_texts("m", [("k", "text", "source")])
 
-    def work():
-        with CatalogFile(tmp_path) as other:
-            found = other.get("p"), next(iter(other.texts("m"))).text
-            other.put("p", {"x": 2})
-            return found
+    code = """
+        import sys
+        from pathlib import Path
+        from ragfuse.store import CatalogFile
 
-    assert asked(work) == ({"x": 1}, "text")
+        with CatalogFile(Path(sys.argv[1])) as other:
+            print(other.get("p"), next(iter(other.texts("m"))).text)
+            other.put("p", {"x": 2})
+    """
+    out, err = child(code, tmp_path).communicate(timeout=60)
+    assert out == "{'x': 1} text\n", err
     assert book.get("p") == {"x": 2}
 
 

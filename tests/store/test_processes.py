@@ -133,9 +133,10 @@ def test_what_was_put_before_ctrl_c_is_on_disk_without_closing(tmp_path):
 
 
 def write_on_and_on(path, capacity, wanted, threads):
-    """Writes, reads and drops chunks until it is killed."""
+    """Writes, reads and drops chunks, once it is told to, until it is killed."""
 
     def work(pipe):
+        pipe.recv()
         tier = DiskTier(path, capacity, lru)
         pipe.send("ready")
 
@@ -159,10 +160,11 @@ def test_processes_killed_anywhere_leave_no_bad_entry_and_after_gc_no_orphan_byt
     path, capacity, chance = tmp_path / "store", 8 * unit, random.Random(3)
     wanted = [encoded(kv(i)) for i in range(12)]
     rests, read = 0, 0
-    store = KVStore([DiskTier(path, capacity, lru, name="other")])
+    pairs = [forked(write_on_and_on(path, capacity, wanted, threads=2)) for _ in range(kills)]
+    store = KVStore([DiskTier(path, capacity, lru, name="other")])  # no child may inherit it
     with closing(DiskTier(path, capacity, lru)) as watcher, store:
-        for _ in range(kills):
-            process, pipe = forked(write_on_and_on(path, capacity, wanted, threads=2))
+        for process, pipe in pairs:
+            pipe.send("go")
             assert pipe.recv() == "ready"
             time.sleep(chance.uniform(0, 0.08))
             process.kill()

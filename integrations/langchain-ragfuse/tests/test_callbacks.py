@@ -6,9 +6,7 @@ The engine is tiny and random, and what it is asked is looked at, not what it an
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -438,12 +436,3 @@ def test_importing_models_registers_one_listener_and_the_package_alone_none() ->
     loaded = "{'torch', 'langchain_core', 'langchain_ragfuse.callbacks'} & set(sys.modules)"
     code = f"import sys, langchain_ragfuse; assert not {loaded}, {loaded}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
-
-
-def test_a_forked_process_hears_though_another_thread_held_the_lock() -> None:
-    with LISTENER.runs._lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(30)
-            os._exit(0 if LISTENER.runs._lock.acquire(timeout=5) else 1)
-    assert os.waitpid(child, 0)[1] == 0

@@ -6,9 +6,7 @@ The engine is tiny and random, and what it is asked is looked at, not what it an
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
-import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -383,12 +381,3 @@ def test_an_llm_is_pickled_without_what_was_heard(llm: RagFuseLLM) -> None:
     pickled = pickle.dumps(llm)
     assert b"letter" not in pickled
     assert pickle.loads(pickled).max_tokens == 4
-
-
-def test_a_forked_process_hears_though_another_thread_held_the_lock() -> None:
-    with QUERIES._lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(30)
-            os._exit(0 if QUERIES._lock.acquire(timeout=5) else 1)
-    assert os.waitpid(child, 0)[1] == 0

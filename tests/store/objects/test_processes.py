@@ -1,4 +1,4 @@
-"""The object tier under threads and processes that read, write, fork and die."""
+"""The object tier under threads and processes that read, write and die."""
 
 import os
 import random
@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ragfuse.store.names import chunk_name
-from tests.store.kit import asked, child, encoded, forked, key, kv, seen_whole
+from tests.store.kit import child, encoded, forked, key, kv, seen_whole
 from tests.store.objects.kit import A, B, hits, layers, objects, opened, weight, weight_of_one
-from tests.store.s3_server import shared
 
 
 @pytest.mark.parametrize("n", [60, pytest.param(600, marks=pytest.mark.slow)])
@@ -113,24 +112,6 @@ def test_a_pin_outlives_the_process_and_binds_the_others(folder):
     first.pin([A], True)
     assert third.delete([A]) == 1
     assert [path.name for path in objects(folder)] == [Path(chunk_name(key("c"))).name]
-
-
-def test_a_tier_goes_on_in_a_forked_process(tier):
-    assert asked(lambda: (tier.read(A, 0) is not None, tier.write(B, *encoded(kv())))) == (True, True)
-    assert set(tier.entries()) == {A, B}
-
-
-def test_a_tier_on_s3_goes_on_in_a_forked_process():
-    tier = shared().tier(shared().new_url())
-    assert tier.write(A, *encoded(kv()))
-
-    def work():
-        with shared().reachable():
-            return tier.read(A, 0) is not None, tier.write(B, *encoded(kv()))
-
-    assert asked(work) == (True, True)
-    assert set(tier.entries([A, B])) == {A, B}
-    assert tier.read(A, 0) is not None
 
 
 @pytest.mark.parametrize("n", [8, pytest.param(100, marks=pytest.mark.slow)])

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
-from weakref import ref
 
 from ragfuse import StoreError
 from ragfuse.types.whole_text import whole_text
@@ -27,8 +26,6 @@ _TABLES = (
 )
 _WAIT_S = 60.0
 """The most seconds that a change waits for another process to finish its own."""
-_PAUSE_S = 5.0
-"""The most seconds that a fork waits for another thread to finish a change."""
 
 Keep = Callable[[str, str, bool, str], bool]
 """A function that returns whether a text is in use, of (document, version, is that the newest version, text)."""
@@ -40,22 +37,7 @@ class Ledger:
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / FILE
         self._memory = sqlite3.connect(":memory:", check_same_thread=False) if folder is None else None
-        self.renew()
-        _follow_forks(self)
-
-    def pause(self) -> None:
-        """Wait for the current change before the process is forked: SQLite allows no open file in a fork."""
-        self._is_paused = self._lock.acquire(timeout=_PAUSE_S)
-
-    def resume(self) -> None:
-        """Allow changes again in the parent process after a fork."""
-        if self._is_paused:
-            self._is_paused = False
-            self._lock.release()
-
-    def renew(self) -> None:
-        """Create a new lock, at the start and in a forked child."""
-        self._lock, self._is_paused = Lock(), False
+        self._lock = Lock()
 
     def note(self, model: str, collection: str, uses: Iterable[tuple[str, str, str]]) -> None:
         """Record that these (document, version, text) are in use, and these versions the newest of their documents."""
@@ -142,23 +124,6 @@ class Ledger:
                 self._path.chmod(0o660)
         with closing(sqlite3.connect(str(self._path), timeout=_WAIT_S, isolation_level=None)) as tables:
             yield tables
-
-
-def _follow_forks(ledger: Ledger) -> None:
-    """Pause a ledger at forks, before the engine's locks are taken, as a change may need these."""
-    weak = ref(ledger)
-
-    def call(method: Callable[[Ledger], None]) -> None:
-        live = weak()
-        if live is not None:
-            method(live)
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=lambda: call(Ledger.pause),
-            after_in_parent=lambda: call(Ledger.resume),
-            after_in_child=lambda: call(Ledger.renew),
-        )
 
 
 def _uses(tables: sqlite3.Connection, model: str, collection: str) -> list[tuple[tuple[str, str, str], bool]]:
