@@ -71,7 +71,8 @@ def _row(model: HFModel, context: int, steps: int, runner: Runner) -> dict[str, 
 
     def theirs(count: int) -> None:
         """Decode by transformers' own `generate`, from its own cache of all tokens but the last."""
-        cache.crop(context - 1 - cache.get_seq_length()) if cache.get_seq_length() >= context else None
+        if cache.get_seq_length() >= context:
+            cache.crop(context - 1 - cache.get_seq_length())
         options = {"max_new_tokens": count, "eos_token_id": None, "do_sample": False, "pad_token_id": 0}
         model.model.generate(inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, **options)
 
@@ -110,7 +111,8 @@ def _vllm(options: DecodeOptions, console: Console) -> dict[int, list[float]]:
         line = [str(python), "-P", str(WORKER), str(folder), dtype, *sizes]  # -P: its folder is no path of modules
         done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise InputError(f"vLLM failed in '{python}': {done.stderr.strip().splitlines()[-1]}")
+        told = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise InputError(f"vLLM failed in '{python}': {told[-1]}")
     return {int(context): seconds for context, seconds in json.loads(done.stdout.splitlines()[-1]).items()}
 
 

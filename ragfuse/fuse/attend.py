@@ -1,9 +1,9 @@
 """Causal attention of a subset of a prompt's rows (the recomputed ones) over the keys of the whole prompt.
 
 Each query row sees exactly the keys at positions up to its own (the released CacheBlend code masks a bottom-right
-triangle instead). On an accelerator all rows go through one kernel with one mask. On a CPU, attention is two matrix
-products with a softmax between them, block by block: queries are sorted, and the keys of a block end at its last query,
-so most masked scores are never computed. A single row always goes through the kernel with its query heads folded.
+triangle instead). On an accelerator all rows go through one kernel. On a CPU, and where the kernel cannot do it,
+attention is two matrix products with a softmax between them, block by block: queries are sorted, and the keys of a
+block end at its last query, so most masked scores are never computed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHIFT_KEYS = 64
 
 
 MANY_KEYS = 512
-"""Keys from which on products are faster than the attention kernel for one row."""
+"""Number of keys from which on products are faster than the attention kernel for one row."""
 
 KV = tuple[Tensor, Tensor]
 """Keys [B, H, n, D] and values [B, H, n, Dv]."""
@@ -83,15 +83,18 @@ class RowMask:
     that compute the same rows share it.
 
     Args:
-        rows: int64 [R], increasing: the prompt rows that are queries.
+        rows: int64 [R], sorted: the prompt rows that are queries; only the last may be repeated, as padding.
         positions: int64 [T], increasing: the position of every key.
         whole: Whether no row is read back to cut blocks by it, which on an accelerator would wait for all its work.
+        causal: How many rows the prompt has if all of them are queries, and with their padding as many as the keys;
+            then no mask is needed. Else 0.
         watch: What is summed in the current layer, if anything.
     """
 
     rows: Tensor
     positions: Tensor
     whole: bool = False
+    causal: int = 0
     watch: Watch | None = None
     _blocks: dict[tuple[int | None, torch.dtype, int, int], list[Block]] = field(default_factory=dict)
     _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
@@ -119,7 +122,7 @@ class RowMask:
         """
         kind = window, dtype, heads, groups
         if kind not in self._blocks:
-            parts = [(lo, hi, clear, keys) for lo, hi, clear, keys in self._cut(dtype, window)]
+            parts = list(self._cut(dtype, window))
             most = max(heads * (hi - lo) * groups * (keys.stop - keys.start) for lo, hi, _, keys in parts)
             scratch = torch.empty(most, dtype=dtype, device=self.rows.device)
             self._blocks[kind] = []
@@ -308,8 +311,7 @@ def _attend_in_buffers(query: Tensor, keys: Tensor, values: Tensor, scaling: flo
     """
     all_keys, all_values = (_buffer(part).flatten(0, 1) for part in (keys, values))
     folded, n_keys = query.flatten(0, 1), keys.shape[2]
-    ends = keys[:, :, :: max(1, n_keys - 1)].flatten(0, 1).transpose(1, 2)
-    largest = torch.bmm(folded, ends).amax(-1, keepdim=True)  # see `_largest`
+    largest = _largest(folded, all_keys[:, :n_keys].transpose(1, 2))
     scores = torch.baddbmm(largest, folded, all_keys.transpose(1, 2), beta=-scaling, alpha=scaling)
     scores[..., n_keys:].fill_(torch.finfo(scores.dtype).min)
     return torch.bmm(_softmax(scores, None), all_values).view(*query.shape[:3], -1)
@@ -319,6 +321,8 @@ def _buffer(rows: Tensor) -> Tensor:
     """Return the buffer [B, H, capacity, D] whose first rows are `rows` [B, H, n, D], or these where there is none."""
     batch, heads, n_rows, width = rows.shape
     capacity = rows.stride(1) // width
+    if rows.storage_offset() % max(1, rows.stride(1)):  # a sliding window: its first row is not the buffer's
+        return rows
     strides = heads * capacity * width, capacity * width, width, 1
     if capacity <= n_rows or (rows.stride() != strides and (batch > 1 or rows.stride()[1:] != strides[1:])):
         return rows
@@ -352,11 +356,13 @@ def attend(
     """
     if not mask.whole or softcap is not None or sinks is not None or mask.watch is not None:
         return _attend_products(query, keys, values, mask, scaling, window, softcap, sinks)
-    causal = query.shape[2] == keys.shape[2] and window is None
-    hidden = None if causal else mask.dense(query.dtype, window)
+    n_rows = mask.causal if window is None else 0
+    hidden = None if n_rows else mask.dense(query.dtype, window)
     done = scaled_dot_product_attention(
-        query, keys, values, attn_mask=hidden, is_causal=causal, scale=scaling, enable_gqa=True
+        query, keys, values, attn_mask=hidden, is_causal=n_rows > 0, scale=scaling, enable_gqa=True
     )
+    if 0 < n_rows < query.shape[2]:
+        done[:, :, n_rows:] = done[:, :, n_rows - 1 : n_rows]  # padding repeats the last row, and saw what is behind it
     return done.transpose(1, 2)
 
 
@@ -382,13 +388,15 @@ def _attend_products(
     folded = query.reshape(heads, groups, n_rows, -1).transpose(1, 2).reshape(heads, n_rows * groups, -1).to(dtype)
     keys, values = keys[0].to(dtype).transpose(1, 2), values[0]
     out = values.new_empty(heads, n_rows * groups, values.shape[-1])
-    earlier = keys[:, :, : max(1, blocks[0].clear)]
-    shift, beta = (folded, 0.0) if is_exact else (_largest(folded, earlier), -scaling)  # beta 0: nothing is added
     sizes = [(block.hi - block.lo) * groups for block in blocks]
-    parts = ((part,) if len(sizes) == 1 else torch.split(part, sizes, 1) for part in (folded, shift, out))
-    for block, part, shifts, done in zip(blocks, *parts, strict=True):
+    parts = ((part,) if len(sizes) == 1 else torch.split(part, sizes, 1) for part in (folded, out))
+    for block, part, done in zip(blocks, *parts, strict=True):
         scores = block.scores
-        torch.baddbmm(shifts[..., :1], part, keys[:, :, block.keys], beta=beta, alpha=scaling, out=scores)
+        # A beta of 0 adds nothing, whatever `part` holds.
+        shift, beta = part[..., :1], 0.0
+        if not is_exact:
+            shift, beta = _largest(part, keys[:, :, : max(1, block.clear)]), -scaling
+        torch.baddbmm(shift, part, keys[:, :, block.keys], beta=beta, alpha=scaling, out=scores)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         block.tail.add_(block.hidden)

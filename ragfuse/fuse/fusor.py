@@ -82,6 +82,8 @@ class Buffers:
         at_once_nbytes: Most bytes of keys that `open` copies at once, of as many layers as are ready; always at least
             one layer.
         padding: Rows behind the prompt that `get` returns, too, so that few different shapes occur.
+        windows: Sliding window of each layer. Layers with and without one lie apart, as only these are shared between
+            prompts (`hf/common.py`), which shall free them.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class Buffers:
         room: int = 0,
         at_once_nbytes: int = 0,
         padding: int = 0,
+        windows: Sequence[int | None] = (),
     ) -> None:
+        self._is_windowed = [window is not None for window in windows] or [False] * len(rope)
         self.n_tokens, self.n_keys = n_tokens, n_tokens + padding
         self.keys: list[Tensor | None] = [None] * len(rope)
         self.values: list[Tensor | None] = [None] * len(rope)
@@ -118,7 +122,8 @@ class Buffers:
         found = [self._read(layer)]
         for follows in range(layer + 1, min(len(self), layer + self._at_once(found[0]))):
             found.append(self._read(follows))
-        for at, alike in _alike(found, self._rope[layer : layer + len(found)]):
+        layers = slice(layer, layer + len(found))
+        for at, alike in _alike(found, list(zip(self._rope[layers], self._is_windowed[layers], strict=True))):
             self._copy(layer + at, alike)
 
     def _read(self, layer: int) -> list[LayerKV]:
@@ -230,20 +235,20 @@ class Buffers:
 
 
 def _alike(
-    found: Sequence[Sequence[LayerKV]], rope: Sequence[RopeLayout | None]
+    found: Sequence[Sequence[LayerKV]], kinds: Sequence[object]
 ) -> Iterator[tuple[int, Sequence[Sequence[LayerKV]]]]:
-    """Cut consecutive layers where shape, dtype or rotation change; yield each part with the index of its first layer.
+    """Cut consecutive layers where shape, dtype or kind change; yield each part with the index of its first layer.
 
     Args:
         found: By layer, every run's KV.
-        rope: The rotation of each layer.
+        kinds: What else must be alike of each layer.
     """
-    kinds = [
-        (layout, *((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in layer))
-        for layer, layout in zip(found, rope, strict=True)
+    each = [
+        (kind, *((kv.keys.shape, kv.values.shape, kv.keys.dtype, kv.values.dtype) for kv in layer))
+        for layer, kind in zip(found, kinds, strict=True)
     ]
     first = 0
-    for _, alike in groupby(kinds):
+    for _, alike in groupby(each):
         end = first + len(list(alike))
         yield first, found[first:end]
         first = end
@@ -391,7 +396,7 @@ class Fusion:
         return torch.searchsorted(before, self.rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] that a layer computed for `rows`, and return the layer's whole KV [1, H, T, D]."""
+        """Store the KV [1, H, R, D] that a layer computed for `rows`, and return what `Buffers.get` does."""
         if self._is_thinned(layer + 1):
             self._deviation = self._measure(layer, keys, values)
         self.buffers.write(layer, self.rows, keys, values)
@@ -406,7 +411,9 @@ class Fusion:
     def mask(self) -> RowMask:
         """Return the attention mask of the current rows; layers that compute the same rows share it."""
         if self._mask is None:
-            self._mask = RowMask(self.rows, self._key_positions, self.pads)
+            n_tokens = self.buffers.n_tokens
+            is_all = len(self.rows) == self.buffers.n_keys and len(self.rows) - self.n_padding == n_tokens
+            self._mask = RowMask(self.rows, self._key_positions, self.pads, n_tokens if is_all else 0)
         return self._mask
 
     @property

@@ -25,7 +25,7 @@ class KVReceiver(Protocol):
     """A receiver of the KV that each layer computes during a fused prefill."""
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the KV [1, H, R, D] of the rows in flight, and return the layer's whole KV [1, H, T, D]."""
+        """Store the KV [1, H, R, D] of the rows in flight, and return what attention sees of the layer's KV."""
         ...
 
 
@@ -229,11 +229,6 @@ class RowCache(Cache):
         """Take over the tensors of a transformers cache, without a copy."""
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.fill(source.keys, source.values, source.keys.shape[2])
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether some of its rows are stored outside its buffers."""
-        return any(layer.common for layer in self.layers)
 
     @property
     def length(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -38,7 +39,8 @@ log = logging.getLogger("ragfuse.hf")
 PATIENCE_S = 0.02
 """Seconds that a shared step waits for a request that is choosing its token; most take less."""
 FAILURES = 3
-"""Number of steps that failed together but not one by one, after which this model's steps are no longer shared."""
+"""Number of steps that failed together but not one by one, after which this model's steps are no longer shared. As many
+steps of single requests that failed with ragfuse's attention alone end its use for these."""
 NEEDED = frozenset({"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "return_dict"})
 HARMLESS = frozenset({"logits_to_keep"})
 """Arguments of a forward that can be shared, with `NEEDED`; a step with any other argument set runs alone."""
@@ -113,7 +115,7 @@ class Batcher:
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
         self.steps, self.rows, self.patience_s = 0, 0, PATIENCE_S
         self._model, self._lock = model, lock
-        self._failures, self._pads = 0, False
+        self._failures, self._pads = Counter[bool](), False  # by whether a request was alone
         self._since_s = self._took_s = 0.0
         self._changed = threading.Condition()
         self._members: set[Member] = set()
@@ -174,7 +176,7 @@ class Batcher:
     def _post(self, step: Step) -> bool:
         """Post a step to be run with others; return False if there are no others or sharing has failed too often."""
         with self._changed:
-            if len(self._members) == 1 or self._failures >= FAILURES:
+            if len(self._members) == 1 or self._failures[False] >= FAILURES:
                 return False
             if not self._posted:
                 self._since_s = time.perf_counter()
@@ -234,14 +236,16 @@ class Batcher:
         """Run steps, several of them together; if that fails, run them one by one."""
         with torch.no_grad(), self._model._optimize_model_for_decode():
             first = steps[0].member
-            if len(steps) == 1 and (self._pads or first.wiring is None or self._failures >= FAILURES):
+            is_alone = len(steps) == 1
+            if is_alone and (self._pads or first.wiring is None or self._failures[True] >= FAILURES):
                 steps[0].run()
                 return
             try:
                 self._share(steps)
             except Exception as error:
                 log.warning(
-                    "Decoding %d requests together failed; this step is repeated one by one, which is slower: %s",
+                    "A decoding step of %d requests failed with ragfuse's attention. It is repeated with the model's "
+                    "own, one by one, which is slower: %s",
                     len(steps),
                     error,
                 )
@@ -249,7 +253,7 @@ class Batcher:
                 _reset_lengths(steps)
                 for step in steps:
                     step.run()
-                self._failures += all(step.error is None for step in steps)
+                self._failures[is_alone] += all(step.error is None for step in steps)
 
     def _share(self, steps: Sequence[Step]) -> None:
         ragged = Ragged([step.ids.shape[0] for step in steps])
@@ -261,7 +265,8 @@ class Batcher:
             logits = self._logits(steps, ragged)
         for step, some in zip(steps, torch.split(logits, ragged.sizes), strict=True):
             step.output = CausalLMOutputWithPast(logits=some, past_key_values=step.member.cache)
-        self.steps, self.rows = self.steps + (len(steps) > 1), self.rows + sum(ragged.sizes) * (len(steps) > 1)
+        if len(steps) > 1:
+            self.steps, self.rows = self.steps + 1, self.rows + sum(ragged.sizes)
 
     def _logits(self, steps: Sequence[Step], ragged: Ragged) -> Tensor:
         """Run one forward over all steps and return its logits [sum B, 1, V]."""

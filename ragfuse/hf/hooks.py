@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,8 +134,7 @@ class FusedPrefill:
         self.cache = RowCache(len(wiring.layers), receiver=self)
         self._capture = False
         self._done = False
-        self._asks: Tensor | None = None
-        self._paid: Tensor | None = None
+        self._looks: tuple[Tensor, Tensor] | None = None  # 1 for each row that asks, and the attention paid to each
         self._biases = dict[str, Tensor]()
         self._narrowed = dict[int, tuple[Any, Tensor, Any]]()
 
@@ -167,17 +166,19 @@ class FusedPrefill:
         if self.wiring.mode != "rows":
             return None
         fusion, device = self.fusion, token_ids.device
+        computed = question_rows[~fusion.places.cached[question_rows]]
         asks = torch.zeros(token_ids.shape[1])
-        asks[question_rows[-WATCHED_ROWS:]] = 1.0
-        asks[fusion.places.cached] = 0.0
-        asks[-1] += not bool(asks.any())
-        self._asks, self._paid = asks.to(device), torch.zeros(fusion.buffers.n_keys, device=device)
-        with suppress(_Seen):
+        asks[computed[-WATCHED_ROWS:] if len(computed) else -1] = 1.0
+        paid = torch.zeros(fusion.buffers.n_keys, device=device)
+        self._looks = asks.to(device), paid
+        try:
             self.run(token_ids)
-        return self._paid[: token_ids.shape[1]]
+        except _Seen:
+            return paid[: token_ids.shape[1]]
+        raise RuntimeError("A layer ran without calling our attention function.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's KV [1, H, R, D] of the rows in flight; called by the cache. Return the whole [1, H, T, D]."""
+        """Store a layer's KV [1, H, R, D] of the rows in flight; called by the cache. Return what attention sees."""
         if self._capture:
             raise _Captured(keys, values)
         if self._done:
@@ -199,26 +200,24 @@ class FusedPrefill:
             fusion.write(layer, *self._only_kv(layer, module, inputs))
             inputs = inputs.narrowed(fusion.keep_last())
             self._done = True
-        if self._paid is not None:
-            self._watch(layer, self._paid)
+        if self._looks is not None:
+            self._watch(layer, *self._looks)
         return inputs.args, self._arguments(layer, inputs)
 
-    def _watch(self, layer: int, paid: Tensor) -> None:
-        """Have the layer's attention added to `paid` if it is one of those that are watched."""
+    def _watch(self, layer: int, asks: Tensor, paid: Tensor) -> None:
+        """Have the layer's attention added to `paid` if it is one of those that are watched.
+
+        Where only the last row is computed, as in the last layer, it asks.
+        """
         mask, watched = self.fusion.mask(), watched_layers(len(self.wiring.layers))
         if layer not in watched:
             return
         if mask.watch is None:
-            mask.watch = Watch(self._asking(mask.rows), paid)
+            n_rows = len(mask.rows)
+            weight = asks.index_select(0, mask.rows) if n_rows > 1 else asks.new_ones(1)
+            weight[n_rows - self.fusion.n_padding :] = 0.0
+            mask.watch = Watch(weight, paid)
         mask.watch.ends = layer == watched[-1]
-
-    def _asking(self, rows: Tensor) -> Tensor:
-        """Return 1 for the rows that ask and 0 for others, float32 [R]. Where only the last is computed, it asks."""
-        if len(rows) == 1 or self._asks is None:
-            return torch.ones(len(rows), device=rows.device)
-        asks = self._asks.index_select(0, rows)
-        asks[len(rows) - self.fusion.n_padding :] = 0.0
-        return asks
 
     def _arguments(self, layer: int, inputs: _Inputs) -> dict[str, Any]:
         """Return the layer's keyword arguments for the current rows."""

@@ -42,7 +42,7 @@ __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
-"""Most bytes of cached keys that are copied into a prompt's buffers and rotated at once: what a CPU's cache holds."""
+"""Most bytes of cached keys that are copied into a prompt's buffers and rotated at once; less for a CPU's cache."""
 CONTEXTS = 2
 """Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same prefix."""
 ENCODE_STEP_TOKENS = 128
@@ -356,6 +356,7 @@ class HFModel:
             SPARE_ROWS,
             AT_ONCE_NBYTES if pads else AT_ONCE_ON_CPU_NBYTES,
             padding,
+            profile.windows,
         )
         places = Places.of(runs, n_tokens, self.device)
         n_candidates = len(places.candidates)
@@ -371,6 +372,8 @@ class HFModel:
             fusion = Fusion(buffers, positions, places, chosen, ratio, score, pads)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # so that what is timed is the work, not its start
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen, fusion.mean_ratio)
 
     def _nearness(self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]) -> Tensor:

@@ -164,7 +164,7 @@ def test_a_mask_serves_layers_with_and_without_a_window() -> None:
 def test_chosen_queries_are_watched_over_the_keys_that_they_see(window: int | None, whole: bool) -> None:
     given_case = case([1, 5, 8], list(range(9)))
     watch = Watch(torch.tensor([0.0, 1.0, 1.0]), torch.zeros(9))
-    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions), whole, watch)
+    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions), whole, watch=watch)
     agree(
         attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[0],
         given_case.wanted(window=window),

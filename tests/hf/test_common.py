@@ -81,7 +81,7 @@ def test_all_rows_are_where_they_were(model: HFModel) -> None:
             assert all(
                 torch.equal(a, b) for pair in zip(found, wanted, strict=True) for a, b in zip(*pair, strict=True)
             )
-    assert all(prefill.cache.is_apart for prefill in each)
+    assert all(any(layer.common for layer in prefill.cache.layers) for prefill in each)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"])
@@ -144,7 +144,7 @@ def test_what_is_short_stays_where_it_is(model: HFModel) -> None:
     common = SharedKV()
     common.share(prefill.cache, [SharedSpan(3, 3 + MIN_SHARED_ROWS - 1, "short")], [None] * model.n_layers)
     assert len(common) == 0
-    assert not prefill.cache.is_apart
+    assert not any(layer.common for layer in prefill.cache.layers)
 
 
 def test_layers_that_see_a_window_alone_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:

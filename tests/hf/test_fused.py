@@ -33,6 +33,23 @@ def test_every_policy_agrees_with_its_twin(policy: str, ratio: float, accelerate
     agrees_with_its_twin(kit.usual(seed=4), policy, ratio, accelerated)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kinds"),
+    [
+        ([7, 30, 35, 6], ["prefix", "chunk", "chunk", "fresh"]),
+        ([1], ["fresh"]),
+        ([20], ["fresh"]),
+        ([40, 31], ["chunk", "fresh"]),
+    ],
+    ids=["a short prefix", "one token", "nothing cached", "padding of rows and keys alike"],
+)
+@pytest.mark.parametrize("policy", ["hkvd", "full"])
+def test_padded_shapes_that_happen_to_be_alike_agree_with_their_twin(
+    sizes: list[int], kinds: list[str], policy: str
+) -> None:
+    agrees_with_its_twin(kit.scene(sizes, kinds), policy, 1.0 if policy == "full" else 0.3, accelerated=True)
+
+
 @pytest.mark.parametrize("policy", ["hkvd", "query"])
 def test_positions_may_have_gaps(policy: str) -> None:
     scene = kit.scene([5, 12, 14, 6], ["prefix", "chunk", "chunk", "fresh"], gaps=[0, 3, 50, 9])
