@@ -12,9 +12,9 @@ from typing import Any
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
-from ragfuse.engine.options import ends_of, is_sampled, is_single
+from ragfuse.engine.options import ends_of, is_single
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, check, is_installed
+from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, GrammarProcessor, check, is_installed
 from ragfuse.hf.handover import resolve_option, stop_strings_of
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
@@ -187,7 +187,7 @@ class ConstraintCompiler:
         rules = calls.text_rules(grammars.literal, tags)
         if not rules:
             return plain
-        return replace(plain, grammars=grammars, grammar=Grammar.lark(rules), is_text=True)
+        return replace(plain, grammars=grammars, grammar=Grammar.lark(rules))
 
     def template(self, model: HFModel) -> ChatTemplate:
         """Return the properties of the model's chat template, read once."""
@@ -234,7 +234,6 @@ class OutputConstraints:
         schemas: JSON schemas of the tools' arguments, by tool name.
         thoughts: The tags around reasoning; None where the model writes none.
         is_thinking: Whether the prompt ends inside reasoning that it opened.
-        is_text: Whether the grammar only keeps the markup of calls out of free text, which may end anywhere.
     """
 
     ask: Ask
@@ -246,7 +245,6 @@ class OutputConstraints:
     schemas: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     thoughts: Thoughts | None = None
     is_thinking: bool = False
-    is_text: bool = False
 
     def for_prompt(self, token_ids: Sequence[int], is_chat: bool) -> OutputConstraints:
         """Return the constraints of the answers to a prompt.
@@ -276,9 +274,7 @@ class OutputConstraints:
                 raise InputError(
                     "Tools and grammars cannot be used with beam search, found num_beams above 1. Leave out num_beams."
                 )
-            exits = self.calls.exits if self.calls is not None else ()
-            limit, is_drawn = options.get("max_new_tokens"), is_sampled(options, self.model)
-            processors.append(self.grammars.processor(self.grammar, limit, is_drawn, exits))
+            processors.append(GrammarProcessor(self.grammars, self.grammar))
         supported = {name: value for name, value in options.items() if name not in RAGFUSE_OPTIONS}
         if stops := options.get("stop_token_ids"):
             _check_ids("stop_token_ids", stops, self.model)
@@ -332,8 +328,6 @@ class OutputConstraints:
         has_time_limit = bool(resolve_option("max_time", options, self.model))
         is_short = len(token_ids) < options.get("max_new_tokens", 0) and not has_time_limit
         over = draft.over or is_short
-        if self.grammars is not None and self.grammar is not None and not (over or self.is_text):
-            over = (bool(calls) or self.calls is None) and self.grammars.is_whole(self.grammar, token_ids)
         reason: Ended = "stop" if over and (calls or not self.must_call) else "length"
         reason = "tool_calls" if calls and reason == "stop" else reason
         return Answer(draft.text, token_ids, reason, trace, calls, draft.reasoning)

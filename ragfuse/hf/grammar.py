@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
-from ragfuse.hf.endless_schema import endless_reference
-from ragfuse.hf.shortest_end import OUTSIDE, ShortestEnd, allowed_by
 from ragfuse.types.grammar import Grammar
 
 LLMatcher = Any
@@ -32,7 +32,7 @@ CACHED_GRAMMARS = 64
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
-    """Raise InputError, with the reason, for a grammar that cannot be compiled or met; needs no model."""
+    """Raise InputError, with the reason, for a grammar that cannot be compiled; needs no model."""
     _require()
     from llguidance import LLMatcher
 
@@ -42,11 +42,6 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
         found = str(error)
     if found:
         raise InputError(f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove what is named above.")
-    if grammar.kind == "json" and (name := endless_reference(grammar.source)) is not None:
-        raise InputError(
-            f"{what} cannot be met: all that '{name:.80}' allows holds itself again, so its JSON never ends.\n"
-            "Leave the property that refers to it out of 'required', or allow null beside it."
-        )
 
 
 class GrammarCompiler:
@@ -60,10 +55,9 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> None:
         self.tokens = tokens_of(tokenizer, n_tokens, ends)
-        self.ends, self.n_tokens = tuple(ends), n_tokens
+        self.ends = tuple(ends)
         self._lock = threading.Lock()
         self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
-        self._shortest_end: ShortestEnd | None = None
         every = tokenizer.added_tokens_decoder
         added = {str(token): id for id, token in every.items()}
         self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
@@ -71,7 +65,7 @@ class GrammarCompiler:
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled or met."""
+        """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled."""
         with self._lock:
             made = self._compiled.pop(grammar, None)
             if made is not None:
@@ -90,41 +84,7 @@ class GrammarCompiler:
         made = LLMatcher(self.tokens, _source(grammar), log_level=0)
         if made.is_error():
             raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}\nCorrect or simplify it.")
-        begun = made.deep_copy()
-        begun.consume_tokens(begun.compute_ff_tokens())  # what all of its texts begin with
-        if not begun.is_stopped():
-            begun.compute_bitmask()
-        if begun.is_error():
-            raise InputError(
-                f"The grammar cannot be met: no text of it ends ({_reason(begun)}).\n"
-                "Give each rule and schema that refers to itself another choice, which does not."
-            )
         return made
-
-    def is_whole(self, grammar: Grammar, ids: Sequence[int]) -> bool:
-        """Whether these ids are a complete text of the grammar."""
-        matcher = self.matcher(grammar)
-        return bool(matcher.consume_tokens(list(ids)) and matcher.is_accepting())
-
-    def processor(
-        self, grammar: Grammar, limit: int | None = None, is_sampled: bool = False, exits: Sequence[str] = ()
-    ) -> GrammarProcessor:
-        """Return a logits processor that holds every sequence of one `generate` call to a grammar.
-
-        Args:
-            grammar: The grammar.
-            limit: The most new tokens; None: no limit.
-            is_sampled: Whether tokens are sampled, not chosen greedily.
-            exits: Texts that end free text in the grammar that neither quotes nor brackets end.
-        """
-        return GrammarProcessor(self, grammar, limit, is_sampled, [self.tokens.tokenize_str(text) for text in exits])
-
-    def shortest_end(self) -> ShortestEnd:
-        """Return the search for short completions over this tokenizer, made once."""
-        with self._lock:
-            if self._shortest_end is None:
-                self._shortest_end = ShortestEnd(self.tokens, min(self.n_tokens, self.tokens.vocab_size))
-            return self._shortest_end
 
     def literal(self, text: str) -> str:
         """Return a text as a Lark literal, with special tokens written by their ids."""
@@ -132,132 +92,60 @@ class GrammarCompiler:
         return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
 
 
-class _Row:
-    """One sequence: its matcher, and the tokens of a short completion if one is known."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher, self.within = matcher, OUTSIDE
-        self.completion: list[int] | None = None
-        self.completions: dict[int, list[int]] = {}  # by next token, the rest of a completion after it
-        self.is_over = False  # an end token came; what follows it is padding
-
-
 class GrammarProcessor(LogitsProcessor):
-    """A logits processor that allows only tokens of a grammar, and an end token only when the text is complete.
+    """Holds every sequence of one `generate` call to a grammar: an end token comes only when the text is complete."""
 
-    Near the token limit it allows only tokens from which the text can still be completed in time: some of the most
-    likely tokens, else the next token of the shortest known completion.
-    """
-
-    def __init__(
-        self,
-        grammars: GrammarCompiler,
-        grammar: Grammar,
-        limit: int | None,
-        is_sampled: bool,
-        exits: Sequence[Sequence[int]] = (),
-    ) -> None:
-        self._grammars, self._grammar, self._limit, self._exits = grammars, grammar, limit, exits
-        self._likely = 12 if is_sampled else 1
-        self._rows: list[_Row] = []
-        self._from = self._seen = self._near = 0
-        self._is_hard = False
+    def __init__(self, grammars: GrammarCompiler, grammar: Grammar) -> None:
+        self._grammars, self._grammar = grammars, grammar
+        self._matchers: list[LLMatcher] = []  # one for each row
+        self._over: set[int] = set()  # rows that an end token came in; what follows it is padding
+        self._seen = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores [B, V] with all tokens that are not allowed set to -inf."""
-        if not self._rows:
-            self._begin(*input_ids.shape)
-        new_ids = input_ids[:, self._seen :].tolist()
-        self._seen = input_ids.shape[1]
-        for row, ids in zip(self._rows, new_ids, strict=True):
+        if not self._matchers:
+            self._seen = input_ids.shape[1]
+            self._matchers = [self._grammars.matcher(self._grammar) for _ in input_ids]
+        for row, ids in enumerate(input_ids[:, self._seen :].tolist()):
             self._advance(row, ids)
-        n_left = None if self._limit is None else self._limit - (self._seen - self._from)
-        masked = [self._masked(row, line, n_left) for row, line in zip(self._rows, scores, strict=True)]
-        return torch.stack(masked)
+        self._seen = input_ids.shape[1]
+        return torch.stack([self._masked(row, line) for row, line in enumerate(scores)])
 
-    def _begin(self, n_rows: int, n_tokens: int) -> None:
-        self._from = self._seen = n_tokens
-        self._rows = [_Row(self._grammars.matcher(self._grammar)) for _ in range(n_rows)]
-        if self._limit is not None:
-            row, shortest_end = self._rows[0], self._grammars.shortest_end()
-            completion = shortest_end.greedy(row.matcher, row.within, self._limit, self._exits)
-            self._near = NEAR + 2 * len(completion) if completion is not None else 0
-            if completion is None:
-                completion = shortest_end.search(row.matcher, row.within, self._limit)
-                self._near, self._is_hard = SLACK + 2 * len(completion) if completion is not None else 0, True
-            for row in self._rows:
-                row.completion = completion
-
-    def _advance(self, row: _Row, tokens: Sequence[int]) -> None:
+    def _advance(self, row: int, tokens: Sequence[int]) -> None:
         """Advance a sequence by the tokens written since the last call."""
         for token in tokens:
-            row.is_over = row.is_over or token in self._grammars.ends
-            if row.is_over or row.matcher.is_stopped():
-                continue
-            row.matcher.consume_token(token)
-            if self._limit is not None:
-                row.within = row.within.after(self._grammars.shortest_end().text(token))
-                ahead = row.completion[1:] if row.completion and row.completion[0] == token else None
-                row.completion = row.completions.get(token, ahead)
-        row.completions = {}
+            if token in self._grammars.ends:
+                self._over.add(row)
+            if row not in self._over and not self._matchers[row].is_stopped():
+                self._matchers[row].consume_token(token)
 
-    def _masked(self, row: _Row, scores: Tensor, n_left: int | None) -> Tensor:
-        """Mask the scores [V] of one sequence; left: tokens until the limit."""
-        n_tokens = len(scores)
-        if row.matcher.is_stopped():
+    def _masked(self, row: int, scores: Tensor) -> Tensor:
+        """Mask the scores [V] of one sequence."""
+        matcher, n_tokens = self._matchers[row], len(scores)
+        if matcher.is_stopped():
             allowed = torch.zeros(n_tokens, dtype=torch.bool)
             allowed[list(self._grammars.ends)] = True
         else:
-            allowed = torch.from_numpy(allowed_by(row.matcher, n_tokens))
-        if row.matcher.is_error() and not row.is_over:
+            allowed = torch.from_numpy(_allowed(matcher, n_tokens))
+        if matcher.is_error() and row not in self._over:
             raise InputError(
                 f"The answer cannot go on as its grammar wants: no text of it goes on like this, or none that ends "
-                f"({_reason(row.matcher)}). Simplify the grammar, above all what refers to itself.",
+                f"({_reason(matcher)}). Simplify the grammar, above all what refers to itself.",
                 "grammar",
             )
         allowed = allowed.to(scores.device)
         masked = scores.masked_fill(~allowed, float("-inf"))
         if bool(masked.isneginf().all()):  # forbidden from elsewhere: the grammar comes first
             masked = torch.where(allowed, torch.zeros_like(masked), masked)
-        if n_left is None or n_left > self._near or row.matcher.is_stopped():
-            return masked
-        return self._steered(row, masked, n_left)
-
-    def _steered(self, row: _Row, masked: Tensor, n_left: int) -> Tensor:
-        """Allow only tokens after which the text can still be completed within the limit."""
-        shortest_end = self._grammars.shortest_end()
-        if row.completion is None:
-            here = row.matcher, row.within, n_left
-            row.completion = shortest_end.search(*here) if self._is_hard else shortest_end.greedy(*here, self._exits)
-        if row.completion is None or (self._is_hard and len(row.completion) + SLACK < n_left):
-            return masked
-        if self._is_hard:
-            return _only(masked, row.completion[:1] or list(self._grammars.ends))
-        for token in masked.topk(min(self._likely + 3, len(masked))).indices.tolist():
-            if masked[token].isneginf() or (self._likely == 1 and row.completions):
-                break
-            then = row.matcher.deep_copy()
-            if token in self._grammars.ends:
-                row.completions[token] = []
-            elif then.consume_token(token):
-                completion = shortest_end.greedy(
-                    then, row.within.after(shortest_end.text(token)), n_left - 1, self._exits
-                )
-                row.completions.update({token: completion} if completion is not None else {})
-        return _only(masked, list(row.completions) or row.completion[:1])
+        return masked
 
 
-def _only(scores: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Return the scores with all but these tokens set to -inf; 0 for these where all are forbidden elsewhere."""
-    only, some = torch.full_like(scores, float("-inf")), list(tokens)
-    only[some] = torch.zeros_like(scores[some]) if bool(scores[some].isneginf().all()) else scores[some]
-    return only
-
-
-NEAR = 128
-"""Completion is enforced when fewer tokens than this, plus twice the shortest answer, are left before the limit."""
-SLACK = 12
-"""Spare tokens for a completion that took a long search, which is not repeated after every token."""
+def _allowed(matcher: LLMatcher, n_tokens: int) -> NDArray[np.bool_]:
+    """Return which tokens may come next, bool [V]; ids beyond the tokenizer's never may."""
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    allowed = np.zeros(n_tokens, dtype=np.bool_)
+    allowed[: min(len(bits), n_tokens)] = bits[:n_tokens]
+    return allowed
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> LLTokenizer:

@@ -112,11 +112,6 @@ class CallFormat:
         pairs = (self.pairs.before, self.pairs.between, self.pairs.after) if self.pairs is not None else ()
         return (self.lead, self.head, *self.inner, self.again or "", self.tail, *pairs)
 
-    @property
-    def exits(self) -> tuple[str, ...]:
-        """The texts that end a call and an argument, if arguments are not JSON."""
-        return () if self.pairs is None else (self.tail, self.pairs.after)
-
     def opens(self, text: str, lo: int = 0, seen: int = 0) -> int:
         """Return where the first call in text[lo:] begins, with the white space before it; -1 if there is none.
 

@@ -12,7 +12,7 @@ from ragfuse.errors import InputError
 
 @dataclass(frozen=True)
 class Grammar:
-    """A grammar that the whole answer must match. Make one with `json`, `regex`, `choice` or `lark`.
+    """A grammar that an answer must follow, token by token. Make one with `json`, `regex`, `choice` or `lark`.
 
     Args:
         kind: How `source` is read.

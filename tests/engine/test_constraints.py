@@ -1,6 +1,7 @@
 """Tools and grammars through an engine: what is asked for holds, on random weights and on the embedded model."""
 
 import json
+import re
 
 import jsonschema
 import pytest
@@ -13,31 +14,37 @@ from ragfuse import Ask, ChatMessage, Engine, Grammar, InputError, Settings, Set
 
 TWO = {
     "type": "object",
-    "properties": {"title": {"type": "string"}, "body": {"type": "string"}},
+    "properties": {"title": {"type": "string", "maxLength": 8}, "body": {"type": "string", "maxLength": 8}},
     "required": ["title", "body"],
 }
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+NEST = {"type": "object", "properties": {"n": DIGIT, "next": {"$ref": "#"}}, "required": ["n", "next"]}
 TREE = {
     "$ref": "#/$defs/node",
     "$defs": {
         "node": {
             "type": "object",
             "properties": {
-                "name": {"type": "string"},
-                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+                "name": {"type": "string", "maxLength": 8},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/leaf"}, "maxItems": 2},
             },
             "required": ["name", "children"],
-        }
+        },
+        "leaf": {"type": "object", "properties": {"size": DIGIT}, "required": ["size"]},
     },
 }
 MAIL = {
     "type": "object",
-    "properties": {"mail": {"type": "string", "pattern": "^[a-z]+@[a-z]+\\.org$"}},
+    "properties": {"mail": {"type": "string", "pattern": "^[a-z]{1,8}@[a-z]{1,8}\\.org$"}},
     "required": ["mail"],
 }
 
 
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+
+
 def tool(name="weather", parameters=None, **more):
-    parameters = parameters or {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    parameters = parameters or CITY
     return {"type": "function", "function": {"name": name, "description": "D.", "parameters": parameters, **more}}
 
 
@@ -67,18 +74,16 @@ def fits(text, schema):
 
 @pytest.mark.parametrize("options", [{}, WARM], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("schema", [TWO, TREE, MAIL], ids=["two", "tree", "mail"])
-def test_random_weights_write_json_in_time(random_engine, schema, options):
-    for limit in (40, 90):
-        answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(schema), max_tokens=limit, options=options))
-        assert fits(answer.text, schema)
-        assert answer.finish_reason == "stop"
-        assert len(answer.token_ids) <= limit
+def test_random_weights_write_json_of_a_schema(random_engine, schema, options):
+    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(schema), max_tokens=400, options=options))
+    assert fits(answer.text, schema)
+    assert answer.finish_reason == "stop"
 
 
 @pytest.mark.embedded
-def test_the_embedded_model_writes_json_in_time(small_engine):
+def test_the_embedded_model_writes_json_of_a_schema(small_engine):
     for schema, options in ((TWO, {}), (TWO, WARM), (TREE, {}), (TREE, WARM)):
-        ask = Ask(grammar=Grammar.json(schema), max_tokens=60, options=options, seed=3)
+        ask = Ask(grammar=Grammar.json(schema), max_tokens=200, options=options, seed=3)
         answer = small_engine.answer([("user", "Write a long story of Rome.")], ask)
         assert fits(answer.text, schema)
         assert answer.finish_reason == "stop"
@@ -87,16 +92,25 @@ def test_the_embedded_model_writes_json_in_time(small_engine):
 def test_too_few_tokens_are_told_by_the_length(random_engine):
     answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(TWO), max_tokens=5))
     assert answer.finish_reason == "length"
-    assert '{"title": "", "body": ""}'.startswith(answer.text[:5])
+    assert answer.text == '{"tit'
 
 
-SCALARS = st.sampled_from([{"type": kind} for kind in ("string", "integer", "boolean", "null", "number")])
+def test_an_answer_whose_grammar_never_ends_is_cut_at_its_limit(random_engine):
+    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(NEST), max_tokens=30))
+    assert (len(answer.token_ids), answer.finish_reason) == (30, "length")
+    assert re.fullmatch(r'(\{"n": [0-9], "next": )+.*', answer.text)
+
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+SCALARS = st.sampled_from([{"type": "string", "maxLength": 6}, NUMBER, {"type": "boolean"}, {"type": "null"}])
 SCHEMAS = st.recursive(
     st.one_of(
         SCALARS, st.lists(st.sampled_from(["a", "b c", "é"]), min_size=1, unique=True).map(lambda e: {"enum": e})
     ),
     lambda inner: st.one_of(
-        st.tuples(inner, st.integers(0, 2)).map(lambda t: {"type": "array", "items": t[0], "minItems": t[1]}),
+        st.tuples(inner, st.integers(0, 2)).map(
+            lambda t: {"type": "array", "items": t[0], "minItems": t[1], "maxItems": 2}
+        ),
         st.dictionaries(st.sampled_from(["k", "name", "x y"]), inner, max_size=2).map(
             lambda p: {"type": "object", "properties": p, "required": sorted(p)[:1]}
         ),
@@ -108,14 +122,13 @@ SCHEMAS = st.recursive(
 @hypothesis(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SCHEMAS, st.booleans())
 def test_whatever_the_schema_an_answer_that_is_whole_fits_it(random_engine, schema, is_drawn):
-    ask = Ask(grammar=Grammar.json(schema), max_tokens=70, options=WARM if is_drawn else {})
+    ask = Ask(grammar=Grammar.json(schema), max_tokens=400, options=WARM if is_drawn else {})
     answer = random_engine.answer("Write.", ask)
-    assert answer.finish_reason == "stop"
-    assert fits(answer.text, schema)
+    assert answer.finish_reason == "length" or fits(answer.text, schema)
 
 
 def test_rows_of_a_batch_follow_the_grammar_each_by_itself(random_engine):
-    ask = Ask(grammar=Grammar.json(TWO), max_tokens=60)
+    ask = Ask(grammar=Grammar.json(TWO), max_tokens=150)
     texts = ["Write.", "Write a longer one, please.", "Hm"]
     together = random_engine.batch(texts, ask)
     assert [answer.text for answer in together] == [random_engine.answer(text, ask).text for text in texts]
@@ -135,12 +148,12 @@ def test_choices_patterns_and_rules_hold(random_engine):
 
 
 def test_stop_strings_do_not_cut_what_a_grammar_makes(random_engine):
-    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(TWO), stop=['"', "{"], max_tokens=60))
+    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(TWO), stop=['"', "{"], max_tokens=150))
     assert fits(answer.text, TWO)
 
 
 def test_what_forbids_a_token_elsewhere_gives_way(random_engine):
-    ask = Ask(grammar=Grammar.json(TWO), max_tokens=60, options={"min_new_tokens": 60, "suppress_tokens": [34]})
+    ask = Ask(grammar=Grammar.json(TWO), max_tokens=150, options={"min_new_tokens": 150, "suppress_tokens": [34]})
     assert fits(random_engine.answer("Write.", ask).text, TWO)
 
 
@@ -153,7 +166,7 @@ def test_beams_are_refused(random_engine):
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_a_tool_that_must_be_called_is_called(request, engine, choice):
     tools = [tool(), tool("other")]
-    answer = request.getfixturevalue(engine).answer(ASKED, Ask(tools=tools, tool_choice=choice, max_tokens=150))
+    answer = request.getfixturevalue(engine).answer(ASKED, Ask(tools=tools, tool_choice=choice, max_tokens=400))
     assert answer.text == ""
     assert answer.finish_reason == "tool_calls"
     assert answer.tool_calls
@@ -212,11 +225,6 @@ BAD = {
         {"tools": [tool("odd", {"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})]},
         "odd",
     ),
-    "an endless tool": (
-        {"tools": [tool("odd", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]})]},
-        "'odd' cannot be met",
-    ),
-    "an endless schema": ({"grammar": Grammar.json({"$ref": "#"})}, "never ends"),
     "no object": ({"tools": [tool("odd", {"type": "string"})]}, "odd"),
     "no schema": ({"tools": [tool("odd", "text")]}, "odd"),
     "no tool": ({"tools": ["weather"]}, "wanted|must be {"),
@@ -240,14 +248,6 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(case, tmp_path):
                 ask(ASKED, Ask(**options))
 
 
-@pytest.mark.parametrize("rules", ["start: start", 'start: "a" start'])
-def test_rules_of_which_no_text_ends_are_told_before_anything_is_written(random_engine, rules):
-    said = []
-    with pytest.raises(InputError, match="no text of it ends"):
-        said.extend(random_engine.stream("Say.", Ask(grammar=Grammar.lark(rules))))
-    assert not said
-
-
 def test_an_answer_that_can_neither_go_on_nor_end_is_no_answer(random_engine):
     rules = 'start: "a" "b" | "a" more\nmore: "c" more'
     bias = {random_engine.tokens("c")[0]: 100}
@@ -267,11 +267,13 @@ def test_without_tools_nothing_changes(random_engine):
 
 def test_more_columns_than_tokens_are_never_written(random_engine):
     held = random_engine._stages.constraints._over(random_engine.model, (2,))
-    from ragfuse.hf.grammar import GrammarCompiler
+    from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
 
-    wide = GrammarCompiler(random_engine.model.tokenizer, held.n_tokens + 40, (2,)).processor(Grammar.regex("[^q]+"))
-    scores = wide(torch.zeros((1, 3), dtype=torch.int64), torch.zeros((1, held.n_tokens + 40)))
-    assert scores[0, held.n_tokens :].isneginf().all()
+    n_tokens = held.tokens.vocab_size
+    compiler = GrammarCompiler(random_engine.model.tokenizer, n_tokens + 40, (2,))
+    wide = GrammarProcessor(compiler, Grammar.regex("[^q]+"))
+    scores = wide(torch.zeros((1, 3), dtype=torch.int64), torch.zeros((1, n_tokens + 40)))
+    assert scores[0, n_tokens:].isneginf().all()
     assert not scores[0, :].isneginf().all()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from ragfuse.hf.grammar import GrammarCompiler
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.stream import StopWhen
@@ -218,7 +218,7 @@ def test_an_answer_held_to_a_grammar_goes_beside_free_ones(model: HFModel) -> No
     grammars = GrammarCompiler(words, 256, [])
 
     def held() -> dict[str, Any]:
-        processor = grammars.processor(Grammar.regex("[ab]{4}c[de]{9}"), LENGTH)
+        processor = GrammarProcessor(grammars, Grammar.regex("[ab]{4}c[de]{9}"))
         return {"options": {**GREEDY, "logits_processor": LogitsProcessorList([processor])}}
 
     each = prefills(model, SIZES[:3])

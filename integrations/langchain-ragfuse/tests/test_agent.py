@@ -54,7 +54,7 @@ class SearchesOnce:
 @pytest.fixture
 def llm(smollm: str, tmp_path: Any) -> Iterator[ChatRagFuse]:
     with Engine(Settings(model="smollm2-135m", dtype="float32", store=tmp_path / "store")) as engine:
-        yield ChatRagFuse(engine=engine, max_tokens=32)
+        yield ChatRagFuse(engine=engine, max_tokens=200, frequency_penalty=1.0)
 
 
 @pytest.fixture(scope="module")

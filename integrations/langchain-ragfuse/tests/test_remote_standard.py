@@ -44,7 +44,7 @@ class TestEmbedded(EmbeddedChatModel):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"base_url": self.url, "max_tokens": 48}
+        return {"base_url": self.url, "max_tokens": 300, "frequency_penalty": 1.0}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         self.asked([("user", PASSAGE + ASKED)], stream)

@@ -61,7 +61,7 @@ class TestEmbedded(Common, EmbeddedChatModel):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "smollm2-135m", "dtype": "float32", "max_tokens": 48}
+        return {"model": "smollm2-135m", "dtype": "float32", "max_tokens": 300, "frequency_penalty": 1.0}
 
     def invoke_with_cache_read_input(self, *, stream: bool = False) -> AIMessage:
         ChatRagFuse(**self.chat_model_params).get_engine().ingest([(PASSAGE, "log.txt")])

@@ -49,7 +49,7 @@ SCHEMA = {**Paint.model_json_schema(), "title": "paint_it"}
 
 @pytest.fixture
 def llm(engine: Engine) -> ChatRagFuse:
-    return ChatRagFuse(engine=engine, max_tokens=90)
+    return ChatRagFuse(engine=engine, max_tokens=150)
 
 
 def check(message: Any, name: str) -> None:
