@@ -15,8 +15,8 @@ def streams(run: Result) -> Iterator[str]:
     """What `ragfuse bench stream` found."""
     kinds = " and ".join(f"{count} {kind}" for kind, count in run["kinds"].items())
     yield (
-        f"{run['pieces']} pieces of {run['tokens'][0]:,} tokens over {run['traces']} lines ({kinds} ones), adaptive by "
-        f"`{run['adapt']}`. At the equivalent of 3 Gbit/s {run['fixed']} gives the first token "
+        f"{run['pieces']} pieces of {run['tokens'][0]:,} tokens over {run['traces']} lines ({kinds} ones). "
+        f"At the equivalent of 3 Gbit/s {run['fixed']} gives the first token "
         f"{number(run['ttft_x_vs_text'], '.1f')} times faster than text and "
         f"{number(run['ttft_x_vs_int8'], '.1f')} times faster than 8 bits. {run['scale']['derived']}"
     )

@@ -193,13 +193,11 @@ class Settings(BaseSettings):
         description="Share of the tokens of reused chunks to recompute; default: what auto chooses, or 0.15 for a "
         "policy that is named.",
     )
-    adapt: Literal["refine", "paper", "algorithm", "raw", "int8", "cg1", "cg2", "cg3", "cg4"] = Field(
-        default="refine",
-        description="How KV is streamed from a slow tier under a deadline. refine: everything at a lossy level first, "
-        "then at better levels while time is left. paper: CacheGen, section 5.3. algorithm: CacheGen, algorithm 1. A "
-        "level: always at that level, whatever the deadline.",
+    piece_tokens: int = Field(
+        default=1500,
+        ge=16,
+        description="Approximate tokens of a piece in which KV is streamed from a slow tier under a deadline.",
     )
-    piece_tokens: int = Field(default=1500, ge=16, description="Approximate tokens of a piece of such a stream.")
     streams: int = Field(default=4, ge=1, description="Prompts that may stream from one tier at the same time.")
     chunk_tokens: int = Field(default=160, ge=16, description="Tokens of a chunk when ragfuse splits documents.")
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")

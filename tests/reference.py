@@ -422,45 +422,6 @@ def streamed_at(pieces: Sequence[Sent], rank: int, name: str, bytes_a_second: fl
     return decoder_free
 
 
-def text_or_raw(pieces: Sequence[Sent], bytes_a_second: float | None, left_s: float, others: int) -> str:
-    """Text is in time: raw KV, which loses nothing either, is better only where all of it is there before."""
-    names = [name for name, _, _ in pieces[0].levels]
-    if bytes_a_second is None or "raw" not in names:
-        return "text"
-    delay = streamed_at(pieces, names.index("raw"), "raw", bytes_a_second, others)
-    texts = [math.inf if piece.text_s is None else piece.text_s for piece in pieces]
-    return "raw" if delay < left_s and delay < sum(texts) else "text"
-
-
-def section_5_3(pieces: Sequence[Sent], bytes_a_second: float | None, left_s: float, others: int) -> str:
-    """CacheGen's text: of all configurations, the one with the least loss whose delay for all pieces is within."""
-    configurations: list[tuple[str, float]] = []
-    if all(piece.text_s is not None for piece in pieces):
-        configurations.append(("text", sum(piece.text_s or 0.0 for piece in pieces)))
-        if configurations[0][1] <= left_s:
-            return text_or_raw(pieces, bytes_a_second, left_s, others)
-    names = [name for name, _, _ in pieces[0].levels]
-    if not names:
-        return "text"
-    if bytes_a_second is None:
-        return names[len(names) // 2]
-    for rank, name in enumerate(names):
-        configurations.append((name, streamed_at(pieces, rank, name, bytes_a_second, others)))
-    for name, delay in configurations:
-        if delay <= left_s:
-            return name
-    levels_first = sorted(configurations, key=lambda each: each[0] == "text")
-    return min(levels_first, key=lambda each: each[1])[0]
-
-
-def algorithm_1(pieces: Sequence[Sent], bytes_a_second: float | None, left_s: float, others: int) -> str:
-    """CacheGen's listing, line by line; what it leaves open is as in 5.3."""
-    time_recompute = pieces[0].text_s
-    if time_recompute is not None and time_recompute <= left_s:
-        return text_or_raw(pieces, bytes_a_second, left_s, others)
-    return section_5_3(pieces, bytes_a_second, left_s, others)  # text of all fits even less
-
-
 def uniform(tensor: Tensor, bits: int) -> Tensor:
     """float32 [H, n, D]: every head's token as codes of `bits` and one bfloat16 scale, by hand."""
     most, out = 2 ** (bits - 1) - 1, torch.zeros(tensor.shape)

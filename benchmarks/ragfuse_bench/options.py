@@ -411,13 +411,6 @@ class StreamOptions(MeasuredModel):
     fixed: Annotated[
         str, typer.Option(help="Level of the method that always sends one level; empty: the middle one.")
     ] = ""
-    adapt: Annotated[
-        str,
-        typer.Option(
-            help="How levels are chosen: refine (a coarse level of everything first), paper (CacheGen, section 5.3) or "
-            "algorithm (its algorithm 1)."
-        ),
-    ] = "refine"
     curve: Annotated[
         tuple[float, ...],
         typer.Option(

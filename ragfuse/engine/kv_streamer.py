@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.machine_timings import MachineTimings
@@ -18,9 +17,7 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.hf.model import HFModel
 from ragfuse.load.layers import LayerReader
 from ragfuse.load.link import Links
-from ragfuse.load.stream import Stream
-from ragfuse.load.terms import BYTES_UNREADABLE, Terms
-from ragfuse.plan.adapt import Adapt
+from ragfuse.load.stream import BYTES_UNREADABLE, Stream, Terms
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.pieces import base_s, parts_of, prior
 from ragfuse.settings import Settings
@@ -28,7 +25,6 @@ from ragfuse.store import KVStore
 from ragfuse.store.tier import Breaks
 from ragfuse.types.answer import StreamTrace
 from ragfuse.types.kv import LayerKV
-from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, LoadPlan
 
 NOTHING_CAME = "nothing of it came in time over the line"
@@ -77,8 +73,7 @@ class StreamedPlan:
         """Return how the KV was streamed; its `held` is set once the first token is there. None without a stream."""
         if self.stream is None or self.terms is None:
             return None
-        terms = self.terms
-        return StreamTrace(terms.level or terms.adapt, self.deadline_s, False, tuple(self.stream.pieces), terms.prior)
+        return StreamTrace(self.deadline_s, False, tuple(self.stream.pieces), self.terms.prior)
 
     def close(self) -> None:
         """Close the stream, once the prompt is prefilled or given up."""
@@ -123,7 +118,7 @@ class KVStreamer:
     """Streams the KV that prompts need from the remote tiers of a store.
 
     Args:
-        settings: How levels are chosen, and the tokens of a piece.
+        settings: The tokens of a piece, and what happens to prompts that are too long.
         store: The store.
         timings: Timings of this machine.
         links: The links to remote tiers, with their throughput.
@@ -170,10 +165,8 @@ class KVStreamer:
             streamed.began_s,
             streamed.deadline_s,
             base_s(plan, times, row_s),
-            cast(Adapt, "paper" if settings.adapt in LEVEL_NAMES else settings.adapt),
             settings.piece_tokens,
             prior(far, times),
-            settings.adapt if settings.adapt in LEVEL_NAMES else None,
         )
         parts, link = parts_of(plan, far, times, row_s), self.links.of(far[0].tier)
         streamed.stream = stream = Stream(self.store, far, parts, model.n_layers, link, terms, model.device)

@@ -1,10 +1,9 @@
 """Stream KV over a link in pieces, each at the level that the deadline allows, or computed instead (CacheGen 5.3).
 
 A piece is a run of segments of about 1,500 tokens. Pieces are read one after the other, a few layers at a time, each
-read on its own thread. The measured throughput decides the level of the next read (`plan.adapt`), and other threads
-decode meanwhile. A read that fails is tried at another level; a piece that takes too long, or cannot be read at any
-level, becomes text: it is recomputed in the prefill. With `refine`, a slow piece is first set aside and keeps loading
-while the others are read, and once every piece is there, the lossiest ones are read again at better levels.
+read on its own thread, and other threads decode meanwhile. `plan.streaming` decides from the measured throughput how
+the next layers come. A piece that takes too long, or cannot be read, becomes text: it is recomputed in the prefill.
+Once every piece is there, the lossiest ones are read again at better levels while time is left.
 """
 
 from __future__ import annotations
@@ -15,41 +14,28 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 
 from ragfuse.load.layers import CPU
 from ragfuse.load.link import Link
-from ragfuse.load.piece import CurrentPiece, PendingRead
 from ragfuse.load.staging_buffer import Layer
-from ragfuse.load.terms import (
-    BYTES_UNREADABLE,
-    COMPUTED_FASTER,
-    COMPUTED_IN_TIME,
-    DEADLINE_MARGIN,
-    GIVEN_UP,
-    LEVEL_NOT_KEPT,
-    NOT_WAITED_FOR,
-    SET_ASIDE,
-    Terms,
-)
-from ragfuse.plan.adapt import (
+from ragfuse.plan.streaming import (
     AS_TEXT,
     BACKOFF,
     COMPUTE_MARGIN,
     MIN_THROUGHPUT,
+    PIECE_TOKENS,
     StreamPart,
     StreamPiece,
-    decide,
-    decide_better,
-    decide_first,
+    better_level,
+    first_level,
     first_look_s,
     is_given_up,
-    is_late,
     layers_together,
     pieces,
-    spare_s,
 )
 from ragfuse.store import EncodedLayers, KVStore
 from ragfuse.store.levels import loss_of
@@ -61,6 +47,59 @@ log = logging.getLogger("ragfuse.load")
 
 DECODERS = max(1, min(4, os.cpu_count() or 1))
 """Threads that decode the layers that were read."""
+DEADLINE_MARGIN = 0.05
+"""Share of the deadline kept in reserve, as computing may take a little longer than predicted."""
+
+COMPUTED = "computed, which meets the deadline"
+GIVEN_UP = "given up, as its bytes came too slowly"
+BYTES_UNREADABLE = "its bytes could not be read"
+NOT_WAITED_FOR = "not waited for, as the deadline is near: what was read before is used"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a stream.
+
+    Args:
+        began_s: `clock()` when the deadline began to run.
+        deadline_s: Seconds from then to the first token.
+        base_s: Seconds that the prompt computes in any case after the last piece.
+        piece_tokens: Tokens of a piece, about.
+        prior: Assumed throughput of the link before anything was read, in bytes per second; None: unknown.
+    """
+
+    began_s: float
+    deadline_s: float
+    base_s: float = 0.0
+    piece_tokens: int = PIECE_TOKENS
+    prior: float | None = None
+
+
+@dataclass
+class PendingRead:
+    """A read of some layers of a piece that is under way. Times are those of the stream's clock, in seconds.
+
+    Args:
+        segments: Segments to read.
+        span: The first layer, and the one after the last.
+        level: Codec level to read.
+        requested: When the read was requested.
+        received: What has arrived so far, by segment.
+        done: Set when the read has ended.
+        stop: Set to end the read after the current segment.
+        began: When it got its turn on the link; None while it waits for it.
+        ended: When the read ended.
+    """
+
+    segments: tuple[int, ...]
+    span: tuple[int, int]
+    level: str
+    requested: float
+    received: dict[int, EncodedLayers] = field(default_factory=dict)
+    done: threading.Event = field(default_factory=threading.Event)
+    stop: threading.Event = field(default_factory=threading.Event)
+    began: float | None = None
+    ended: float | None = None
 
 
 class Stream:
@@ -72,7 +111,7 @@ class Stream:
         parts: The same segments with sizes and costs, in the order of streaming.
         n_layers: Layers of the model.
         link: The link to their tier.
-        terms: Deadline and strategy.
+        terms: The deadline, and what is known before anything is read.
         device: The device that needs the layers.
         clock: Returns the time in seconds; that of `terms.began_s`.
 
@@ -103,8 +142,6 @@ class Stream:
         self._store, self._fetches = store, {fetch.segment: fetch for fetch in fetches}
         self._n_layers = n_layers
         self._pieces, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
-        self._later: list[StreamPiece] = []
-        self._aside: list[CurrentPiece] = []
         self._sharers = {part.segment: part.also for part in parts}
         self._tokens = {part.segment: part.tokens for part in parts}
         self._device, self._clock = device, clock
@@ -112,7 +149,6 @@ class Stream:
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
         self._decoding: dict[int, dict[int, Future[LayerKV]]] = {}
         self._levels: dict[int, dict[int, str]] = {}
-        self._is_stalled = False
         self._nbytes: dict[int, int] = {}
 
     def close(self) -> None:
@@ -131,14 +167,8 @@ class Stream:
         began = self._clock()
         with self._link.joined():
             for number, piece in enumerate(self._pieces):
-                self._later = [*self._pieces[number + 1 :], *self._set_aside()]
-                self._stream_piece(CurrentPiece(piece, list(piece.segments)), self._refines)
-            while self._aside:
-                current = self._aside.pop(0)
-                self._later = self._set_aside()
-                self._stream_piece(current, False)
-            if self._refines:
-                self._refine()
+                self._stream_piece(piece, self._pieces[number + 1 :])
+            self._refine()
         for segment in self._decoding:
             level = max(dict.fromkeys(self._levels[segment].values()), key=_loss)
             self.received[segment] = level, self._nbytes[segment]
@@ -155,34 +185,6 @@ class Stream:
         return found
 
     # deciding
-
-    def _remaining(self, current: CurrentPiece) -> list[StreamPiece]:
-        """Return what is still to be read, beginning with the segments that lack the current layers."""
-        missing_share, later_share = ((self._n_layers - at) / self._n_layers for at in (current.at, current.end))
-        others = [segment for segment in current.wanted if segment not in current.missing]
-        later = [current.piece.rest(others, later_share)] if others and later_share else []
-        return [current.piece.rest(current.missing, missing_share, current.failed_levels), *later, *self._later]
-
-    def _choose_level(self, current: CurrentPiece, remaining: Sequence[StreamPiece]) -> str:
-        if self._terms.level is not None:
-            return self._terms.level if self._terms.level in remaining[0].sizes else AS_TEXT
-        known = remaining, self._throughput, self._time_left_s(), self._link.sharing
-        if self._refines:
-            begun = current.at > 0
-            return decide_first(
-                *known, is_whole=not begun and not self._worst_loss(), has_begun=begun and not current.was_aside
-            )
-        return decide(*known, self._terms.adapt)
-
-    @property
-    def _refines(self) -> bool:
-        """Whether pieces may be read again at better levels."""
-        return self._terms.adapt == "refine" and self._terms.level is None
-
-    def _set_aside(self) -> list[StreamPiece]:
-        """Return what is still to be read of the pieces that were set aside."""
-        n = self._n_layers
-        return [each.piece.rest(each.wanted, (n - each.at) / n) for each in self._aside]
 
     def _worst_loss(self) -> int:
         """Return the loss rank of the lossiest level that was read and has a better one stored; 0 if there is none."""
@@ -204,14 +206,13 @@ class Stream:
         seen = self._link.throughput
         return self._terms.prior if seen is None else seen
 
-    def _compute(self, current: CurrentPiece, segments: Sequence[int], why: str) -> None:
+    def _compute(self, piece: StreamPiece, segments: Sequence[int], why: str) -> None:
         """Decide that segments are computed, and discard what was read of them."""
-        rest = current.piece.rest(segments, 1.0)
-        self._compute_s += (rest.text_s or 0.0) * (COMPUTE_MARGIN if self._refines else 1.0)
+        rest = piece.rest(segments, 1.0)
+        self._compute_s += COMPUTE_MARGIN * (rest.text_s or 0.0)
         self.text |= dict.fromkeys(self._with_others(segments), why)
         for segment in segments:
             self._decoding.pop(segment, None)
-        current.wanted = [segment for segment in current.wanted if segment not in segments]
         began_s = self._clock() - self._terms.began_s
         self.pieces.append(PieceTrace(self._with_others(segments), rest.tokens, AS_TEXT, began_s=began_s, why=why))
 
@@ -221,76 +222,33 @@ class Stream:
 
     # reading
 
-    def _stream_piece(self, current: CurrentPiece, may_wait: bool) -> None:
-        """Read a piece, some layers at a time, until it is complete, computed instead, or set aside.
-
-        may_wait: whether the piece may be set aside; its state is kept in `current` then.
-        """
-        while current.wanted and current.at < self._n_layers:
-            if current.reading is None:
-                current.missing, current.failed_levels, current.end = list(current.wanted), set(), current.at
-            while current.missing:
-                remaining = self._remaining(current)
-                if current.reading is None:
-                    level = self._choose_level(current, remaining)
-                    if level == AS_TEXT:
-                        self._as_text(current, remaining)
-                        break
-                    if current.end == current.at:
-                        current.end += self._layers_a_read(remaining[0], level, current.at)
-                    current.reading = self._start(
-                        PendingRead(tuple(current.missing), (current.at, current.end), level, self._clock())
-                    )
-                if not self._read(current, current.reading, remaining, may_wait):
-                    self._aside.append(current)
-                    return
-            current.at = current.end
-
-    def _as_text(self, current: CurrentPiece, remaining: Sequence[StreamPiece]) -> None:
-        """Decide that the segments that lack the current layers are computed."""
-        self._compute(current, current.missing, self._why_text(current, remaining[0]))
-        current.missing = []
-
-    def _why_text(self, current: CurrentPiece, piece: StreamPiece) -> str:
-        wanted = self._terms.level
-        if not piece.sizes or wanted in current.failed_levels:
-            return BYTES_UNREADABLE
-        if wanted is not None:
-            return LEVEL_NOT_KEPT
-        in_time = piece.text_s is not None and piece.text_s <= self._time_left_s()
-        return COMPUTED_IN_TIME if in_time else COMPUTED_FASTER
+    def _stream_piece(self, piece: StreamPiece, later: Sequence[StreamPiece]) -> None:
+        """Read a piece, some layers at a time, until it is complete or computed instead."""
+        wanted, at, n_layers = list(piece.segments), 0, self._n_layers
+        while wanted and at < n_layers:
+            remaining = [piece.rest(wanted, (n_layers - at) / n_layers), *later]
+            is_whole = not at and not self._worst_loss()
+            known = self._throughput, self._time_left_s(), self._link.sharing
+            level = first_level(remaining, *known, is_whole)
+            if level == AS_TEXT:
+                self._compute(piece, wanted, COMPUTED if piece.sizes else BYTES_UNREADABLE)
+                return
+            end = at + self._layers_a_read(remaining[0], level, at)
+            reading = self._start(PendingRead(tuple(wanted), (at, end), level, self._clock()))
+            in_time = self._wait(reading, remaining)
+            received = dict(reading.received) if in_time else {}
+            self._decode_later(received, level)
+            why = BYTES_UNREADABLE if in_time else GIVEN_UP
+            self._note(reading, received, self._clock(), why)
+            if lost := [segment for segment in wanted if segment not in received]:
+                self._compute(piece, lost, why)
+            wanted, at = [segment for segment in wanted if segment in received], end
 
     def _layers_a_read(self, rest: StreamPiece, level: str, at: int) -> int:
         """Return how many layers to read at once, from layer `at` on."""
         nbytes, throughput = rest.sizes[level], self._throughput
         whole_s = None if throughput is None else self._link.sharing * nbytes / max(throughput, MIN_THROUGHPUT)
         return layers_together(self._n_layers, self._n_layers - at, whole_s)
-
-    def _read(
-        self, current: CurrentPiece, reading: PendingRead, remaining: Sequence[StreamPiece], may_wait: bool
-    ) -> bool:
-        """Wait for a read and take what it brought; return False if the piece is set aside instead.
-
-        Segments that did not come still lack the layers, or are computed if the read was given up.
-        """
-        was_aside, began = current.is_aside, self._clock() if current.is_aside else reading.requested
-        gave_up = not self._wait(reading, remaining, began, may_wait)
-        received, ended = dict(reading.received), self._clock()
-        self._is_stalled = gave_up or (self._is_stalled and not received)
-        current.is_aside, current.was_aside = gave_up and may_wait, was_aside
-        if current.is_aside:
-            self._note(reading, {}, (began, ended), SET_ASIDE)
-            return False
-        current.reading = None
-        self._decode_later(received, reading.level)
-        current.missing = [segment for segment in current.missing if segment not in received]
-        self._note(reading, received, (began, ended), GIVEN_UP if gave_up else BYTES_UNREADABLE)
-        if gave_up:
-            self._compute(current, reading.segments, GIVEN_UP)
-            current.missing = []
-        elif current.missing:
-            current.failed_levels.add(reading.level)
-        return True
 
     def _start(self, reading: PendingRead) -> PendingRead:
         try:
@@ -324,7 +282,7 @@ class Stream:
             if throughput is None:
                 return
             better = [level for level in remaining[0].sizes if _loss(level) < worst_loss]
-            level = decide_better(remaining, better, throughput, time_left_s, self._link.sharing)
+            level = better_level(remaining, better, throughput, time_left_s, self._link.sharing)
             if not level:
                 return
             segments, (first, end) = steps[0]
@@ -339,27 +297,19 @@ class Stream:
         reading.stop.set()
         received = dict(reading.received)
         self._decode_later(received, reading.level)
-        self._note(
-            reading, received, (reading.requested, self._clock()), BYTES_UNREADABLE if is_done else NOT_WAITED_FOR
-        )
+        self._note(reading, received, self._clock(), BYTES_UNREADABLE if is_done else NOT_WAITED_FOR)
         return len(received) == len(reading.segments)
 
-    def _wait(self, reading: PendingRead, remaining: Sequence[StreamPiece], began: float, may_wait: bool) -> bool:
-        """Wait for a read; return False if it is too slow: to be set aside, or given up if it must not wait."""
+    def _wait(self, reading: PendingRead, remaining: Sequence[StreamPiece]) -> bool:
+        """Wait for a read; return False if it is too slow and given up."""
         first, end = reading.span
         step = remaining[0].rest(reading.segments, (end - first) / (self._n_layers - first))
-        nbytes, later_share, wait_s = step.sizes[reading.level], (self._n_layers - end) / (self._n_layers - first), None
-        if self._terms.level is None:
-            is_stalled = self._is_stalled and self._refines
-            wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing, is_stalled)
-            if wait_s is not None and self._refines and not may_wait:
-                wait_s = max(wait_s, spare_s(remaining, self._time_left_s()))
-        is_over = is_late if may_wait else is_given_up
+        nbytes, later_share = step.sizes[reading.level], (self._n_layers - end) / (self._n_layers - first)
+        wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing)
         while not reading.done.wait(wait_s):
-            waited_s = self._clock() - began
-            if is_over(remaining, later_share, nbytes, waited_s, self._time_left_s()):
-                if not may_wait:
-                    reading.stop.set()
+            waited_s = self._clock() - reading.requested
+            if is_given_up(remaining, later_share, nbytes, waited_s, self._time_left_s()):
+                reading.stop.set()
                 if reading.began is not None:
                     self._link.record(nbytes, 2 * (self._clock() - reading.began))
                 return False
@@ -381,7 +331,7 @@ class Stream:
                         reading.received[segment] = found
         except Exception as error:
             log.warning(
-                "Stored KV could not be read at level %s; another level is tried, or its text is computed: %s",
+                "Stored KV could not be read at level %s, so its text is computed: %s",
                 reading.level,
                 error,
             )
@@ -389,29 +339,23 @@ class Stream:
             reading.ended = self._clock()
             reading.done.set()
 
-    def _note(
-        self, reading: PendingRead, received: Mapping[int, EncodedLayers], span_s: tuple[float, float], why: str
-    ) -> None:
+    def _note(self, reading: PendingRead, received: Mapping[int, EncodedLayers], ended: float, why: str) -> None:
         """Record a read: its throughput for the decisions that follow, and its pieces for the trace.
 
         The throughput is counted from when the link was free for the read; the trace's seconds include the wait for
         it. A read without a byte is not counted for the throughput. `why` is the reason for segments that were not
-        received, or for all of them if the read was given up.
+        received.
         """
-        began, ended = span_s
         nbytes, sharing, throughput = sum(encoded.nbytes for encoded in received.values()), self._link.sharing, None
-        if nbytes and why != GIVEN_UP and reading.began is not None:
+        if nbytes and reading.began is not None:
             throughput = self._link.record(nbytes, min(ended, reading.ended or ended) - reading.began)
-        present = [segment for segment in reading.segments if segment in received and why != GIVEN_UP]
-        missing = [segment for segment in reading.segments if segment not in present]
-        for segments, piece_throughput, size, reason in (
-            (present, throughput, nbytes, ""),
-            (missing, None, 0 if present else nbytes, why),
-        ):
+        present = [segment for segment in reading.segments if segment in received]
+        missing = [segment for segment in reading.segments if segment not in received]
+        for segments, piece_throughput, size, reason in ((present, throughput, nbytes, ""), (missing, None, 0, why)):
             if segments:
                 tokens = sum(self._tokens[segment] for segment in segments)
                 what = (self._with_others(segments), tokens, reading.level, reading.span, size)
-                when = (began - self._terms.began_s, ended - began)
+                when = (reading.requested - self._terms.began_s, ended - reading.requested)
                 self.pieces.append(PieceTrace(*what, *when, piece_throughput, sharing, reason))
 
     # decoding

@@ -46,14 +46,12 @@ class StreamTrace:
     """How the KV of one prompt was streamed from a slow tier under a deadline (CacheGen 5.3).
 
     Args:
-        adapt: The `adapt` setting in effect.
         deadline_s: The deadline, in seconds.
         held: Whether the first token came within the deadline.
         pieces: All pieces, in the order in which they were decided.
         prior: Bytes per second that the link was assumed to carry at first; None: unknown.
     """
 
-    adapt: str
     deadline_s: float
     held: bool
     pieces: tuple[PieceTrace, ...]

@@ -87,7 +87,7 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     by = {"text": 0.0, "int8": 0.001, "fixed": 0.02, "adaptive": 0.01}
     late = {"deadline_s": 8.86, "paper_s": 1.0, "violations": dict.fromkeys(by, 0.25), "ttft_s": by}
     runs["o"] = {"deadlines": [{**late, "kl": by, "top1": by, "f1": by}], "kinds": {"random": 10, "measured": 10}}
-    runs["o"] |= {"traces": 20, "pieces": 6, "tokens": [6129], "adapt": "refine", "fixed": "cg2"}
+    runs["o"] |= {"traces": 20, "pieces": 6, "tokens": [6129], "fixed": "cg2"}
     runs["o"]["levels"] = {"cg2": 9.0}
     runs["o"] |= {"ttft_x_vs_text": 6.88, "ttft_x_vs_int8": 3.31, "scale": {"derived": "By 622 MB."}}
     timed = {"turn": 2, "tokens": 900, "reused": 800, "full_s": 2.0, "history_s": 0.2, "reduction": 0.9}

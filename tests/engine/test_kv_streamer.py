@@ -17,8 +17,7 @@ from ragfuse.cli.show import show_trace
 from ragfuse.codec import RawCodec
 from ragfuse.engine import generate as answering
 from ragfuse.load import stream
-from ragfuse.load.stream import Stream
-from ragfuse.load.terms import BYTES_UNREADABLE, COMPUTED_FASTER, COMPUTED_IN_TIME, GIVEN_UP
+from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, Stream
 from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
@@ -91,7 +90,7 @@ def test_what_comes_in_time_is_what_would_have_been_read_anyway(engine):
 def test_with_time_for_it_all_is_computed_and_the_answer_is_full_prefills(engine):
     computing(engine, 1e-6, byte_s=1.0)
     found = engine.answer(messages(), Ask(deadline_s=NEVER, ratio=0.15))
-    assert {piece.why for piece in found.trace.stream.pieces} == {COMPUTED_IN_TIME}
+    assert {piece.why for piece in found.trace.stream.pieces} == {COMPUTED}
     assert found.trace.stream.held
     assert not any(chunk_hits(found.trace))
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
@@ -123,7 +122,7 @@ def test_where_nothing_was_measured_a_slow_line_is_left_for_computing_by_what_pr
     full = engine.answer(messages(), Ask(reuse=False))
     line.start(constant(5e4))
     found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=NEVER))
-    assert {piece.why for piece in found.trace.stream.pieces} == {COMPUTED_IN_TIME}
+    assert {piece.why for piece in found.trace.stream.pieces} == {COMPUTED}
     assert found.text == full.text
     assert engine.answer(messages(), Ask(ratio=0.0)).trace.predicted_ttft_s is None
 
@@ -136,7 +135,7 @@ def test_what_is_computed_instead_is_told_of_each_segment(engine, line):
     told = {segment.why for segment in trace.segments if not segment.hit} - {""}
     assert plan.fetches
     assert told
-    assert all(any(word in why for word in (COMPUTED_IN_TIME, COMPUTED_FASTER, GIVEN_UP, "line")) for why in told)
+    assert all(any(word in why for word in (COMPUTED, GIVEN_UP, "line")) for why in told)
 
 
 def base_s(engine: Engine) -> float:
@@ -144,15 +143,6 @@ def base_s(engine: Engine) -> float:
     machine = engine.plan(messages(), Ask(ratio=0.0)).forecast
     assert machine is not None
     return machine.recompute_s
-
-
-@pytest.mark.parametrize("adapt", ["refine", "paper", "algorithm"])
-def test_all_ways_of_adapting_are_at_hand(settings, adapt):
-    with Engine(settings.model_copy(update={"adapt": adapt})) as engine:
-        ingest(engine)
-        engine.flush()
-        computing(engine, SLOWLY)
-        assert engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace.stream.adapt == adapt
 
 
 def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monkeypatch):
@@ -195,15 +185,15 @@ def test_what_came_is_let_go_of_before_the_answer_is_written(engine, monkeypatch
 def test_prompts_of_a_batch_share_the_line_and_know_it(engine, monkeypatch):
     computing(engine, SLOWLY)
     prompts = [messages(CHUNKS[:4]), messages(CHUNKS[2:], "Question: When?")]
-    both, decide, met = threading.Barrier(2), stream.decide_first, set[int]()
+    both, decide, met = threading.Barrier(2), stream.first_level, set[int]()
 
-    def together(*known, **terms):
+    def together(*known):
         if threading.get_ident() not in met:
             met.add(threading.get_ident())
             both.wait(60)
-        return decide(*known, **terms)
+        return decide(*known)
 
-    monkeypatch.setattr(stream, "decide_first", together)
+    monkeypatch.setattr(stream, "first_level", together)
     found = engine.batch(prompts, Ask(ratio=0.0, deadline_s=5.0))
     monkeypatch.undo()
     alone = [engine.answer(prompt, Ask(ratio=0.0)) for prompt in prompts]
@@ -228,7 +218,7 @@ def test_a_deadline_that_has_passed_is_told(engine):
 def test_the_trace_of_a_stream_is_plain_json(engine):
     computing(engine, SLOWLY)
     trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
-    assert json.loads(json.dumps(trace.as_dict()))["stream"]["pieces"][0]["level"] == "raw"
+    assert json.loads(json.dumps(trace.as_dict()))["stream"]["pieces"][0]["level"] == "int8"
 
 
 def test_a_prompt_is_as_long_under_a_deadline_as_without(engine):
@@ -244,5 +234,5 @@ def test_people_are_shown_every_piece_and_whether_it_was_in_time(engine):
     console = Console(file=StringIO(), width=120)
     show_trace(console, trace)
     said = console.file.getvalue()
-    assert said.count("\nraw ") == len(trace.stream.pieces)
+    assert said.count("\nraw ") + said.count("\nint8 ") == len(trace.stream.pieces)
     assert f"first token after {trace.ttft_s:.2f} s, within the deadline of 5 s" in " ".join(said.split())

@@ -15,10 +15,8 @@ from ragfuse_bench.line import constant
 from ragfuse_bench.stream.lines import Course, Scale
 
 from ragfuse.load.link import Link
-from ragfuse.load.piece import PendingRead
-from ragfuse.load.stream import Stream
-from ragfuse.load.terms import Terms
-from ragfuse.plan.adapt import Adapt, StreamPart
+from ragfuse.load.stream import PendingRead, Stream, Terms
+from ragfuse.plan.streaming import StreamPart
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
 
@@ -133,16 +131,22 @@ class Replayed(Stream):
             self._nbytes[segment] = self._nbytes.get(segment, 0) + layers.nbytes
 
 
-def replayed(
-    course: Course, deadline_s: float, adapt: Adapt = "refine", level: str | None = None, longer: float = 1.0
-) -> tuple[float, Stream]:
-    """Seconds to the first token, where computing takes so many times as long as foreseen, and the stream."""
+def replayed(course: Course, deadline_s: float, level: str | None = None, longer: float = 1.0) -> tuple[float, Stream]:
+    """Return the seconds to the first token, and the stream.
+
+    Args:
+        course: What the line carries.
+        deadline_s: Seconds to the first token.
+        level: The only level that is stored, where pieces cannot be recomputed; None: all levels, and text.
+        longer: How many times as long as predicted computing takes.
+    """
     time, text_s = Time(), TEXT_S / PIECES
     sizes = {name: round(INT8 / PIECES * share) for name, share in OVER_INT8.items()}
-    parts = [StreamPart(at, TOKENS, sizes, text_s) for at in range(PIECES)]
+    stored = sizes if level is None else {level: sizes[level]}
+    parts = [StreamPart(at, TOKENS, stored, text_s if level is None else None) for at in range(PIECES)]
     keys = [ChunkKey("model", str(at)) for at in range(PIECES)]
     fetches = [Fetch(at, key, "line", "int8", sizes["int8"], TOKENS) for at, key in enumerate(keys)]
-    terms = Terms(0.0, deadline_s, BASE_S, adapt, TOKENS, None, level)
+    terms = Terms(0.0, deadline_s, BASE_S, TOKENS)
     with Replayed(SharedLine(course, time), time, fetches, parts, terms) as stream:
         stream.run()
     return time.now + longer * (BASE_S + text_s * len(stream.text)), stream

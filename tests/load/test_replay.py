@@ -16,10 +16,9 @@ COMPUTING = [Random(seed).uniform(0.97, 1.05) for seed in range(len(LINES))]
 """How many times as long as foreseen computing takes over each line."""
 
 
-def late(deadline_s: float, adapt: str = "refine", level: str | None = None) -> int:
+def late(deadline_s: float, level: str | None = None) -> int:
     return sum(
-        replayed(line, deadline_s, adapt, level, longer)[0] > deadline_s
-        for line, longer in zip(LINES, COMPUTING, strict=True)
+        replayed(line, deadline_s, level, longer)[0] > deadline_s for line, longer in zip(LINES, COMPUTING, strict=True)
     )
 
 
@@ -44,14 +43,6 @@ def test_streams_are_late_a_tenth_as_often_as_8_bits_and_less_often_than_one_lev
     refined = late(deadline_s)
     assert refined <= late(deadline_s, level="int8") / 10
     assert refined < late(deadline_s, level="cg2")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapt", ["paper", "algorithm"])
-@pytest.mark.parametrize("paper_s", [1.0, 2.0])
-def test_both_of_the_paper_s_ways_are_late_more_often(paper_s, adapt):
-    deadline_s = paper_s * SCALE.seconds
-    assert late(deadline_s) < late(deadline_s, adapt)
 
 
 def test_what_came_is_there_at_one_level_in_each_layer_or_the_piece_is_computed():

@@ -10,19 +10,9 @@ import pytest
 from ragfuse_bench.line import Line, Trace, constant, drawn, line_to
 
 from ragfuse.load.link import Link, Links
-from ragfuse.load.stream import Stream
-from ragfuse.load.terms import (
-    BYTES_UNREADABLE,
-    COMPUTED_FASTER,
-    COMPUTED_IN_TIME,
-    GIVEN_UP,
-    LEVEL_NOT_KEPT,
-    NOT_WAITED_FOR,
-    SET_ASIDE,
-    Terms,
-)
-from ragfuse.plan.adapt import AS_TEXT, StreamPart
+from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, NOT_WAITED_FOR, Stream, Terms
 from ragfuse.plan.evict import lru
+from ragfuse.plan.streaming import AS_TEXT, StreamPart
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.redis import RedisTier
 from ragfuse.types.answer import PieceTrace
@@ -38,7 +28,6 @@ CHUNKS: tuple[ChunkKV, ...] = tuple(kv(seed, TOKENS, n_layers=LAYERS) for seed i
 SIZES = {level: encoded_at(CHUNKS[0], level)[0].nbytes for level in ("raw", "int8")}
 TRACES = {**published(), "random": drawn(1, 3.0, 0.1, 10.0)}
 SPEED = 30
-by_either = pytest.mark.parametrize("adapt", ["paper", "refine"])
 
 
 class Watched(KVStore):
@@ -112,7 +101,7 @@ class Case:
                 for segment in s.received:
                     own = self.levels(s, segment, layer)
                     assert same(found[segment], at_level(segment, own[-1], layer))
-                    assert own in (["raw"], ["int8"]) or (own == ["int8", "raw"] and given.get("adapt") == "refine")
+                    assert own in (["raw"], ["int8"], ["int8", "raw"])
         for segment, (level, nbytes) in s.received.items():
             steps = [each for each in s.pieces if segment in each.segments and not each.why]
             assert (level == "int8") == any(self.levels(s, segment, at)[-1] == "int8" for at in range(LAYERS))
@@ -163,56 +152,25 @@ def mbps(number: float) -> Trace:
     return constant(number * 1e6)
 
 
-def test_a_line_that_is_fast_enough_brings_everything_without_loss(store):
-    store.line.start(mbps(8))
-    assert levels(Case(store, text_s=60.0).run(30.0, prior=1e9)) == ["raw"] * PIECES
-
-
 def test_text_that_is_in_time_is_read_by_nobody(store):
     store.line.start(mbps(8))
     stream = Case(store, text_s=1.0).run(60.0)
-    assert (levels(stream), store.reads, set(stream.text.values())) == ([AS_TEXT] * PIECES, [], {COMPUTED_IN_TIME})
+    assert (levels(stream), store.reads, set(stream.text.values())) == ([AS_TEXT] * PIECES, [], {COMPUTED})
 
 
-def test_a_line_that_is_too_slow_for_raw_brings_less_of_each_piece(store):
+def test_what_a_line_is_too_slow_for_comes_with_loss(store):
     store.line.start(mbps(1))
-    whole_s = PIECES * SIZES["raw"] / 1e6
-    stream = Case(store, text_s=None).run(0.8 * whole_s, prior=1e6)
-    assert levels(stream)[0] == "int8"
-    assert sum(piece.nbytes for piece in stream.pieces) < PIECES * SIZES["raw"]
+    stream = Case(store, text_s=None).run(0.8 * PIECES * SIZES["raw"] / 1e6, prior=1e6)
+    assert {level for level, _ in stream.received.values()} == {"int8"}
+    assert all(piece.throughput > 0 for piece in stream.pieces if not piece.why)
 
 
-def test_the_first_piece_on_an_unknown_line_is_a_medium_one_and_then_it_is_known(store):
-    store.line.start(mbps(8))
-    stream = Case(store, text_s=None).run(60.0)
-    assert levels(stream) == ["int8", "raw", "raw", "raw"]
-    assert all(piece.throughput > 0 for piece in stream.pieces)
-
-
-def test_a_line_that_gets_slower_brings_the_rest_at_a_lesser_level(store):
-    store.line.start(mbps(5))
-    store.before = lambda number: store.line.start(mbps(0.125)) if number == 1 else None
-    stream = Case(store, text_s=None).run(4.0, prior=5e6)
-    assert levels(stream)[:2] == ["raw", "raw"]
-    assert levels(stream)[2:] == ["int8", "int8"]
-    assert {each.level for each in stream.pieces if each.segments == (1,)} <= {"raw", "int8"}
-
-
-def test_a_line_that_gets_faster_brings_the_rest_without_loss(store):
-    store.line.start(mbps(1))
-    store.before = lambda number: store.line.start(None) if number == 1 else None
-    stream = Case(store, text_s=None).run(10.0, prior=0.02e6)
-    assert levels(stream)[:1] == ["int8"]
-    assert levels(stream)[2:] == ["raw", "raw"]
-
-
-def test_a_line_that_stands_still_is_given_up_and_the_rest_is_computed(store):
+def test_a_line_that_stands_still_is_given_up_and_the_rest_is_computed_or_has_come(store):
     store.line.start(mbps(4))
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
     stream = Case(store, text_s=1.0).run(1.5, prior=4e6)
-    assert levels(stream) == ["raw", "raw", "raw", AS_TEXT, AS_TEXT]
-    assert stream.text == {2: GIVEN_UP, 3: COMPUTED_FASTER} or stream.text == {2: GIVEN_UP, 3: COMPUTED_IN_TIME}
-    assert max(store.reads) == 2
+    assert sorted(stream.received) == [0, 1]
+    assert set(stream.text.values()) == {GIVEN_UP}
 
 
 def test_nothing_hangs_on_a_line_that_stands_still_where_computing_is_not_timed(store):
@@ -223,38 +181,24 @@ def test_nothing_hangs_on_a_line_that_stands_still_where_computing_is_not_timed(
     assert stream.text == {2: BYTES_UNREADABLE, 3: BYTES_UNREADABLE}
 
 
-@by_either
-def test_a_line_that_breaks_in_the_middle_of_a_piece_loses_nothing_but_bytes(store, adapt):
+def test_a_line_that_breaks_in_the_middle_of_a_piece_loses_nothing_but_bytes(store):
     store.line.start(mbps(8), breaks=[1.5 * SIZES["raw"]])
-    stream = Case(store, text_s=60.0).run(30.0, prior=1e9, adapt=adapt)
+    stream = Case(store, text_s=60.0).run(30.0, prior=1e9)
     assert sorted(stream.received) == list(range(PIECES))
     assert store.line.carried > sum(piece.nbytes for piece in stream.pieces if not piece.why)
 
 
-@by_either
 @pytest.mark.parametrize("name", TRACES)
-def test_whatever_a_line_does_each_segment_arrives_whole_or_is_text(store, name, adapt):
+def test_whatever_a_line_does_each_segment_arrives_whole_or_is_text(store, name):
     store.line.start(TRACES[name].scaled(1.0, speed=SPEED).to_mean(2e6, 1.0))
-    stream = Case(store, text_s=0.5).run(1.0, adapt=adapt)
+    stream = Case(store, text_s=0.5).run(1.0)
     assert sum(piece.nbytes for piece in stream.pieces) <= store.line.carried
 
 
-@by_either
-def test_a_slow_start_is_no_trouble(store, adapt):
+def test_a_slow_start_is_no_trouble(store):
     store.line.start(mbps(8).slow_start(0.1e6, 0.05))
-    stream = Case(store, text_s=60.0).run(30.0, adapt=adapt)
+    stream = Case(store, text_s=60.0).run(30.0)
     assert sorted(stream.received) == list(range(PIECES))
-
-
-@pytest.mark.parametrize("level", ["raw", "int8"])
-def test_a_level_that_is_asked_for_is_taken_whatever_the_deadline(store, level):
-    store.line.start(mbps(4))
-    assert levels(Case(store, text_s=0.0).run(0.0, level=level)) == [level] * PIECES
-
-
-def test_a_level_that_is_not_kept_is_said_to_be_none(store):
-    stream = Case(store).run(0.0, level="cg2")
-    assert (store.reads, set(stream.text.values())) == ([], {LEVEL_NOT_KEPT})
 
 
 def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
@@ -263,7 +207,6 @@ def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=PIECES * TOKENS, prior=1e9)) as stream:
         stream.run()
         assert set(stream.read(0)) == {0, 2, 3}
-    assert {segment: level for segment, (level, _) in stream.received.items()} == dict.fromkeys((0, 2, 3), "raw")
     assert stream.text == {1: BYTES_UNREADABLE}
     assert all(piece.segments == (1,) for piece in stream.pieces if piece.why)
 
@@ -277,24 +220,15 @@ def test_an_entry_that_segments_share_crosses_the_line_once(store):
         stream.run()
         found = stream.read(0)
         assert found[0] is found[1]
-    assert (store.reads, sorted(stream.received)) == ([0, 2], [0, 1, 2])
+    assert set(store.reads) == {0, 2}
+    assert sorted(stream.received) == [0, 1, 2]
     assert [stream.received[at][1] > 0 for at in range(3)] == [True, False, True]
     assert stream.pieces[0].segments == (0, 1)
 
 
-def test_a_segment_that_came_partly_with_a_loss_is_not_called_raw(store, monkeypatch):
-    chosen = iter(["raw"] + ["int8"] * 9)
-    monkeypatch.setattr("ragfuse.load.stream.decide", lambda *given: next(chosen))
-    parts = [StreamPart(0, TOKENS, SIZES, 60.0), StreamPart(1, TOKENS, {"int8": SIZES["int8"]}, 60.0)]
-    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=SIZES["raw"] / 0.2)) as stream:
-        stream.run()
-    assert {each.level for each in stream.pieces if each.segments == (0,)} == {"raw", "int8"}
-    assert stream.received[0][0] == "int8"
-
-
 def test_waiting_for_its_turn_says_nothing_of_the_line(store):
     now, link, parts = [0.0], Link(1), [StreamPart(0, TOKENS, SIZES, 60.0)]
-    with opened(store, parts, Terms(0.0, 1.0, level="raw"), link, lambda: now[0]) as stream:
+    with opened(store, parts, Terms(0.0, 1.0), link, lambda: now[0]) as stream:
         thread = threading.Thread(target=stream.run)
         with link.slot():
             thread.start()
@@ -302,7 +236,7 @@ def test_waiting_for_its_turn_says_nothing_of_the_line(store):
             now[0] = 100.0
         thread.join()
     assert stream.pieces[0].seconds == 100.0
-    assert stream.pieces[0].throughput > SIZES["raw"]
+    assert stream.pieces[0].throughput > SIZES["int8"]
 
 
 def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
@@ -315,7 +249,7 @@ def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
 def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store):
     parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
     store.line.start(mbps(4))
-    with opened(store, parts, Terms(0.0, 30.0, adapt="refine", piece_tokens=TOKENS, prior=1e4)) as stream:
+    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e4)) as stream:
         stream.run()
         for layer in range(LAYERS):
             assert all(same(kv, at_level(at, "raw", layer)) for at, kv in stream.read(layer).items())
@@ -327,7 +261,7 @@ def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store
 def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_that_was_there(store):
     parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
     store.line.start(mbps(0.5))
-    terms = Terms(0.0, 2 * PIECES * SIZES["raw"] / 0.5e6, adapt="refine", piece_tokens=TOKENS)
+    terms = Terms(0.0, 2 * PIECES * SIZES["raw"] / 0.5e6, piece_tokens=TOKENS)
     seen: list[int] = []
 
     def stands(number: int) -> None:
@@ -341,34 +275,6 @@ def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_th
         assert set(stream.read(0)) == set(range(PIECES))
     assert stream.pieces[-1].why == NOT_WAITED_FOR
     assert {level for level, _ in stream.received.values()} == {"int8"}
-
-
-def test_a_piece_whose_line_stands_still_waits_for_the_others_and_comes_then(store):
-    parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
-    store.line.start(mbps(8))
-    store.before = lambda number: store.line.start(constant(0.0) if number == 1 else None)
-    with opened(store, parts, Terms(0.0, 5.0, adapt="refine", piece_tokens=TOKENS, prior=1e6)) as stream:
-        stream.run()
-        for layer in range(LAYERS):
-            for at, kv in stream.read(layer).items():
-                *_, level = (each.level for each in stream.pieces if _brought(each, at, layer))
-                assert same(kv, at_level(at, level, layer))
-    assert (sorted(stream.received), stream.text) == ([0, 1, 2, 3], {})
-    (aside,) = [each for each in stream.pieces if each.why]
-    assert (aside.why, aside.segments, aside.nbytes) == (SET_ASIDE, (1,), 0)
-    after = [each.segments[0] for each in stream.pieces[stream.pieces.index(aside) + 1 :]]
-    assert after.index(1) > after.index(3)
-
-
-def test_what_does_not_come_after_all_is_computed_once_the_deadline_cannot_be_met_otherwise(store):
-    parts = [StreamPart(at, TOKENS, SIZES, 1.0) for at in range(PIECES)]
-    store.line.start(mbps(8))
-    store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
-    with opened(store, parts, Terms(0.0, 1.5, adapt="refine", piece_tokens=TOKENS, prior=1e6)) as stream:
-        stream.run()
-        assert set(stream.read(0)) == {0, 1}
-    assert set(stream.text) == {2, 3}
-    assert [each.why for each in stream.pieces if each.segments == (2,)][:1] == [SET_ASIDE]
 
 
 def test_streams_at_the_same_time_know_of_each_other(store):

@@ -37,6 +37,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.telemetry.progress import progress
+from ragfuse.types.answer import PieceTrace
 
 METHODS = ("text", "int8", "fixed", "adaptive")
 AT_GBPS = 3.0
@@ -80,10 +81,11 @@ class Rig:
         url = f"redis://127.0.0.1:{self.line.port}/0"
         self.tier = PacedTier(url, UNLIMITED, lru, timeout_s=SILENCE_S, name="redis")
         codecs = _by_name(self.codecs)
-        self.store = KVStore([self.tier], lambda level, model: codecs.get(level), {"redis": options.levels})
+        self.store = self._store(codecs)
         held.callback(self.store.close)
-        ways = {"text": "paper", "int8": "int8", "fixed": self.fixed, "adaptive": options.adapt}
-        self.engines = {name: self._engine(adapt) for name, adapt in ways.items()}
+        # A store that can decode one level reads everything at that level.
+        alone = {name: self._store({level: codecs[level]}) for name, level in (("int8", "int8"), ("fixed", self.fixed))}
+        self.engines = {name: self._engine(alone.get(name, self.store)) for name in METHODS}
         machine = self._measured(codecs)
         for engine in self.engines.values():
             engine.learn(machine)
@@ -97,16 +99,15 @@ class Rig:
         engine.links.forget()
         self.tier.go(self.line, course, text.cut.keys)
         began = time.perf_counter()
-        ready = engine.prepare(prompt, Ask(reuse=method != "text", ratio=0.0, deadline_s=deadline_s))
+        due_s = deadline_s if method == "adaptive" else None
+        ready = engine.prepare(prompt, Ask(reuse=method != "text", ratio=0.0, deadline_s=due_s))
         seconds = time.perf_counter() - began
         self.line.start(None)
-        pieces = ready.stream.pieces if ready.stream is not None else ()
-        return Run(seconds, self._worth_of(text, ready), tuple(asdict(piece) for piece in pieces))
+        return Run(seconds, self._worth_of(text, ready), tuple(asdict(piece) for piece in _came(ready)))
 
     def _worth_of(self, text: Text, ready: PreparedPrompt) -> Worth:
         """Judged once for all streams that brought the same."""
-        came = ready.stream.pieces if ready.stream is not None else ()
-        steps = ((piece.segments, piece.level, piece.layers) for piece in came if not piece.why)
+        steps = ((piece.segments, piece.level, piece.layers) for piece in _came(ready) if not piece.why)
         lossy = tuple(step for step in steps if step[1] not in ("text", RAW.name))
         if not lossy:
             return text.judge.raw()
@@ -115,15 +116,17 @@ class Rig:
             self._worth[name] = text.judge.worth(context_kv(ready.prefill, text.cut.bounds[-1]))
         return self._worth[name]
 
-    def _engine(self, adapt: str) -> Engine:
+    def _store(self, codecs: Mapping[str, Codec]) -> KVStore:
+        return KVStore([self.tier], lambda level, model: codecs.get(level), {"redis": self.options.levels})
+
+    def _engine(self, store: KVStore) -> Engine:
         settings = Settings(
             home=self.options.home,
             model=self.options.model,
             store=self.options.home / "bench-stream",
             piece_tokens=2 * self.options.piece_tokens - 1,  # a piece is one of ours, never two
-            adapt=adapt,
         )
-        return Engine(settings, self.model, self.store)
+        return Engine(settings, self.model, store)
 
     def _measured(self, codecs: Mapping[str, Codec]) -> Any:
         """Without the line's speed: what it carries is to be found out."""
@@ -221,7 +224,6 @@ def _result(rig: Rig, console: Console) -> dict[str, Any]:
         "tokens": [text.cut.bounds[-1] for text in rig.texts],
         "pieces": n_pieces,
         "questions": [len(text.reading.questions) for text in rig.texts],
-        "adapt": options.adapt,
         "clock": "wall",
         **circumstances(rig.model.device, options.threads),
     }
@@ -297,6 +299,15 @@ def _timeline(rig: Rig) -> dict[str, Any]:
         "bytes_per_s": steps,
         "streams": {name: {"ttft_s": run.seconds, "pieces": run.pieces} for name, run in runs.items()},
     }
+
+
+def _came(ready: PreparedPrompt) -> Sequence[PieceTrace]:
+    """What was read for a prompt; without a stream one piece of all its segments."""
+    if ready.stream is not None or not ready.plan.fetches:
+        return ready.stream.pieces if ready.stream is not None else ()
+    fetches, tokens = ready.plan.fetches, len(ready.plan.prompt)
+    segments, nbytes = tuple(fetch.segment for fetch in fetches), sum(fetch.nbytes for fetch in fetches)
+    return [PieceTrace(segments, tokens, fetches[0].level, nbytes=nbytes, seconds=ready.timing.load_s)]
 
 
 def _by_name(codecs: Codecs) -> dict[str, Codec]:

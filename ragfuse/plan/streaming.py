@@ -1,0 +1,251 @@
+"""How each piece of a stream is sent: as text to recompute, or at a codec level (CacheGen 5.3).
+
+CacheGen sends a piece at the best level that meets the deadline at the last throughput, so a link that becomes slower
+leaves no time for the rest. Here every piece first comes at its most lossy level, which takes a small part of the time,
+and the lossiest pieces are read again at better levels while time is left. Where all pieces can be recomputed in time,
+they are: that is lossless. Arithmetic only: throughput and seconds are arguments, nothing here waits or reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil, inf
+
+AS_TEXT, AS_RAW = "text", "raw"
+"""A piece sent as text is recomputed. A piece sent raw is used as it is, without decoding."""
+PIECE_TOKENS = 1500
+"""Approximate tokens of a piece: few enough to react to a changing throughput, enough to compute efficiently."""
+
+STEPS_PER_PIECE = 6
+"""Most steps in which a piece is read, some layers each, so that a change of throughput is seen within a piece."""
+STEP_S = 0.05
+"""Least seconds of a step, where a piece has several: each costs a round trip."""
+COMPUTE_MARGIN = 1.15
+"""Safety factor for computing: assume that it takes this many times as long as predicted."""
+PATIENCE = 2.0
+"""A piece is checked for lateness once it took this many times as long as predicted."""
+BACKOFF = 1.5
+"""Back-off factor: the next check for lateness comes after this many times the time already waited."""
+MIN_THROUGHPUT = 1e-9
+"""Stands for a throughput of zero, in bytes per second."""
+NEVER_LATE_S = 0.02
+"""Seconds within which no piece counts as late: shorter waits depend on the machine rather than on the link."""
+
+
+@dataclass(frozen=True)
+class StreamPart:
+    """A segment of a prompt whose KV is to be streamed.
+
+    Args:
+        segment: Its index in the prompt.
+        tokens: Its tokens, with those of the segments in `also`.
+        sizes: Bytes by codec level, the least lossy first.
+        text_s: Seconds that recomputing it, with the segments in `also`, adds to the prefill; None: unknown, so that it
+            cannot be sent as text.
+        decode_s: Seconds to decode it, by codec level.
+        also: Further segments that use rows of the same entry, which is read once.
+    """
+
+    segment: int
+    tokens: int
+    sizes: Mapping[str, int]
+    text_s: float | None = None
+    decode_s: Mapping[str, float] = field(default_factory=dict)
+    also: tuple[int, ...] = ()
+
+    def and_for(self, other: StreamPart) -> StreamPart:
+        """Return the part extended by another segment that uses rows of the same entry."""
+        also, tokens = (*self.also, other.segment), self.tokens + other.tokens
+        return replace(self, also=also, tokens=tokens, text_s=_sum((self.text_s, other.text_s)))
+
+    def rest(self, share: float) -> StreamPart:
+        """Return the part with only a share of its bytes left to send."""
+        sizes = {level: ceil(share * size) for level, size in self.sizes.items()}
+        decode_s = {level: share * seconds for level, seconds in self.decode_s.items()}
+        return replace(self, sizes=sizes, decode_s=decode_s)
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """Parts that are sent together, in the order of the prompt."""
+
+    parts: tuple[StreamPart, ...]
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """The indices of their segments in the prompt."""
+        return tuple(part.segment for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all parts."""
+        return sum(part.tokens for part in self.parts)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes at each level that all parts have, the least lossy first."""
+        first, *others = (part.sizes for part in self.parts)
+        return {
+            level: size + sum(other[level] for other in others)
+            for level, size in first.items()
+            if all(level in other for other in others)
+        }
+
+    @cached_property
+    def text_s(self) -> float | None:
+        """Seconds to recompute all parts; None: unknown."""
+        return _sum(part.text_s for part in self.parts)
+
+    def seconds(self, level: str, rank: int, throughput: float) -> tuple[float, float]:
+        """Return the seconds to read the piece, and to decode it.
+
+        Args:
+            level: The codec level. A piece that lacks it uses its own level of the same rank; one without any level is
+                recomputed.
+            rank: The index of that level among the levels of the first piece.
+            throughput: Bytes per second.
+        """
+        levels = list(self.sizes)
+        if not levels:
+            return 0.0, self.text_s or 0.0
+        own = level if level in levels else levels[min(rank, len(levels) - 1)]
+        decode_s = sum(part.decode_s.get(own, 0.0) for part in self.parts)
+        return self.sizes[own] / max(throughput, MIN_THROUGHPUT), decode_s
+
+    def rest(self, segments: Collection[int], share: float) -> StreamPiece:
+        """Return what is left to send of these segments: a share of their bytes.
+
+        Recomputing them takes as long as before.
+        """
+        return StreamPiece(tuple(part.rest(share) for part in self.parts if part.segment in segments))
+
+
+def pieces(parts: Sequence[StreamPart], max_tokens: int = PIECE_TOKENS) -> list[StreamPiece]:
+    """Group parts, in order, into pieces of at most `max_tokens` with the same levels; a longer part stands alone."""
+    groups: list[list[StreamPart]] = []
+    for part in parts:
+        alike = bool(groups) and list(part.sizes) == list(groups[-1][-1].sizes)
+        if not alike or sum(each.tokens for each in groups[-1]) + part.tokens > max_tokens:
+            groups.append([])
+        groups[-1].append(part)
+    return [StreamPiece(tuple(each)) for each in groups]
+
+
+def first_level(
+    remaining: Sequence[StreamPiece],
+    throughput: float | None,
+    left_s: float,
+    sharing: int = 1,
+    is_whole: bool = True,
+) -> str:
+    """Return how to send the first of the remaining pieces, for which better levels may follow.
+
+    While nothing lossy was sent and all pieces can be recomputed in time, they are, or are read raw where that is
+    faster. Else the piece comes at its most lossy level; without levels it is recomputed.
+
+    Args:
+        remaining: All remaining pieces.
+        throughput: Bytes per second of the link; None: unknown.
+        left_s: Seconds to the deadline, without those for what is computed in any case.
+        sharing: Streams on that link, this one included (the paper's N_c).
+        is_whole: Whether nothing lossy was sent yet.
+
+    Returns:
+        `AS_TEXT`, `AS_RAW` or another codec level of the first piece.
+    """
+    levels = list(remaining[0].sizes)
+    text_s = _sum(piece.text_s for piece in remaining)
+    if levels and not (is_whole and text_s is not None and COMPUTE_MARGIN * text_s <= left_s):
+        return levels[-1]
+    if AS_RAW not in levels or throughput is None or text_s is None:
+        return AS_TEXT
+    return AS_RAW if delay_s(remaining, AS_RAW, throughput, sharing) < text_s else AS_TEXT
+
+
+def better_level(
+    remaining: Sequence[StreamPiece], better: Sequence[str], throughput: float, left_s: float, sharing: int = 1
+) -> str:
+    """Return the level at which to send the lossiest pieces once more; "" for none.
+
+    Args:
+        remaining: These pieces.
+        better: Levels of the first piece that are less lossy than what was sent, the least lossy first. The first at
+            which all pieces meet the deadline is chosen; else the last, if the first piece meets it.
+        throughput: Bytes per second of the link.
+        left_s: Seconds to the deadline.
+        sharing: Streams on that link.
+    """
+    in_time = (level for level in better if delay_s(remaining, level, throughput, sharing) <= left_s)
+    level = next(in_time, better[-1])
+    return level if delay_s(remaining[:1], level, throughput, sharing) <= left_s else ""
+
+
+def delay_s(remaining: Sequence[StreamPiece], level: str, throughput: float, sharing: int = 1) -> float:
+    """Return the seconds until all pieces are read and decoded at one level; each is decoded while the next is read."""
+    rank = list(remaining[0].sizes).index(level)
+    read_s = done_s = 0.0
+    for piece in remaining:
+        piece_read_s, decode_s = piece.seconds(level, rank, throughput)
+        read_s += sharing * piece_read_s
+        done_s = max(done_s, read_s) + decode_s
+    return done_s
+
+
+def layers_together(n_layers: int, n_left: int, whole_s: float | None) -> int:
+    """Return how many layers of a piece to read in the next step.
+
+    Args:
+        n_layers: Layers of the model.
+        n_left: Layers of the piece that are not read yet.
+        whole_s: Predicted seconds to read the piece; None: unknown.
+    """
+    steps = STEPS_PER_PIECE if whole_s is None else max(1, min(STEPS_PER_PIECE, int(whole_s / STEP_S)))
+    return min(n_left, ceil(n_layers / steps))
+
+
+def first_look_s(piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1) -> float | None:
+    """Return the seconds to wait for a piece before checking whether it is late; None: until the tier's own timeout.
+
+    With an unknown throughput, wait as long as recomputing the piece takes.
+    """
+    if throughput is None:
+        return None if piece.text_s is None else max(NEVER_LATE_S, piece.text_s)
+    return max(NEVER_LATE_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, MIN_THROUGHPUT))
+
+
+def is_given_up(remaining: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
+    """Return whether to recompute the current piece, a step of which is late, instead of waiting for it.
+
+    A piece that can still meet the deadline is waited for. The step is assumed to need as long again as it was waited
+    for, and the link to stay as slow.
+
+    Args:
+        remaining: The current piece and those after it.
+        share: Share of the current piece that follows the step.
+        nbytes: Bytes of the step.
+        waited_s: Seconds that the step was waited for.
+        left_s: Seconds to the deadline.
+    """
+    if remaining[0].text_s is None:
+        return False
+    throughput = nbytes / max(2 * waited_s, MIN_THROUGHPUT)
+    rest = [remaining[0].rest(remaining[0].segments, share)] if share > 0 else []
+    waiting_s = waited_s + _fastest_s([*rest, *remaining[1:]], throughput)
+    return waiting_s > left_s and remaining[0].text_s + _fastest_s(remaining[1:], throughput) < waiting_s
+
+
+def _fastest_s(remaining: Sequence[StreamPiece], throughput: float) -> float:
+    """Return the least seconds until all pieces are read, at any level, or recomputed."""
+    if not remaining:
+        return 0.0
+    text_s = _sum(piece.text_s for piece in remaining)
+    delays = (delay_s(remaining, level, throughput) for level in remaining[0].sizes)
+    return min((*delays, inf if text_s is None else text_s))
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Return the sum; None where one of the values is None."""
+    known = list(values)
+    return None if None in known else sum(seconds for seconds in known if seconds is not None)
