@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "schemas": {*VALUES, "store", "text"},
     "hf": {*VALUES, "fuse"},
     "models": {*VALUES, "hf"},
-    "load": {*VALUES, "plan.steps", "plan.streaming", "store"},
+    "load": {*VALUES, "plan.steps", "plan.stream_level", "store"},
     "measure": {*VALUES, "codec", "fuse", "hf", "load", "plan.estimate", "plan.steps", "store"},
     "sessions": {*VALUES, "plan", "store", "text"},
     "telemetry": {*VALUES, "store"},
@@ -406,8 +406,16 @@ BAD = [
 ]
 
 GOOD = [
-    ("rooms_import_only_what_stands_below", "load/a.py", "from ragfuse.plan import streaming\nfrom ragfuse import types"),
-    ("rooms_import_only_what_stands_below", "load/a.py", "from ragfuse.plan.streaming import level\nfrom .b import c"),
+    (
+        "rooms_import_only_what_stands_below",
+        "load/a.py",
+        "from ragfuse.plan import stream_level\nfrom ragfuse import types",
+    ),
+    (
+        "rooms_import_only_what_stands_below",
+        "load/a.py",
+        "from ragfuse.plan.stream_level import level\nfrom .b import c",
+    ),
     ("rooms_import_only_what_stands_below", "__init__.py", "from ragfuse.engine.engine import Engine"),
     ("hugging_face_has_one_home", "models/loader.py", "from transformers import AutoModel"),
     ("frameworks_are_for_few_doors", "calibration/a.py", "def f():\n    import langchain_core"),

@@ -1,7 +1,7 @@
 """Stream KV over a link in pieces, each at the level that the deadline allows, or computed instead (CacheGen 5.3).
 
 A piece is a run of segments of about 1,500 tokens. Pieces are read one after the other, a few layers at a time, each
-read on its own thread, and other threads decode meanwhile. `plan.streaming` decides from the measured throughput how
+read on its own thread, and other threads decode meanwhile. `plan.stream_level` decides from the measured throughput how
 the next layers come. A piece that takes too long, or cannot be read, becomes text: it is recomputed in the prefill.
 Once every piece is there, the lossiest ones are read again at better levels while time is left.
 """
@@ -22,7 +22,7 @@ import torch
 from ragfuse.load.layers import CPU
 from ragfuse.load.link import Link
 from ragfuse.load.staging_buffer import Layer
-from ragfuse.plan.streaming import (
+from ragfuse.plan.stream_level import (
     AS_TEXT,
     BACKOFF,
     COMPUTE_MARGIN,

@@ -1,6 +1,6 @@
 """The cost of streaming the segments of a plan: bytes at each level, and the time to recompute them instead.
 
-Arithmetic over measurements, as far as there are any. `plan.streaming` decides how each piece is sent.
+Arithmetic over measurements, as far as there are any. `plan.stream_level` decides how each piece is sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ragfuse.plan.controller import blend_of
 from ragfuse.plan.estimate import Estimate
-from ragfuse.plan.streaming import StreamPart
+from ragfuse.plan.stream_level import StreamPart
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan, is_blended
 

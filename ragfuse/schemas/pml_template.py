@@ -66,7 +66,7 @@ class PMLTemplate:
         prompt: PML text, the path of a PML file, or a parsed prompt, with `{variable}` anywhere in its texts; None:
             the variables are the parameters of the prompt function or of the schema.
         question: Text of a further user message, with variables too.
-        syntax: How variables are written; "mustache" or "jinja2" for `{{ variable }}`.
+        syntax: How variables are written; "jinja2" for `{{ variable }}`.
 
     Raises:
         PMLError: Schema or prompt cannot be parsed; with the position in the source.

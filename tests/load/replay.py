@@ -16,7 +16,7 @@ from ragfuse_bench.stream.lines import Course, Scale
 
 from ragfuse.load.link import Link
 from ragfuse.load.stream import PendingRead, Stream, Terms
-from ragfuse.plan.streaming import StreamPart
+from ragfuse.plan.stream_level import StreamPart
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
 

@@ -12,7 +12,7 @@ from ragfuse_bench.line import Line, Trace, constant, drawn, line_to
 from ragfuse.load.link import Link, Links
 from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, NOT_WAITED_FOR, Stream, Terms
 from ragfuse.plan.evict import lru
-from ragfuse.plan.streaming import AS_TEXT, StreamPart
+from ragfuse.plan.stream_level import AS_TEXT, StreamPart
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.redis import RedisTier
 from ragfuse.types.answer import PieceTrace

@@ -71,7 +71,7 @@ def test_files_are_read_and_other_syntaxes_known(tmp_path: Path) -> None:
     schema, prompt = tmp_path / "s.xml", tmp_path / "p.xml"
     schema.write_text(SCHEMA, "utf-8")
     prompt.write_text('<prompt schema="s"><m n="{{ n }}">{n}</m></prompt>', "utf-8")
-    template = PMLTemplate(schema, str(prompt), syntax="mustache")
+    template = PMLTemplate(schema, str(prompt), syntax="jinja2")
     assert template.variables == ("n",)
     assert template.fill({"n": "2"}).request.items[0] == Import("m", (("n", "2"),), (TextNode("{n}"),))
 

@@ -12,9 +12,10 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import update_wrapper
-from types import CellType, FunctionType
+from dataclasses import dataclass
+from functools import wraps
+from itertools import chain, count
+from types import CodeType, FunctionType
 from typing import Any, ParamSpec, cast, overload
 
 from ragfuse.errors import PMLError
@@ -35,7 +36,7 @@ from ragfuse.schemas.nodes import (
 from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
-_PML = "__pml__"
+_PML, _TAKEN = "__pml__", "__taken__"
 _DEF = "a function written with def"
 _SAYS = "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of prompt functions"
 
@@ -96,57 +97,60 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     return found
 
 
-class _CallRecord:
-    """A record of the arguments and imports of one module, made during a call of a prompt function."""
+@dataclass(frozen=True)
+class _Call:
+    """A call of another prompt function, which the module `name` stands for."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.args: dict[str, str] = {}
-        self.items: list[Import | _CallRecord] = []
-
-    def module(self, name: str) -> _CallRecord:
-        """Record that a branch was taken, and return the record of its module."""
-        self.items.append(record := _CallRecord(name))
-        return record
-
-    def argument(self, name: str, value: object) -> None:
-        """Record the value of a parameter."""
-        self.args[name] = str(value)
-
-    def called(self, name: str, request: PMLPrompt) -> None:
-        """Record a call of another prompt function, which returned `request`."""
-        self.items.append(Import(name, request.args, request.items))
-
-    def imports(self) -> tuple[Import, ...]:
-        """Return all recorded imports, in order."""
-        return tuple(item if isinstance(item, Import) else item.as_import() for item in self.items)
-
-    def as_import(self) -> Import:
-        """Return this record as an import of a nested module."""
-        return Import(self.name, tuple(self.args.items()), self.imports())
-
-    def request(self) -> PMLPrompt:
-        """Return this record as a whole prompt."""
-        return PMLPrompt(self.name, self.imports(), tuple(self.args.items()))
+    name: str
+    code: CodeType
 
 
-@dataclass
-class _Scope:
-    """A module that is being compiled: the variable that holds its record, and the names used in it."""
+@dataclass(frozen=True)
+class _Choice:
+    """An `if` or `match` whose code sets `_TAKEN` to the index of the branch that is taken."""
 
-    variable: str
-    names: set[str] = field(default_factory=set)
+    code: CodeType
+    branches: Sequence[tuple[str, _Steps]]
+
+
+_Steps = Sequence[str | _Call | _Choice]
+"""What a call does in one module: parameters that are filled, calls and choices, in order."""
+
+
+def _recorded(steps: _Steps, values: dict[str, Any]) -> tuple[dict[str, str], tuple[Import, ...]]:
+    """Return the arguments and imports of one module in a call with these values of all names."""
+    args, imports = dict[str, str](), list[Import]()
+    for step in steps:
+        match step:
+            case str():
+                args[step] = str(values[step])
+            case _Call(name, code):
+                request: PMLPrompt = eval(code, values)
+                imports.append(Import(name, request.args, request.items))
+            case _Choice(code, branches):
+                values[_TAKEN] = None
+                exec(code, values)
+                if values[_TAKEN] is not None:
+                    name, inside = branches[values[_TAKEN]]
+                    inner_args, inner_imports = _recorded(inside, values)
+                    imports.append(Import(name, tuple(inner_args.items()), inner_imports))
+    return args, tuple(imports)
+
+
+class _Names:
+    """The names of the modules of one scope."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
 
     def unique(self, wanted: str) -> str:
         """Return an unused name for a nested module, as close to `wanted` as PML allows."""
         name = re.sub(r"[^\w.-]+", "-", wanted).strip("-.")[:40]
         if not is_name(name) or name in PML_TAGS:
             name = f"case-{name}" if is_name(f"case-{name}") else "case"
-        found, n = name, 1
-        while found in self.names:
-            n += 1
-            found = f"{name}-{n}"
-        self.names.add(found)
+        numbered = (f"{name}-{n}" for n in count(2))
+        found = next(each for each in chain([name], numbered) if each not in self._names)
+        self._names.add(found)
         return found
 
 
@@ -156,7 +160,7 @@ class _Compiler:
     def __init__(self, function: Callable[..., Any], max_tokens: Mapping[str, int]) -> None:
         if not isinstance(function, FunctionType):
             raise PMLError(f"{function!r}", _DEF)
-        self.function, self.n_scopes = function, 0
+        self.function = function
         self.file, self.first_line = function.__code__.co_filename, function.__code__.co_firstlineno
         self.definition = self._definition()
         self.outer_values = {**function.__globals__, **_closure(function)}
@@ -169,18 +173,25 @@ class _Compiler:
 
     def compiled(self) -> Callable[..., PMLPrompt]:
         """Return the compiled function, with its schema as an attribute."""
-        scope = self._scope()
         body = self.definition.body
-        items, statements = self._body(body[1:] if ast.get_docstring(self.definition, clean=False) else body, scope)
+        has_docstring = ast.get_docstring(self.definition, clean=False) is not None
+        items, steps = self._body(body[has_docstring:], _Names())
         if not items:
-            raise self._error(
-                self.definition, "a function without text besides its docstring", "a string as a statement"
-            )
+            found = "a function without text besides its docstring"
+            raise self._error(self.definition, found, "a string as a statement")
         schema = Schema(self.function.__name__, joined(items), at=self._spot(self.definition))
-        function = self._function(scope, statements)
-        update_wrapper(function, self.function)
-        setattr(function, _PML, schema)
-        return cast(Callable[..., PMLPrompt], function)
+        original, signature = self.function, inspect.signature(self.function)
+
+        @wraps(original)
+        def prompt_of(*args: Any, **kwargs: Any) -> PMLPrompt:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            values = {**original.__globals__, **_closure(original), **given.arguments}
+            own, imports = _recorded(steps, values)
+            return PMLPrompt(schema.name, imports, tuple(own.items()))
+
+        setattr(prompt_of, _PML, schema)
+        return prompt_of
 
     # reading the function
 
@@ -229,44 +240,39 @@ class _Compiler:
 
     # statements
 
-    def _scope(self) -> _Scope:
-        self.n_scopes += 1
-        return _Scope(f"__record_{self.n_scopes}")
-
-    def _body(self, body: Sequence[ast.stmt], scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
-        items, recording = list[Item](), list[ast.stmt]()
+    def _body(self, body: Sequence[ast.stmt], names: _Names) -> tuple[list[Item], _Steps]:
+        items, steps = list[Item](), list[str | _Call | _Choice]()
         for node in body:
-            node_items, recording_of_node = self._statement(node, scope)
+            node_items, node_steps = self._statement(node, names)
             items += node_items
-            recording += [ast.copy_location(statement, node) for statement in recording_of_node]
-        return items, recording
+            steps += node_steps
+        return items, steps
 
-    def _statement(self, node: ast.stmt, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+    def _statement(self, node: ast.stmt, names: _Names) -> tuple[Sequence[Item], _Steps]:
         match node:
             case ast.Pass():
                 return [], []
             case ast.Expr(ast.Call() as call):
-                return self._call(call, scope)
+                return self._call(call, names)
             case ast.Expr(value):
-                return self._text(value, scope)
-            case ast.If():
-                return self._if(node, scope)
-            case ast.Match():
-                return self._match(node, scope)
+                return self._text(value)
+            case ast.If() | ast.Match():
+                return self._choice(node, names)
             case ast.With(items=[ast.withitem(opened, None)]) if isinstance(self._value(opened), MessageBlock):
-                items, recording = self._body(node.body, scope)
-                return [Role(self._value(opened).role, joined(items), self._spot(node))], recording
+                items, steps = self._body(node.body, names)
+                return [Role(self._value(opened).role, joined(items), self._spot(node))], steps
             case _:
-                raise self._error(node, f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function", _SAYS)
+                found = f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function"
+                raise self._error(node, found, _SAYS)
 
-    def _text(self, node: ast.expr, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+    def _text(self, node: ast.expr) -> tuple[list[Item], list[str]]:
         """Compile a string, an f-string, or a name whose value is a string."""
         value = node.value if isinstance(node, ast.Constant) else self._value(node)
         if isinstance(value, str):
             return [TextNode(value, self._spot(node))] if value else [], []
         if not isinstance(node, ast.JoinedStr):
             raise self._error(node, f"'{ast.unparse(node)[:60]}' in a prompt function", _SAYS)
-        items, recording = list[Item](), list[ast.stmt]()
+        items, filled = list[Item](), list[str]()
         for part in node.values:
             value_expr = part.value if isinstance(part, ast.FormattedValue) else part
             if isinstance(part, ast.FormattedValue) and (part.conversion != -1 or part.format_spec is not None):
@@ -275,14 +281,13 @@ class _Compiler:
                 )
             if isinstance(value_expr, ast.Name) and value_expr.id in self.parameters:
                 items.append(self._param(value_expr))
-                name = value_expr.id
-                recording.append(_do(scope, "argument", ast.Constant(name), ast.Name(name, ast.Load())))
+                filled.append(value_expr.id)
                 continue
             if not isinstance(value_expr, ast.Constant) and not isinstance(self._value(value_expr), str):
                 found = f"'{ast.unparse(value_expr)[:60]}' in a text"
                 raise self._error(value_expr, found, "a parameter of the function")
-            items += self._text(value_expr, scope)[0]
-        return items, recording
+            items += self._text(value_expr)[0]
+        return items, filled
 
     def _param(self, node: ast.Name) -> Param:
         if node.id not in self.max_tokens:
@@ -295,76 +300,46 @@ class _Compiler:
             )
         return Param(node.id, length, at=self._spot(node))
 
-    def _call(self, node: ast.Call, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+    def _call(self, node: ast.Call, names: _Names) -> tuple[list[Item], _Steps]:
         schema = getattr(self._value(node.func), _PML, None)
         if not isinstance(schema, Schema):
-            raise self._error(
-                node, f"a call of '{ast.unparse(node.func)[:60]}'", "a call of a prompt function defined before"
-            )
-        name = scope.unique(schema.name)
-        return [Module(name, schema.items, at=self._spot(node))], [_do(scope, "called", ast.Constant(name), node)]
+            found = f"a call of '{ast.unparse(node.func)[:60]}'"
+            raise self._error(node, found, "a call of a prompt function defined before")
+        name, code = names.unique(schema.name), compile(ast.Expression(node), self.file, "eval")
+        return [Module(name, schema.items, at=self._spot(node))], [_Call(name, code)]
 
-    def _if(self, node: ast.If, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
-        modules: list[Module] = []
-        statement = self._branches(node, scope, modules)
-        whole = modules[0] if len(modules) == 1 else Union(tuple(modules), at=self._spot(node))
-        return [whole], [statement]
+    def _choice(self, node: ast.If | ast.Match, names: _Names) -> tuple[list[Item], _Steps]:
+        """Compile every branch to a module, and the choice to code that says which one is taken."""
+        modules, branches = list[Module](), list[tuple[str, _Steps]]()
 
-    def _branches(self, node: ast.If, scope: _Scope, modules: list[Module]) -> ast.stmt:
-        """Return the `if` with statements that record the branch taken, and add each branch to `modules`."""
-        if_body = self._branch(_called(node.test), node.body, node, scope, modules)
-        if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
-            else_body = [self._branches(node.orelse[0], scope, modules)]
+        def taken(wanted: str, body: Sequence[ast.stmt], at: ast.AST) -> list[ast.stmt]:
+            name = names.unique(wanted)
+            items, steps = self._body(body, _Names())
+            modules.append(Module(name, joined(items), at=self._spot(at)))
+            branches.append((name, steps))
+            return ast.parse(f"{_TAKEN} = {len(branches) - 1}").body
+
+        def chosen(node: ast.If) -> ast.If:
+            body, other = taken(_called(node.test), node.body, node), list[ast.stmt]()
+            if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
+                other = [chosen(node.orelse[0])]
+            elif node.orelse:
+                other = taken("else", node.orelse, node.orelse[0])
+            return ast.copy_location(ast.If(node.test, body, other), node)
+
+        statement: ast.stmt
+        if isinstance(node, ast.If):
+            statement = chosen(node)
         else:
-            else_body = self._branch("else", node.orelse, node.orelse[0], scope, modules) if node.orelse else []
-        return ast.copy_location(ast.If(node.test, if_body, else_body), node)
-
-    def _match(self, node: ast.Match, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
-        modules: list[Module] = []
-        cases = [
-            ast.match_case(
-                case.pattern, case.guard, self._branch(_cased(node, case), case.body, case.body[0], scope, modules)
-            )
-            for case in node.cases
-        ]
-        return [Union(tuple(modules), at=self._spot(node))], [ast.Match(node.subject, cases)]
-
-    def _branch(
-        self, wanted: str, body: Sequence[ast.stmt], at: ast.AST, scope: _Scope, modules: list[Module]
-    ) -> list[ast.stmt]:
-        name, inner_scope = scope.unique(wanted), self._scope()
-        items, recording = self._body(body, inner_scope)
-        modules.append(Module(name, joined(items), at=self._spot(at)))
-        new_record = _do(scope, "module", ast.Constant(name)).value
-        open_record = ast.Assign([ast.Name(inner_scope.variable, ast.Store())], new_record)
-        return [open_record, *recording]
-
-    # writing the compiled function
-
-    def _function(self, scope: _Scope, recording: list[ast.stmt]) -> FunctionType:
-        """Return a function with the same parameters, globals and closure that records and returns its prompt."""
-        free = ("__record__", *self.function.__code__.co_freevars)
-        maker = ast.parse(f"def make({', '.join(free)}): pass")
-        open_record = ast.parse(f"{scope.variable} = __record__({self.function.__name__!r})").body
-        definition = self.definition
-        definition.decorator_list, definition.returns = [], None
-        for each in ast.walk(definition.args):
-            if isinstance(each, ast.arg):
-                each.annotation = None
-        definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
-        definition.args.kw_defaults = [each and ast.Constant(None) for each in definition.args.kw_defaults]
-        answer = ast.Return(_do(scope, "request").value)
-        definition.body = [*open_record, *recording, answer]
-        outer = cast(ast.FunctionDef, maker.body[0])
-        outer.body = [definition, ast.Return(ast.Name(definition.name, ast.Load()))]
-        namespace: dict[str, Any] = {}
-        exec(compile(ast.fix_missing_locations(maker), self.file, "exec"), self.function.__globals__, namespace)
-        code = namespace["make"](*free).__code__
-        cells = dict(zip(free, (CellType(_CallRecord), *(self.function.__closure__ or ())), strict=True))
-        closure, original = tuple(cells[name] for name in code.co_freevars), self.function
-        function = FunctionType(code, original.__globals__, original.__name__, original.__defaults__, closure)
-        function.__kwdefaults__ = original.__kwdefaults__
-        return function
+            cases = [
+                ast.match_case(case.pattern, case.guard, taken(_cased(node, case), case.body, case.body[0]))
+                for case in node.cases
+            ]
+            statement = ast.copy_location(ast.Match(node.subject, cases), node)
+        code = compile(ast.Module([statement], []), self.file, "exec")
+        is_alone = isinstance(node, ast.If) and len(modules) == 1
+        item = modules[0] if is_alone else Union(tuple(modules), at=self._spot(node))
+        return [item], [_Choice(code, branches)]
 
 
 def _closure(function: FunctionType) -> dict[str, Any]:
@@ -376,11 +351,6 @@ def _closure(function: FunctionType) -> dict[str, Any]:
         except ValueError:  # not there yet
             continue
     return found
-
-
-def _do(scope: _Scope, method: str, *args: ast.expr) -> ast.Expr:
-    attribute = ast.Attribute(ast.Name(scope.variable, ast.Load()), method, ast.Load())
-    return ast.Expr(ast.Call(attribute, list(args), []))
 
 
 def _called(test: ast.expr) -> str:

@@ -7,24 +7,50 @@ so that the fixed text is encoded once; `filled` makes a prompt from their value
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from string import Formatter
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
 from ragfuse.errors import PMLError
-from ragfuse.schemas.nodes import Item, Param, PMLPrompt, Role, RoleName, Schema, SourcePosition, TextNode, joined
+from ragfuse.schemas.nodes import (
+    Item,
+    Param,
+    PMLPrompt,
+    Role,
+    RoleName,
+    Schema,
+    SourcePosition,
+    TextNode,
+    joined,
+)
 from ragfuse.schemas.pml import is_name
 
-Syntax = Literal["f-string", "mustache", "jinja2"]
-Pairs = Sequence[tuple[str, str]]
+Syntax = Literal["f-string", "jinja2"]
+Part = tuple[str, str | None, int]
+"""A literal text, the variable after it or None, and the line on which it ends."""
 
 _ROLES: Mapping[str, RoleName] = MappingProxyType(
     {"human": "user", "user": "user", "system": "system", "ai": "assistant", "assistant": "assistant"}
 )
-_CHAT = re.compile(r"""{%(-?)\s*(?:chat\s+role\s*=\s*["'](?P<role>\w+)["']|endchat)\s*(-?)%}""")
-_JINJA = re.compile(r"{#|(?<!{){{-?([^{}]*?)-?}}")
-_MUSTACHE = re.compile(r"(?<!{)(?:{{{([^{}]*)}}}|{{([^{}]*)}})")
+
+
+class _Chat(Extension):
+    """LlamaIndex's `{% chat role="user" %}` ... `{% endchat %}`, parsed to a call block of the role."""
+
+    tags = {"chat"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        parser.stream.expect("name:role")
+        parser.stream.expect("assign")
+        role = nodes.Const(parser.stream.expect("string").value)
+        body = parser.parse_statements(("name:endchat",), drop_needle=True)
+        return nodes.CallBlock(role, [], [], body, lineno=line)
 
 
 def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int], syntax: Syntax = "f-string") -> Schema:
@@ -40,9 +66,9 @@ def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int],
         PMLError: The template has logic, loops, formats or placeholders for conversations.
     """
     items: list[Item] = []
-    for role, text, text_syntax in _pairs(name, template, syntax):
-        text_items = joined(_items(name, text, text_syntax, max_tokens))
-        items += [Role(_role(name, role), text_items)] if role else text_items
+    for role, parts in _messages(name, template, syntax):
+        found = joined(_items(name, parts, max_tokens))
+        items += [Role(_role(name, role), found)] if role else found
     return Schema(name, joined(items))
 
 
@@ -51,61 +77,69 @@ def filled(schema: Schema, values: Mapping[str, object]) -> PMLPrompt:
     return PMLPrompt(schema.name, (), tuple((name, str(value)) for name, value in values.items()))
 
 
-def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
-    """Yield (role, text, syntax) of every message; role "": text outside of messages."""
-    if isinstance(template, str):
-        yield from _chats(template, syntax)
-    elif isinstance(text := getattr(template, "template_str", None), str):  # RichPromptTemplate
-        yield from _chats(text, "jinja2")
-    elif isinstance(text := getattr(template, "template", None), str):  # PromptTemplate of both
-        yield "", text, _syntax_of(template)
+def parsed(name: str, text: str, syntax: Syntax) -> Iterator[Part]:
+    """Yield the parts of a text with variables; `name` is the template's name for error messages."""
+    if syntax == "f-string":
+        yield from _formatted(name, text)
+    elif syntax == "jinja2":
+        yield from _parts(name, _tree(name, text))
     else:
-        messages = getattr(template, "messages", None) or getattr(template, "message_templates", None) or template
-        if not isinstance(messages, Sequence):
-            raise PMLError(
-                f"a template of type {type(template).__name__}", "messages, a text, or (role, text) pairs", name
-            )
+        raise PMLError(f"syntax '{syntax}'", "f-string or jinja2", name)
+
+
+def _messages(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, Iterable[Part]]]:
+    """Yield the role and the parts of every message; role "": text outside of messages."""
+    rich = getattr(template, "template_str", None)  # RichPromptTemplate
+    text = template if isinstance(template, str) else rich
+    plain = getattr(template, "template", None)  # PromptTemplate of both
+    if isinstance(text, str) and (rich is not None or syntax == "jinja2"):
+        yield from _chats(name, text)
+    elif isinstance(text, str):
+        yield "", parsed(name, text, syntax)
+    elif isinstance(plain, str):
+        yield "", parsed(name, plain, _syntax_of(template))
+    else:
+        found = getattr(template, "messages", None) or getattr(template, "message_templates", None)
+        if not isinstance(messages := found or template, Sequence):
+            kind = type(template).__name__
+            raise PMLError(f"a template of type {kind}", "messages, a text, or (role, text) pairs", name)
         for message in messages:
             yield _message(name, message, syntax)
 
 
-def _chats(text: str, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
+def _chats(name: str, text: str) -> Iterator[tuple[str, Iterable[Part]]]:
     """Split a jinja2 text into its `{% chat %}` blocks and the text between them, without mere white space."""
-    done, dash, opening, has_blocks = 0, "", None, False
-    for tag in _CHAT.finditer(text) if syntax == "jinja2" else ():
-        before, role, behind = tag.groups()
-        if opening is None and role is not None:
-            opening = tag
-        elif opening is not None and role is None:
-            if (between := _strip_at_dashes(text[done : opening.start()], dash, opening[1])).strip():
-                yield "", between, syntax
-            yield opening["role"], _strip_at_dashes(text[opening.end() : tag.start()], opening[3], before), syntax
-            done, dash, opening, has_blocks = tag.end(), behind, None, True
-    rest = _strip_at_dashes(text[done:], dash, "")
-    if not has_blocks or rest.strip():
-        yield "", rest, syntax
+    outside = list[nodes.Node]()
+    for node in _tree(name, text):
+        if not (isinstance(node, nodes.CallBlock) and isinstance(node.call, nodes.Const)):
+            outside.append(node)
+            continue
+        yield from _between(name, outside)
+        yield node.call.value, _parts(name, node.body)
+        outside = []
+    yield from _between(name, outside)
 
 
-def _strip_at_dashes(text: str, before: str, behind: str) -> str:
-    """Strip a text between two jinja2 tags on the sides where a tag has a dash, as in `{%-`."""
-    text = text.lstrip() if before == "-" else text
-    return text.rstrip() if behind == "-" else text
+def _between(name: str, outside: Sequence[nodes.Node]) -> Iterator[tuple[str, Iterable[Part]]]:
+    parts = list(_parts(name, outside))
+    if any(literal.strip() or variable is not None for literal, variable, _ in parts):
+        yield "", parts
 
 
-def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax]:
+def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, Iterable[Part]]:
     if isinstance(message, tuple | list) and len(message) == 2:
-        return str(message[0]), str(message[1]), syntax
+        return str(message[0]), parsed(name, str(message[1]), syntax)
     role = getattr(message, "role", None) or getattr(message, "type", None) or type(message).__name__
     role = str(getattr(role, "value", role))
     role = re.sub(r"(message|prompt|template|_|chunk)+$", "", role.lower())
     prompt = getattr(message, "prompt", None)
     if isinstance(text := getattr(prompt, "template", None), str):
-        return role, text, _syntax_of(prompt)
-    if isinstance(text := getattr(message, "content", None), str):  # LangChain's messages are no templates
-        return role, text if hasattr(message, "blocks") else re.sub(r"[{}]", r"\g<0>\g<0>", text), "f-string"
-    raise PMLError(
-        f"{type(message).__name__} in a template", "messages with text: a conversation has no maximum length", name
-    )
+        return role, parsed(name, text, _syntax_of(prompt))
+    if isinstance(text := getattr(message, "content", None), str):
+        is_template = hasattr(message, "blocks")  # LangChain's messages are no templates
+        return role, _formatted(name, text) if is_template else [(text, None, 1)]
+    wanted = "messages with text: a conversation has no maximum length"
+    raise PMLError(f"{type(message).__name__} in a template", wanted, name)
 
 
 def _syntax_of(prompt: Any) -> Syntax:
@@ -119,13 +153,11 @@ def _role(name: str, role: str) -> RoleName:
     return _ROLES[role]
 
 
-def _items(name: str, text: str, syntax: Syntax, max_tokens: int | Mapping[str, int]) -> Iterator[Item]:
-    line, counted = 1, 0
-    for literal, variable, at in parsed(name, text, syntax):
+def _items(name: str, parts: Iterable[Part], max_tokens: int | Mapping[str, int]) -> Iterator[Item]:
+    for literal, variable, line in parts:
         if literal:
             yield TextNode(literal)
         if variable is not None:
-            line, counted = line + text.count("\n", counted, at), max(counted, at)
             yield _param(variable, max_tokens, SourcePosition(name, line, 1))
 
 
@@ -138,68 +170,37 @@ def _param(variable: str, max_tokens: int | Mapping[str, int], at: SourcePositio
     return Param(variable, length, at=at)
 
 
-def parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | None, int]]:
-    """Yield (literal text, variable after it or None, its approximate place in the text).
-
-    `name` is the template's name for error messages.
-    """
-    if syntax == "f-string":
-        yield from _formatted(name, text)
-        return
-    is_jinja, done, dash = syntax == "jinja2", 0, ""
-    for lo, hi, variable in _jinja_variables(text) if is_jinja else _mustache_variables(text):
-        literal, tag = _plain(name, text, done, lo), text[lo:hi] if is_jinja else ""
-        yield _strip_at_dashes(literal, dash, tag[2:3]), variable, lo
-        done, dash = hi, tag[-3:-2]
-    yield _strip_at_dashes(_plain(name, text, done, len(text)), dash, ""), None, len(text)
-
-
-def _jinja_variables(text: str) -> Iterator[tuple[int, int, str | None]]:
-    """Yield (lo, hi, name) of the variables of a jinja2 template, and of its comments (name None)."""
-    at = 0
-    while found := _JINJA.search(text, at):
-        at = found.end()
-        if found[1] is not None:
-            yield found.start(), at, found[1].strip()
-            continue
-        end = text.find("#}", at)
-        if end < 0:  # and no later comment ends either
-            yield from (
-                (each.start(), each.end(), each[1].strip()) for each in _JINJA.finditer(text, at) if each[1] is not None
-            )
-            return
-        at = end + 2
-        yield found.start(), at, None
-
-
-def _mustache_variables(text: str) -> Iterator[tuple[int, int, str | None]]:
-    """Yield (lo, hi, name) of the variables of a mustache template."""
-    for found in _MUSTACHE.finditer(text):
-        yield found.start(), found.end(), found[found.lastindex or 0].strip()
-
-
-def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
-    at = 0
+def _tree(name: str, text: str) -> Sequence[nodes.Node]:
     try:
-        for literal, variable, spec, conversion in Formatter().parse(text):
-            at += len(literal)
-            name_with_format = (
-                variable if variable is None else f"{variable}{'!' if conversion else ''}{':' if spec else ''}"
-            )
-            yield literal, name_with_format, at
-            at += len(variable or "")
-    except ValueError as error:
+        return Environment(extensions=[_Chat]).parse(text).body
+    except TemplateSyntaxError as error:
         raise PMLError(
-            f"a template that str.format cannot read ({error})", "{{ and }} for literal braces", name
+            f"a template that jinja2 cannot read ({error})", "valid jinja2", name, error.lineno, 1
         ) from error
 
 
-def _plain(name: str, text: str, lo: int, hi: int) -> str:
-    """Return the text lo:hi between variables; raises PMLError if it contains other tags, such as logic."""
-    plain = text[lo:hi]
-    if logic := re.search(r"{%|{{", plain):
-        line = text.count("\n", 0, lo) + plain.count("\n", 0, logic.start()) + 1
-        end = plain.find("%}" if logic[0] == "{%" else "}}", logic.end())
-        tag = plain[logic.start() : max(end, logic.start()) + 2]
-        raise PMLError(f"'{tag[:60]}' in a template", "texts and variables only", name, line, 1)
-    return plain
+def _parts(name: str, tree: Sequence[nodes.Node]) -> Iterator[Part]:
+    """Yield the parts of parsed jinja2."""
+    for node in tree:
+        for part in node.nodes if isinstance(node, nodes.Output) else (node,):
+            if isinstance(part, nodes.TemplateData):
+                yield part.data, None, part.lineno
+            elif isinstance(part, nodes.Name):
+                yield "", part.name, part.lineno
+            else:
+                found = f"'{type(part).__name__.lower()}' of jinja2 in a template"
+                raise PMLError(found, "texts and plain variables only", name, part.lineno, 1)
+
+
+def _formatted(name: str, text: str) -> Iterator[Part]:
+    """Yield the parts of a text of `str.format`."""
+    line = 1
+    try:
+        for literal, variable, spec, conversion in Formatter().parse(text):
+            line += literal.count("\n")
+            if variable is not None:
+                variable += ("!" if conversion else "") + (":" if spec else "")
+            yield literal, variable, line
+    except ValueError as error:
+        found = f"a template that str.format cannot read ({error})"
+        raise PMLError(found, "{{ and }} for literal braces", name) from error

@@ -20,7 +20,7 @@ from ragfuse.types.arguments import checks_arguments
 
 T = TypeVar("T")
 Filled = PMLTemplate.Filled
-Syntax = Literal["f-string", "mustache", "jinja2"]
+Syntax = Literal["f-string", "jinja2"]
 Progress = Callable[[Ingested], None]
 
 
@@ -54,7 +54,7 @@ class PMLPromptTemplate(BasePromptTemplate):
         prompt: PML text or the path of a PML file, with `{variable}` anywhere in its texts; None: the variables are
             the parameters of the prompt function or of the schema.
         question: Text of a further user message, with variables too.
-        syntax: How variables are written; "mustache" or "jinja2" for `{{ variable }}`.
+        syntax: How variables are written; "jinja2" for `{{ variable }}`.
         template: A `PMLTemplate`, instead of the arguments above.
     """
 

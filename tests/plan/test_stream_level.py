@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from ragfuse.plan.streaming import (
+from ragfuse.plan.stream_level import (
     AS_TEXT,
     COMPUTE_MARGIN,
     NEVER_LATE_S,
