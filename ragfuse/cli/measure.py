@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,15 +35,6 @@ from ragfuse.cli.options import (
 from ragfuse.cli.room import target_tiers
 from ragfuse.errors import InputError
 from ragfuse.telemetry.progress import progress
-
-READS_IN_WORDS = MappingProxyType(
-    {
-        "cold": "from the medium itself; what the system's file cache still holds is read faster",
-        "warm": "from the system's file cache, which could not be emptied; a first read may take longer",
-        "unknown": "from the medium or from a cache, which cannot be told",
-    }
-)
-"""What the read speed of a slow tier means, by how it was measured."""
 
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
@@ -181,21 +171,14 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
         fitted = fixed + linear * tokens + square * tokens * tokens
         table.add_row(f"{tokens:,}", f"{seconds:.3f}", f"{fitted:.3f}")
     console.print(table)
-    table = Table(title="Tiers")
-    for column in ("tier", "opening ms", "a read ms", "reading MB/s", "writing MB/s", "read"):
-        table.add_column(column, justify="left" if column in ("tier", "read") else "right")
+    table = Table(title="Tiers, read past the file cache where the system allows it")
+    for column in ("tier", "a read ms", "reading MB/s"):
+        table.add_column(column, justify="left" if column == "tier" else "right")
     for tier, speed in machine.tiers.items():
-        times = (f"{1000 * speed.open_s:.2f}", f"{1000 * speed.read_s:.2f}")
-        read = speed.reads if speed.is_ahead else ""
-        table.add_row(tier, *times, _mbps(speed.byte_s), _mbps(speed.write_byte_s), read)
+        table.add_row(tier, f"{1000 * speed.read_s:.2f}", _mbps(speed.byte_s))
     console.print(table)
-    for reads, meaning in READS_IN_WORDS.items():
-        if tiers := [tier for tier, speed in machine.tiers.items() if speed.is_ahead and speed.reads == reads]:
-            message = f"{', '.join(tiers)} was read {meaning} ({reads}). Later answers correct these times."
-            console.print(message, highlight=False, markup=False)
+    console.print("Later answers correct these times.", highlight=False)
     _show_levels(machine, console)
-    held_up = f"{1e6 * machine.held_up_s:,.0f} us"
-    console.print(f"While the model computes, each read by another thread delays it by {held_up}.", highlight=False)
 
 
 def _show_levels(machine: MachineProfile, console: Console) -> None:

@@ -16,9 +16,9 @@ from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure.codec_speed import decoding
 from ragfuse.measure.fit import fitted_fused, fitted_prefill
-from ragfuse.measure.passes import fused_points, prefill_points, reading_s
+from ragfuse.measure.passes import fused_points, prefill_points
 from ragfuse.measure.tiers import speed_of
-from ragfuse.store import DiskTier, Tier
+from ragfuse.store import Tier
 from ragfuse.types.profiles import MachineProfile
 
 __all__ = ["MAX_TIMED_TOKENS", "Progress", "measure"]
@@ -63,8 +63,6 @@ def measure(
     max_tokens = min(longest, model.max_context or longest)
     prefill = prefill_points(model, max_tokens, rounds, _part(progress, 0.0, _PREFILL))
     fused = fused_points(model, prefill[-1][0], rounds, _part(progress, _PREFILL, _FUSED))
-    folder = next((tier.path for tier in tiers if isinstance(tier, DiskTier)), None)
-    held_up_s = reading_s(model, prefill[-1][0], rounds, folder, _part(progress, _PREFILL + _FUSED, 0.0))
     decode, packed = decoding(model, codecs, rounds, _part(progress, _PREFILL + _FUSED, _DECODE))
     done_share = _PREFILL + _FUSED + _DECODE
     speeds, share = {}, (1 - done_share) / max(1, len(tiers))
@@ -85,8 +83,6 @@ def measure(
         fused=fitted_fused(fused, model.n_layers),
         tiers=speeds,
         prefill_points=prefill,
-        fused_points=fused,
-        held_up_s=held_up_s,
         decode=decode,
         packed=packed,
     )

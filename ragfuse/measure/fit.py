@@ -7,9 +7,8 @@ from itertools import combinations
 
 import torch
 
-from ragfuse.fuse.select import cost_of
 from ragfuse.plan.estimate import Blend, features
-from ragfuse.types.profiles import FusedCost, FusedPoint
+from ragfuse.types.profiles import FusedCost
 
 MIN_TIMED_S = 1e-9
 """Smallest timing in seconds: a coarse clock may measure 0, and errors are divided by the timing."""
@@ -52,7 +51,7 @@ def fitted_prefill(points: Sequence[tuple[int, float]]) -> tuple[float, float, f
     return fixed, linear, square
 
 
-def fitted_fused(points: Sequence[FusedPoint], n_layers: int) -> FusedCost:
-    """Fit the cost of fused prefills, by what they compute."""
-    table = [features(Blend.of(point, cost_of), n_layers) for point in points]
-    return FusedCost(*fitted(table, [point.seconds for point in points]))
+def fitted_fused(points: Sequence[tuple[Blend, float]], n_layers: int) -> FusedCost:
+    """Fit the cost of fused prefills, by what they compute, from (rows computed, seconds)."""
+    table = [features(blend, n_layers) for blend, _ in points]
+    return FusedCost(*fitted(table, [seconds for _, seconds in points]))

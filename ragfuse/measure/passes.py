@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from ragfuse.fuse.fusor import CachedRun, LayerSource
+from ragfuse.fuse.fusor import CachedRun
+from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel, KVSource
-from ragfuse.measure.read_cost import held_up_s
 from ragfuse.measure.tiers import UNLIMITED
+from ragfuse.plan.estimate import Blend
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV
-from ragfuse.types.profiles import FusedPoint
 
 LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Lengths at which full prefill is timed, as shares of the longest."""
@@ -25,8 +24,6 @@ PASS_BUDGET_S, MIN_LENGTHS = 12.0, 4
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
 """Lengths at which fused prefills are timed, as shares of the longest; and the tokens of their questions, in turn."""
-HELD_UP = 96, 4
-"""For `reading_s`: tokens of the prompt, and by how much the number of rounds is multiplied."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -55,34 +52,22 @@ def prefill_points(model: HFModel, max_tokens: int, rounds: int, progress: Progr
     return tuple((int(name), seconds) for name, seconds in found.items())
 
 
-def fused_points(model: HFModel, max_tokens: int, rounds: int, progress: Progress) -> tuple[FusedPoint, ...]:
-    """Time fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's includes the copy)."""
-    cases, points = dict[str, Callable[[], object]](), list[FusedPoint]()
+def fused_points(model: HFModel, max_tokens: int, rounds: int, progress: Progress) -> list[tuple[Blend, float]]:
+    """Time fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's includes the copy).
+
+    Returns:
+        The rows that each computes, and its median seconds.
+    """
+    cases, blends = dict[str, Callable[[], object]](), list[Blend]()
     for share in FUSED_LENGTH_SHARES:
         for number, (policy, ratio) in enumerate(BLENDS):
             tokens = max(TIMED_CHUNKS + 2, round(max_tokens * share))
             question = max(1, min(QUESTION_TOKENS[number % len(QUESTION_TOKENS)], tokens // 4))
-            case, point = _fused(model, tokens, question, policy, ratio)
+            case, blend = _fused(model, tokens, question, policy, ratio)
             cases[f"{policy} {ratio:.0%}, {tokens} tokens"] = case
-            points.append(point)
+            blends.append(blend)
     found = _medians(model, cases, rounds, lambda name, done: progress(f"fused prefill, {name}", done))
-    return tuple(
-        FusedPoint(p.policy, p.tokens, p.forced, p.candidate_rows, p.ratio, seconds)
-        for p, seconds in zip(points, found.values(), strict=True)
-    )
-
-
-def reading_s(model: HFModel, max_tokens: int, rounds: int, folder: Path | None, progress: Progress) -> float:
-    """Return the seconds by which each read on a background thread delays the model; see `read_cost.py`."""
-    progress("reading while fusing", 0.0)
-    tokens, round_factor = min(HELD_UP[0], max_tokens), HELD_UP[1]
-    ids, runs, chunk = _prompt(model, max(TIMED_CHUNKS + 2, tokens), 1)
-    positions = torch.arange(len(ids))
-
-    def fuse(source: LayerSource) -> float:
-        return _seconds(model, lambda: model.fuse(ids, positions, runs, source, "none", 0.0))
-
-    return held_up_s(fuse, KVSource([chunk] * TIMED_CHUNKS), [chunk] * TIMED_CHUNKS, folder, round_factor * rounds)
+    return list(zip(blends, found.values(), strict=True))
 
 
 def at_hand(kv: ChunkKV) -> ChunkKV:
@@ -110,19 +95,16 @@ def _prefill(model: HFModel, ids: Sequence[int]) -> Callable[[], object]:
     return lambda: model.full_prefill(ids)
 
 
-def _fused(
-    model: HFModel, tokens: int, question: int, policy: str, ratio: float
-) -> tuple[Callable[[], object], FusedPoint]:
-    """Return a fused prefill to be timed, run once to warm up, and a description of what it computes."""
+def _fused(model: HFModel, tokens: int, question: int, policy: str, ratio: float) -> tuple[Callable[[], object], Blend]:
+    """Return a fused prefill to be timed, run once to warm up, and the rows that it computes."""
     (ids, runs, chunk), positions = _prompt(model, tokens, question), torch.arange(tokens)
     source, size = KVSource([chunk] * TIMED_CHUNKS), chunk.n_tokens
 
     def case() -> float:
         return model.fuse(ids, positions, runs, source, policy, ratio).mean_ratio
 
-    return case, FusedPoint(
-        policy, tokens, tokens - TIMED_CHUNKS * size, (TIMED_CHUNKS - 1) * size, min(1.0, case()), 0.0
-    )
+    forced, candidates = tokens - TIMED_CHUNKS * size, (TIMED_CHUNKS - 1) * size
+    return case, Blend(cost_of(policy), tokens, forced, candidates, min(1.0, case()))
 
 
 def _medians(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from ragfuse.measure.fit import fitted
 from ragfuse.store import DiskTier, KVStore, Tier
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
-from ragfuse.types.profiles import TierSpeed, Warmth
+from ragfuse.types.profiles import TierSpeed
 
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
 """Limits on the size of the largest entry that is written, in bytes and in tokens; the smaller one applies."""
@@ -43,16 +43,12 @@ class TierTiming:
     Args:
         reads: How many reads it took.
         nbytes: Its bytes.
-        write_s: Seconds to write it.
-        read_s: Seconds to read it.
-        fetched: Bytes that came from the medium instead of the page cache; None if the system does not report it.
+        seconds: Seconds to read it.
     """
 
     reads: int
     nbytes: int
-    write_s: float
-    read_s: float
-    fetched: int | None = None
+    seconds: float
 
 
 def speed_of(
@@ -79,34 +75,9 @@ def speed_of(
     with _scratch(tier) as (timed_tier, make_cold):
         report = partial(progress, f"tier {tier.name}")
         points = _points(timed_tier, sample, rounds, report, cool or make_cold)
-    open_s, read_s, byte_s = fitted([(1, p.reads, p.nbytes) for p in points], [p.read_s for p in points])
-    write_s, write_byte_s = fitted([(1, p.nbytes) for p in points], [p.write_s for p in points])
-    measured = tuple((p.reads, p.nbytes, p.read_s) for p in points)
-    reads = warmth(points, is_local=isinstance(tier, DiskTier) or cool is not None) if tier.slow else "warm"
-    return TierSpeed(open_s, read_s, byte_s, write_s, write_byte_s, is_far(tier, device), measured, reads)
-
-
-def warmth(points: Sequence[TierTiming], is_local: bool) -> Warmth:
-    """Return whether the reads came from the medium ("cold") or the page cache ("warm").
-
-    It is "cold" if at least half of the bytes came from the medium, where the system counts them; "warm" on systems
-    that cannot drop cached pages; "unknown" for a tier on another machine (not `is_local`), which has its own caches.
-    """
-    if not is_local:
-        return "unknown"
-    counted = [(point.fetched, point.nbytes) for point in points if point.fetched is not None]
-    if not counted:
-        return "unknown" if hasattr(os, "posix_fadvise") else "warm"
-    return "cold" if 2 * sum(fetched for fetched, _ in counted) >= sum(nbytes for _, nbytes in counted) else "warm"
-
-
-def fetched_nbytes() -> int | None:
-    """Return the bytes that this process has read from disks so far; None if the system does not count them."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:")) or None
-    except (OSError, ValueError, StopIteration):
-        return None
+    table = [(timing.reads, timing.nbytes) for timing in points]
+    read_s, byte_s = fitted(table, [timing.seconds for timing in points])
+    return TierSpeed(read_s, byte_s, is_far(tier, device))
 
 
 def forget_pages(folder: Path) -> None:
@@ -156,14 +127,7 @@ def _points(
                 break
             progress((round_index + index / len(cases)) / rounds)
             timings.setdefault((n, count), []).append(_timed(tier, chunks[n], count, cool))
-    return [_median(points) for points in timings.values()]
-
-
-def _median(points: list[TierTiming]) -> TierTiming:
-    """Return the median of several timings of the same entry."""
-    write_s, read_s = (median(times) for times in zip(*((p.write_s, p.read_s) for p in points), strict=True))
-    counted = [point.fetched for point in points if point.fetched is not None]
-    return replace(points[0], write_s=write_s, read_s=read_s, fetched=int(median(counted)) if counted else None)
+    return [replace(each[0], seconds=median(timing.seconds for timing in each)) for each in timings.values()]
 
 
 def _largest(tier: Tier, sample: ChunkKV) -> int:
@@ -191,19 +155,16 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> T
     """Write an entry, read it `count` layers at a time (cold, if possible), and delete it in any case."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
-        began = time.perf_counter()
         stored = store.put(key, kv, wait=True)
-        write_s = time.perf_counter() - began
         cool()
-        firsts, before = range(0, len(kv.layers), count), fetched_nbytes()
+        firsts = range(0, len(kv.layers), count)
         began = time.perf_counter()
         all_read = all(store.read_layers(key, at, min(count, len(kv.layers) - at)) is not None for at in firsts)
-        read_s, after = time.perf_counter() - began, fetched_nbytes()
+        seconds = time.perf_counter() - began
     finally:
         tier.delete([key])
     if not (stored and all_read):
         raise StoreError(
             f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See: ragfuse store stats"
         )
-    fetched = after - (before or 0) if after is not None else None
-    return TierTiming(len(firsts), kv.nbytes, write_s, read_s, fetched)
+    return TierTiming(len(firsts), kv.nbytes, seconds)

@@ -11,8 +11,11 @@ from dataclasses import astuple, dataclass, replace
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
-from ragfuse.types.policy_cost import CostOf, Needs, PolicyCost, schedule, watched_layers
-from ragfuse.types.profiles import FusedCost, FusedPoint, MachineProfile
+from ragfuse.types.policy_cost import Needs, PolicyCost, schedule, watched_layers
+from ragfuse.types.profiles import FusedCost, MachineProfile
+
+HELD_UP_S = 3e-4
+"""Seconds by which one read in another thread delays the model: 70 to 300 us were seen on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,6 @@ class Blend:
     candidate_rows: int
     ratio: float
 
-    @classmethod
-    def of(cls, point: FusedPoint, cost_of: CostOf) -> Blend:
-        """Return the row counts of a measured point; `cost_of` gives the costs of policies by name."""
-        return cls(cost_of(point.policy), point.tokens, point.forced, point.candidate_rows, point.ratio)
-
     @property
     def needs(self) -> Needs:
         """What must be computed before the policy can choose; nothing where it has no choice."""
@@ -55,10 +53,8 @@ def features(blend: Blend, n_layers: int) -> tuple[float, ...]:
     """Return the multipliers of the fields of a `FusedCost`, in their order."""
     rows, needs = sum(blend.rows(n_layers)) / n_layers, blend.needs
     rows += blend.forced * watched_layers(n_layers).stop / n_layers if needs == "attention" else 0
-    checked = blend.forced + blend.candidate_rows if needs == "all rows of a layer" else 0
-    attended = blend.tokens if needs == "attention" else 0
-    placed = blend.tokens - blend.forced
-    return 1.0, rows, rows * blend.tokens, placed, float(checked > 0), checked, float(attended > 0), attended
+    chosen = blend.tokens if needs != "nothing" else 0
+    return 1.0, rows, rows * blend.tokens, blend.tokens - blend.forced, chosen
 
 
 def fused_s(cost: FusedCost, blend: Blend, n_layers: int) -> float:
@@ -76,11 +72,11 @@ def layers_s(cost: FusedCost, blend: Blend, n_layers: int) -> tuple[list[float],
     passes = [row_s * rows + cost.fixed_s / n_layers for rows in blend.rows(n_layers)]
     if blend.needs == "attention":
         watched = watched_layers(n_layers).stop
-        look_s = row_s * blend.forced + (cost.look_s + cost.look_token_s * blend.tokens) / watched
+        look_s = row_s * blend.forced + cost.chosen_s * blend.tokens / watched
         later = [each + placed_s * (layer >= watched) for layer, each in enumerate(passes)]
         return [look_s + placed_s] * watched, later
     if blend.needs == "all rows of a layer":
-        passes[min(1, n_layers - 1)] += cost.check_s + cost.check_row_s * (blend.forced + blend.candidate_rows)
+        passes[min(1, n_layers - 1)] += cost.chosen_s * blend.tokens
     return [], [each + placed_s for each in passes]
 
 
@@ -137,7 +133,7 @@ class Estimate:
         """
         speed, layers = self.machine.tiers[tier], self.machine.n_layers
         reads = len(steps(layers, layers_a_read(nbytes, layers))) if n_reads is None else n_reads
-        return speed.open_s + speed.read_s * reads + speed.byte_s * nbytes
+        return speed.read_s * reads + speed.byte_s * nbytes
 
     def decode_s(self, level: str, n_tokens: int) -> float:
         """Return the time to decode `n_tokens` of a level."""
@@ -163,9 +159,7 @@ class Estimate:
         per_read = sum(tiers[fetch.tier].read_s for fetch in fetches)
         per_layer = sum(tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches) / layers
         per_layer += sum(self.decode_s(fetch.level, fetch.n_tokens) for fetch in fetches) / layers
-        loads = [per_read + per_layer * size for size in steps(layers, count)]
-        loads[0] += sum(tiers[fetch.tier].open_s for fetch in fetches)
-        return loads
+        return [per_read + per_layer * size for size in steps(layers, count)]
 
     def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], chosen: int = 0) -> float:
         """Return the time to the first logits, where loading overlaps fusing as in `load.layers`.
@@ -182,7 +176,7 @@ class Estimate:
         if look:  # the second pass begins before the layers behind the watched ones are needed
             watched = len(look)
             waiting = [*look[:-1], look[-1] + sum(passes[:watched]), *passes[watched:]]
-        held_up_s = self.machine.held_up_s * len(fetches)
+        held_up_s = HELD_UP_S * len(fetches)
         computes = [sum(waiting[first:end]) + held_up_s for first, end in spans(steps(layers, count))]
         return pipelined_s(loads, computes, room(count))
 

@@ -98,7 +98,7 @@ def corrected(machine: MachineProfile, times: Mapping[str, float]) -> MachinePro
 
 
 def _slowed(speed: TierSpeed, times: float) -> TierSpeed:
-    return replace(speed, open_s=times * speed.open_s, read_s=times * speed.read_s, byte_s=times * speed.byte_s)
+    return replace(speed, read_s=times * speed.read_s, byte_s=times * speed.byte_s)
 
 
 def _noted(seen: Seen, readings: Mapping[str, float]) -> Seen:

@@ -15,7 +15,7 @@ from ragfuse.types.kv import RopeLayout
 
 PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
-MACHINE_VERSION = 6
+MACHINE_VERSION = 7
 """Version of MachineProfile; profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
@@ -100,76 +100,43 @@ class ModelProfile:
         return cls(**{**data, "rope": tuple(specs), "windows": tuple(data["windows"])})
 
 
-HELD_UP_S = 3e-4
-"""Seconds by which one read in another thread delays the model, where that was not measured: 70 to 300 us were seen on
-CPUs. For 6 chunks in 7 steps, 200 us more add 8 ms."""
-
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Times = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
-Warmth = Literal["cold", "warm", "unknown"]
 
 
 @dataclass(frozen=True)
 class TierSpeed:
-    """How long one tier takes, in seconds.
+    """How long reading an entry of one tier takes, in seconds.
 
     Args:
-        open_s: To open an entry for reading.
         read_s: For each read of an entry.
         byte_s: For each byte read.
-        write_s: To write an entry.
-        write_byte_s: For each byte written.
         is_ahead: Whether a thread reads this tier ahead of fusing.
-        points: (reads, bytes, seconds) of the entries that were timed.
-        reads: Whether they came from the medium ("cold") or from the operating system's page cache ("warm").
     """
 
-    open_s: Seconds
     read_s: Seconds
     byte_s: Seconds
-    write_s: Seconds = 0.0
-    write_byte_s: Seconds = 0.0
     is_ahead: bool = True
-    points: tuple[tuple[Count, Count, Seconds], ...] = ()
-    reads: Warmth = "unknown"
 
 
 @dataclass(frozen=True)
 class FusedCost:
-    """The cost factors of a fused prefill whose cached KV is loaded, in seconds; `plan.estimate.features` applies them.
+    """The cost of a fused prefill whose cached KV is loaded, in seconds; `plan.estimate.features` applies it.
 
     Args:
         fixed_s: For any prefill.
         row_s: For each row that is computed in all layers.
         score_s: For each such row and each token of the prompt: the attention between them.
         placed_s: For each cached row that is put in place from memory; on an accelerator that includes the copy to it.
-        check_s: For the check layer of a policy that compares all rows of a layer.
-        check_row_s: For each row compared there.
-        look_s: For the first pass of a policy that looks at attention.
-        look_token_s: For each token of the prompt in that pass.
+        chosen_s: For each token of a prompt whose rows are chosen by what is computed first.
     """
 
     fixed_s: Seconds
     row_s: Seconds
     score_s: Seconds
     placed_s: Seconds
-    check_s: Seconds
-    check_row_s: Seconds
-    look_s: Seconds
-    look_token_s: Seconds
-
-
-@dataclass(frozen=True)
-class FusedPoint:
-    """One timed fused prefill: its policy, its row counts as in `plan.estimate.Blend`, and its seconds."""
-
-    policy: str
-    tokens: Count
-    forced: Count
-    candidate_rows: Count
-    ratio: Annotated[float, Field(ge=0, le=1)]
-    seconds: Seconds
+    chosen_s: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -186,8 +153,6 @@ class MachineProfile:
         fused: Cost factors of a fused prefill.
         tiers: Speed of each tier, by name.
         prefill_points: (tokens, seconds) of full prefills.
-        fused_points: Fused prefills.
-        held_up_s: Seconds by which each read in another thread delays the model.
         decode: Seconds to decode one token's KV, by codec level; raw is not listed, as it takes no time.
         packed: Size relative to raw, by codec level; raw is not listed.
         version: `MACHINE_VERSION` when it was written.
@@ -202,8 +167,6 @@ class MachineProfile:
     fused: FusedCost
     tiers: Mapping[str, TierSpeed] = field(default_factory=dict)
     prefill_points: tuple[tuple[Count, Seconds], ...] = ()
-    fused_points: tuple[FusedPoint, ...] = ()
-    held_up_s: Seconds = HELD_UP_S
     decode: Mapping[str, Seconds] = field(default_factory=dict)
     packed: Mapping[str, Times] = field(default_factory=dict)
     version: int = MACHINE_VERSION

@@ -39,8 +39,6 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert result.exit_code == 0, result.output
     assert "Full prefill of" in result.output
     assert "reading MB/s" in words_of(result)
-    assert re.search(r"disk was read .* \((cold|warm|unknown)\)\. Later answers correct these times", words_of(result))
-    assert re.search(r"While the model computes, each read by another thread delays it by [\d,]+ us", words_of(result))
     assert f"Saved in {tmp_path / 'store'}" in result.output.replace("\n", "")
     assert re.search(r"int8 +│ +[\d,.]+ │ +0\.\d\d", result.output)
     profile = MachineProfile.from_dict(json.loads((tmp_path / "machine.json").read_text()))

@@ -257,7 +257,7 @@ def test_measuring_is_learned_with_a_further_folder(tiny_settings, tmp_path, mon
 
 
 def _all(model, tiers):
-    speeds = {tier.name: TierSpeed(0.0, 0.0, 1e-9) for tier in tiers}
+    speeds = {tier.name: TierSpeed(0.0, 1e-9) for tier in tiers}
     assert len(tiers) == 3
     return replace(
         machine(),

@@ -10,7 +10,6 @@ from scipy.optimize import nnls
 from ragfuse.fuse.select import cost_of
 from ragfuse.measure.fit import fitted, fitted_fused, fitted_prefill
 from ragfuse.plan.estimate import Blend, fused_s
-from ragfuse.types.profiles import FusedPoint
 from tests.plan.kit import COST, LAYERS
 
 VALUES = st.just(0.0) | st.floats(1e-6, 10)
@@ -53,16 +52,13 @@ def test_a_curve_is_not_bent_below_zero():
 def test_known_fused_prefills_are_foretold_also_where_none_was_measured():
     def points(sizes):
         blends = [
-            (policy, Blend(cost_of(policy), size, question, size - question - size // 6, ratio))
+            Blend(cost_of(policy), size, question, size - question - size // 6, ratio)
             for size in sizes
             for question in (16, 96)
             for policy, ratio in (("none", 0.0), ("lego", 0.3), ("hkvd", 0.1), ("hkvd", 0.4), ("query", 0.2))
         ]
-        fields = [
-            (policy, b.tokens, b.forced, b.candidate_rows, b.ratio, fused_s(COST, b, LAYERS)) for policy, b in blends
-        ]
-        return [FusedPoint(*each) for each in fields]
+        return [(blend, fused_s(COST, blend, LAYERS)) for blend in blends]
 
     cost = fitted_fused(points((384, 1024, 3072)), LAYERS)
-    for point in points((600, 2048, 4000)):
-        assert fused_s(cost, Blend.of(point, cost_of), LAYERS) == pytest.approx(point.seconds, rel=0.01)
+    for blend, seconds in points((600, 2048, 4000)):
+        assert fused_s(cost, blend, LAYERS) == pytest.approx(seconds, rel=0.01)

@@ -3,18 +3,16 @@
 import json
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
-from ragfuse import Engine, Settings
+from ragfuse import Engine
 from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
-from ragfuse.measure.tiers import TierTiming, fetched_nbytes, forget_pages, speed_of, warmth
+from ragfuse.measure.tiers import forget_pages, speed_of
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, MemoryTier
-from ragfuse.store.factory import open_tier
 from ragfuse.types.profiles import MachineProfile
 from tests.store.kit import encoded, key, kv
 
@@ -43,10 +41,8 @@ def test_a_profile_holds_curve_points_and_every_tier_and_survives_json(model, di
     assert (profile.tiers["memory"].is_ahead, profile.tiers["disk"].is_ahead) == (False, True)
     assert len(profile.prefill_points) >= 4
     assert profile.prefill_points[-1][0] == 256
-    assert {point.policy for point in profile.fused_points} == {"none", "lego", "hkvd", "query"}
-    assert all(point.seconds > 0 for point in profile.fused_points)
-    assert len(profile.tiers["disk"].points) >= 4
-    assert profile.tiers["disk"].byte_s + profile.tiers["disk"].open_s + profile.tiers["disk"].read_s > 0
+    assert profile.fused.row_s + profile.fused.score_s > 0
+    assert profile.tiers["disk"].byte_s + profile.tiers["disk"].read_s > 0
     assert MachineProfile.from_dict(json.loads(json.dumps(profile.as_dict()))) == profile
     shares = [done for _, done in told]
     assert shares == sorted(shares)
@@ -107,64 +103,11 @@ def test_a_model_that_is_never_fused_is_refused(engine, model, monkeypatch):
         measure(model, [])
 
 
-def at(fetched: int | None) -> TierTiming:
-    return TierTiming(3, 1000, 0.1, 0.1, fetched)
-
-
-def test_reads_are_cold_only_where_the_medium_gave_the_bytes(monkeypatch):
-    assert warmth([at(1000), at(900)], is_local=True) == "cold"
-    assert warmth([at(0), at(0), at(1000)], is_local=True) == "warm"
-    assert warmth([at(1000), at(None)], is_local=True) == "cold"
-    assert warmth([at(1000)], is_local=False) == "unknown"
-    assert warmth([at(None)], is_local=True) == ("unknown" if hasattr(os, "posix_fadvise") else "warm")
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    assert warmth([at(None)], is_local=True) == "warm"
-
-
-def has_cold_reads(folder: Path) -> bool:
-    """Whether a file here can be made to come from the medium, and the system says that it does."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    path = folder / "some.kv"
-    path.write_bytes(os.urandom(1 << 20))
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-    forget_pages(folder)
-    before = fetched_nbytes() or 0
-    path.read_bytes()
-    path.unlink()
-    return (fetched_nbytes() or 0) - before >= 1 << 19
-
-
-def test_a_disk_s_figures_say_whether_they_are_cold(model, disk, tmp_path):
-    expected = {"cold"} if has_cold_reads(tmp_path) else {"warm", "unknown"}
-    assert speed_of(disk, model.encode([0]), 1, lambda *_: None).reads in expected
-    assert speed_of(MemoryTier(1 << 30, lru), model.encode([0]), 1, lambda *_: None).reads == "warm"
-
-
 def test_what_was_never_flushed_is_brought_to_the_medium_before_its_pages_are_dropped(tmp_path, monkeypatch):
-    is_cold, path, told = has_cold_reads(tmp_path), tmp_path / "some.kv", []
+    path, told = tmp_path / "some.kv", []
     path.write_bytes(os.urandom(1 << 20))
     really = {name: getattr(os, name) for name in ("fsync", "posix_fadvise")}
     for name in really:
         monkeypatch.setattr(os, name, lambda *what, name=name: (told.append(name), really[name](*what)))
     forget_pages(tmp_path)
     assert told == ["fsync", "posix_fadvise"]
-    before = fetched_nbytes() or 0
-    path.read_bytes()
-    assert ((fetched_nbytes() or 0) - before >= 1 << 19) == is_cold
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory here")
-def test_a_folder_in_memory_is_never_called_cold(model):
-    with TemporaryDirectory(dir="/dev/shm") as folder:
-        tier = DiskTier(folder, 1 << 30, lru)
-        assert speed_of(tier, model.encode([0]), 1, lambda *_: None).reads != "cold"
-        tier.close()
-
-
-def test_a_bucket_s_figures_say_that_nothing_is_known(model, tmp_path):
-    tier = open_tier(f"file://{tmp_path}/bucket", Settings(), lru)
-    assert speed_of(tier, model.encode([0]), 1, lambda *_: None).reads == "unknown"
-    tier.close()

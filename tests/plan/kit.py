@@ -26,23 +26,14 @@ def LoadingController(machine=None, choice=None, corrections=MappingProxyType({}
     return controller.LoadingController(cost_of, machine, choice, corrections)
 
 
-COST = FusedCost(
-    fixed_s=0.01,
-    row_s=4e-4,
-    score_s=1e-7,
-    placed_s=1e-6,
-    check_s=0.002,
-    check_row_s=2e-5,
-    look_s=0.005,
-    look_token_s=1e-6,
-)
-MEMORY, DISK = TierSpeed(0.0, 1e-6, 0.0, is_ahead=False), TierSpeed(1e-4, 1e-4, 1e-9)
+COST = FusedCost(fixed_s=0.01, row_s=4e-4, score_s=1e-7, placed_s=1e-6, chosen_s=2e-6)
+MEMORY, DISK = TierSpeed(1e-6, 0.0, is_ahead=False), TierSpeed(1e-4, 1e-9)
 NBYTES_PER_TOKEN = 24_000
 
 
 def machine(**byte_s: float) -> MachineProfile:
     """Full prefill of 1,000 tokens takes half a second; memory, disk (1 GB/s), and tiers of so many seconds a byte."""
-    tiers = {name: TierSpeed(1e-4, 1e-4, seconds) for name, seconds in byte_s.items()}
+    tiers = {name: TierSpeed(1e-4, seconds) for name, seconds in byte_s.items()}
     speeds = {"memory": MEMORY, "disk": DISK, **tiers}
     return MachineProfile("model", "cpu", 1, "bfloat16", LAYERS, (0.01, 3.9e-4, 1e-7), COST, speeds)
 
@@ -53,8 +44,8 @@ def with_cost(profile: MachineProfile, **figures: float) -> MachineProfile:
 
 def timings(engine: Engine, **speeds: float) -> MachineProfile:
     """Round figures for the engine's own model: fusing is fast, and tiers take so many seconds a byte."""
-    tiers = {name: TierSpeed(1e-4, 0.0, byte_s, is_ahead=name != "memory") for name, byte_s in speeds.items()}
-    quick = with_cost(machine(), fixed_s=1e-4, row_s=1e-5, score_s=0.0, check_s=0.0)
+    tiers = {name: TierSpeed(0.0, byte_s, is_ahead=name != "memory") for name, byte_s in speeds.items()}
+    quick = with_cost(machine(), fixed_s=1e-4, row_s=1e-5, score_s=0.0)
     known = {"model": engine.model.fingerprint, "device": str(engine.model.device), "n_layers": engine.model.n_layers}
     return replace(quick, threads=torch.get_num_threads(), tiers=tiers, **known)
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from ragfuse.types.profiles import FusedPoint, MachineProfile
+from ragfuse.types.profiles import MachineProfile
 from tests.plan.kit import machine
 
 WHOLE = replace(
     machine(far=1e-8),
     prefill_points=((100, 0.05), (200, 0.1)),
-    fused_points=(FusedPoint("hkvd", 100, 10, 80, 0.15, 0.04),),
 )
 
 
@@ -30,9 +29,8 @@ def test_a_profile_comes_back_from_json():
         {"n_layers": 0},
         {"fused": {"fixed_s": 1}},
         {"fused": None},
-        {"tiers": {"disk": {"open_s": 0, "read_s": 0, "byte_s": float("inf")}}},
+        {"tiers": {"disk": {"read_s": 0, "byte_s": float("inf")}}},
         {"tiers": [1]},
-        {"fused_points": [["hkvd", 1]]},
         {"model": None},
     ],
 )
