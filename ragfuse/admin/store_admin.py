@@ -1,4 +1,4 @@
-"""Administration of a store without loading a model: list, select, delete, move, recode and archive entries.
+"""Administration of a store without loading a model: list, select, delete, move and archive entries.
 
 It opens the tiers and catalog that the settings describe. Work on many chunks is in `store/bulk.py`; the output for
 people is in the command line.
@@ -36,7 +36,6 @@ from ragfuse.store.deletion import (
     sources_in_order,
 )
 from ragfuse.store.factory import free_name, open_tier
-from ragfuse.store.recode import recode
 from ragfuse.store.tenants import Tenant, tenants_in
 from ragfuse.store.tier import Freed
 from ragfuse.store.urls import shown
@@ -345,10 +344,6 @@ class StoreAdmin:
         if tier in self.store.silent():
             raise StoreError(unanswered([tier], "nothing was moved"))
         return bulk.move(self.store, [row.entry.key for row in rows], tier, progress)
-
-    def recode(self, rows: Sequence[EntryRow], levels: Sequence[str], progress: Progress | None = None) -> Outcome:
-        """Convert entries to other codec levels, each in its tier."""
-        return recode(self.store, [(row.entry.tier, row.entry.key) for row in rows], levels, progress)
 
     def export(self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
         """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""

@@ -1,4 +1,4 @@
-"""`ragfuse store`: list, delete, pin, move, recode and archive stored entries, without loading a model."""
+"""`ragfuse store`: list, delete, pin, move and archive stored entries, without loading a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ragfuse.cli import top
 from ragfuse.cli.entries import (
     by_tenant,
     cleared_dict,
@@ -26,7 +25,6 @@ from ragfuse.cli.entries import (
 from ragfuse.cli.opened import confirm, entry_filter_of, open_admin, progress_bar, refuse, select_entries
 from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
 from ragfuse.cli.words import HintingGroup
-from ragfuse.errors import InputError
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.sizes import capacity_text, size_text
 
@@ -38,7 +36,7 @@ store = typer.Typer(
     no_args_is_help=True,
     help="Look after the stored KV, without loading a model.\n\nChanges apply to all processes at once, except to KV "
     "that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its "
-    "tenant unless --tenant names another; without a salt, to all tenants. stats, top, gc and import apply to the "
+    "tenant unless --tenant names another; without a salt, to all tenants. stats, gc and import apply to the "
     "whole store.",
 )
 
@@ -60,7 +58,6 @@ Tenant_ = Annotated[
 All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
 
 _MOVED = "Nothing is lost: what was copied is in both tiers. Run the same command again to continue."
-_RECODED = "Every entry is complete, recoded or not. Run the same command again to continue."
 _EXPORTED = "Nothing was written; an existing file is unchanged."
 _IMPORTED = "What was imported so far stays. Run the same command again to continue."
 
@@ -125,9 +122,6 @@ def stats(store: Store = None, json: Json = None) -> None:
         for owner, entries, nbytes in models
     ]
     write_json({"tiers": tiers, "models": models_json}, json)
-
-
-store.command("top")(top.top)
 
 
 @store.command("clear")
@@ -227,39 +221,6 @@ def move(
         silent = admin.silent(entry_filter)
     print_outcome(console, outcome, f"in tier {to} now")
     write_json({**outcome_dict(outcome), "silent": silent}, json)
-    raise typer.Exit(1 if outcome.failed or silent or not (rows or entry_filter.selects_all) else 0)
-
-
-@store.command("recode")
-def recode(
-    to: Annotated[
-        str, typer.Option("--to", help=f"Codec level, or several with commas, each stored: {', '.join(LEVEL_NAMES)}.")
-    ],
-    keys: Keys = None,
-    tier: Tier = None,
-    source: Source = None,
-    model: Model = None,
-    tenant: Tenant_ = None,
-    all_: All = False,
-    store: Store = None,
-    json: Json = None,
-) -> None:
-    """Convert chunks to other codec levels, each in its tier. Only raw entries can be converted: others are lossy.
-
-    It can be interrupted at any time: every entry is complete, converted or not. Exit status 1 if nothing
-    matches, or if some were not converted, or may be in a tier that does not answer.
-    """
-    levels = _levels(to)
-    entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "recode"), console_for(json)
-    with open_admin(store, console) as admin:
-        rows = select_entries(admin, console, entry_filter, "recoded")
-        with progress_bar(console, "recoding", _RECODED) as report:
-            outcome = admin.recode(rows, levels, report)
-        silent = admin.silent(entry_filter)
-    less = f"{size_text(outcome.fewer_nbytes)} less; {outcome.known:,} had these levels before"
-    summary = f"recoded to {'+'.join(levels)}, {less}"
-    print_outcome(console, outcome, summary)
-    write_json({**outcome_dict(outcome), "fewer_nbytes": outcome.fewer_nbytes, "silent": silent}, json)
     raise typer.Exit(1 if outcome.failed or silent or not (rows or entry_filter.selects_all) else 0)
 
 
@@ -371,14 +332,3 @@ def _pin(pinned: bool, entry_filter: EntryFilter, store: Path | None, json: Path
         console.print(same, highlight=False, markup=False)
     write_json({word: len(keys), "already": n_same, "silent": silent}, json)
     raise typer.Exit(1 if silent or not (rows or entry_filter.selects_all) else 0)
-
-
-def _levels(to: str) -> list[str]:
-    """Return the levels named in a list with commas; raise InputError for an unknown one."""
-    names = [level.strip() for level in to.split(",")]
-    unknown = [level for level in names if level not in LEVEL_NAMES]
-    if unknown:
-        raise InputError(
-            f"Unknown level '{unknown[0]}'. Give one or several, with commas between them: {', '.join(LEVEL_NAMES)}."
-        )
-    return [level for level in LEVEL_NAMES if level in names]

@@ -27,14 +27,13 @@ IDLE_WAIT_S = 2.0
 """Seconds that a job waits for a moment in which no answer is generated, as encoding delays many tokens of one."""
 
 
-JobKind = Literal["chunk", "run", "prefix", "copy", "promote", "learn"]
+JobKind = Literal["chunk", "run", "prefix", "copy", "learn"]
 """What a job does.
 
 - "chunk": encode a chunk.
 - "run": encode a run of a schema as a whole, at its positions.
 - "prefix": encode a prompt's first chunk into the prefix cache, after the cached prefix before it.
 - "copy": copy an entry, which was not read because it loads too slowly from its tier, to a faster tier.
-- "promote": copy used chunks to a faster tier if they deserve it.
 - "learn": search a prompt for recurring passages.
 """
 
@@ -48,7 +47,7 @@ class EncodeJob:
         tokens: Token ids of a "chunk", a "run", or the entry of a "copy"; for "prefix", the ids of prefix and chunk.
         text: The text of a "chunk"; "" where only its ids are known.
         source: Where the text of a "chunk" came from, for people.
-        keys: Key of the entry of a "copy", or keys of the chunks to "promote".
+        keys: Key of the entry of a "copy".
         run: The run of a schema, for "run".
         prompt: The prompt to "learn" from.
         nothing_reused: For "learn", whether nothing of the prompt was reused.

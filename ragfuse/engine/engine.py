@@ -124,7 +124,7 @@ class Engine(OneProcess):
         self._timings = MachineTimings(self.settings.tiers, self.catalog)
         placement = Placement(self.settings, self.store, self._timings)
         self.runtime = Runtime(self.settings, given, self.catalog, self.store, codecs, placement)
-        known = self.runtime, self._timings, placement, self.conversations
+        known = self.runtime, self._timings, self.conversations
         self._stages = Stages.of(self.settings, self.catalog, self.store, *known)
         self._documents = Documents(self.settings, self.runtime, self.store, self.catalog, self._stages)
         self.counters = AnswerCounters(self._stages.remember.jobs, self.catalog)

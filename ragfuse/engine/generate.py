@@ -17,7 +17,6 @@ from ragfuse.engine.answer_stream import StopSignal
 from ragfuse.engine.constraints import OutputConstraints
 from ragfuse.engine.decoder import decode_elsewhere
 from ragfuse.engine.options import is_streamable, options_of
-from ragfuse.engine.placement import Placement
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import PreparedPrompt, trace_of
 from ragfuse.hf.common import SharedKV, SharedSpan
@@ -50,7 +49,6 @@ class GenerateStage:
     """Generates the answers of an engine."""
 
     settings: Settings
-    placement: Placement
     shared: SharedKV = field(default_factory=SharedKV)
 
     def share(self, prepared: PreparedPrompt, request: Request) -> None:
@@ -120,7 +118,7 @@ class GenerateStage:
     def _trace(self, prepared: PreparedPrompt, request: Request, first_s: float | None) -> Trace:
         timing = replace(prepared.timing, began_s=request.runtime.without_loading(request.began_s))
         trace = trace_of(prepared, timing, first_s, time.perf_counter(), request.model.name)
-        return replace(trace, promoted=self.placement.take_promoted(), deadline_s=request.ask.deadline_s)
+        return replace(trace, deadline_s=request.ask.deadline_s)
 
 
 def _is_abandoned(end: object) -> bool:

@@ -9,7 +9,6 @@ from ragfuse.engine.background import IDLE_WAIT_S, BackgroundEncoder, EncodeJob,
 from ragfuse.engine.generate import Generated
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.model_profiles import refusal_of
-from ragfuse.engine.placement import Placement
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
@@ -26,7 +25,7 @@ from ragfuse.text.passages import is_prose
 
 
 class RememberStage:
-    """Saves what questions leave for later ones: turns, prefixes, missed chunks, recurring passages, promotions.
+    """Saves what questions leave for later ones: turns, prefixes, missed chunks, recurring passages.
 
     Attributes:
         jobs: The queue of background jobs.
@@ -37,13 +36,12 @@ class RememberStage:
         settings: Settings,
         runtime: Runtime,
         store: KVStore,
-        placement: Placement,
         prompts: PromptBuilder,
         history: ConversationHistory,
         prefixes: PrefixCache,
         prefetcher: Prefetcher,
     ) -> None:
-        self._settings, self._runtime, self._store, self._placement = settings, runtime, store, placement
+        self._settings, self._runtime, self._store = settings, runtime, store
         self._prompts, self._history, self._prefixes, self._prefetcher = prompts, history, prefixes, prefetcher
         self._passages, self.jobs = RecurringPassages(), BackgroundEncoder(self._do)
 
@@ -72,15 +70,12 @@ class RememberStage:
                 self._prefixes.after(prepared, generated.token_ids)
 
     def _submit(self, prepared: PreparedPrompt) -> None:
-        """Queue the background jobs of an answered prompt: chunks to encode or promote, passages to learn."""
+        """Queue the background jobs of an answered prompt: chunks to encode, passages to learn."""
         plan, profile = prepared.plan, self._runtime.model.profile
         schema_use = plan.prompt.schema_use
         if not profile.refusal or (profile.fixed and schema_use is not None):
             for job in jobs_after(plan):
                 self.jobs.submit(job)
-            used = tuple(fetch.key for fetch in (*plan.fetches, *plan.unread))
-            if used and plan.forecast is not None and len(self._placement.slow_tiers) > 1:
-                self.jobs.submit(EncodeJob("promote", keys=used))
         if not profile.refusal:
             prefix, n_exact = self._prefixes.prefix_to_encode(prepared)
             if prefix:
@@ -93,10 +88,8 @@ class RememberStage:
     # in the background
 
     def _do(self, job: EncodeJob) -> None:
-        if job.kind == "promote":
-            self._placement.promote(self._runtime.model, job.keys)
-        elif job.kind == "copy":
-            self._store.promote(job.keys[0])
+        if job.kind == "copy":
+            self._store.warm(job.keys)
         elif job.kind == "learn":
             self._learn(job)
         else:

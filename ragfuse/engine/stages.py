@@ -11,7 +11,6 @@ from ragfuse.engine.generate import GenerateStage
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.kv_streamer import KVStreamer
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.placement import Placement
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefill import PrefillStage
@@ -54,7 +53,6 @@ class Stages:
         store: KVStore,
         runtime: Runtime,
         timings: MachineTimings,
-        placement: Placement,
         conversations: ConversationIndex,
     ) -> Stages:
         """Build the stages over a store and its catalog, for the model and tenant of `runtime`."""
@@ -65,7 +63,7 @@ class Stages:
         prefetcher = Prefetcher(store, runtime, history.keys_of, settings.memory_free)
         links = Links(settings.streams)
         streamer = KVStreamer(settings, store, timings, links, prefetcher)
-        remember = RememberStage(settings, runtime, store, placement, prompts, history, prefixes, prefetcher)
+        remember = RememberStage(settings, runtime, store, prompts, history, prefixes, prefetcher)
         return cls(
             prompts=prompts,
             history=history,
@@ -78,6 +76,6 @@ class Stages:
             planner=Planner(settings, store, catalog, timings, prefixes, remember.jobs),
             fetch=FetchStage(settings, store, streamer, prefetcher, prefixes),
             prefill=PrefillStage(settings, timings, prefixes),
-            generate=GenerateStage(settings, placement),
+            generate=GenerateStage(settings),
             remember=remember,
         )

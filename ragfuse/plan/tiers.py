@@ -1,20 +1,16 @@
-"""The choice of tier for a new chunk, and for a chunk that is hit often (promotion). Decisions only."""
+"""The choice of tier and level for a new chunk. Decisions only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 
 from ragfuse.plan.estimate import Estimate
-from ragfuse.types.keys import ChunkKey
-from ragfuse.types.kv import Entry
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.profiles import MachineProfile
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
-PROMOTION_HITS = 3
-"""Hits from which on a chunk is promoted to a faster tier."""
 
 
 def store_cost(nbytes: int, price: float, months: float = 1.0) -> float:
@@ -84,55 +80,3 @@ def choose_level(n_tokens: int, nbytes: int, machine: MachineProfile, tier: str,
     load_s = {level: estimate.stored_s(tier, level, nbytes, n_tokens) for level in known}
     hidden = (level for level, seconds in load_s.items() if seconds <= hidden_s)
     return next(hidden, min(load_s, key=lambda level: load_s[level]))
-
-
-def promotions(
-    entries: Iterable[Entry], machine: MachineProfile, room: Mapping[str, int], min_hits: int = PROMOTION_HITS
-) -> Iterator[tuple[ChunkKey, str]]:
-    """Yield chunks to promote and the faster tier for each, those whose loading cost most time first.
-
-    A chunk is read from the first tier that has it, so it is promoted to the fastest tier before that one. The hits of
-    its entries in all tiers, memory included, are added up.
-
-    Args:
-        entries: Entries of the chunks in all tiers.
-        machine: Timings of this machine.
-        room: Free bytes of the tiers that store chunks, in lookup order; promotions are subtracted.
-        min_hits: Hits from which on a chunk is promoted.
-    """
-    free, copies = dict(room), dict[ChunkKey, list[Entry]]()
-    for entry in entries:
-        copies.setdefault(entry.key, []).append(entry)
-    gains = (_gain(chunk_entries, machine, list(room), min_hits) for chunk_entries in copies.values())
-    moves = [gain for gain in gains if gain is not None]
-    for _, entry, load_s in sorted(moves, key=lambda move: move[0], reverse=True):
-        fits = [tier for tier in load_s if entry.nbytes <= free[tier]]
-        if fits:
-            tier = min(fits, key=lambda name: load_s[name])
-            free[tier] -= entry.nbytes
-            yield entry.key, tier
-
-
-def _gain(
-    chunk_entries: Sequence[Entry], machine: MachineProfile, order: Sequence[str], min_hits: int
-) -> tuple[float, Entry, dict[str, float]] | None:
-    """Return the seconds that a chunk's hits cost, the entry they read, and the load time from each faster tier.
-
-    None where it has too few hits, or no tier is faster.
-    """
-    estimate, hits = Estimate(machine), sum(entry.hits for entry in chunk_entries)
-    entry = min((e for e in chunk_entries if e.tier in order), key=lambda e: order.index(e.tier), default=None)
-    if entry is None or entry.tier not in machine.tiers or hits < min_hits:
-        return None
-    if not all(map(estimate.knows_level, entry.sizes)):
-        return None
-    current_s = _entry_s(estimate, entry, entry.tier)
-    faster_tiers = [tier for tier in order[: order.index(entry.tier)] if tier in machine.tiers]
-    load_s = {tier: seconds for tier in faster_tiers if (seconds := _entry_s(estimate, entry, tier)) < current_s}
-    return (hits * current_s, entry, load_s) if load_s else None
-
-
-def _entry_s(estimate: Estimate, entry: Entry, tier: str) -> float:
-    """Return the seconds to load an entry's least lossy level from a tier."""
-    level, nbytes = next(iter(entry.sizes.items()))
-    return estimate.load_s(tier, nbytes) + estimate.decode_s(level, entry.n_tokens)

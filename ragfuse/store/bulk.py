@@ -36,7 +36,6 @@ class Outcome:
         texts: Known texts that were exported or imported.
         failed: Chunks that stayed as they were.
         troubles: The first of these, with the reasons.
-        fewer_nbytes: Bytes saved by recoding; negative if the chunks became larger.
     """
 
     chunks: int = 0
@@ -45,7 +44,6 @@ class Outcome:
     texts: int = 0
     failed: int = 0
     troubles: tuple[ArchiveProblem, ...] = ()
-    fewer_nbytes: int = 0
 
 
 class OutcomeBuilder:
@@ -54,13 +52,8 @@ class OutcomeBuilder:
     def __init__(self) -> None:
         self.known = self.texts = self.failed = 0
         self.done: dict[Any, int] = {}
-        self.written_nbytes = self._fewer_nbytes = 0
+        self.written_nbytes = 0
         self._troubles: list[ArchiveProblem] = []
-
-    def add(self, what: object, nbytes: int, before_nbytes: int) -> None:
-        """Record a chunk that was processed, with its bytes now and before."""
-        self.done[what] = nbytes
-        self._fewer_nbytes += before_nbytes - nbytes
 
     def fail(self, what: object, why: str) -> None:
         """Record a chunk that stayed as it was, and why."""
@@ -78,7 +71,7 @@ class OutcomeBuilder:
     def outcome(self) -> Outcome:
         """Return the outcome so far."""
         nbytes, troubles = sum(self.done.values()), tuple(self._troubles)
-        return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, troubles, self._fewer_nbytes)
+        return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, troubles)
 
 
 def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:

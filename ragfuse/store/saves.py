@@ -1,4 +1,4 @@
-"""Saves that are under way: entries being put, moved or promoted into tiers. Deleting a chunk cancels its saves.
+"""Saves that are under way: entries being put, moved or warmed into tiers. Deleting a chunk cancels its saves.
 
 `store.py` decides what goes into which tier, `writer.py` has the background queues, `partial.py` half-read chunks.
 """
@@ -21,6 +21,9 @@ from ragfuse.store.writer import Writers
 from ragfuse.types.keys import ChunkKey
 
 log = logging.getLogger("ragfuse.store")
+
+_PARTIAL_NBYTES = 1 << 30
+"""Four times the bytes of half-read chunks that are collected where no tier is in memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +50,7 @@ class Save:
 class Saves:
     """All saves that are under way. Threads may share it; no lock is held while a tier reads or writes.
 
-    A chunk that was read whole from a slower tier is saved to the fast ones. A pinned chunk is pinned in every tier
+    A chunk that was read whole is saved to the faster tiers. A pinned chunk is pinned in every tier
     that it is saved to.
 
     Args:
@@ -57,14 +60,15 @@ class Saves:
     """
 
     def __init__(self, tiers: Sequence[Tier], writer_queue: int, levels: TierLevels) -> None:
-        self._names = [tier.name for tier in tiers]
+        self._tiers, self._names, self._levels = tuple(tiers), [tier.name for tier in tiers], levels
         self.writers = Writers(self._names, writer_queue)
-        self._fast, self._levels = [tier for tier in tiers if not tier.slow], levels
         self._closed = False
         self._pins: set[ChunkKey] = set()
         self._lock = Condition()
         self._under_way: set[Save] = set()
-        self._partials = PartialReads(max((tier.capacity for tier in self._fast), default=0) // 4)
+        self._partials = PartialReads(
+            max((tier.capacity for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES) // 4
+        )
 
     @property
     def epoch(self) -> int:
@@ -126,31 +130,40 @@ class Saves:
             self._closed = True
             self._lock.notify_all()
 
-    def promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
-        """Collect layers that were just read; once a chunk is complete, save it to the fast tiers.
+    def warm(
+        self, key: ChunkKey, source: Tier, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int
+    ) -> None:
+        """Collect layers that were just read; once a chunk is complete, save it to the tiers before its own.
 
-        Nothing is read a second time. If a tier has to encode or copy the chunk, that happens in the background, so
-        that the reader does not wait.
+        Nothing is read a second time. If a tier is slow, or has to encode or copy the chunk, that happens in the
+        background, so that the reader does not wait.
 
         Args:
             key: The chunk.
+            source: The tier that they were read from.
             first: Index of the first of these layers.
             meta: The description of the whole chunk at the level that was read.
             blobs: The encoded layers.
             epoch: `epoch` before the read began; the layers are ignored if a `cancel` came since.
         """
+        faster = self._tiers[: self._tiers.index(source)]
+        if not faster:
+            return
         with self._lock:
             whole = self._partials.add(key, first, meta, blobs, epoch)
             if whole is None:
                 return
-            content = EntryContent(
-                self._levels, key, whole, {tier.name: self._levels.of(tier.name) for tier in self._fast}
-            )
+            levels = {tier.name: self._levels.of(tier.name) for tier in faster}
+            content = EntryContent(self._levels, key, whole, levels)
             save = Save(key, content, holders=1)
             self._under_way.add(save)
         with suppress(Exception):
-            lacking = [tier for tier in self._fast if self._lacks(tier, key, content)]
-            quick = [tier for tier in lacking if content.is_ready(tier.name) and not getattr(tier, "copies", False)]
+            lacking = [tier for tier in faster if self._lacks(tier, key, content)]
+            quick = [
+                tier
+                for tier in lacking
+                if not tier.slow and content.is_ready(tier.name) and not getattr(tier, "copies", False)
+            ]
             self.write_now(save, quick)
             self.write_later(save, [tier for tier in lacking if tier not in quick])
         self._release(save)

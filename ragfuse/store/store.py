@@ -19,7 +19,7 @@ from torch import Tensor
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
 from ragfuse.store.level_reader import EncodedLayers, LevelReader
-from ragfuse.store.levels import TABLELESS, Codecs, EntryContent, TierLevels, loss_of, only, pieces_of
+from ragfuse.store.levels import TABLELESS, Codecs, EntryContent, TierLevels, loss_of, pieces_of
 from ragfuse.store.saves import Saves
 from ragfuse.store.tier import Breaks, Counts, EntryMeta, Expects, Expired, Tier, Whole, answers
 from ragfuse.store.uses import Uses
@@ -42,7 +42,6 @@ class StoreStats:
         nbytes: Bytes stored now, by tier name.
         capacity: Bytes that fit, by tier name.
         expired: Entries that a `lookup` found too old.
-        promoted: Entries that were copied to a faster one of the slow tiers because they are hit often.
     """
 
     hits: int
@@ -53,7 +52,6 @@ class StoreStats:
     nbytes: Mapping[str, int]
     capacity: Mapping[str, int]
     expired: int = 0
-    promoted: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counters as plain JSON types."""
@@ -154,8 +152,8 @@ class KVStore:
     ) -> tuple[LayerKV, ...] | None:
         """Return some consecutive layers of a chunk, decoded.
 
-        Once all layers of a chunk were read from another tier than the first, the chunk is copied into the fast tiers:
-        at their own levels if it was read raw, else at the level that was read.
+        Once all layers of a chunk were read, it is copied into the tiers before the one that had it: at their own
+        levels if it was read raw, else at the level that was read.
 
         Args:
             key: The chunk.
@@ -177,16 +175,15 @@ class KVStore:
             elif found is not None and found.meta is not None and loss_of(found.meta.levels) <= max_loss:
                 if first == 0:
                     self._uses.note(key, source.name, self._clock(), self.report_every_s)
-                if source is not self.tiers[0]:
-                    self._saves.promote(key, first, found.meta, found.blobs, epoch)
+                self._saves.warm(key, source, first, found.meta, found.blobs, epoch)
                 return found.layers
         return None
 
     def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> EncodedLayers | None:
         """Return layers of a chunk as one tier stores them at one level, without decoding; None if it cannot.
 
-        Once all layers were read this way, the chunk is copied into the fast tiers, unless that tier also has a less
-        lossy level of it.
+        Once all layers were read this way, the chunk is copied into the tiers before it, unless it also has a less
+        lossy level there.
 
         Raises:
             StoreError: There is no tier of that name.
@@ -195,8 +192,8 @@ class KVStore:
         found = None if self._closed else self._reading.encoded(source, key, first, count, level)
         if found is not None and first == 0:
             self._uses.note(key, source.name, self._clock(), self.report_every_s)
-        if found is not None and source is not self.tiers[0] and self._reading.is_best(tier, key, level):
-            self._saves.promote(key, first, found.meta, found.blobs, epoch)
+        if found is not None and self._reading.is_best(tier, key, level):
+            self._saves.warm(key, source, first, found.meta, found.blobs, epoch)
         return found
 
     def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:
@@ -223,7 +220,6 @@ class KVStore:
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
             capacity={tier.name: tier.capacity for tier in self.tiers},
             expired=self._counts["expired"],
-            promoted=sum(tier.counts["promoted"] for tier in self.tiers),
         )
 
     def is_persistent(self, key: ChunkKey) -> bool:
@@ -397,22 +393,10 @@ class KVStore:
         read = tier.read(entry.key, 0, pieces_of(entry))
         return (read[0], read[1:]) if read is not None and len(read) == 1 + len(read[0].layers) else None
 
-    def promote(self, key: ChunkKey) -> bool:
-        """Copy a chunk into the first tier, at that tier's levels.
-
-        Returns:
-            Whether the first tier has it now; False if the chunk cannot be read or the tier does not take it.
-        """
-        first = self.tiers[0] if self.tiers and not self._closed else None
-        if first is None or key in first.entries([key]):
-            return first is not None
-        whole = self.read_whole(key)
-        best = self.levels.best(key, whole[0].levels, None) if whole is not None else None
-        if whole is None or best is None:
-            return False
-        return self._write_content(
-            EntryContent(self.levels, key, only(whole, best), {first.name: self.levels.of(first.name)}), first
-        )
+    def warm(self, keys: Iterable[ChunkKey]) -> None:
+        """Read chunks, so that the tiers before those that have them get a copy."""
+        for key, entry in self.lookup(keys, counts=False).items():
+            self.read_layers(key, 0, entry.n_layers, entry.tier)
 
     def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
         """Write pieces to one tier as they are, unless the chunk is deleted meanwhile; return whether it has them."""

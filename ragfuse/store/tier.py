@@ -1,6 +1,6 @@
 """The interface of a storage tier (`Tier`), the description of an entry (`EntryMeta`), and the choice of victims.
 
-Protocols and values only. A tier stores bytes; `store.py` handles codecs and promotion between tiers.
+Protocols and values only. A tier stores bytes; `store.py` handles codecs and copies between tiers.
 """
 
 from __future__ import annotations
@@ -308,8 +308,7 @@ class Tier(Protocol):
         capacity: Most bytes that it may store. No write exceeds it; opening a tier that holds more drops nothing.
         slow: Whether the store writes to it in the background.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`, `refused` (writes for
-            which no room could be made), `failed` (errors of the medium) and `promoted` (entries that the caller copied
-            in because they are hit often).
+            which no room could be made) and `failed` (errors of the medium).
     """
 
     name: str

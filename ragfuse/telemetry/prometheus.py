@@ -74,7 +74,6 @@ TIER_COUNTS = MappingProxyType(
         "corrupt": ("ragfuse_tier_corrupt", "Entries that could not be read and were dropped."),
         "refused": ("ragfuse_tier_refused_writes", "Writes refused for lack of space."),
         "failed": ("ragfuse_tier_failures", "Calls that the tier's storage refused or did not answer."),
-        "promoted": ("ragfuse_tier_promotions", "Entries copied in because they are used often."),
     }
 )
 """Counters of a tier: name and help text, by their key in `Tier.counts`."""

@@ -122,7 +122,6 @@ class Trace:
         predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
         predicted_load_s: Predicted time spent loading; None: this machine was not measured.
         corrections: As in `Forecast`.
-        promoted: Chunks copied to a faster tier in the background since the last trace, because they are used often.
         dropped: Sources of chunks that were left out so that prompt and answer fit the context.
         stream: How KV was streamed under a deadline, piece by piece.
         session: The conversation that the prompt continues; "" for none.
@@ -156,7 +155,6 @@ class Trace:
     predicted_ttft_s: float | None = None
     predicted_load_s: float | None = None
     corrections: tuple[tuple[str, float], ...] = ()
-    promoted: int = 0
     dropped: tuple[str, ...] = ()
     stream: StreamTrace | None = None
     session: str = ""

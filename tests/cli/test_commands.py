@@ -278,7 +278,6 @@ def test_options_that_are_not_usable(run, book, option, value, kind, word):
         ("ask Who? --docs . --server http://127.0.0.1:9 --no-kv", ("--no-kv", "server")),
         ("ask --pml p.xml --top-k 3", ("--pml", "--top-k")),
         ("chat --api-key k", ("--api-key needs --server",)),
-        ("store top --api-key k", ("--api-key needs --server",)),
         ("ingest . --ray-workers 2", ("--ray-workers needs --ray",)),
         ("ingest . --ray-cpus 2", ("--ray-cpus needs --ray",)),
         ("ingest . --ray local --no-kv", ("--ray", "--no-kv")),

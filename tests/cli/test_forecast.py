@@ -3,17 +3,14 @@
 import json
 import re
 import shutil
-import time
 
 import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("fastapi", reason="the server's extra is not installed")
 
-from ragfuse.cli import top
 from ragfuse.cli.forecast import IngestForecast, rounded
 from ragfuse.cli.main import app
-from tests.serve.kit import serving
 
 
 @pytest.fixture
@@ -93,43 +90,3 @@ def test_many_files_are_left_out_in_one_line_a_reason(run, book):
         "left out: 0.png, 1.png, 2.png, 3.png, 4.png and 4 more: not a supported type of document ('.png')",
         "left out: empty.md: empty",
     ]
-
-
-# store top
-
-
-def test_top_shows_hits_as_they_come(run, book, monkeypatch):
-    run("ingest", book)
-    monkeypatch.setattr(top, "sleep", lambda seconds: run("ask", "What was counted in 1812?", "--top-k", 3))
-    result = run("store", "top", "--times", 2, "--json", "out.json")
-    assert result.exit_code == 0, result.output
-    first, second = (line for line in result.stdout.splitlines() if line.startswith("disk"))
-    hits = [int(line.split("GiB")[1].split()[0]) for line in (first, second)]
-    assert hits[1] >= hits[0] + 3
-    assert f"{hits[1]} (+{hits[1] - hits[0]})" in second
-    assert float(second.split()[-1]) > 0 == float(first.split()[-1])
-    assert json.loads((book.parent / "out.json").read_text())["tiers"]["disk"]["hits"] == hits[1]
-
-
-def test_top_of_a_server_knows_what_missed(run, tiny_settings, tmp_path):
-    home = tmp_path / "served"
-    settings = tiny_settings.model_copy(update={"store": home / "store", "home": home})
-    text = "The keeper of the northern lighthouse counted ninety ships, and wrote every name into his book."
-    documents = {"documents": [{"text": text, "title": "book"}]}
-    with serving(settings) as server:
-        for _ in range(3):
-            assert server.chat(**documents).status_code == 200
-            time.sleep(0.3)  # the document is encoded after the answer
-        result = run("store", "top", "--server", server.root, "--json", "-")
-        assert result.exit_code == 0, result.stderr
-        told = json.loads(result.stdout)
-    assert told["tiers"]["memory"]["hits"] >= 1
-    assert told["tiers"]["memory"]["misses"] >= 1
-    assert "hit rate" in result.stderr
-    assert told["prompt tokens reused"] > 0
-
-
-def test_top_of_a_server_that_is_not_there(run):
-    result = run("store", "top", "--server", "http://127.0.0.1:1")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("ServerError: No server answers at http://127.0.0.1:1/v1")

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pty
-import re
 import shlex
 import subprocess
 import sys
@@ -146,8 +145,7 @@ def test_ls_says_what_its_words_mean_and_no_others(run, filled):
     assert legend(*mine) == [ALONE_MEANS]
     assert legend(*both) == [FILLER_MEANS, ALONE_MEANS]
     run("pin", *mine)
-    run("recode", *mine, "--to", "int8")
-    assert legend(*mine) == ["* pinned", ALONE_MEANS, LEVELS_MEAN]
+    assert legend(*mine) == ["* pinned", ALONE_MEANS]
     assert not [line for line in run("ls").stdout.splitlines() if line.startswith("seen again: ")]
     with CatalogFile(filled) as book:
         book.add_texts(FILLER.model, [(str(FILLER), "Learnt.", LEARNT)])
@@ -567,62 +565,6 @@ def test_chunks_are_moved_between_tiers(run, told, filled, two_tiers):
     assert told("clear", "--tier", "cold", "--source", "ships", "--yes")["dropped"] == 1
     assert len(told("ls", "--tier", "cold")["entries"]) == 3
     refused(run("move", "--all", "--to", "tape"), "StoreError", "no tier 'tape'", "disk, cold")
-
-
-def test_entries_are_recoded_where_they_are_and_ls_and_stats_tell_their_levels(run, told, filled):
-    before = told("stats")["tiers"][0]["nbytes"]
-    done = told("recode", "--tenant", "acme", "--to", "int8")
-    after = told("stats")["tiers"][0]
-    assert (done["entries"], done["failed"], done["fewer_nbytes"]) == (4, 0, before - after["nbytes"])
-    assert list(after["levels"]) == ["raw", "int8"]
-    assert {(e["model"], *e["levels"]) for e in told("ls")["entries"]} == {("smol", "int8"), ("", "raw")}
-    said = run("recode", "--all", "--to", "int8, raw").output
-    assert "4 more" not in said
-    assert run("recode", "--all", "--to", "int8,raw").exit_code == 1
-    assert {(e["model"], *e["levels"]) for e in told("ls")["entries"]} == {("smol", "int8"), ("", "raw", "int8")}
-    assert "raw+int8" in run("ls").output
-    assert re.search(r"disk: raw \d\.\d KB, int8 \d\.\d KB", run("stats").output)
-
-
-def test_recoding_says_what_stays_as_it_was_and_gives_a_status(run, told, filled):
-    told("recode", "--all", "--to", "int8")
-    result = run("recode", "--all", "--to", "raw")
-    assert result.exit_code == 1
-    assert result.output.count("only what is stored raw can be encoded") == 5
-    assert "left out: 1 more" in result.output
-    assert told("recode", "--all", "--to", "int8")["known"] == 6
-
-
-def test_levels_that_are_none_are_named_with_those_there_are(run, filled):
-    refused(run("recode", "--all", "--to", "int8,zip"), "InputError", "raw, int8, cg1", "'zip'")
-    refused(run("recode", "--to", "int8"), "InputError", "what to recode")
-
-
-def test_an_archive_keeps_the_levels_of_what_travels(run, told, filled, tmp_path):
-    told("recode", "--all", "--to", "raw,int8")
-    told("export", "a.tar")
-    assert told("import", "a.tar", STORE=tmp_path / "other")["entries"] == 6
-    found = told("ls", STORE=tmp_path / "other")["entries"]
-    assert {tuple(entry["levels"]) for entry in found} == {("raw", "int8")}
-    assert left(tmp_path / "other") == {*OURS, FILLER, *THEIRS}
-
-
-def test_recoding_stopped_by_ctrl_c_says_that_every_entry_is_whole(run, told, filled, monkeypatch):
-    write, kept = DiskTier.write, []
-
-    def stopped(self, *arguments):
-        if len(kept) == 2:
-            raise KeyboardInterrupt
-        kept.append(arguments)
-        return write(self, *arguments)
-
-    monkeypatch.setattr(DiskTier, "write", stopped)
-    result = run("recode", "--all", "--to", "int8")
-    assert result.exit_code == 130
-    assert "Every entry is complete" in " ".join(result.stderr.split())
-    monkeypatch.undo()
-    levels = [tuple(entry["levels"]) for entry in told("ls")["entries"]]
-    assert sorted(levels) == [("int8",)] * 2 + [("raw",)] * 4
 
 
 def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):

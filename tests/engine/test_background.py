@@ -153,12 +153,12 @@ def test_what_is_forgotten_is_neither_encoded_nor_learnt_from(desk):
 
 @pytest.mark.parametrize(
     ("kind", "is_encoded"),
-    [("chunk", True), ("run", True), ("copy", True), ("promote", False), ("learn", False), ("prefix", False)],
+    [("chunk", True), ("run", True), ("copy", True), ("learn", False), ("prefix", False)],
 )
 def test_a_run_waits_only_in_jobs_of_its_own_tokens(desk, kind: JobKind, is_encoded: bool):
     saver, run = BackgroundEncoder(desk.save), (1, 2, 3)
     prompt = Prompt((Segment(run, 0),))
-    fields = {"promote": {"keys": (KEY,)}, "learn": {"prompt": prompt}}.get(kind, {"tokens": run})
+    fields = {"learn": {"prompt": prompt}}.get(kind, {"tokens": run})
     saver.submit(EncodeJob("chunk", (0,)))
     assert desk.begun.wait(60)
     saver.submit(EncodeJob(kind, **fields))
@@ -174,7 +174,6 @@ def test_a_run_waits_only_in_jobs_of_its_own_tokens(desk, kind: JobKind, is_enco
         (EncodeJob("run", (3, 4), run=SchemaRun(("m",), ())), ["wait_idle", "keep_run"]),
         (EncodeJob("prefix", (3, 4), n_prefix=1), ["wait_idle", "extend"]),
         (EncodeJob("copy", (3, 4), keys=(KEY,)), ["store"]),
-        (EncodeJob("promote", keys=(KEY,)), ["placement"]),
         (EncodeJob("learn", prompt=Prompt((Segment((3, 4), 0),))), ["learn"]),
     ],
     ids=lambda each: each.kind if isinstance(each, EncodeJob) else "",
@@ -192,8 +191,7 @@ def test_each_kind_of_job_does_its_own_work_alone(
         (Encoder, "keep_chunk", "keep_chunk"),
         (Encoder, "keep_run", "keep_run"),
         (stage._prefixes, "extend", "extend"),
-        (stage._store, "promote", "store"),
-        (stage._placement, "promote", "placement"),
+        (stage._store, "warm", "store"),
         (stage._prompts, "note", "note"),
         (stage, "_learn", "learn"),
     ):

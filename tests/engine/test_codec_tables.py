@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
@@ -135,26 +134,6 @@ def test_tables_that_are_not_there_are_asked_for_again_only_after_a_while(tmp_pa
         assert len(asked) > n
         assert coding("int8", "model").name == "int8"
         assert coding("zip", "model") is None
-
-
-def test_a_store_is_recoded_without_its_model(tiny_settings):
-    with Engine(at(tiny_settings, disk=["raw"], objects=["cg1"])) as engine:
-        ingest(engine)
-        expected = engine.answer(messages(), Ask(policy="hkvd", ratio=0.5)).text
-    with StoreAdmin(tiny_settings) as admin:
-        lines = admin.list_entries(EntryFilter(model=largest_model(admin)))
-        done = admin.recode(lines, ["cg1"])
-        assert (done.chunks, done.failed) == (len(lines), 0)
-    with Engine(replace_memory(at(tiny_settings))) as engine:
-        assert levels_in(engine, "disk") == {("cg1",)}
-        assert read(engine) == {("disk", "cg1")}
-        assert engine.answer(messages(), Ask(policy="hkvd", ratio=0.5)).text == expected
-
-
-def largest_model(admin: StoreAdmin) -> str:
-    """Return the digest of the model with the most entries."""
-    models = [entry.key.model for entry in admin.store.entries()]
-    return max(models, key=models.count)
 
 
 def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tiny_settings):

@@ -7,10 +7,8 @@ import torch
 from ragfuse_bench.throttle import ThrottledTier
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.engine.placement import MAX_PROMOTIONS
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
-from ragfuse.plan.tiers import PROMOTION_HITS
 from ragfuse.store import DiskTier, KVStore, bulk
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import TierSpeed
@@ -175,57 +173,14 @@ def bucket(tiny_settings, tmp_path) -> Settings:
     return settings
 
 
-SLOW_OBJECTS = {"memory": 0.0, "disk": 1e-9, "objects": 1e-5}
-QUICKLY = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
-
-
-def tiers_of(engine: Engine) -> list[str]:
-    return [fetch.tier for fetch in engine.plan(messages(), QUICKLY).fetches]
-
-
-@pytest.mark.parametrize("memory_bytes", [0, 1 << 24])
-def test_chunks_that_are_used_often_come_from_objects_to_disk_in_the_background(bucket, memory_bytes):
-    with Engine(bucket.model_copy(update={"memory_bytes": memory_bytes})) as engine:
-        engine.learn(timings(engine, **SLOW_OBJECTS))
-        assert set(tiers_of(engine)) == {"objects"}
-        promoted = []
-        for hits in range(1, PROMOTION_HITS + 5):
-            answer = engine.answer(messages(), QUICKLY)
-            engine.flush()
-            promoted.append(answer.trace.promoted)
-            copied = engine.store.tier("disk").counts["promoted"]
-            assert copied == min(len(answer.trace.segments), MAX_PROMOTIONS * max(0, hits - PROMOTION_HITS + 1))
-        promoted.append(engine.answer(messages(), QUICKLY).trace.promoted)
-        assert promoted[: PROMOTION_HITS - 1] == [0] * (PROMOTION_HITS - 1)
-        assert sum(promoted) == len(answer.trace.segments)
-    with on_disk_only(bucket) as later:
-        later.learn(timings(later, **SLOW_OBJECTS))
-        assert set(tiers_of(later)) == {"disk"}
-        trace = later.answer(messages(), QUICKLY).trace
-        assert {segment.tier for segment in trace.segments if segment.hit} == {"disk"}
-        assert later.store.tier("disk").entries().keys() < later.store.tier("objects").entries().keys()
-
-
-def test_a_pinned_chunk_is_pinned_where_it_comes_to(bucket):
+def test_chunks_that_were_read_come_from_objects_to_disk_in_the_background(bucket):
+    quickly = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
     with on_disk_only(bucket) as engine:
-        engine.learn(timings(engine, **SLOW_OBJECTS))
-        keys = [fetch.key for fetch in engine.plan(messages(), QUICKLY).fetches]
-        engine.store.tier("objects").pin(keys, True)
-        for _ in range(PROMOTION_HITS):
-            engine.answer(messages(), QUICKLY)
+        assert {fetch.tier for fetch in engine.plan(messages(), quickly).fetches} == {"objects"}
+        engine.answer(messages(), quickly)
         engine.flush()
-        assert [entry.pinned for entry in engine.store.tier("disk").entries(keys).values()] == [True] * MAX_PROMOTIONS
-
-
-@pytest.mark.parametrize("speeds", [{}, {"memory": 0.0, "disk": 1e-5, "objects": 1e-9}])
-def test_nothing_is_promoted_unmeasured_or_to_a_tier_that_is_no_sooner(bucket, speeds):
-    with on_disk_only(bucket) as engine:
-        if speeds:
-            engine.learn(timings(engine, **speeds))
-        for _ in range(PROMOTION_HITS + 1):
-            engine.answer(messages(), QUICKLY)
-        engine.flush()
-        assert set(tiers_of(engine)) == {"objects"}
+        assert {fetch.tier for fetch in engine.plan(messages(), quickly).fetches} == {"disk"}
+        assert engine.store.tier("disk").entries().keys() < engine.store.tier("objects").entries().keys()
 
 
 @pytest.mark.parametrize(("placement", "homes"), [("cheapest", {"objects"}), ("all", {"disk", "objects"})])

@@ -195,7 +195,7 @@ def test_what_is_pinned_leaves_it_less_room(old):
         first = engine.prompt(messages()).segments[1].keys[0]
         rest = [engine.key(engine.tokens(text), filler_context("")) for text in CHUNKS[3:]]
         for key in rest:
-            assert engine.store.promote(key)
+            engine.store.warm([key])
         engine.store.pin(*rest)
         engine.prefetch(CHUNKS[:3])
         engine.flush()
@@ -208,9 +208,9 @@ def test_what_the_next_prompt_needs_and_memory_has_is_not_evicted_for_it(old):
         room = 4 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
         keys = [segment.keys[0] for segment in engine.prompt(messages()).segments if segment.keys]
-        assert engine.store.promote(keys[3])  # longest unused, and wanted
+        engine.store.warm([keys[3]])  # longest unused, and wanted
         for key in keys[4:7]:
-            assert engine.store.promote(key)
+            engine.store.warm([key])
         engine.prefetch([CHUNKS[2], CHUNKS[0]])
         engine.flush()
         assert keys[3] in in_memory(engine)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.explanation import in_words
 from ragfuse.plan.levels import loss
-from ragfuse.plan.tiers import choose_level, choose_tier, promotions
+from ragfuse.plan.tiers import choose_level, choose_tier
 from tests.plan.kit import NBYTES_PER_TOKEN, LoadingController, machine, prompt_of
 
 PACKED = {"int8": 0.5, "cg1": 0.25, "cg2": 0.12, "cg3": 0.08}
@@ -125,14 +125,6 @@ def test_a_cheap_tier_becomes_fast_enough_by_its_level():
     assert choose_tier(N, RAW, slow, ["disk", "far"], prices, 0.15) == "disk"
     assert choose_tier(N, RAW, slow, ["disk", "far"], prices, 0.15, {"far": ("cg2",)}) == "far"
     assert choose_tier(N, RAW, slow, ["disk", "far"], {"disk": 0.1, "far": 0.3}, 0.15, {"far": ("cg2",)}) == "far"
-
-
-def test_what_is_hit_often_is_promoted_by_what_its_best_level_costs():
-    _, entries = at_levels(["far"], "int8")
-    often = [replace(entry, hits=9) for entry in entries.values()]
-    room = {"disk": 1 << 40, "far": 1 << 40}
-    assert [tier for _, tier in promotions(often, levels_machine(far=1e-7), room)] == ["disk"]
-    assert list(promotions(often, replace(levels_machine(far=1e-7), decode={}), room)) == []
 
 
 def test_words_name_a_level_that_is_not_raw():

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.plan.estimate import Estimate
-from ragfuse.plan.tiers import PROMOTION_HITS, choose_tier, price_of, promotions, store_cost
+from ragfuse.plan.tiers import choose_tier, price_of, store_cost
 from ragfuse.settings import Settings
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -58,36 +58,3 @@ def test_a_tier_s_price_is_that_of_its_name_or_its_kind():
     assert price_of("objects-2", PRICES) == PRICES["objects"]
     assert price_of("tape", PRICES) == float("inf")
     assert store_cost(2_000_000_000, 0.5, 3) == 3.0
-
-
-def promoted(entries: list[Entry], room: dict[str, int], **byte_s: float) -> list[tuple[str, str]]:
-    return [(key.tokens, tier) for key, tier in promotions(entries, machine(**{"far": 1e-7, **byte_s}), room)]
-
-
-def test_chunks_hit_often_come_to_the_faster_tier_while_there_is_room():
-    entries = [entry("warm", "far", PROMOTION_HITS), entry("hot", "far", 9), entry("cold", "far", PROMOTION_HITS - 1)]
-    assert promoted(entries, {"disk": 10 * NBYTES, "far": 0}) == [("hot", "disk"), ("warm", "disk")]
-    assert promoted(entries, {"disk": NBYTES, "far": 0}) == [("hot", "disk")]
-    assert promoted(entries, {"disk": NBYTES - 1, "far": 0}) == []
-    room = {"near": NBYTES, "disk": NBYTES, "far": 0}
-    assert promoted(entries, room, near=1e-10) == [("hot", "near"), ("warm", "disk")]
-
-
-def test_hits_count_across_the_tiers_and_memory_keeps_nothing():
-    entries = [entry("both", "far", 1), entry("both", "memory", PROMOTION_HITS - 1)]
-    assert promoted(entries, {"disk": 1 << 40, "far": 0}) == [("both", "disk")]
-    assert promoted(entries[:1], {"disk": 1 << 40, "far": 0}) == []
-    assert promoted(entries[1:], {"disk": 1 << 40, "far": 0}) == []
-
-
-def test_what_a_faster_tier_has_stays():
-    entries = [entry("both", "far", 9), entry("both", "disk", 1), entry("other", "disk", 9)]
-    assert promoted(entries, {"disk": 1 << 40, "far": 1 << 40}) == []
-
-
-def test_a_chunk_goes_only_where_it_is_read_from_then_and_sooner():
-    hot = [entry("hot", "disk", 9)]
-    assert promoted(hot, {"disk": 1 << 40, "near": 1 << 40}, near=1e-12) == []  # disk would be asked first
-    assert promoted(hot, {"far": 1 << 40, "disk": 1 << 40}) == []
-    assert promoted([entry("hot", "far", 9)], {"tape": 1 << 40, "far": 0}) == []
-    assert promoted([entry("hot", "tape", 9)], {"disk": 1 << 40, "tape": 0}) == []

@@ -125,7 +125,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, list):
         return [comparable(each) for each in value]
     if isinstance(value, dict):
-        trace = {"load_s", "compute_s", "prefill_s", "ttft_s", "total_s", "summary", "promoted", "session"}
+        trace = {"load_s", "compute_s", "prefill_s", "ttft_s", "total_s", "summary", "session"}
         trace |= {"tier", "nbytes"}  # where each server's own memory has a chunk
         trace |= {"decoded_elsewhere"}
         return {name: comparable(each) for name, each in value.items() if name not in (*UNEQUAL, *trace)}

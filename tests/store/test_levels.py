@@ -1,17 +1,12 @@
-"""Entries at several codec levels: what is written where, which one is read, and what is recoded into what."""
-
-import os
-import signal
-import time
+"""Entries at several codec levels: what is written where, and which one is read."""
 
 import pytest
 
 from ragfuse.codec import OtherTables, UniformCodec
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
-from ragfuse.store.recode import recode
 from ragfuse.store.redis import RedisTier
-from tests.store.kit import child, encoded_at, key, kv, rounded, same
+from tests.store.kit import encoded_at, key, kv, rounded, same
 from tests.store.redis_server import fresh_url, until
 
 A, B = key("a"), key("b")
@@ -129,7 +124,7 @@ def test_what_was_lost_is_never_kept_as_raw(tmp_path, levels):
         assert levels_of(store)["memory"] == ["int8"]
         assert whole(store, rounded(kv()))
         store.tiers[0].delete([A])
-        assert store.promote(A)
+        store.warm([A])
         assert levels_of(store)["memory"] == ["int8"]
 
 
@@ -177,7 +172,7 @@ def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is
     assert caplog.text.count("cannot be decoded here at level int8") == 1
 
 
-# moving and recoding
+# moving
 
 
 def test_moving_takes_the_entry_that_lost_least_with_all_its_levels(tmp_path):
@@ -189,91 +184,3 @@ def test_moving_takes_the_entry_that_lost_least_with_all_its_levels(tmp_path):
         assert bulk.move(store, [A], "redis").chunks
         assert levels_of(store) == {"redis": ["raw", "int8"]}
         assert whole(store, kv())
-
-
-@pytest.mark.parametrize("wanted", [["int8"], ["int8", "raw"], ["raw"]])
-def test_recoding_keeps_an_entry_at_just_these_levels(tmp_path, wanted):
-    with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
-        store.put(A, kv(), wait=True)
-        store.pin(A)
-        before, told = store.tiers[0].nbytes, []
-        done = recode(store, [("disk", A)], wanted, lambda *numbers: told.append(numbers))
-        changed = wanted != ["raw"]
-        assert (done.chunks, done.known, done.failed) == (changed, not changed, 0)
-        assert done.fewer_nbytes == before - store.tiers[0].nbytes
-        assert sorted(levels_of(store)["disk"]) == sorted(wanted)
-        assert store.entries()[0].pinned
-        assert told == [(before, before)]
-        assert whole(store, kv() if "raw" in wanted else rounded(kv()))
-
-
-def test_recoding_never_makes_less_lossy_what_was_lost_and_says_so(tmp_path):
-    with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
-        store.tiers[0].write(A, *encoded_at(kv(), "int8"))
-        for wanted in (["raw"], ["raw", "int8"], ["cg2"]):
-            done = recode(store, [("disk", A)], wanted)
-            assert (done.chunks, done.failed, levels_of(store)) == (0, 1, {"disk": ["int8"]})
-            assert "only what is stored raw can be encoded" in done.troubles[0].why
-        assert whole(store, rounded(kv()))
-
-
-def test_recoding_takes_raw_from_another_tier_and_leaves_that_alone(mixed):
-    mixed.put(A, kv(), wait=True)
-    mixed.tiers[0].delete([A])
-    assert recode(mixed, [("disk", A)], ["raw", "int8"]).chunks == 1
-    assert levels_of(mixed) == {"disk": ["raw", "int8"], "redis": ["raw", "int8"]}
-    assert whole(mixed, kv(), tier="disk")
-
-
-def test_recoding_to_a_level_without_a_codec_changes_nothing_and_says_so(tmp_path):
-    with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
-        store.put(A, kv(), wait=True)
-        done = recode(store, [("disk", A), ("disk", B)], ["cg1"])
-        assert (done.chunks, done.failed, levels_of(store)) == (0, 1, {"disk": ["raw"]})
-        assert "no codec tables of its model for level cg1" in done.troubles[0].why
-
-
-def test_recoding_a_full_tier_pushes_out_at_most_what_one_entry_needs(tmp_path):
-    with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
-        for i in range(8):
-            store.put(key(i), kv(i), wait=True)
-        store.tiers[0].capacity = store.tiers[0].nbytes
-        done = recode(store, [("disk", key(i)) for i in range(8)], ["int8"])
-        assert done.chunks >= 7
-        assert len(store.entries()) >= 7
-        assert {tuple(entry.sizes) for entry in store.entries()} == {("int8",)}
-
-
-RECODE = """
-    import sys
-    from ragfuse.plan.evict import lru
-    from ragfuse.store import DiskTier, KVStore
-    from ragfuse.store.recode import recode
-
-    with KVStore([DiskTier(sys.argv[1], 1 << 28, lru)]) as store:
-        keys = [entry.key for entry in store.entries()]
-        recode(store, [("disk", key) for key in keys], ["int8"], lambda *_: print("one more", flush=True))
-"""
-
-
-@pytest.mark.slow
-def test_a_recoding_killed_at_any_moment_leaves_each_entry_whole_as_before_or_after(tmp_path):
-    chunks = {key(i): kv(i, n=400) for i in range(40)}
-    with KVStore([DiskTier(tmp_path, 1 << 28, lru)]) as store:
-        for one, chunk in chunks.items():
-            store.put(one, chunk, wait=True)
-    seen = set()
-    for attempt in range(2):
-        process = child(RECODE, tmp_path)
-        for _ in range(3 + attempt):
-            assert process.stdout.readline() == "one more\n"
-        time.sleep(0.002 * attempt)  # somewhere in the next one
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        with KVStore([DiskTier(tmp_path, 1 << 28, lru)]) as store:
-            assert {entry.key for entry in store.entries()} == set(chunks)
-            for one, chunk in chunks.items():
-                (level,) = levels_of(store, one)["disk"]
-                assert whole(store, chunk if level == "raw" else rounded(chunk), one)
-                seen.add(level)
-    assert seen == {"raw", "int8"}
