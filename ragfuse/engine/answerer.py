@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, Protocol
 
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
@@ -120,23 +120,6 @@ class Answerer(Protocol):
     def forget(self, texts: Iterable[str]) -> int:
         """Delete the KV of these chunks; return the bytes freed."""
         ...
-
-
-class OneProcess:
-    """The base of engines: objects of one process, which copies of objects that hold one share."""
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        name = type(self).__name__
-        raise TypeError(
-            f"An object of class {name} cannot be pickled, as it belongs to its process. Hand the other process what "
-            f"it was made of, such as the Settings, and make {name} there."
-        )
 
 
 def is_answerer(value: object) -> bool:

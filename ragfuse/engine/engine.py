@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream, answers_of
-from ragfuse.engine.answerer import OneProcess
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.constraints import Tool, offered_tools
@@ -52,7 +51,7 @@ from ragfuse.measure import Progress
 from ragfuse.models.dtypes import resolve_auto
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.exit import EXITING, at_work
-from ragfuse.process.shared import collect_notes, forget, shared
+from ragfuse.process.shared import OneProcess, collect_notes, forget, shared
 from ragfuse.process.worker import close_at_exit
 from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.sessions.conversation_index import ConversationIndex

@@ -33,6 +33,7 @@ from ragfuse.hf.prefill import KVSource, NoSource, Prefill
 from ragfuse.hf.states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
+from ragfuse.process.shared import OneProcess
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import ModelProfile
 from ragfuse.types.whole_text import whole_text
@@ -49,7 +50,7 @@ ENCODE_STEP_TOKENS = 128
 """Tokens of a context or a long chunk that are encoded per step; the lock is released between steps for questions."""
 
 
-class HFModel:
+class HFModel(OneProcess):
     """A causal LM of transformers with its tokenizer, its profile and its lock.
 
     Args:

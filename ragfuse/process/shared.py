@@ -1,4 +1,7 @@
-"""Ragfuse's only process-wide state: loaded models, engines by settings, notes for the current answer."""
+"""Ragfuse's only process-wide state: loaded models, engines by settings, notes for the current answer.
+
+`OneProcess` is the base of what is shared.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 from weakref import WeakValueDictionary
 
 T = TypeVar("T")
@@ -19,6 +22,23 @@ _SHARED: dict[Hashable, tuple[Hashable, Any]] = {}
 """Versions and objects by name."""
 _USED: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 _NOTES: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
+
+
+class OneProcess:
+    """The base of engines and loaded models, which belong to one process: copies of what holds one share it."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(
+            f"An object of class {name} cannot be pickled, as it belongs to its process. Hand the other process what "
+            f"it was made of, such as the Settings, and make {name} there."
+        )
 
 
 def shared(name: Hashable, make: Callable[[], T], version: Hashable = None) -> T:

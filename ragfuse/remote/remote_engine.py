@@ -17,11 +17,11 @@ from cachetools import LRUCache
 from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.engine.answer_stream import AnswerStream, Piece, answers_of
-from ragfuse.engine.answerer import OneProcess, Progress
+from ragfuse.engine.answerer import Progress
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question, prompts_of
 from ragfuse.errors import InputError, ServerError
-from ragfuse.process.shared import shared
+from ragfuse.process.shared import OneProcess, shared
 from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.remote.answer_reader import AnswerReader
 from ragfuse.remote.connection import Connection

@@ -205,8 +205,9 @@ class Trace:
         return sum(segment.n_tokens for segment in self.segments if segment.kind == "history" and segment.hit)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the trace, with its summary, in plain JSON types."""
-        return {**asdict(self), "summary": self.summary}
+        """Return the trace, with its summary, as JSON brings it back: lists, no tuples."""
+        plain: dict[str, Any] = json.loads(json.dumps({**asdict(self), "summary": self.summary}))
+        return plain
 
 
 @dataclass(frozen=True)

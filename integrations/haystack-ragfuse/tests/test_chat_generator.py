@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from copy import deepcopy
 from typing import Any, Literal
 
 import pytest
@@ -310,6 +311,7 @@ def test_a_loaded_model_answers_and_cannot_be_serialised(tiny_settings: Settings
     loaded, tokenizer = engine.model.model, engine.model.tokenizer
     llm = RagfuseChatGenerator(loaded, tokenizer=tokenizer, settings=tiny_settings)
     assert replied(llm).text == replied(RagfuseChatGenerator(engine=engine)).text
+    assert deepcopy(llm).get_engine() is llm.get_engine()
     with pytest.raises(InputError, match="Save it to a folder"):
         llm.to_dict()
     with pytest.raises(InputError, match="already has its dtype"):

@@ -6,7 +6,7 @@ It is registered for all LangChain runs of the process when a model of this pack
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
@@ -15,20 +15,15 @@ from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler, BaseCallbackManager
 from langchain_core.documents import Document
-from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.messages import BaseMessage
 from langchain_core.runnables import ensure_config
 from langchain_core.tracers.context import register_configure_hook
 
-from langchain_ragfuse.messages import source_of
+from langchain_ragfuse.messages import documents_in, source_of
 from ragfuse import RetrievalRuns
 
 MAX_DOCUMENTS = 256
 """The most documents that are taken from one step's input or output."""
-MAX_DEPTH = 4
-"""Levels of nesting down to which documents are searched in a step's input or output."""
-
-HOLDERS = (Document, ToolMessage, Mapping, list, tuple)
-"""Types that are documents or may contain some."""
 
 _BATCH_PARENTS: ContextVar[tuple[UUID | None, ...]] = ContextVar("ragfuse_langchain_asking", default=())
 
@@ -140,22 +135,6 @@ def _texts(value: Any) -> list[tuple[str, str, str]]:
     """Return (text, source, "") of the documents in a value, at most MAX_DOCUMENTS."""
     return [
         (text, source_of(document), "")
-        for document in islice(_documents(value, MAX_DEPTH), MAX_DOCUMENTS)
+        for document in islice(documents_in(value), MAX_DOCUMENTS)
         if (text := document.page_content.strip())
     ]
-
-
-def _documents(value: Any, depth: int) -> Iterator[Document]:
-    if isinstance(value, Document):
-        yield value
-    elif isinstance(value, ToolMessage):
-        yield from _documents(value.artifact, depth)
-    elif depth and isinstance(value, Mapping):
-        for each in value.values():
-            yield from _documents(each, depth - 1)
-    elif depth and isinstance(value, list | tuple):
-        # Only the first item is inspected, as lists of other things, such as numbers, may be long.
-        if isinstance(value, list) and value and not isinstance(value[0], HOLDERS):
-            return
-        for each in islice(value, MAX_DOCUMENTS):
-            yield from _documents(each, depth - 1)

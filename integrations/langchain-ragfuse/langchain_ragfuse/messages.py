@@ -39,6 +39,11 @@ THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
 MIN_CHARS = 24
 """The least characters of a document in a tool's artifact that is a chunk; a shorter one may match by chance."""
 
+MAX_DEPTH = 4
+"""Levels of nesting down to which documents are searched in an artifact, or in a step's input or output."""
+HOLDERS = (Document, ToolMessage, Mapping, list, tuple)
+"""Types that are documents or may contain some."""
+
 
 def to_ragfuse_messages(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
     """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`).
@@ -73,7 +78,7 @@ def _to_ragfuse_message(message: BaseMessage) -> ragfuse.ChatMessage:
         calls = tuple(ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls)
         return ragfuse.ChatMessage("assistant", parts, calls, reasoning=_reasoning(message))
     if isinstance(message, ToolMessage):
-        split = _split_at_documents(parts, _documents(message.artifact))
+        split = _split_at_documents(parts, documents_in(message))
         return ragfuse.ChatMessage("tool", split, (), message.tool_call_id, message.name or "")
     return ragfuse.ChatMessage(
         _role(message), parts, name=message.name or "" if isinstance(message, FunctionMessage) else ""
@@ -123,14 +128,22 @@ def _part(block: Any, skipped: frozenset[str]) -> list[Part]:
     return [Piece(block["text"], "chunk", source or "message") if is_chunk else block["text"]]
 
 
-def _documents(artifact: Any) -> Iterator[Document]:
-    """Yield the documents in the artifact of a tool message, at any depth."""
-    if isinstance(artifact, Document):
-        yield artifact
-    elif isinstance(artifact, Mapping):
-        yield from (document for value in artifact.values() for document in _documents(value))
-    elif isinstance(artifact, list | tuple):
-        yield from (document for value in artifact for document in _documents(value))
+def documents_in(value: Any, depth: int = MAX_DEPTH) -> Iterator[Document]:
+    """Yield the documents in a value, also those that a checkpointer or JSON brought back as mappings."""
+    if isinstance(value, Document):
+        yield value
+    elif isinstance(value, ToolMessage):
+        yield from documents_in(value.artifact, depth)
+    elif isinstance(value, Mapping) and value.get("type") == "Document" and "page_content" in value:
+        yield Document(value["page_content"], id=value.get("id"), metadata=value.get("metadata") or {})
+    elif depth and isinstance(value, Mapping):
+        for each in value.values():
+            yield from documents_in(each, depth - 1)
+    elif depth and isinstance(value, list | tuple):
+        # Only a list's first item is inspected, as lists of other things, such as numbers, may be long.
+        is_searched = isinstance(value, tuple) or isinstance(next(iter(value), None), HOLDERS)
+        for each in value if is_searched else ():
+            yield from documents_in(each, depth - 1)
 
 
 def _split_at_documents(parts: Sequence[Part], documents: Iterator[Document]) -> list[Part]:

@@ -20,13 +20,11 @@ class ProcessPlace:
 
     Args:
         settings: Its settings.
-        loaded_model: A loaded model that was given as an object.
-        tokenizer: Its tokenizer.
+        made: The engine of a model that was given as an object; copies share it.
     """
 
     settings: Settings
-    loaded_model: Any = None
-    tokenizer: Any = None
+    made: Answerer | None = None
 
     @classmethod
     def of(cls, llm: Any, loading: Mapping[str, Any]) -> ProcessPlace:
@@ -66,7 +64,8 @@ class ProcessPlace:
         from ragfuse import Engine  # loads torch
 
         engine = Engine.shared(settings, loaded_model, tokenizer=llm.tokenizer)
-        return cls(engine.settings, loaded_model, llm.tokenizer)
+        llm.tokenizer = None
+        return cls(engine.settings, engine)
 
     @property
     def name(self) -> str:
@@ -76,7 +75,7 @@ class ProcessPlace:
     @property
     def is_loaded_object(self) -> bool:
         """Whether the model was given as an object, which another process cannot load."""
-        return self.loaded_model is not None
+        return self.made is not None
 
     @property
     def hears_retrievers(self) -> bool:
@@ -88,7 +87,7 @@ class ProcessPlace:
         from ragfuse import Engine  # loads torch
 
         if model in (None, self.name):
-            return given or Engine.shared(self.settings, self.loaded_model, tokenizer=self.tokenizer)
+            return given or self.made or Engine.shared(self.settings)
         return Engine.shared(_with(self.settings, {"model": model}))
 
     def params(self, ask: Ask) -> dict[str, Any]:

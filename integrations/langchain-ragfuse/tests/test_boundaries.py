@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from langchain_community.document_transformers import EmbeddingsRedundantFilter,
 from langchain_community.vectorstores import FAISS
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import ToolMessage, messages_from_dict, messages_to_dict
 from langchain_core.outputs import LLMResult
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
@@ -239,6 +241,26 @@ def test_an_artifact_leaves_the_text_as_it_is(engine: Engine) -> None:
     assert words.decode(prompts[0].token_ids) == words.decode(prompts[1].token_ids)
     chunks = [segment.text for segment in prompts[0].segments if segment.kind == "chunk"]
     assert chunks == [DOCUMENTS[at].page_content.strip() for at in (0, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        lambda message: messages_from_dict(json.loads(json.dumps(messages_to_dict([message]))))[0],
+        lambda message: type(message).model_validate_json(message.model_dump_json()),
+        lambda message: pickle.loads(pickle.dumps(message)),
+    ],
+)
+def test_a_message_is_read_alike_before_and_after_it_is_stored(engine: Engine, stored: Callable[[Any], Any]) -> None:
+    found = [Document(each.page_content, metadata={**each.metadata, "lines": (1, 2)}) for each in DOCUMENTS]
+    text = "".join(f"{number}. {each.page_content}" for number, each in enumerate(found))
+    message = ToolMessage(text, tool_call_id="1", artifact={"found": found})
+    prompts = [engine.prompt(_turns([each])) for each in (message, stored(message))]
+    assert prompts[0] == prompts[1]
+    assert {segment.source for segment in prompts[1].segments if segment.kind == "chunk"} == SOURCES
+    answer = ChatRagFuse(engine=engine, max_tokens=4).invoke([message])
+    assert answer.response_metadata["ragfuse"]["segments"]
+    assert stored(answer) == answer
 
 
 def _turns(messages: Sequence[Any]) -> Any:

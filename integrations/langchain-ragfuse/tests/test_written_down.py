@@ -49,6 +49,12 @@ def test_copies_share_the_engine_and_go_on_with_the_settings(tiny_settings: Sett
         for again in (copy.copy(llm), copy.deepcopy(llm), llm.model_copy(deep=True)):
             assert again.get_engine() is engine
             assert again.ratio == 0.25
+        loaded = {"model": engine.model.model, "tokenizer": engine.model.tokenizer}
+        given = model(**loaded, settings=tiny_settings)
+        bound = copy.deepcopy(given.bind(stop=["x"])).bound
+        for again in (copy.copy(given), copy.deepcopy(given), given.model_copy(deep=True), bound):
+            assert again.get_engine() is given.get_engine()
+        assert copy.deepcopy(engine.model) is engine.model
     salted = model(settings=tiny_settings.model_copy(update={"salt": "blue"}))
     for again in (copy.deepcopy(salted), pickle.loads(pickle.dumps(salted))):
         assert again._place.settings == salted._place.settings

@@ -73,6 +73,10 @@ def test_copies_share_the_engine_and_go_on_with_the_settings(settings: Settings)
         for again in (copy.copy(llm), copy.deepcopy(llm), llm.model_copy(deep=True)):
             assert again.get_engine() is engine
             assert again.ratio == 0.25
+        loaded = {"model": engine.model.model, "tokenizer": engine.model.tokenizer}
+        given = RagFuseLLM(**loaded, settings=engine.settings)
+        for again in (copy.copy(given), copy.deepcopy(given), given.model_copy(deep=True)):
+            assert again.get_engine() is given.get_engine()
         salted = RagFuseLLM(settings=settings.model_copy(update={"salt": "blue"}))
         for again in (copy.deepcopy(salted), pickle.loads(pickle.dumps(salted))):
             assert again._place.settings == salted._place.settings

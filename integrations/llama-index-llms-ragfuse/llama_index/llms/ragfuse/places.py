@@ -19,13 +19,11 @@ class ProcessPlace:
 
     Args:
         settings: Its settings.
-        loaded_model: A loaded model that was given as an object.
-        tokenizer: Its tokenizer.
+        made: The engine of a model that was given as an object; copies share it.
     """
 
     settings: Settings
-    loaded_model: Any = None
-    tokenizer: Any = None
+    made: Answerer | None = None
 
     @classmethod
     def of(cls, llm: Any) -> ProcessPlace:
@@ -51,7 +49,8 @@ class ProcessPlace:
         from ragfuse import Engine  # loads torch
 
         engine = Engine.shared(settings, loaded_model, tokenizer=llm.tokenizer)
-        return cls(engine.settings, loaded_model, llm.tokenizer)
+        llm.tokenizer = None
+        return cls(engine.settings, engine)
 
     @property
     def name(self) -> str:
@@ -61,7 +60,7 @@ class ProcessPlace:
     @property
     def is_loaded_object(self) -> bool:
         """Whether the model was given as an object, which another process cannot load."""
-        return self.loaded_model is not None
+        return self.made is not None
 
     @property
     def hears_retrievers(self) -> bool:
@@ -82,11 +81,9 @@ class ProcessPlace:
 
     def engine(self, given: Any) -> Answerer:
         """Return the given engine, else the one that the process shares."""
-        if given is not None:
-            return given  # type: ignore[no-any-return]
         from ragfuse import Engine  # loads torch
 
-        return Engine.shared(self.settings, self.loaded_model, tokenizer=self.tokenizer)
+        return given or self.made or Engine.shared(self.settings)
 
     def as_public(self) -> dict[str, Any]:
         """Return the further fields that `from_dict` needs; raises SettingsError if they contain a secret."""

@@ -19,15 +19,13 @@ class ProcessPlace:
 
     Args:
         settings: Its settings.
-        loaded_model: A loaded model that was given as an object.
-        tokenizer: Its tokenizer.
-        given: The engine that was given, used instead of one that the process shares.
+        given: An engine that was given, or made of a loaded model; None: one that the process shares. Copies share it.
+        is_loaded: Whether the model was given as an object.
     """
 
     settings: Settings
-    loaded_model: Any = None
-    tokenizer: Any = None
     given: Any = None
+    is_loaded: bool = False
 
     @classmethod
     def of(cls, generator: Any) -> ProcessPlace:
@@ -38,7 +36,7 @@ class ProcessPlace:
             found = [name for name in (*named, "tokenizer", "settings", "model_kwargs") if getattr(generator, name)]
             if found:
                 raise InputError(f"An engine already has its model and settings: with engine=, leave out {found[0]}=.")
-            return cls(generator.engine.settings, given=generator.engine)
+            return cls(generator.engine.settings, generator.engine)
         if is_object:
             for name in ("dtype", "device"):
                 if named[name] is not None:
@@ -57,7 +55,9 @@ class ProcessPlace:
         from ragfuse import Engine  # loads torch
 
         loaded = generator.model if is_object else None
-        return cls(Engine.shared(settings, loaded, tokenizer=generator.tokenizer).settings, loaded, generator.tokenizer)
+        engine = Engine.shared(settings, loaded, tokenizer=generator.tokenizer)
+        generator.model = generator.tokenizer = None
+        return cls(engine.settings, engine, True)
 
     is_server = False
 
@@ -73,11 +73,9 @@ class ProcessPlace:
 
     def engine(self) -> Answerer:
         """Return the given engine, else the one that the process shares."""
-        if self.given is not None:
-            return self.given  # type: ignore[no-any-return]
         from ragfuse import Engine  # loads torch
 
-        return Engine.shared(self.settings, self.loaded_model, tokenizer=self.tokenizer)
+        return self.given or Engine.shared(self.settings)
 
     def as_public(self) -> dict[str, Any]:
         """Return the arguments from which another process makes the same place.
@@ -86,7 +84,7 @@ class ProcessPlace:
             SettingsError: The settings contain a secret.
             InputError: The model was given as a loaded object.
         """
-        if self.loaded_model is not None or self.tokenizer is not None:
+        if self.is_loaded:
             raise InputError(
                 f"{self.name} was given as a loaded model, which cannot be serialised. Save it to a folder, and pass "
                 "that: model='folder'."
