@@ -1,7 +1,7 @@
 """The session store: list, show, export, truncate and delete conversations, with or without a model.
 
 Persistent sessions are in the store's catalog. The most recent other sessions are in this process only. So is a turn
-that could not be written to the catalog; it is written together with the next turn. `session.py` defines a session,
+that could not be written to the catalog; it is written with the next turn. `session.py` defines a session,
 `engine/history.py` adds turns to it.
 """
 
@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ragfuse.errors import InputError, NoSessionError, StoreError
-from ragfuse.process.lru import LRU
 from ragfuse.sessions.conversation_index import ConversationIndex, Known
 from ragfuse.sessions.session import Session, truncated
 from ragfuse.settings import SINKS
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ragfuse.engine")
 
 MAX_IN_MEMORY = 256
-"""Most sessions that are in memory alone; the least recently used one is dropped first."""
-MAX_CACHED = 32
-"""Most sessions of the catalog that are cached, for use while the catalog does not answer."""
+"""Most sessions in memory; the least recently used one is dropped first."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +87,21 @@ class KeptSession:
     """A session in memory.
 
     Args:
-        version: Its version.
+        version: Its version; of a persistent session the one in the catalog, whose turns it begins with (0: none).
         used: When it was last used, in seconds since the epoch.
         session: The session.
-        base: For a persistent session that could not be written: the version in the catalog that it continues (0: the
-            catalog has none). None for a session that is not persistent.
+        persistent: Whether it belongs into the catalog.
     """
 
     version: int
     used: float
     session: Session
-    base: int | None = None
+    persistent: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the catalog has nothing of it."""
+        return not self.persistent or not self.version
 
 
 class SessionStore:
@@ -131,7 +132,6 @@ class SessionStore:
         self._store, self._catalog, self._tenants, self._ttl_s, self._clock = store, catalog, tenants, ttl_s, clock
         self._lock, self._settle, self._later = threading.Lock(), settle, later
         self._in_memory: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last
-        self._cached = LRU[tuple[str, str], KeptSession](MAX_CACHED)  # of the catalog
         self._swept, self._written, self._index = 0.0, set[str](), index or ConversationIndex()
         self._index.recall(self._owned)
 
@@ -220,21 +220,32 @@ class SessionStore:
 
         A session that was not used for the store's `ttl_s` is deleted.
         """
-        answered, found = self._catalog.try_session(model, id)
-        held = self._held((model, id), answered, found[0] if found is not None else 0)
-        used = min(held.used if held is not None else found[1] if found is not None else math.inf, self._clock())
-        if self._ttl_s is not None and (held is not None or found is not None) and used < self._clock() - self._ttl_s:
+        name = model, id
+        with self._lock:
+            held = self._in_memory.get(name)
+        if held is None or held.persistent:
+            held = self._persistent(name, held)
+        if held is None:
+            return None
+        now = self._clock()
+        if self._ttl_s is not None and min(held.used, now) < now - self._ttl_s:
             self._delete_expired(model, id)
             return None
-        if held is not None:
-            return held.version, held.session
+        return held.version, held.session
+
+    def _persistent(self, name: tuple[str, str], held: KeptSession | None) -> KeptSession | None:
+        """Return a session as the catalog has it, or `held` where that has later turns or the catalog does not answer.
+
+        Of two processes that continue a session, the one that wrote its turn first is right.
+        """
+        answered, found = self._catalog.try_session(*name)
+        version = found[0] if found is not None else 0
+        if held is not None and (not answered or held.version == version):
+            return held
         if found is None:
             return None
-        session = Session.from_dict(found[2])
-        if session is not None:
-            self._index.note((model, id), session)
-            self._cached.add((model, id), KeptSession(found[0], found[1], session))
-        return found[0], session if session is not None else Session(id)
+        session = Session.from_dict(found[2]) or Session(name[1])
+        return self._keep(name, KeptSession(version, found[1], session, persistent=True))
 
     def ending(self, model: str, prefixes: Sequence[str], persistent: bool) -> tuple[int, Session] | None:
         """Return version and value of the session in which a turn ends with the longest of these message prefixes.
@@ -259,31 +270,33 @@ class SessionStore:
         """
         now, name = self._clock(), (model, session.id)
         row = SessionRow(model, session.id, version, now, len(session.turns), session.n_tokens)
-        keys = [str(key) for key in session.keys]
         with self._lock:
             held = self._in_memory.get(name)
-        base = held.base if held is not None else None
-        if base is not None and held is not None and held.version != version:
+        is_written: bool | None = None
+        if persistent := persistent or (held is not None and held.persistent):
+            keys = [str(key) for key in session.keys]
+            is_written = self._catalog.sessions.put(row, session.as_dict(), session.ends, keys)
+        if is_written is False or (is_written is None and version != (held.version if held is not None else 0)):
             return False
-        is_stored: bool | None = None
-        if persistent or base is not None:
-            base = version if base is None else base
-            state, ends, catalog_row = session.as_dict(), session.ends, row._replace(version=base)
-            is_stored = self._catalog.sessions.put(catalog_row, state, ends, keys)
-        if is_stored is None:
-            is_stored = self._put_in_memory(row, session, base)
-        elif base is not None:
-            with self._lock:
-                self._in_memory.pop(name, None)
-            if is_stored:
-                self._cached.add(name, KeptSession(base + 1, now, session))
-        if is_stored:
-            self._index.note((model, session.id), session)
+        number = version + (is_written is True or not persistent)
+        self._keep(name, KeptSession(number, now, session, persistent))
         self._written.add(model)
         if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
             self._swept = now
             self._later(partial(self._sweep, self._ttl_s))
-        return is_stored
+        return True
+
+    def _keep(self, name: tuple[str, str], kept: KeptSession) -> KeptSession:
+        """Keep a session in memory as the most recently used one."""
+        with self._lock:
+            self._in_memory.pop(name, None)
+            self._in_memory[name] = kept
+            dropped = next(iter(self._in_memory)) if len(self._in_memory) > MAX_IN_MEMORY else None
+            was_alone = dropped is not None and self._in_memory.pop(dropped).is_alone
+        if dropped is not None and was_alone:
+            self._index.forget(dropped)
+        self._index.note(name, kept.session)
+        return kept
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
         """Drop the KV of those keys that no session uses; of none while the catalog does not answer."""
@@ -314,26 +327,6 @@ class SessionStore:
         except StoreError as error:
             log.debug("The overdue session %s stays for now: %s", id, error)
 
-    def _held(self, name: tuple[str, str], answered: bool, version: int) -> KeptSession | None:
-        """Return the session in memory where it takes precedence over the catalog's.
-
-        It does if it is not persistent, if the catalog does not answer, or if it has turns that are not written yet and
-        that continue the catalog's `version`.
-        """
-        with self._lock:
-            in_memory = self._in_memory.get(name)
-            if in_memory is not None and in_memory.base is not None and answered and in_memory.base != version:
-                del self._in_memory[name]
-                log.warning(
-                    "Another process continued session %s, so the turns that this process had not saved yet are lost. "
-                    "Continue a session in one process at a time.",
-                    name[1],
-                )
-                in_memory = None
-            if in_memory is not None and in_memory.base is None and version:
-                return None
-            return in_memory if in_memory is not None or answered else self._cached.get(name)
-
     def _expire(self, sessions: Iterable[SessionInfo], ttl_s: float) -> Deleted:
         before, done = self._clock() - ttl_s, Deleted()
         for info in sessions:
@@ -345,34 +338,16 @@ class SessionStore:
         """Return all tenants' sessions, the most recently used first; raise StoreError for an unreadable catalog."""
         rows: list[SessionRow] = self._catalog.strict.sessions.rows()
         now = self._clock()
+        found = [SessionInfo(row.id, row.model, row.turns, row.tokens, min(row.used, now)) for row in rows]
         with self._lock:
-            held = dict(self._in_memory)
-        found = [
-            SessionInfo(row.id, row.model, row.turns, row.tokens, min(row.used, now))
-            for row in rows
-            if (row.model, row.id) not in held
-        ]
+            alone = [(name, each) for name, each in self._in_memory.items() if each.is_alone]
         in_memory = [
             SessionInfo(
                 id, model, len(each.session.turns), each.session.n_tokens, min(each.used, now), persistent=False
             )
-            for (model, id), each in held.items()
+            for (model, id), each in alone
         ]
         return sorted((*found, *in_memory), key=lambda info: -info.used)
-
-    def _put_in_memory(self, row: SessionRow, session: Session, base: int | None) -> bool:
-        name = row.model, row.id
-        with self._lock:
-            before = self._in_memory.get(name)
-            if (before.version if before is not None else base or 0) != row.version:
-                return False
-            self._in_memory.pop(name, None)
-            self._in_memory[name] = KeptSession(row.version + 1, row.used, session, base)
-            while len(self._in_memory) > MAX_IN_MEMORY:
-                oldest = next(iter(self._in_memory))
-                del self._in_memory[oldest]
-                self._index.forget(oldest)
-        return True
 
     def _owned(self) -> Known | None:
         """Return the (session, key) pairs in the catalog; None while it does not answer."""
@@ -398,7 +373,6 @@ class SessionStore:
         with self._lock:
             held = self._in_memory.get((model, id))
             held = self._in_memory.pop((model, id)) if held is not None and held.used < before else None
-            self._cached.discard([(model, id)])
             others = self._keys_in_memory()
         orphans: list[str] | None = self._catalog.strict.sessions.delete(model, id, before)
         if held is None and orphans is None:
@@ -409,7 +383,7 @@ class SessionStore:
         return self._drop(keys - others - in_catalog)
 
     def _keys_in_memory(self) -> set[ChunkKey]:
-        return {key for held in self._in_memory.values() for key in held.session.keys}
+        return {key for held in self._in_memory.values() if held.is_alone for key in held.session.keys}
 
     def _keys_in_catalog(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Return those keys that sessions in the catalog use; raise StoreError while it does not answer."""
