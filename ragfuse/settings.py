@@ -280,17 +280,6 @@ class Settings(BaseSettings):
     serve_body_bytes: int | None = Field(
         default=None, ge=1024, description="Largest request body; default: what fits the model's context, as JSON."
     )
-    serve_connections_each: int = Field(
-        default=512,
-        ge=1,
-        description="Connections per client address; for one more, the oldest idle one is closed.",
-    )
-    serve_held_bytes: int = Field(
-        default=256 << 20,
-        ge=1024,
-        description="Bytes of request bodies that a server holds in all, waiting or running; with several tenants, "
-        "each may use half of it.",
-    )
     serve_tenant_bytes: int | None = Field(
         default=None,
         ge=1,

@@ -7,6 +7,7 @@ all of the server's rules hold: keys, tenants, limits, streams, errors. Ray Serv
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,6 @@ from ragfuse.ray.digests import HeldChunks, packed, routed_request, texts_of
 from ragfuse.ray.request_router import HELD, ROUTED
 from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.app import make_app
-from ragfuse.serve.body import parsed
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.service import Service
@@ -242,8 +242,8 @@ class EngineReplica:
     def _note(self, tenant: APITenant, body: bytes) -> None:
         """Remember which entries the chunks of a request are, and its conversation."""
         try:
-            request = parsed(body)
-        except APIError:
+            request = json.loads(body)
+        except ValueError:
             return
         held, engine = self._held.setdefault(tenant.salt, HeldChunks()), self._service.engine(tenant)
         for text in texts_of(request) if isinstance(request, dict) else ():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,18 +13,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
 from ragfuse.serve.access_log import AccessLog
-from ragfuse.serve.allowed_methods import AllowedMethods
 from ragfuse.serve.document_routes import document_routes
 from ragfuse.serve.embeddings import embedding_routes
 from ragfuse.serve.entry_routes import entry_routes
-from ragfuse.serve.fields import field_given
 from ragfuse.serve.guard import Guard
-from ragfuse.serve.head_method import HeadMethod
 from ragfuse.serve.page_routes import page_routes
 from ragfuse.serve.refusals import APIError, api_error_of, unreadable
 from ragfuse.serve.response_routes import response_routes
@@ -38,10 +33,10 @@ STATUSES = (
     (400, "The request cannot be answered as it is."),
     (401, "The API key is missing or unknown."),
     (404, "No such model, schema or path."),
-    (405, "The path has other methods, which Allow names."),
+    (405, "The path has other methods."),
     (408, "The body came too slowly."),
     (413, "The body is too large."),
-    (415, "The content type is not application/json, or the body is compressed."),
+    (415, "The content type is not application/json."),
     (421, "The Host header is not a name of this server."),
     (429, "Too many requests wait already; Retry-After says when to retry."),
     (503, "The server is stopping, or its store cannot be used."),
@@ -68,7 +63,7 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
         redoc_url=None,
         lifespan=lambda _: _open(service),
         responses=error_responses,
-        dependencies=[Depends(_allowed_method), Depends(_known_parameters)],
+        dependencies=[Depends(_known_parameters)],
     )
     routers = (
         router(service),
@@ -82,25 +77,23 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
     for each in routers:
         app.include_router(each)
     app.state.threads = service.threads
-    app.state.methods = AllowedMethods(route for each in routers for route in each.routes)
     for kind in (APIError, RagFuseError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _error_response)
     app.openapi = lambda: _without_422(FastAPI.openapi(app))  # type: ignore[method-assign]
     settings = service.settings
     guarded = AccessLog(
         Guard(
-            HeadMethod(app, app.state.methods),
+            app,
             service.keys,
             service.max_body,
             settings.serve_patience_s,
             lambda: service.stopping,
             service.counts.count,
             loopback_only and not len(service.keys),
-            service.held,
         )
     )
     return (
-        CORSMiddleware(guarded, list(origins), allow_methods=["GET", "HEAD", "POST", "DELETE"], allow_headers=["*"])
+        CORSMiddleware(guarded, list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
         if origins
         else guarded
     )
@@ -125,29 +118,14 @@ async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         api_error = unreadable(error.errors())
     elif isinstance(error, HTTPException):
-        headers = dict(error.headers or {})
-        if error.status_code == 405 and (methods := request.app.state.methods.at(request.url.path)):
-            headers = {
-                **{name: headers[name] for name in headers if name.lower() != "allow"},
-                "Allow": ", ".join(methods),
-            }
-        api_error = APIError(
-            error.status_code, _route_refusal(request, error, Headers(headers).get("allow", "")), "http"
-        )
-        return Response(api_error.body(), error.status_code, headers, "application/json")
+        what = f"{request.method} {request.url.path:.80}: {error.detail}. /docs lists what there is."
+        api_error = APIError(error.status_code, what, "http")
+        return Response(api_error.body(), error.status_code, error.headers, "application/json")
     else:
         api_error = api_error_of(error)
-        argument = api_error.param or (error.argument if isinstance(error, RagFuseError) else "")
-        body = getattr(request.state, "body", None)
-        if argument and body is not None and api_error.param not in type(body).model_fields:
-            api_error.name_field(argument, field_given(body, argument))
+        if isinstance(error, RagFuseError) and api_error.param is None:
+            api_error.param = error.argument or None
     return Response(api_error.body(), api_error.status, api_error.headers(), "application/json")
-
-
-def _allowed_method(request: Request) -> None:
-    """Refuse a method that a path does not have, where the route of another path takes it for a parameter's value."""
-    if request.method not in request.app.state.methods.at(request.url.path):
-        raise HTTPException(405)
 
 
 def _known_parameters(request: Request) -> None:
@@ -161,19 +139,7 @@ def _known_parameters(request: Request) -> None:
     known = [field.alias for field in route.dependant.query_params]
     for name in request.query_params:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            advice = f"did you mean '{near[0]}'?" if near else "leave it out."
-            raise APIError(400, f"There is no parameter '{name:.80}' here; {advice}", "unknown_parameter", name)
-
-
-def _route_refusal(request: Request, error: HTTPException, allowed: str) -> str:
-    """Say which route or method was asked for, and what there is; `allowed`: the path's methods, "" if unknown."""
-    path = f"{request.url.path:.80}"
-    if error.status_code == 404:
-        return f"There is nothing at {path}. /docs lists what there is; OpenAI's API is below /v1."
-    if error.status_code == 405 and allowed:
-        return f"Wanted {allowed.replace(', ', ' or ')} at {path}, found {request.method}."
-    return f"{error.detail}."
+            raise APIError(400, f"There is no parameter '{name:.80}' here.", "unknown_parameter", name)
 
 
 def _without_422(document: dict[str, Any]) -> dict[str, Any]:

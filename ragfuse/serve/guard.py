@@ -6,8 +6,6 @@ They work at the ASGI level, so that nothing of a refused request is parsed.
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -25,7 +23,6 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DRAIN_FACTOR = 8
 """A body over the limit is read up to this many times the limit, as its sender reads the error only after sending."""
-CROWDED = "There are too many connections with open requests. Close some, or retry later."
 PUBLIC = ("/health", "/", "/docs")
 """Paths that need no key."""
 PAGE_FILES = "/page/"
@@ -54,7 +51,6 @@ class Guard:
         observer: Called with path and status for each response.
         loopback_only: Accept only loopback names in the Host header, so that no web page reaches a server without keys
             by DNS rebinding.
-        held: Limit on the bytes of all bodies together.
     """
 
     def __init__(
@@ -66,10 +62,8 @@ class Guard:
         stopping: Callable[[], bool],
         observer: RequestObserver,
         loopback_only: bool,
-        held: HeldBytes | None = None,
     ) -> None:
         self._app, self._keys, self._max_nbytes, self._timeout_s = app, keys, max_nbytes, timeout_s
-        self._held = held if held is not None else HeldBytes(sys.maxsize, sys.maxsize, lambda: RETRY_S)
         self._stopping, self._observer, self._loopback_only = stopping, observer, loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,36 +77,24 @@ class Guard:
                 self._observer(scope["path"], message["status"])
             await send(message)
 
-        incoming, request_bytes = _IncomingBody(receive), _RequestBytes(self._held)
+        incoming = _IncomingBody(receive)
         try:
-            try:
-                self._admit(scope)
-                body = await self._body(scope, incoming, request_bytes)
-            except APIError as error:
-                request_bytes.end()
-                await self._drain(scope, incoming)
-                await send_error(error, counted)
-                return
-            except _DisconnectedError:
-                return
-            replay = _replay(body, receive)
-            del body
-            await self._app(scope, replay, counted)
-        finally:
-            request_bytes.end()
+            self._admit(scope)
+            body = await self._body(scope, incoming)
+        except APIError as error:
+            await self._drain(scope, incoming)
+            await send_error(error, counted)
+            return
+        except _DisconnectedError:
+            return
+        replay = _replay(body, receive)
+        del body
+        await self._app(scope, replay, counted)
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
         if self._stopping() and path not in PATHS_WHILE_STOPPING:
             raise APIError(503, STOPPING, "stopping", None, RETRY_S)
-        if scope.get("state", {}).get("is_crowded") and path not in PATHS_WHILE_STOPPING:
-            raise APIError(503, CROWDED, "busy", None, self._held.wait_s())
-        if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
-            raise APIError(
-                400,
-                "Transfer-Encoding cannot be combined with Content-Length or HTTP/1.0. Send only Content-Length.",
-                "http",
-            )
         # one without any Host, as of a monitor in HTTP/1.0, is no browser's: they all send the name that was resolved
         if self._loopback_only and b"host" in headers and not _is_loopback(headers[b"host"].decode("latin-1")):
             raise APIError(
@@ -134,22 +116,14 @@ class Guard:
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise APIError(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
-            if coding := _coding(scope):
-                raise APIError(
-                    415,
-                    f"Wanted a body that is not compressed, found Content-Encoding: {coding[:60]}. Send the JSON "
-                    "itself, without Content-Encoding or with identity.",
-                    "content_encoding",
-                )
             if _content_length(scope) > self._max_nbytes(path):
                 raise self._too_large(path)
 
-    async def _body(self, scope: Scope, receive: Receive, request_bytes: _RequestBytes) -> bytes:
-        """Read the whole body; APIError where it is too large or too slow, or all held bodies exceed their limit."""
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """Read the whole body; APIError where it is too large or too slow."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return b""
-        max_bytes, body, tenant = self._max_nbytes(scope["path"]), bytearray(), scope["state"]["tenant"]
-        name = tenant.name if tenant is not None else ""
+        max_bytes, body = self._max_nbytes(scope["path"]), bytearray()
         try:
             async with asyncio.timeout(self._timeout_s):
                 more = True
@@ -157,9 +131,7 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _DisconnectedError
-                    piece = message.get("body", b"")
-                    request_bytes.add(name, len(piece))
-                    body += piece
+                    body += message.get("body", b"")
                     if len(body) > max_bytes:
                         raise self._too_large(scope["path"])
                     more = message.get("more_body", False)
@@ -197,57 +169,6 @@ class _IncomingBody:
         message = await self._receive()
         self.is_whole = message["type"] == "http.disconnect" or not message.get("more_body", False)
         return message
-
-
-class HeldBytes:
-    """Counts the bytes of all request bodies in memory, by tenant. Use it from one event loop only.
-
-    Args:
-        max_total: Most bytes of all tenants together.
-        max_each: Most bytes of one tenant.
-        wait_s: Returns the seconds after which a refused client should retry.
-    """
-
-    def __init__(self, max_total: int, max_each: int, wait_s: Callable[[], float]) -> None:
-        self._max_total, self._max_each, self.wait_s = max_total, max_each, wait_s
-        self.by_tenant: Counter[str] = Counter()
-
-    def take(self, tenant: str, n: int) -> None:
-        """Add `n` bytes; APIError (429) where a limit would be exceeded."""
-        if self.by_tenant.total() + n > self._max_total or self.by_tenant[tenant] + n > self._max_each:
-            raise APIError(
-                429,
-                f"The server is full: its requests hold {self.by_tenant.total():,} bytes already, of at most "
-                f"{self._max_total:,} ({self._max_each:,} for one tenant). Retry later, or send less.",
-                "busy",
-                None,
-                self.wait_s(),
-            )
-        self.by_tenant[tenant] += n
-
-    def give(self, tenant: str, n: int) -> None:
-        """Release `n` bytes."""
-        self.by_tenant[tenant] -= n
-        if not self.by_tenant[tenant]:
-            del self.by_tenant[tenant]
-
-
-class _RequestBytes:
-    """The bytes of one request that count in `HeldBytes` until it ends."""
-
-    def __init__(self, held: HeldBytes) -> None:
-        self._held, self._tenant, self._n = held, "", 0
-
-    def add(self, tenant: str, n: int) -> None:
-        """Add `n` bytes that arrived."""
-        self._held.take(tenant, n)
-        self._tenant, self._n = tenant, self._n + n
-
-    def end(self) -> None:
-        """Release all of its bytes; further calls do nothing."""
-        if self._n:
-            self._held.give(self._tenant, self._n)
-            self._n = 0
 
 
 class _DisconnectedError(Exception):
@@ -299,13 +220,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 def _is_loopback(host: str) -> bool:
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
     return name.strip("[]").lower() in LOOPBACK
-
-
-def _coding(scope: Scope) -> str:
-    """Return the Content-Encoding, all of its lines; "" where a body is as it is."""
-    lines = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-encoding"]
-    names = [name.strip() for name in ",".join(lines).split(",")]
-    return ", ".join(name for name in names if name and name.lower() != "identity")
 
 
 def _content_length(scope: Scope) -> int:

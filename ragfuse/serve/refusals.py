@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from errno import EDQUOT, ENOSPC, EROFS
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from ragfuse.errors import (
@@ -20,7 +21,6 @@ from ragfuse.errors import (
     StoreError,
     TransferError,
 )
-from ragfuse.serve.fields import in_words, name_of
 from ragfuse.types.request_limits import OVERLONG
 
 log = logging.getLogger("ragfuse.serve")
@@ -31,15 +31,14 @@ ERROR_TYPES: tuple[tuple[int, str], ...] = (
     (429, "rate_limit_error"),
 )
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
+CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
+"""Codes of pydantic's types of errors; others are "unusable"."""
 DROP_ADVICE = 'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow": "drop"}.'
 """What to do about a prompt that is too long with its documents."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
 """What to do about a session that does not exist: a client has no command line on the server's machine."""
 SCHEMA_ADVICE = "Register it first: POST /v1/ragfuse/schemas."
 """What to do about a schema that is not registered."""
-
-MAX_NAMED = 8
-"""Most missing fields that one message names."""
 
 
 class APIError(Exception):
@@ -65,13 +64,6 @@ class APIError(Exception):
         if self.status >= 500:
             return "server_error"
         return dict(ERROR_TYPES).get(self.status, "invalid_request_error")
-
-    def name_field(self, argument: str, field: str | None) -> None:
-        """Let it be about a field of the request, by which the message then names what it calls `argument`."""
-        if field is not None:
-            self.param = field
-            if self.message.startswith(f"{argument} "):
-                self.message = f"{field}{self.message.removeprefix(argument)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the error object that OpenAI's clients expect."""
@@ -134,22 +126,13 @@ def api_error_of(error: BaseException) -> APIError:
 
 
 def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """Convert the first of a validator's errors into an APIError."""
-    first = errors[0]
-    name = name_of(first["loc"])
-    if first["type"] == "extra_forbidden":
-        nearest = (first.get("ctx") or {}).get("nearest")
-        advice = f"did you mean '{nearest}'?" if nearest else "leave it out."
-        return APIError(400, f"There is no field '{name:.80}' here; {advice}", "unknown_field", name)
-    if first["type"] == "missing":
-        names = [name_of(error["loc"]) for error in errors if error["type"] == "missing"]
-        what = f"The field '{name:.80}' is missing; give it."
-        if len(names) > 1:
-            what = f"The fields {in_words(names[:MAX_NAMED])} are missing; give them."
-        return APIError(400, what, "missing", name)
-    found = json_words(first.get("input"))
-    message = _lower_first(str(first["msg"]))
-    return APIError(400, f"{name or 'The body'}: {message}; found {found}.", "unusable", name or None)
+    """Convert the first of pydantic's errors into an APIError; an unknown field comes first."""
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    parts = (part for part in first["loc"] if part not in ("body", "query", "path"))
+    place = [str(part) for part in parts if not set("-[(") & set(str(part))]  # without alternatives of a type
+    name, what = ".".join(place), str(first["msg"])
+    code = CODES.get(first["type"], "unusable")
+    return APIError(400, f"{name}: {what}" if name else f"The body: {what}", code, name or None)
 
 
 def _over_http(error: PMLError) -> str:
@@ -165,7 +148,3 @@ def json_words(value: object) -> str:
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]

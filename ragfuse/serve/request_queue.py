@@ -165,11 +165,6 @@ class JobQueue(Generic[T]):
         with self._changed:
             return self._done_in_s(self._waiting) if self._waiting >= self._max_waiting else 0.0
 
-    def backlog_s(self) -> float:
-        """Return the same estimate whether there is room or not; at least one second."""
-        with self._changed:
-            return self._done_in_s(self._waiting)
-
     def close(self) -> tuple[Job[T], ...]:
         """Close the queue: return the waiting jobs and remove them; calls that block in `take` return None."""
         with self._changed:

@@ -17,7 +17,6 @@ from ragfuse.errors import SettingsError
 from ragfuse.serve.app import make_app
 from ragfuse.serve.keys import LOOPBACK, check_host
 from ragfuse.serve.service import Service
-from ragfuse.serve.wire import Connections, Wire
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -52,16 +51,10 @@ class Server(uvicorn.Server):
         settings = service.settings
         self._service, self._until_s, self._tell = service, 0.0, tell
 
-        max_connections = 4 * (settings.serve_together + settings.serve_waiting) + 256
-
-        class Patient(Wire):
-            patience_s = settings.serve_patience_s
-            all_connections = Connections(max_connections, settings.serve_connections_each)
-
         config = uvicorn.Config(
             make_app(service, origins, host in LOOPBACK),
-            http=Patient,
             ws="none",
+            limit_concurrency=4 * (settings.serve_together + settings.serve_waiting) + 256,
             lifespan="on",
             log_config=None,
             log_level="warning",

@@ -18,7 +18,6 @@ from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
 from ragfuse.serve.admission import RETRY_S, AdmissionControl, Ticket
 from ragfuse.serve.document_records import DocumentRecords
-from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.refusals import APIError
@@ -65,8 +64,6 @@ class Service:
         share = 2 if len(self.keys.tenants) > 1 else 1
         max_each = max(1, settings.serve_waiting // share) if share > 1 else None
         self.admission = AdmissionControl(settings.serve_together, settings.serve_waiting, max_each)
-        max_held_bytes = settings.serve_held_bytes
-        self.held = HeldBytes(max_held_bytes, max_held_bytes // share, lambda: self.admission.jobs.backlog_s())
         self.counts = ServerCounts(self.admission)
         self.threads = Threads(settings.serve_together)
         self.transfers = TransferPlace.open(settings) if settings.transfer_url else None

@@ -103,7 +103,7 @@ def test_pages_of_the_repository_have_what_the_code_says(page: Path) -> None:
 
 def test_every_setting_stands_in_the_table() -> None:
     table = book_reference.settings_table()
-    assert "| `serve_held_bytes` | `RAGFUSE_SERVE_HELD_BYTES` | 256 MiB |" in table
+    assert "| `memory_bytes` | `RAGFUSE_MEMORY_BYTES` |" in table
     assert "| 0 " not in table
     for name in Settings.model_fields:
         assert f"| `{name}` | `RAGFUSE_{name.upper()}` |" in table

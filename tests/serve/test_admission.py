@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from ragfuse import Engine, Settings
-from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.service import Service
 from tests.serve.kit import Served, raw, said, serving, wait_for
@@ -162,7 +161,6 @@ def test_a_body_whose_sender_is_gone_is_not_read(two: Served, monkeypatch: pytes
         for _ in range(20):
             send_to(lines.enter_context(raw(two.port)), *explain_request(two))
         wait_for(lambda: gate.inside == 1 and two.service.threads.intake._work_queue.qsize() == 19)
-    wait_for(lambda: not two.service.held.by_tenant)
     gate.opened.set()
     assert two.chat(max_tokens=1).status_code == 200
     assert gate.came == 2
@@ -184,35 +182,3 @@ async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
         await asyncio.sleep(0.01)
     await asyncio.to_thread(service.close)
     service.threads.close()
-
-
-def test_bodies_are_held_up_to_a_bound_together_and_half_of_it_a_tenant() -> None:
-    held = HeldBytes(100, 50, lambda: 7.0)
-    held.take("a", 50)
-    with pytest.raises(APIError, match="50 for one tenant") as told:
-        held.take("a", 1)
-    assert (told.value.status, told.value.headers()["retry-after"]) == (429, "7")
-    held.take("b", 50)
-    with pytest.raises(APIError, match="100 bytes"):
-        held.take("c", 1)
-    held.give("a", 50)
-    held.take("c", 50)
-    assert held.by_tenant == {"b": 50, "c": 50}
-
-
-def test_more_bodies_than_are_held_are_told_to_come_later(tiny_path: Path, tmp_path: Path) -> None:
-    settings = Settings(
-        model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, serve_held_bytes=20_000
-    )
-    with serving(settings) as served:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        with raw(served.port) as line:
-            line.sendall(head + b"content-length: 19500\r\n\r\n{" + b" " * 19_000)
-            wait_for(lambda: served.service.held.by_tenant.total() > 19_000)
-            answer = served.chat(messages=[said("a" * 2000)])
-            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "busy")
-            assert int(answer.headers["retry-after"]) >= 1
-            assert served.get("/health").status_code == 200
-        wait_for(lambda: not served.service.held.by_tenant)
-        assert served.chat(max_tokens=1).status_code == 200
-        wait_for(lambda: not served.service.held.by_tenant)

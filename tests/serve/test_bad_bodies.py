@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fastapi.exceptions import RequestValidationError
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ragfuse import Settings
-from ragfuse.serve import body as bodies
-from ragfuse.serve.body import MAX_BODY_DEPTH, MAX_COMMAS, MAX_MARKS, check_shape, read_as
 from ragfuse.serve.guard import Guard
 from ragfuse.serve.keys import Keys
-from ragfuse.serve.refusals import APIError
-from ragfuse.serve.schema import ChatRequest
 from tests.serve.kit import Served, all_of, raw, said, serving
 
 JSON = {"content-type": "application/json"}
@@ -59,7 +50,7 @@ def refused(answer: httpx.Response) -> dict[str, object]:
         b'{"model": NaN, "messages": Infinity}',
         b'{"model": 1e999, "messages": []}',
         json.dumps({"model": 10**400}).encode(),
-        b"[" * (MAX_BODY_DEPTH - 1) + b"]" * (MAX_BODY_DEPTH - 1),
+        b"[" * 100_000,
     ],
     ids=range(11),
 )
@@ -127,85 +118,6 @@ def test_a_client_that_sends_too_much_hears_why(small: Served, chunked: bool) ->
     assert small.get("/health").status_code == 200
 
 
-def test_json_that_is_too_deep_is_told(served: Served) -> None:
-    deep = b'{"model": "x", "prompt": ' + b"[" * 100_000
-    answer = httpx.post(f"{served.url}/completions", content=deep, headers=JSON, timeout=60)
-    assert (answer.status_code, refused(answer)["code"]) == (400, "too_deep")
-
-
-def test_depth_counts_what_is_open_and_nothing_in_texts() -> None:
-    check_shape(b'{"a": "' + b"[" * 1000 + b'\\"[[["}' + b"[{}]" * 1000)
-    check_shape(b"[" * MAX_BODY_DEPTH)
-    with pytest.raises(APIError, match="levels"):
-        check_shape(b'["\\\\",' + b"{" * MAX_BODY_DEPTH)
-
-
-@pytest.mark.parametrize("one", ["[],", "{},", '"",', '"\\"",', "0,"])
-def test_a_body_of_very_many_values_is_told_before_it_is_parsed(served: Served, one: str) -> None:
-    """Each would be an object of the interpreter's: megabytes become gigabytes, and nobody is served meanwhile."""
-    most = MAX_COMMAS if one == "0," else MAX_MARKS
-    check_shape(f"[{one * (most - 1)}0]".encode())
-    body = f'{{"model": "m", "prompt": "a", "metadata": {{"a": [{one * (most + 1)}0]}}}}'
-    with pytest.raises(APIError, match="too much"):
-        check_shape(body.encode())
-    answer = httpx.post(f"{served.url}/completions", content=body, headers=JSON, timeout=60)
-    large = len(body) > served.service.body_bytes
-    assert (answer.status_code, refused(answer)["code"]) == ((413, "too_large") if large else (400, "too_many"))
-
-
-def shape(text: str) -> tuple[int, int, int]:
-    """Deepest level, texts with objects and lists, commas: one character after the other, up to where JSON ends."""
-    depth = deepest = marks = commas = 0
-    in_text = is_escaped = False
-    for sign in text:
-        if in_text:
-            in_text, is_escaped = is_escaped or sign != '"', not is_escaped and sign == "\\"
-            continue
-        if sign == "\\":
-            break
-        marks += sign in '"[{'
-        commas += sign == ","
-        depth += 1 if sign in "[{" else -1 if sign in "]}" else 0
-        deepest, in_text = max(deepest, depth), sign == '"'
-    return deepest, marks, commas
-
-
-@given(st.text('ab"\\[]{},é', max_size=60), st.integers(1, 5))
-def test_the_shape_is_that_of_reading_sign_by_sign_however_it_is_cut(text: str, step: int) -> None:
-    in_texts = re.compile(r'[^"\\]*("([^"\\]|\\.)*("|\Z|\\\Z)[^"\\]*)*', re.DOTALL)
-    text = in_texts.match(text)[0]  # a backslash elsewhere ends what JSON can be
-    for limits in ((3, 100, 100), (100, 4, 100), (100, 100, 4)):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in zip(
-                ("SCAN_NBYTES", "MAX_BODY_DEPTH", "MAX_MARKS", "MAX_COMMAS"), (step, *limits), strict=True
-            ):
-                patch.setattr(f"ragfuse.serve.body.{name}", value)
-            try:
-                check_shape(text.encode())
-                is_refused = False
-            except APIError:
-                is_refused = True
-        assert is_refused == any(found > most for found, most in zip(shape(text), limits, strict=True))
-
-
-@pytest.mark.parametrize("end", ["", '"', "\\", '"]'])
-@pytest.mark.parametrize("piece", ['\\"', '\\\\\\"', '[\\"', "\\u0022"])
-def test_every_sign_of_a_hostile_text_is_looked_at_once(piece: str, end: str) -> None:
-    """Reading it again from every quote on, as a text that does not end invites to, would take hours."""
-    body, looked = ('["' + piece * ((1 << 20) // len(piece)) + end).encode(), 0
-    quotes = bodies._quotes
-
-    def counted(step: Any, is_escaped: bool) -> Any:
-        nonlocal looked
-        looked += len(step)
-        return quotes(step, is_escaped)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ragfuse.serve.body._quotes", counted)
-        check_shape(body)
-    assert looked == len(body)
-
-
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize(
     "field", ["temperature", "top_p", "seed", "max_tokens", "ratio", "deadline_s", "logprobs", "n"]
@@ -242,18 +154,6 @@ def test_a_monitor_that_names_no_host_is_answered(served: Served) -> None:
             assert b" 421 " in all_of(line).splitlines()[0]
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/docs", "/health", "/metrics", "/v1/models", "/v1/models/none", "/v1/ragfuse/live"]
-)
-def test_head_is_answered_as_get_without_a_body(served: Served, path: str) -> None:
-    head, get = (httpx.request(method, served.root + path, timeout=60) for method in ("HEAD", "GET"))
-    assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"])
-    assert head.content == b""
-    assert get.content
-    assert httpx.head(f"{served.url}/completions").status_code == 405
-    assert httpx.head(f"{served.root}/none").status_code == 404
-
-
 def test_no_page_elsewhere_may_read_answers(served: Served) -> None:
     answer = served.get("/v1/models", origin="https://evil.example")
     assert not [name for name in answer.headers if name.startswith("access-control")]
@@ -271,9 +171,9 @@ def test_a_page_that_may_ask_does(tiny_settings: Settings) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "said"),
     [
-        ("GET", "/v1/completions", 405, "Wanted POST at /v1/completions, found GET."),
-        ("GET", "/nope", 404, "There is nothing at /nope. /docs lists what there is"),
-        ("POST", "/chat/completions", 404, "OpenAI's API is below /v1"),
+        ("GET", "/v1/completions", 405, "/v1/completions"),
+        ("GET", "/nope", 404, "/docs lists what there is"),
+        ("POST", "/chat/completions", 404, "/docs"),
     ],
 )
 def test_paths_and_methods_that_are_none_are_told(
@@ -283,48 +183,6 @@ def test_paths_and_methods_that_are_none_are_told(
     assert answer.status_code == status
     assert refused(answer)["code"] == "http"
     assert said in refused(answer)["message"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"),
-    [
-        ("GET", "/v1/ragfuse/documents/search", "POST"),
-        ("DELETE", "/v1/ragfuse/documents/search", "POST"),
-        ("GET", "/v1/ragfuse/entries/pin", "POST"),
-        ("PUT", "/v1/ragfuse/documents", "GET, HEAD, POST"),
-        ("PATCH", "/v1/ragfuse/documents/doc_1", "DELETE, GET, HEAD"),
-        ("PUT", "/v1/ragfuse/entries", "DELETE, GET, HEAD"),
-        ("PUT", "/v1/ragfuse/schemas", "GET, HEAD, POST"),
-        ("POST", "/v1/ragfuse/schemas/a/b", "DELETE, GET, HEAD"),
-        ("GET", "/v1/ragfuse/sessions/a", "DELETE"),
-        ("PUT", "/v1/responses/resp_1", "DELETE, GET, HEAD"),
-        ("POST", "/health", "GET, HEAD"),
-        ("POST", "/", "GET, HEAD"),
-    ],
-)
-def test_all_methods_of_a_path_are_named(served: Served, method: str, path: str, allowed: str) -> None:
-    answer = httpx.request(method, served.root + path, json={})
-    assert (answer.status_code, answer.headers.get_list("allow")) == (405, [allowed])
-    wanted = allowed.replace(", ", " or ")
-    assert refused(answer)["message"] == f"Wanted {wanted} at {path}, found {method}."
-
-
-def test_what_is_no_http_ends_the_connection_and_nothing_else(served: Served) -> None:
-    with raw(served.port) as line:
-        line.sendall(b"\x16\x03\x01\x00 hello\r\n\r\n")
-        assert b" 400 " in all_of(line).splitlines()[0]
-    assert served.get("/health").status_code == 200
-
-
-@pytest.mark.parametrize("field", ["messages", "documents", "content", "tool_calls"])
-def test_of_many_bad_items_the_first_is_told(field: str) -> None:
-    """Not all of them: that would take longer than the request."""
-    bad: list[Any] = [[]] * 1000
-    message = {"role": "assistant", field: bad}
-    body = {"model": "m", "messages": [message]} if field in ("content", "tool_calls") else {"model": "m", field: bad}
-    with pytest.raises(RequestValidationError) as raised:
-        read_as(ChatRequest, json.dumps({"messages": [said()], **body}).encode())
-    assert len(raised.value.errors()) <= 4
 
 
 def test_what_can_never_fit_the_model_is_told_before_it_is_searched_or_tokenised(
@@ -364,18 +222,3 @@ def test_what_can_never_fit_the_model_is_told_before_it_is_searched_or_tokenised
         assert max(tokenised, default=0) < longest
     answer = served.post("/v1/completions", {"model": served.service.model, "prompt": "a" * most})
     assert (answer.status_code, refused(answer)["code"]) == (413, "too_large")
-
-
-@pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "zstd", "identity, gzip"])
-def test_a_compressed_body_is_told_by_its_coding(served: Served, coding: str) -> None:
-    body = gzip.compress(json.dumps({"model": served.service.model, "messages": [said()]}).encode())
-    headers = {**JSON, "content-encoding": coding}
-    answer = httpx.post(f"{served.url}/chat/completions", content=body, headers=headers, timeout=60)
-    assert (answer.status_code, refused(answer)["code"]) == (415, "content_encoding")
-    assert f"found Content-Encoding: {coding.split()[-1]}. Send the JSON itself" in str(refused(answer)["message"])
-
-
-def test_a_body_may_be_said_to_be_as_it_is(served: Served) -> None:
-    body = json.dumps({"model": served.service.model, "messages": [said()], "max_tokens": 1})
-    headers = {**JSON, "content-encoding": "identity"}
-    assert httpx.post(f"{served.url}/chat/completions", content=body, headers=headers, timeout=60).status_code == 200

@@ -67,7 +67,7 @@ def test_langchain_calls_tools_and_answers_by_a_schema(chat: Any) -> None:
 def test_langchain_hears_of_errors(chat: Any) -> None:
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="There is no field 'colour'"):
+    with pytest.raises(openai.BadRequestError, match="colour"):
         chat.bind(extra_body={"colour": 1}).invoke("Who?")
 
 
@@ -104,7 +104,7 @@ def test_llama_index_counts_and_streams_a_chat(like: Any) -> None:
 def test_llama_index_hears_of_errors(like: Any) -> None:
     import openai
 
-    with pytest.raises(openai.BadRequestError, match="There is no field 'colour'"):
+    with pytest.raises(openai.BadRequestError, match="colour"):
         like(is_chat_model=True, additional_kwargs={"extra_body": {"colour": 1}}).complete("Who?")
 
 

@@ -271,7 +271,7 @@ def test_the_model_and_the_embedder_are_listed(client: Any, model: str) -> None:
         ({"response_format": {"type": "poem"}}, "response_format"),
         ({"extra_body": {"documnets": ["a"]}}, "documnets"),
         ({"extra_body": {"documents": [""]}}, "documents"),
-        ({"extra_body": {"ragfuse": {"policy": "best"}}}, "ragfuse.policy"),
+        ({"extra_body": {"ragfuse": {"policy": "best"}}}, "policy"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

@@ -250,7 +250,7 @@ def test_a_plan_over_it_is_explained(served: Served) -> None:
         ({"pml": TRIP}, "pml", "found <schema>; wanted <prompt>"),
         ({"pml": ""}, "pml", "at least 1 character"),
         ({"pml": PROMPT, **with_documents(1)}, "documents", "cannot be used with documents"),
-        ({"pml": PROMPT, "session_id": "s"}, "session_id", "cannot continue a session"),
+        ({"pml": PROMPT, "session_id": "s"}, "session", "cannot continue a session"),
         (
             {"pml": PROMPT, "messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
             "messages",

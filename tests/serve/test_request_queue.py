@@ -204,7 +204,7 @@ def test_when_to_come_again_is_the_queue_s_length_times_its_pace(n):
         queue.submit(number)
     with pytest.raises(BusyError) as told:
         queue.submit(n)
-    assert told.value.wait_s == pytest.approx(3 * n) == queue.wait_s() == queue.backlog_s()
+    assert told.value.wait_s == pytest.approx(3 * n) == queue.wait_s()
 
 
 def test_a_tenant_that_takes_all_of_its_room_is_told_how_long_its_own_take_among_the_others():
