@@ -385,8 +385,11 @@ class Fusion:
         """
         before, n_active = self.rows, len(self._active)
         if layer >= self.policy.check_layer and (n_active or layer == 0):
-            self._active = self.policy.choose(self._offer, layer, self._active, self._deviation)
-            self._deviation = None
+            deviation, self._deviation = self._deviation, None
+            if deviation is not None:
+                active = self.places.candidates.index_select(0, self._active)
+                deviation = deviation.index_select(0, torch.searchsorted(before, active))
+            self._active = self.policy.choose(self._offer, layer, self._active, deviation)
             if layer == self.policy.check_layer:
                 self.chosen = self.places.candidates.index_select(0, self._active)
         self.counts.append(len(self._active))
@@ -436,7 +439,7 @@ class Fusion:
         return torch.cat([self.places.forced, active, behind]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Return each active candidate's squared L2 distance from the cached KV, over heads and dims, float32 [m]."""
+        """Return each current row's squared L2 distance from the cached KV, over heads and dims, float32 [R]."""
         old_keys, old_values = self.buffers.get(layer)
         pairs = {"k": [(keys, old_keys)], "v": [(values, old_values)]}
         pairs["kv"] = pairs["k"] + pairs["v"]
@@ -444,5 +447,4 @@ class Fusion:
         for new, old in pairs[self.policy.compare]:
             change = new[0] - old[0].index_select(1, self.rows)
             total += vector_norm(change, dim=(0, 2), dtype=torch.float32).square_()
-        active = self.places.candidates.index_select(0, self._active)
-        return total.index_select(0, torch.searchsorted(self.rows, active))
+        return total

@@ -102,6 +102,8 @@ class TierLevels:
         codec = self.codecs(level, key.model)
         if codec is None:
             raise OtherTables(f"this store has no codec tables for level {level}")
+        if codec is RAW:
+            return RAW.decode_all(blobs, metas)
         try:
             return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
         except OtherTables:
@@ -186,7 +188,7 @@ class TierLevels:
         codec, (meta, blobs) = self.codecs(level, key.model), only(whole, RAW.name)
         if codec is None:
             raise ValueError(f"this store has no codec tables of its model for level {level}")
-        layers = [RAW.decode(blob, layer) for blob, layer in zip(blobs, meta.layers, strict=True)]
+        layers = RAW.decode_all(blobs, meta.layers)
         encoded = tuple(codec.encode(layer, at) for at, layer in enumerate(layers))
         metas = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(layers, encoded, strict=True))
         return EntryMeta(meta.n_tokens, (level,), metas), encoded

@@ -63,6 +63,19 @@ def test_raw_decode_copies_nothing():
     assert after.values.data_ptr() == blob.data_ptr() + before.keys.nbytes
 
 
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3], [1, 3], [0, 1, 3], [2], [3, 2, 1], [0, 4]], ids=str)
+def test_layers_of_one_block_are_decoded_together_as_each_alone(chosen):
+    layers = [layer(2, 5, 4, 6, torch.bfloat16, seed) for seed in range(4)] + [layer(2, 3, 4, 6, torch.bfloat16)]
+    blobs = RAW.encode_all(layers)
+    metas = [LayerMeta.of(each, blob) for each, blob in zip(layers, blobs, strict=True)]
+    found = RAW.decode_all([blobs[at] for at in chosen], [metas[at] for at in chosen])
+    assert len(found) == len(chosen)
+    for at, kv in zip(chosen, found, strict=True):
+        assert kv.keys.data_ptr() == blobs[at].data_ptr()
+        assert same_bits(kv.keys, layers[at].keys)
+        assert same_bits(kv.values, layers[at].values)
+
+
 def test_raw_encode_shares_no_memory_with_the_layer():
     before = layer(2, 5, 4, 4, torch.float32)
     blob = RAW.encode(before)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ragfuse.fuse.fusor import LostRun
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -48,6 +50,51 @@ def test_padded_shapes_that_happen_to_be_alike_agree_with_their_twin(
     sizes: list[int], kinds: list[str], policy: str
 ) -> None:
     agrees_with_its_twin(kit.scene(sizes, kinds), policy, 1.0 if policy == "full" else 0.3, accelerated=True)
+
+
+class Dispatched(TorchDispatchMode):
+    """Names and shapes of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[object]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [list(each.shape) if isinstance(each, torch.Tensor) else each for each in tree_leaves((args, kwargs))]
+        self.calls.append((func.overloadpacket.__name__, given))
+        return func(*args, **(kwargs or {}))
+
+
+def dispatched_in_layers(policy: str, sizes: list[int], seed: int) -> list[tuple[str, list[object]]]:
+    """What the layers dispatch while an accelerator fuses a prompt."""
+    model, scene = (
+        kit.family("llama", accelerated=True),
+        kit.scene(sizes, ["prefix", "chunk", "chunk", "fresh"], seed=seed),
+    )
+    kv, found = kit.source(model, scene), Dispatched()
+
+    def recorded(forward):
+        def run(*args, **kwargs):
+            with found:
+                return forward(*args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for layer in model.wiring.layers:
+            patch.setattr(layer, "forward", recorded(layer.forward))
+        kit.fuse(model, scene, policy, 0.3, kv)
+    return found.calls
+
+
+@pytest.mark.parametrize("policy", ["none", "lexical", "query", "hkvd"])
+def test_layers_of_an_accelerator_can_be_captured(policy: str) -> None:
+    """Prompts of one bucket dispatch the same operations on the same shapes, and no layer reads a value back."""
+    calls = dispatched_in_layers(policy, [5, 40, 41, 12], seed=1)
+    assert calls == dispatched_in_layers(policy, [7, 38, 43, 11], seed=2)
+    assert len(calls) > 100
+    assert not {name for name, _ in calls} & {"_local_scalar_dense", "nonzero", "masked_select", "equal"}
+    assert calls != dispatched_in_layers(policy, [7, 38, 73, 11], seed=2)
 
 
 @pytest.mark.parametrize("policy", ["hkvd", "query"])

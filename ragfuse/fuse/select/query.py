@@ -25,7 +25,8 @@ class Query(Static):
 
     def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return the rows with the highest scores, as many as the layer's share allows."""
-        if candidates.score is None:
-            return active
         share = schedule(candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual)
-        return best(active, candidates.score[active], candidates.budget(share))
+        count = candidates.budget(share)
+        if candidates.score is None or count >= len(active):
+            return active
+        return best(active, candidates.score.index_select(0, active), count)
