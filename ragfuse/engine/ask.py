@@ -81,7 +81,7 @@ class Ask:
         tools: Tools that the model may call, in OpenAI's format.
         tool_choice: "auto" (text or calls), "none", "required", or the name of the tool to call.
         parallel_tool_calls: False for at most one call.
-        grammar: The grammar that the answer must match; it then calls no tools.
+        grammar: The grammar that the answer must match. Beside a JSON schema it may call tools instead.
         overflow: For a prompt that is too long: "error", or "drop" to leave out its last chunks until there is room
             for an answer of `max_tokens`, or of a quarter of the model's context.
         session: The name of a stored conversation that this question continues. Messages that include one of the

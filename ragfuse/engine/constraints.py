@@ -170,11 +170,14 @@ class ConstraintCompiler:
         grammars = self._over(model, ends)
         thoughts = None if tools.must_call else self.template(model).thoughts
         tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
-        grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls, tags)
-        with about("grammar" if ask.grammar is not None else "tools"):
+        form = ask.grammar
+        # The texts of any other form are never read as tool calls, and those of none as reasoning.
+        may_call = form is None or (tools.offered_tools and form.kind == "json" and calls.marker)
+        grammar = _rules(tools, calls, grammars, ask, tags) if form is None or may_call else form
+        with about("tools" if form is None else "grammar"):
             grammars.matcher(grammar)
-        if ask.grammar is not None:  # its texts are never read as tool calls or reasoning
-            return OutputConstraints(ask, model, None, grammars, grammar)
+        if form is not None:
+            return OutputConstraints(ask, model, calls if may_call else None, grammars, grammar, schemas=tools.schemas)
         return OutputConstraints(ask, model, calls, grammars, grammar, tools.must_call, tools.schemas, thoughts)
 
     def _without_calls(self, plain: OutputConstraints, calls: CallFormat) -> OutputConstraints:
@@ -207,10 +210,11 @@ class ConstraintCompiler:
             return self._grammars[ends]
 
 
-def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, parallel: bool, tags: Sequence[str]) -> Grammar:
+def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, ask: Ask, tags: Sequence[str]) -> Grammar:
     schemas = {name: _laid_out(schema) for name, schema in tools.schemas.items()}
-    several = parallel and tools.choice not in schemas
-    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must_call, several, tags))
+    several = ask.parallel_tool_calls and tools.choice not in schemas
+    form = "" if ask.grammar is None else _laid_out(ask.grammar.source)
+    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must_call, several, tags, form))
 
 
 def _laid_out(schema: str) -> str:

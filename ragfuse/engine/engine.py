@@ -134,14 +134,9 @@ class Engine(OneProcess):
 
         It is closed when the process ends. After an earlier `close`, the next call makes a new engine.
         """
-        given, settings = handed_over(model, tokenizer, settings or Settings())
-        settings = resolve_auto(settings)
-        if given is None:
-            return shared(("engine", settings), partial(_closed_at_exit, settings))
-        if isinstance(given, HFModel):
-            return shared(("engine", settings, id(given)), partial(_closed_at_exit, settings, given))
-        name = "engine", settings, id(given.model), id(given.tokenizer)
-        return shared(name, partial(_closed_at_exit, settings, given.model, given.tokenizer))
+        given, chosen = handed_over(model, tokenizer, settings or Settings())
+        settings = resolve_auto(chosen)
+        return shared(("engine", settings, given), partial(_closed_at_exit, settings, given))
 
     # one question, from its prompt to its answer
 
@@ -593,7 +588,7 @@ def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
     return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
 
 
-def _closed_at_exit(settings: Settings, model: Given = None, tokenizer: Tokens = None) -> Engine:
-    engine = Engine(settings, model, tokenizer=tokenizer)
+def _closed_at_exit(settings: Settings, model: Given) -> Engine:
+    engine = Engine(settings, model)
     close_at_exit(engine)
     return engine

@@ -207,13 +207,13 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
             f"The first argument of Engine is Settings, found {settings!r:.60}. Give a model as Engine(model=...), and "
             "the folder of the store as Engine(Settings(store=...))."
         )
-    if given is None or isinstance(given, str | Path | HFModel):
+    if given is None or isinstance(given, str | Path | HFModel | LoadedModel):
         if tokenizer is not None:
             raise ModelError(
                 "tokenizer= is only for a loaded transformers model, found none: other models have their own. Leave "
                 "tokenizer= out."
             )
-        if isinstance(given, HFModel):
+        if isinstance(given, HFModel | LoadedModel):
             return given, settings
         return None, settings.model_copy(update={"model": str(given)}) if given is not None else settings
     if settings.model_kwargs:

@@ -60,7 +60,7 @@ SECRET = "token"
 UNLOADABLE = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
 """Exceptions of transformers and quantisation libraries when weights cannot be loaded."""
 
-Given: TypeAlias = HFModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None
+Given: TypeAlias = "HFModel | LoadedModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None"
 """A model in any form, PEFT models included; None: the model that the settings name."""
 Tokens: TypeAlias = PreTrainedTokenizerBase | str | Path | None
 """The tokenizer of a loaded model, or the folder or id to load it from."""

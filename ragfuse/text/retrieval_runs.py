@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,9 +22,6 @@ MAX_RETRIEVED_CHARS = 4 << 20
 """The most characters of text kept per run, task or thread."""
 MAX_RUNS = 1024
 """The most outermost runs that are open at the same time; beyond it the oldest are dropped."""
-MAX_AGE_S = 3600.0
-"""Seconds after which a run is dropped, because its end may never be reported."""
-
 
 SEARCH_PLACES = 16
 """Number of evenly spaced places of a text that are searched in a prompt that does not contain the text verbatim."""
@@ -73,7 +69,6 @@ class RetrievalRun:
 
     id: Hashable
     task: TaskTexts
-    began: float = field(default_factory=time.monotonic)
     open: set[Hashable] = field(default_factory=set)
     texts: RetrievedTexts = field(default_factory=lambda: RetrievedTexts(4 * MAX_TEXTS))
     model_asked: bool = True
@@ -204,12 +199,9 @@ class RetrievalRuns:
             self._runs.pop(id, None)  # a program may use an id twice
 
     def _drop_oldest(self) -> None:
-        """Drop the oldest outermost runs if there are too many or they are too old; the newest always stays."""
-        while len(self._roots) > 1:
-            oldest = next(iter(self._roots.values()))
-            if len(self._roots) <= MAX_RUNS and oldest.began >= time.monotonic() - MAX_AGE_S:
-                return
-            self._drop(oldest)
+        """Drop the oldest outermost runs if there are too many, as their end may never be reported."""
+        while len(self._roots) > MAX_RUNS:
+            self._drop(next(iter(self._roots.values())))
 
 
 def _letters(text: str) -> str:

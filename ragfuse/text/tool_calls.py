@@ -187,6 +187,7 @@ class CallFormat:
         free: bool = False,
         several: bool = True,
         tags: Sequence[str] = (),
+        form: str = "",
     ) -> str:
         """Return the Lark grammar of an answer that calls these tools.
 
@@ -196,11 +197,15 @@ class CallFormat:
             free: The answer may also be any text that begins no call.
             several: The answer may hold several calls.
             tags: Tags that free text may contain, such as those around thoughts.
+            form: The JSON schema of an answer that calls none; "": free text.
         """
         again = self.again if several else None
         shared = _shared(self.tail, again) if again is not None else self.tail
         one = " | ".join(f"call_{at}" for at in range(len(schemas)))
-        lines = [self._start(literal, free, tags), f"one: ({one}) {literal(shared)}"]
+        first = (
+            f"start: %json {form} | {literal(self.head.lstrip())} calls" if form else self._start(literal, free, tags)
+        )
+        lines = [first, f"one: ({one}) {literal(shared)}"]
         more = f"({literal(again[len(shared) :])} one)*" if again is not None else ""
         lines.append(f"calls: one {more} {literal(self.tail[len(shared) :])}")
         for at, (name, schema) in enumerate(schemas.items()):

@@ -285,6 +285,15 @@ def test_what_a_grammar_makes_is_no_call(random_engine):
     assert answer.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(("first", "named"), [("{", []), ("<", ["weather"])])
+def test_an_answer_of_a_schema_may_call_tools_instead(random_engine, first, named):
+    options = {"logit_bias": {random_engine.tokens(first)[0]: 100.0}}
+    one = {"tools": [tool(parameters={"type": "object"})], "parallel_tool_calls": False}
+    answer = random_engine.answer(ASKED, Ask(grammar=Grammar.json(TWO), options=options, **one))
+    assert [call.name for call in answer.tool_calls] == named
+    assert answer.text == "" if named else set(json.loads(answer.text)) == {"title", "body"}
+
+
 @pytest.mark.parametrize("name", ["temperature", "repetition_penalty", "presence_penalty"])
 def test_whole_numbers_are_numbers_of_sampling_too(name):
     found = Ask(options={name: 2}).options[name]

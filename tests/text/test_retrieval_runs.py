@@ -139,11 +139,6 @@ def test_runs_that_never_end_are_given_up(runs: RetrievalRuns, monkeypatch: pyte
         runs.begin(f"retriever {number}", f"chain {number}")
     assert [bool(told(runs, f"chain {number}")) for number in range(5)] == [False, False, True, True, True]
     assert len(runs) == 6
-    monkeypatch.setattr(retrieval_runs, "MAX_AGE_S", -1.0)
-    runs.begin("last", None, [letter("last")])
-    runs.end("chain 0")
-    assert told(runs, "chain 0", "chain 4", "last") == ["last.txt"]
-    assert len(runs) == 1
 
 
 def test_an_id_that_is_used_by_two_open_runs_breaks_nothing(runs: RetrievalRuns) -> None:

@@ -314,5 +314,5 @@ def test_a_loaded_model_answers_and_cannot_be_serialised(tiny_settings: Settings
     assert deepcopy(llm).get_engine() is llm.get_engine()
     with pytest.raises(InputError, match="Save it to a folder"):
         llm.to_dict()
-    with pytest.raises(InputError, match="already has its dtype"):
-        RagfuseChatGenerator(loaded, tokenizer=tokenizer, dtype="float32")
+    with pytest.raises(SettingsError, match="dtype is float16"):
+        RagfuseChatGenerator(loaded, tokenizer=tokenizer, dtype="float16")

@@ -6,15 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models import BaseChatModel, ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
+from pydantic import model_validator
 
 from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
 from langchain_ragfuse.messages import calls_of, to_ragfuse_messages
@@ -25,6 +26,16 @@ from ragfuse.remote import Answerer
 from ragfuse.types.arguments import checks_arguments
 
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "strict")
+OTHER_MEDIA = (
+    "image_inputs",
+    "image_url_inputs",
+    "pdf_inputs",
+    "audio_inputs",
+    "video_inputs",
+    "image_outputs",
+    "audio_outputs",
+    "video_outputs",
+)
 
 
 @checks_arguments
@@ -82,6 +93,29 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
             strict: Passed on to the schema's description.
         """
         return parsed_into(structured(self, schema, method, strict), schema, method, include_raw)
+
+    @model_validator(mode="after")
+    def _profile_at_first_use(self) -> Self:
+        """Drop a profile that was not given: `__getattr__` makes it when it is read, as that loads the model."""
+        if self.profile is None:
+            del self.profile
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Return `profile`, what the model can do; it loads the model, or asks the server once."""
+        if name != "profile":
+            return super().__getattr__(name)  # type: ignore[misc]
+        card = self.get_engine().card
+        self.profile = ModelProfile(
+            name=card.name,
+            max_input_tokens=card.max_context,  # type: ignore[typeddict-item]
+            text_inputs=True,
+            text_outputs=True,
+            structured_output=True,
+            **dict.fromkeys(("tool_calling", "tool_choice", "tool_call_streaming"), card.has_chat_template),
+            **dict.fromkeys(OTHER_MEDIA, False),
+        )
+        return self.profile
 
     @property
     def _llm_type(self) -> str:

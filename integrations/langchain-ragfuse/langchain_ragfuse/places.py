@@ -56,11 +56,6 @@ class ProcessPlace:
             raise InputError(
                 "An engine already has its model: with engine=, leave out model=, tokenizer= and loading options."
             )
-        for name in ("dtype", "device"):
-            if loaded_model is not None and getattr(llm, name) is not None:
-                raise InputError(
-                    f"A loaded model already has its {name}: leave out {name}=, or pass the model's name instead."
-                )
         from ragfuse import Engine  # loads torch
 
         engine = Engine.shared(settings, loaded_model, tokenizer=llm.tokenizer)

@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, Rem
 from langchain_ragfuse import ChatRagFuse
 from langchain_ragfuse.messages import to_ragfuse_messages
 
-from ragfuse import Engine, InputError, Settings, SettingsError
+from ragfuse import Engine, InputError, ModelError, Settings, SettingsError
 
 FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
@@ -47,6 +47,17 @@ def test_chunks_known_to_the_store_are_reused_in_a_plain_prompt(llm: ChatRagFuse
     assert answer.usage_metadata["input_token_details"]["cache_read"] == traced(answer)["tokens_reused"] > 0
     assert answer.response_metadata["model_name"] == llm.model_name
     assert answer.response_metadata["finish_reason"] == "length"
+
+
+def test_the_profile_says_what_the_model_can_do(engine: Engine, tmp_path: Path) -> None:
+    """It is made at first use: a model that is not there can be named."""
+    assert ChatRagFuse(model=str(tmp_path / "none"), profile={"max_input_tokens": 7}).profile == {"max_input_tokens": 7}
+    with pytest.raises(ModelError):
+        _ = ChatRagFuse(model=str(tmp_path / "none")).profile
+    profile: Any = ChatRagFuse(engine=engine).bind_tools([]).bound.profile  # type: ignore[attr-defined]
+    assert profile["max_input_tokens"] == engine.model.max_context
+    assert all(profile[name] for name in ("tool_calling", "structured_output", "text_inputs"))
+    assert not profile["image_inputs"]
 
 
 def test_ratio_one_answers_like_full_prefill(llm: ChatRagFuse) -> None:

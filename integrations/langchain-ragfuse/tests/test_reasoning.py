@@ -12,6 +12,7 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 from langchain_ragfuse.messages import to_ragfuse_messages
+from langchain_tests.utils.stream_lifecycle import assert_valid_event_stream
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, Settings
@@ -64,6 +65,25 @@ async def test_streams_say_thoughts_as_such_too(thinking: Engine) -> None:
         assert whole.content == "Forty."
     awaited = await llm.ainvoke(ASKED, **saying(thinking, text))
     assert awaited.additional_kwargs["reasoning_content"] == "I count."
+
+
+@pytest.mark.parametrize("version", ["v0", "v1"])
+async def test_events_and_blocks_of_a_thought_a_text_and_a_call(thinking: Engine, version: str) -> None:
+    llm = ChatRagFuse(engine=thinking, output_version=version, max_tokens=200).bind_tools([knock])
+    call = '<tool_call>\n{"name": "knock", "arguments": {"times": 1}}\n</tool_call>'
+    said = saying(thinking, f"I count.\n</think>\n\nSo.{call}")
+    events = llm.stream_events(ASKED, version="v3", **said)
+    assert_valid_event_stream(list(events))
+    others = await llm.astream_events(ASKED, version="v3", **said)
+    assert_valid_event_stream([each async for each in others])
+    chunks = list(llm.stream(ASKED, **said))
+    for answer in (llm.invoke(ASKED, **said), sum(chunks[1:], chunks[0]), events.output_message):
+        blocks = answer.content_blocks
+        assert [block["type"] for block in blocks] == ["reasoning", "text", "tool_call"]
+        assert [block.get("reasoning") or block.get("text") for block in blocks[:2]] == ["I count.", "So."]
+        assert set(answer.tool_calls[0]["args"]) == {"times"}
+        assert to_ragfuse_messages([HumanMessage(ASKED), answer])[1].reasoning == "I count."
+        assert version == "v0" or isinstance(answer.content, list)
 
 
 def test_an_answer_with_its_thought_is_a_message_of_the_next_question(thinking: Engine) -> None:

@@ -41,11 +41,6 @@ class ProcessPlace:
         """Return the place of a loaded model; raise InputError if other fields contradict it."""
         if llm.engine is not None:
             raise InputError("An engine already has its model: with engine=, leave out model= and tokenizer=.")
-        for name in ("dtype", "device"):
-            if loaded_model is not None and getattr(llm, name) is not None:
-                raise InputError(
-                    f"A loaded model already has its {name}: leave out {name}=, or pass the model's name instead."
-                )
         from ragfuse import Engine  # loads torch
 
         engine = Engine.shared(settings, loaded_model, tokenizer=llm.tokenizer)

@@ -37,12 +37,6 @@ class ProcessPlace:
             if found:
                 raise InputError(f"An engine already has its model and settings: with engine=, leave out {found[0]}=.")
             return cls(generator.engine.settings, generator.engine)
-        if is_object:
-            for name in ("dtype", "device"):
-                if named[name] is not None:
-                    raise InputError(
-                        f"A loaded model already has its {name}: leave out {name}=, or pass the model's name instead."
-                    )
         given = {name: value for name, value in named.items() if value is not None}
         if is_object:
             del given["model"]
