@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm venv-ray demo test test-bench test-vllm test-ray test-torchao test-gpu test-slow lint format docs notebooks results clean test-browser dist
+.PHONY: help venv venv-vllm venv-ray demo test test-promises test-bench test-vllm test-ray test-torchao test-gpu test-slow lint format docs notebooks results clean test-browser dist
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,9 @@ demo: $(READY) ## real questions over real documents, full prefill and ragfuse s
 test: lint ## lint, types and all tests but the benchmarks' that are neither slow nor long on the embedded model
 	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded and not browser' \
 	  --ignore tests/bench --ignore tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-promises: $(READY) ## what ragfuse promises (tests/promises.py), in three minutes: before and after every change
+	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' -n $(WORKERS) --dist loadfile $$($(BIN)/python -m tests.promises) $(ARGS)
 
 test-bench: $(READY) ## the tests of the benchmarks
 	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' tests/bench tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
