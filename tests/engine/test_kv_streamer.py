@@ -147,15 +147,15 @@ def base_s(engine: Engine) -> float:
 
 def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monkeypatch):
     computing(engine, SLOWLY)
-    decode, broken = RawCodec.decode, list[int]()
+    decode, broken = RawCodec.decode_all, list[int]()
 
-    def once(codec, blob, meta):
-        if meta.key_shape[1] == broken[0]:
+    def once(codec, blobs, metas):
+        if metas[0].key_shape[1] == broken[0]:
             raise ValueError("not these")
-        return decode(codec, blob, meta)
+        return decode(codec, blobs, metas)
 
     broken.append(len(engine.tokens(CHUNKS[2])))
-    monkeypatch.setattr(RawCodec, "decode", once)
+    monkeypatch.setattr(RawCodec, "decode_all", once)
     trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
     assert [(segment.source, segment.why) for segment in lost] == [("book-2", BYTES_UNREADABLE)]
