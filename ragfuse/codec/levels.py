@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Final
 
 from ragfuse.codec.cachegen import CacheGenCodec, Level
@@ -11,34 +9,12 @@ from ragfuse.codec.codec import Codec
 from ragfuse.codec.raw import RAW
 from ragfuse.codec.tables import CodecTables
 from ragfuse.codec.uniform import UniformCodec
-from ragfuse.types.levels import LEVEL_NAMES, LEVELS, CodecLevel
+from ragfuse.types.levels import LEVEL_NAMES, LEVELS
 
 PAPER: Final = Level("paper", deltas=True, outlier_factor=0)
 """CacheGen as in its paper: bins of 0.5, 1 and 1.5 (its C.2), with anchors and deltas to them."""
 PACKED: Final = tuple(Level(level.name, level.bins) for level in LEVELS if level.codec == "cachegen")
 """The CacheGen levels, those with the narrowest bins first."""
-
-
-def _raw(level: CodecLevel, tables: CodecTables | None) -> Codec:
-    return RAW
-
-
-def _uniform(level: CodecLevel, tables: CodecTables | None) -> Codec:
-    return UniformCodec(level.bits)  # type: ignore[arg-type]
-
-
-def _cachegen(level: CodecLevel, tables: CodecTables | None) -> Codec:
-    if tables is None:
-        raise ValueError(
-            f"Level {level.name!r} needs codec tables of the model, found none. Pass those of `profile_tables`."
-        )
-    return CacheGenCodec(tables, next(each for each in PACKED if each.name == level.name))
-
-
-CODECS: Mapping[str, Callable[[CodecLevel, CodecTables | None], Codec]] = MappingProxyType(
-    {"raw": _raw, "uniform": _uniform, "cachegen": _cachegen}
-)
-"""By name of a codec (`CodecLevel.codec`), the function that makes the codec of a level."""
 
 
 def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
@@ -54,4 +30,12 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
     known = next((each for each in LEVELS if each.name == level), None)
     if known is None:
         raise ValueError(f"There is no codec level {level!r}. Levels are: {', '.join(LEVEL_NAMES)}.")
-    return CODECS[known.codec](known, tables)
+    if known.codec == "raw":
+        return RAW
+    if known.codec == "uniform":
+        return UniformCodec(known.bits)  # type: ignore[arg-type]
+    if tables is None:
+        raise ValueError(
+            f"Level {level!r} needs codec tables of the model, found none. Pass those of `profile_tables`."
+        )
+    return CacheGenCodec(tables, next(each for each in PACKED if each.name == level))

@@ -222,9 +222,10 @@ def attend_ragged(
     if len(ragged.sizes) == len(ragged.kv_parts[0]) == 1:
         return _attend_newest(query, *_last(window, *ragged.kv_parts[0][0]), scaling, softcap, sinks).transpose(1, 2)
     queries, is_cpu = torch.split(query, ragged.sizes), query.device.type == "cpu"
-    plain = softcap is None and sinks is None
+    is_wide = all(values.shape[-1] == query.shape[-1] for _, values in ragged.kv_parts[0])
+    merges = is_cpu and is_wide and softcap is None and sinks is None  # by the flash kernel, which needs such values
     single_parts = [kv_parts[0] if len(kv_parts) == 1 else None for kv_parts in ragged.kv_parts]
-    if None in single_parts and not (plain and is_cpu and _has_equal_widths(query, ragged.kv_parts)):
+    if None in single_parts and not merges:
         single_parts = [_concatenated(kv_parts) for kv_parts in ragged.kv_parts]
     outputs: list[Tensor] = list(queries)
     several = [at for at, whole in enumerate(single_parts) if whole is None]
@@ -235,11 +236,6 @@ def attend_ragged(
         if whole is not None:
             outputs[at] = _attend_newest(queries[at], *_last(window, *whole), scaling, softcap, sinks)
     return torch.cat(outputs).transpose(1, 2)
-
-
-def _has_equal_widths(query: Tensor, kv_by_prompt: Sequence[Sequence[KV]]) -> bool:
-    """Whether values are as wide as queries: the flash kernel, which also returns its softmax sums, requires it."""
-    return all(values.shape[-1] == query.shape[-1] for _, values in kv_by_prompt[0])
 
 
 def _concatenated(kv_parts: Sequence[KV]) -> KV:

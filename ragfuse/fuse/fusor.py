@@ -400,7 +400,8 @@ class Fusion:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the KV [1, H, R, D] that a layer computed for `rows`, and return what `Buffers.get` does."""
-        if self._is_thinned(layer + 1):
+        n_active, follows = len(self._active), self.policy.check_layer <= layer < len(self.buffers) - 1
+        if follows and n_active and self.policy.thins(self._offer, layer + 1, n_active):
             self._deviation = self._measure(layer, keys, values)
         self.buffers.write(layer, self.rows, keys, values)
         return self.buffers.get(layer)
@@ -424,11 +425,6 @@ class Fusion:
         """Mean share of the candidates that was computed per layer, over the layers from the check layer on."""
         counts, n_candidates = self.counts[self.policy.check_layer :], len(self.places.candidates)
         return sum(counts) / (len(counts) * n_candidates) if counts and n_candidates else 0.0
-
-    def _is_thinned(self, layer: int) -> bool:
-        """Whether the policy will drop rows in `layer`; then the deviation is measured in the layer before."""
-        n_active, follows = len(self._active), self.policy.check_layer < layer < len(self.buffers)
-        return follows and n_active > 0 and self.policy.thins(self._offer, layer, n_active)
 
     def _merge(self) -> Tensor:
         """Return the forced rows and the active candidates, sorted, the last row repeated as padding."""

@@ -197,7 +197,8 @@ class Batcher:
                 try:
                     self._run(steps)
                 except BaseException as error:  # of no single request: raise it in all, so that none waits forever
-                    _fail(steps, error)
+                    for step in steps:
+                        step.error = step.error or error
             with self._changed:
                 self._since_s = time.perf_counter()
                 self._took_s = self._since_s - began
@@ -296,11 +297,6 @@ def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
         return False
     others = (value for name, value in arguments.items() if name not in NEEDED and name not in HARMLESS)
     return all(value is None or value is False for value in others)
-
-
-def _fail(steps: Sequence[Step], error: BaseException) -> None:
-    for step in steps:
-        step.error = step.error or error
 
 
 def _reset_lengths(steps: Sequence[Step]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -29,8 +28,6 @@ from ragfuse.hf.hooks import Wiring
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
 from ragfuse.hf.stream import Detokenizer, StopWhere, UntilStop
-
-log = logging.getLogger("ragfuse.hf")
 
 
 class Streamer(Protocol):
@@ -51,9 +48,6 @@ UNUSABLE = (
     "prompt_lookup_num_tokens",
     "cache_implementation",
     "past_key_values",
-)
-"""Options of `generate` that need another cache than the prefilled one; they are rejected."""
-HANDOVER_OPTIONS = (
     "inputs",
     "input_ids",
     "inputs_embeds",
@@ -62,7 +56,7 @@ HANDOVER_OPTIONS = (
     "streamer",
     "stopping_criteria",
 )
-"""Options of `generate` that this module sets itself; callers may not pass them."""
+"""Options of `generate` that need another cache than the prefilled one, or are set here; callers may not pass them."""
 
 
 def generate(
@@ -98,15 +92,15 @@ def generate(
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
     criteria, full = _adapted_options(model, options)
     with model.batcher.member(*sharing(model, prefill)) as member, seeded(seed):
+        if prefill.cache is not None:
+            prefill.cache.length -= 1  # its last row is computed, and comes back with the first forward
         view = _with_forward(model.model, _GenerateForward(model, prefill, member))
         out = view.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([*stopping, *criteria]),
-            past_key_values=prefill.state
-            if _can_continue(model, prefill, options)
-            else _without_last_row(prefill.cache),
+            past_key_values=prefill.state if _can_continue(model, prefill, options) else prefill.cache,
             **_position_ids(model, prefill),
             **full,
         )
@@ -130,38 +124,20 @@ def _refuse(options: Mapping[str, Any]) -> None:
     """Raise SettingsError for options, or their `generation_config`, that would bypass the prefilled cache."""
     config = options.get("generation_config")
     given = {**(vars(config) if config is not None else {}), **options}
-    for name in UNUSABLE:
-        if given.get(name) is not None:
-            raise SettingsError(
-                f"generate's option '{name}' cannot be used: it needs another cache than the prompt's. Leave it out."
-            )
-    if options.get("token_healing"):
+    wrong = [name for name in UNUSABLE if given.get(name) is not None]
+    wrong += ["token_healing"] if options.get("token_healing") else []
+    wrong += ["use_cache"] if given.get("use_cache") is False else []
+    if wrong:
         raise SettingsError(
-            "generate's option 'token_healing' cannot be used: it removes the prompt's last token, whose KV is "
-            "computed already. Leave it out."
+            f"generate's option '{wrong[0]}' cannot be used: the prompt's KV is computed and in a cache already. "
+            "Leave it out."
         )
-    if given.get("use_cache") is False:
-        raise SettingsError(
-            "generate's option use_cache=False cannot be used: the prompt's KV is in a cache. Leave it out."
-        )
-    for name in HANDOVER_OPTIONS:
-        if options.get(name) is not None:
-            raise SettingsError(
-                f"generate's option '{name}' cannot be given: ragfuse sets it from the prompt. Leave it out."
-            )
 
 
 def _can_continue(model: HFModel, prefill: Prefill, options: Mapping[str, Any]) -> bool:
     """Whether to continue from the prompt's state; with several sequences or beams the prompt is computed anew."""
     several = (resolve_option(name, options, model) for name in ("num_beams", "num_return_sequences"))
     return prefill.state is not None and all(int(number or 1) == 1 for number in several)
-
-
-def _without_last_row(cache: RowCache | None) -> RowCache | None:
-    """Hide the last row of the prompt in its cache and return it; None if the model's state is not KV per token."""
-    if cache is not None:
-        cache.length -= 1
-    return cache
 
 
 def sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring | None]:
@@ -217,23 +193,11 @@ def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> tuple[list[S
     if stops:
         reorders = int(resolve_option("num_beams", options, model) or 1) > 1
         criteria.append(StopWhere(lambda: UntilStop(Detokenizer.of(model.tokenizer, stops), stops), reorders))
-    if resolve_option("token_healing", options, model):
-        _warn_of_healing(model.name)
     config = model.model.generation_config
     if config.pad_token_id is None and "pad_token_id" not in full:
         end = config.eos_token_id
         full["pad_token_id"] = end[0] if isinstance(end, list) else (end if end is not None else 0)
     return criteria, full
-
-
-@functools.cache
-def _warn_of_healing(name: str) -> None:
-    """Log, once per model, that token healing is switched off."""
-    log.warning(
-        "The generation config of %s sets token_healing, which is ignored: it would remove the prompt's last token, "
-        "whose KV is computed already. Set token_healing to false in that config to avoid this warning.",
-        name,
-    )
 
 
 def _with_forward(model: PreTrainedModel, answers: _GenerateForward) -> Any:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -259,7 +260,7 @@ class FusedPrefill:
         try:
             with _attention(self.wiring):
                 for index, layer in enumerate(self.wiring.layers):
-                    hook = _bound(self.before_layer, index)
+                    hook = partial(self.before_layer, index)
                     handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
                 if self.wiring.pads:
                     handles.append(self.wiring.layers[-1].register_forward_hook(self._padded))
@@ -313,10 +314,6 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
     if isinstance(value, dict):
         return {name: _rows_of(item, rows) for name, item in value.items()}
     return value
-
-
-def _bound(hook: Callable[..., Any], layer: int) -> Callable[..., Any]:
-    return lambda module, args, kwargs: hook(layer, module, args, kwargs)
 
 
 @contextmanager

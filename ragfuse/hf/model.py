@@ -371,7 +371,8 @@ class HFModel(OneProcess):
                 attention = FusedPrefill(self._wiring(profile), bare).look(ids, asked[0])
                 score = attention.index_select(0, places.candidates) if attention is not None else None
             fusion = Fusion(buffers, positions, places, chosen, ratio, score, pads)
-            run = self._run(fusion, ids, profile)
+            run = FusedPrefill(self._wiring(profile), fusion)
+            run.run(ids)
         run.cache.fill(buffers)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # so that what is timed is the work, not its start
@@ -418,11 +419,6 @@ class HFModel(OneProcess):
             ends = 3 if special else min(2, text.count("\n"))
             found = self._borders[token_id] = (ends, not special and bool(text.strip()))
         return found
-
-    def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile) -> FusedPrefill:
-        prefill = FusedPrefill(self._wiring(profile), fusion)
-        prefill.run(ids)
-        return prefill
 
     @property
     def wiring(self) -> Wiring | None:

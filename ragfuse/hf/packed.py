@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from ragfuse.errors import RefusedError
@@ -38,13 +37,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias."""
-        if x.dtype != torch.bfloat16:
-            return linear(x, self.weight, self.bias)  # raises torch's error for a wrong dtype
         return _product(x, self.packed, self.bias, "none", [], "")
-
-    def extra_repr(self) -> str:
-        """Return the text that `nn.Linear` shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight

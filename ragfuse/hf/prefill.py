@@ -43,12 +43,7 @@ class Prefill:
     @property
     def kv(self) -> ChunkKV:
         """The KV of all T rows, as views if it is contiguous; RefusedError if there is none."""
-        if self.cache is None:
-            raise RefusedError(
-                "This model does not keep KV per token (it may be recurrent), so there is none to return."
-            )
-        whole = (layer.whole() for layer in self.cache.layers)
-        return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in whole))
+        return self.rows(0, 0 if self.cache is None else self.cache.length)
 
     def rows(self, lo: int, hi: int) -> ChunkKV:
         """Return the KV of rows lo:hi, which may include rows of the answer.

@@ -89,7 +89,7 @@ class StagingBuffer:
         ranges = _ranges({id(part): part for part in _parts(layers) if part.device != self._device}.values())
         ends = _ends([each.source.numel() for each in ranges])
         block = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, device=self._device)
-        if all(_is_pageable(each.source) for each in ranges):
+        if all(each.source.device.type == "cpu" and not each.source.is_pinned() for each in ranges):
             pinned = buffer.room(block.numel())
             for room, each in zip(_rooms(pinned, ranges, ends), ranges, strict=True):
                 room.copy_(each.source)
@@ -187,10 +187,6 @@ def _range(parts: Sequence[Tensor], names: Sequence[Tensor]) -> _Range:
 def _view(room: Tensor, begin: int, like: Tensor) -> Tensor:
     """Return the bytes of `room` from `begin` on as a tensor of the dtype and shape of `like`."""
     return room[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def _is_pageable(part: Tensor) -> bool:
-    return part.device.type == "cpu" and not part.is_pinned()
 
 
 def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:

@@ -36,7 +36,8 @@ def decoding(
         codec, or that cannot encode this model's KV, are left out.
     """
     available = [(level, codec) for level in LEVEL_NAMES[1:] if (codec := codecs(level)) is not None]
-    kv = [_at_host(layer) for layer in model.encode(_ids(model)).layers] if available else []
+    layers = model.encode(_ids(model)).layers if available else ()
+    kv = [LayerKV(layer.keys.cpu(), layer.values.cpu()) for layer in layers]
     seconds, packed = dict[str, float](), dict[str, float]()
     for index, (level, codec) in enumerate(available):
         progress(f"decoding {level}", index / len(available))
@@ -56,10 +57,6 @@ def _timed(codec: Codec, kv: list[LayerKV], blobs: list[Tensor]) -> float:
     for blob, meta in zip(blobs, metas, strict=True):
         codec.decode(blob, meta)
     return time.perf_counter() - began
-
-
-def _at_host(layer: LayerKV) -> LayerKV:
-    return LayerKV(layer.keys.cpu(), layer.values.cpu())
 
 
 def _ids(model: HFModel) -> list[int]:

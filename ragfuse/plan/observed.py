@@ -13,7 +13,7 @@ from statistics import median
 
 from ragfuse.plan.estimate import Estimate
 from ragfuse.types.plan import Fetch
-from ragfuse.types.profiles import MachineProfile, TierSpeed
+from ragfuse.types.profiles import MachineProfile
 
 READINGS = 5
 """Number of last readings of a tier that count. Their median is used, so that one or two outliers change nothing."""
@@ -93,12 +93,11 @@ def factors(seen: Seen) -> dict[str, float]:
 
 def corrected(machine: MachineProfile, times: Mapping[str, float]) -> MachineProfile:
     """Return the machine's profile with the read times of these tiers multiplied by their factors."""
-    tiers = {name: _slowed(speed, times[name]) if name in times else speed for name, speed in machine.tiers.items()}
+    tiers = dict(machine.tiers)
+    for name in tiers.keys() & times:
+        speed, by = tiers[name], times[name]
+        tiers[name] = replace(speed, read_s=by * speed.read_s, byte_s=by * speed.byte_s)
     return replace(machine, tiers=tiers)
-
-
-def _slowed(speed: TierSpeed, times: float) -> TierSpeed:
-    return replace(speed, read_s=times * speed.read_s, byte_s=times * speed.byte_s)
 
 
 def _noted(seen: Seen, readings: Mapping[str, float]) -> Seen:

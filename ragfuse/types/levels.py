@@ -12,7 +12,7 @@ class CodecLevel:
 
     Args:
         name: Its name in settings, entries and traces.
-        codec: The codec that packs it, a key of `codec.levels.CODECS`.
+        codec: The codec that packs it, as `codec.levels.codec_for` knows it.
         bits: Bits per value of a `uniform` level.
         bins: Bin widths of a `cachegen` level in the first, middle and last third of the layers, in units of each
             channel's step (CacheGen 5.2).

@@ -72,12 +72,6 @@ def test_widths_that_fill_no_tile_are_taken(n_in: int, n_out: int) -> None:
 
 
 @packs
-def test_another_dtype_is_refused_as_by_a_plain_layer() -> None:
-    with pytest.raises(RuntimeError, match="dtype"):
-        PackedLinear(linear())(torch.randn(1, 4, 96))
-
-
-@packs
 def test_rows_that_do_not_lie_together_are_taken_too() -> None:
     plain = linear()
     x = torch.randn(96, 30, dtype=torch.bfloat16).T[None, ::3]
@@ -90,7 +84,6 @@ def test_the_weight_comes_back_as_it_was_and_no_other_copy_is_held() -> None:
     packed = PackedLinear(plain)
     assert torch.equal(packed.weight, plain.weight)
     assert not list(packed.parameters())
-    assert repr(packed).endswith("(in_features=96, out_features=160, bias=True)")
     state = packed.state_dict()
     assert list(state) == ["weight", "bias"]
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
