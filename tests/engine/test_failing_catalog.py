@@ -88,7 +88,7 @@ def test_a_sessions_question_is_answered_though_the_book_fails_and_the_trace_say
         assert str(engine.catalog.file.path) in said
         assert "disk" in said
     assert sum("goes on without it" in record.message for record in caplog.records) == 1
-    assert answers[-1].trace.as_dict()["unsaved"] == answers[-1].trace.unsaved
+    assert answers[-1].trace.as_dict()["unsaved"] == [*answers[-1].trace.unsaved]
 
 
 @pytest.mark.parametrize("fault", [broken, unwritable])
