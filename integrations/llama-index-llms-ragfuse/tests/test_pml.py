@@ -57,7 +57,7 @@ async def test_every_call_answers_as_the_engine_does_and_says_what_was_reused(
     completions.append(await last(llm.astream_complete(text, formatted=True)))
     assert {each.message.content for each in chats} | {each.text for each in completions} == {expected.text}
     for response in (*chats, *completions):
-        assert response.raw["ragfuse"]["modules"] == (".", "plan")
+        assert response.raw["ragfuse"]["modules"] == [".", "plan"]
         assert response.raw["usage"]["prompt_tokens_details"]["cached_tokens"] == expected.trace.tokens_reused > 0
 
 
@@ -68,7 +68,7 @@ def test_values_are_text_whatever_they_look_like(
     values = {**VALUES, variable: HOSTILE}
     raw = llm.chat(template.format_messages(**values)).raw
     prompt = engine.prompt(template.template.fill(values).request)
-    assert raw["ragfuse"]["modules"] == (".", "plan")
+    assert raw["ragfuse"]["modules"] == [".", "plan"]
     assert raw["usage"]["prompt_tokens"] == len(prompt)
     assert HOSTILE in engine.model.text(list(prompt.token_ids))
 
