@@ -141,7 +141,7 @@ class Settings(BaseSettings):
         repr=False,  # a URL may hold a password
         description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs.",
     )
-    tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each tier in `tiers`.")
+    tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each folder in `tiers`.")
     placement: Literal["cheapest", "all"] = Field(
         default="cheapest",
         description="Where a new chunk is written, besides memory. cheapest: to the cheapest tier (disk included) that "
@@ -283,7 +283,7 @@ class Settings(BaseSettings):
     serve_tenant_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="Bytes of a tenant's KV in each tier that outlives the server; least recently used entries are "
+        description="Bytes of a tenant's KV on disk; least recently used entries are "
         "evicted first. Default: the tier's capacity, divided among the tenants.",
     )
     serve_tenant_texts: int = Field(

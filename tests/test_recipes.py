@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ragfuse import Settings
+from tests.store.test_contract import toy_code
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,26 +43,6 @@ class EverySecond(Static):
     def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Rows at even places of their chunks; all of them at ratio 1."""
         return active if layer or candidates.ratio >= 1 else active[candidates.offset % 2 == 0]
-'''
-
-TIER = '''"""Entries in the memory of the process, by the URL toy://NAME."""
-
-from typing import Self
-
-from ragfuse.settings import Settings
-from ragfuse.store.memory import MemoryTier
-from ragfuse.store.tier import Evictor
-
-
-class ToyTier(MemoryTier):
-    """A tier that calls itself slow."""
-
-    slow = True
-
-    @classmethod
-    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open it; the URL says nothing more."""
-        return cls(settings.tier_bytes, evict, name=name)
 '''
 
 EVICTION = '''"""The largest first."""
@@ -119,7 +100,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _insert(policies, "    Full(),\n", "    EverySecond(),\n")
     _insert(folder / "ragfuse/types/selection.py", '    "full",\n', '    "every-second",\n')
     _insert(folder / "ragfuse/types/levels.py", '    CodecLevel("cg1"', '    CodecLevel("int4", "uniform", bits=4),\n')
-    (folder / "ragfuse/store/toy.py").write_text(TIER, encoding="utf-8")
+    (folder / "ragfuse/store/toy.py").write_text(toy_code(), encoding="utf-8")
     line = '    TierKind("toy", ("toy",), "ragfuse.store.toy:ToyTier"),\n'
     _insert(folder / "ragfuse/types/tiers.py", '    TierKind("objects"', line)
     (folder / "ragfuse/plan/evict_by_size.py").write_text(EVICTION, encoding="utf-8")

@@ -22,11 +22,11 @@ from ragfuse.calibration.runner import circumstances, thread_count
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.hf.model import HFModel
-from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.sizes import UNLIMITED
 
 RATIOS = MappingProxyType({"none": 0.0, "lexical": 0.1, "query": 0.1, "hkvd": 0.15})
 """The ratio of each policy that is counted."""

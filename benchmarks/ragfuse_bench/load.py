@@ -24,10 +24,11 @@ from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, th
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure.tiers import UNLIMITED, forget_pages
+from ragfuse.measure.tiers import forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.types.sizes import UNLIMITED
 
 HEADLINE_MBPS = 100.0
 

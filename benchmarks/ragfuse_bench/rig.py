@@ -21,7 +21,7 @@ from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
-from ragfuse.measure.tiers import UNLIMITED, forget_pages
+from ragfuse.measure.tiers import forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
@@ -29,6 +29,7 @@ from ragfuse.telemetry.progress import progress
 from ragfuse.types.plan import Forecast, LoadPlan
 from ragfuse.types.profiles import MachineProfile
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.sizes import UNLIMITED
 
 QUESTION = 32
 """Tokens of a prompt's question."""

@@ -29,16 +29,16 @@ from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, th
 from ragfuse.codec import RAW
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import StoreError
-from ragfuse.measure.tiers import UNLIMITED, forget_pages
+from ragfuse.measure.tiers import forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, EntryMeta, KVStore, MemoryTier, Tier
 from ragfuse.store.factory import open_tier
 from ragfuse.store.index import Index
-from ragfuse.store.tier import Expects
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.sizes import UNLIMITED
 
 BLOCK = 8 << 20
 """Bytes of one read of the plain file."""
@@ -140,15 +140,14 @@ def _row(
 
     def write() -> None:
         for key in keys:
-            if not tier.write(key, meta, blobs):
+            if not tier.put(key, meta, blobs):
                 raise StoreError(f"The tier {tier.name} keeps nothing; is there room in '{folder}'?")
 
     def read() -> None:
         for at in range(0, len(keys), CHUNKS_OF_A_LOOKUP):
             prompt = keys[at : at + CHUNKS_OF_A_LOOKUP]
-            if isinstance(tier, Expects):
-                tier.expect(prompt, 0, len(meta.layers))
-            if not all(tier.read(key, 0, len(meta.layers)) for key in prompt):
+            tier.expect(prompt, range(len(meta.layers)))
+            if not all(tier.get(key, range(len(meta.layers))) for key in prompt):
                 raise StoreError(f"The tier {tier.name} has lost what was written; is somebody clearing it?")
 
     def forget() -> None:
@@ -217,7 +216,7 @@ def _fill(path: Path, options: StoreOptions, console: Console) -> list[ChunkKey]
     index = Index(path, "disk")
     with closing(index), progress(console) as bar, index.write() as transaction:
         for key in bar.track(keys, description="filling the index"):
-            index.publish(transaction, key, meta, meta.nbytes, 0.0)
+            index.publish(transaction, meta.entry(key, "disk", meta.nbytes, 0.0))
     return keys
 
 

@@ -27,11 +27,11 @@ from ragfuse.errors import ModelError, SettingsError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.select import Policy, policy_named
 from ragfuse.hf.model import HFModel, KVSource
-from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.sizes import UNLIMITED
 
 RATIO_WORDS = (
     "r counts context rows that are not exact prefix: the first chunk stands where it was encoded and is never "

@@ -60,10 +60,10 @@ class ByteStore:
         """Write values, replacing those of the same names; StoreError for the first that cannot be written."""
         for name, value in pairs:
             key = self._key(name)
-            if not self._tier.write(key, *as_entry(name, value)):
+            if not self._tier.put(key, *as_entry(name, value)):
                 raise StoreError(
                     f"'{name}' ({len(value):,} bytes) could not be stored in tier {self._tier.name}: the tier does not "
-                    f"answer, or its {self._tier.capacity:,} bytes have too little space left. See: ragfuse store stats"
+                    f"answer, or has too little space left. See: ragfuse store stats"
                 )
             if self._pinned:
                 self._tier.pin([key], True)
@@ -76,7 +76,7 @@ class ByteStore:
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that begin with `prefix`, in no particular order."""
-        for key in self._tier.entries():
+        for key in (entry.key for entry in self._tier.list()):
             data = value_of(self._tier, key, 1) if key.model == self._digest else None
             name = None if data is None else data.decode("utf-8", "surrogatepass")
             if name is not None and name.startswith(prefix):

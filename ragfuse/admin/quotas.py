@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ragfuse.errors import StoreError
 from ragfuse.sessions.session_store import SessionStore
-from ragfuse.store import KVStore
+from ragfuse.store import KVStore, Tier
 from ragfuse.store.catalog import Catalog, CatalogQueries
 from ragfuse.types.kv import Entry
 
@@ -29,7 +29,7 @@ class Quota:
     """The limits of one tenant; None: no limit.
 
     Args:
-        nbytes: Bytes in each tier that outlives a process.
+        nbytes: Bytes in each folder of KV; Redis and object stores limit themselves.
         texts: Known texts in the catalog.
         sessions: Stored sessions.
         parts: Without `nbytes`, the tenant may keep 1 / `parts` of a tier's capacity; 1: no limit.
@@ -119,7 +119,7 @@ class QuotaKeeper:
 
     def limits(self) -> dict[str, int]:
         """Return the tenant's limits by kind, without kinds that have none; for bytes, the smallest over all tiers."""
-        byte_limits = [self.quota.byte_limit(tier.capacity) for tier in self._owner.store.tiers if tier.slow]
+        byte_limits = [self.quota.byte_limit(tier.capacity) for tier in self._capped()]
         nbytes = min((limit for limit in byte_limits if limit is not None), default=None)
         limits = {"bytes": nbytes, "texts": self.quota.texts, "sessions": self.quota.sessions}
         return {kind: limit for kind, limit in limits.items() if limit is not None}
@@ -148,18 +148,20 @@ class QuotaKeeper:
     def _nbytes(self) -> dict[str, int]:
         """Delete the oldest entries over the quota; return the tenant's bytes by tier afterwards."""
         found = {}
-        for tier in self._owner.store.tiers:
-            if not tier.slow:
-                continue
+        for tier in self._capped():
             all_bytes, count = tier.nbytes, self._counts.get(tier.name)
             limit = self.quota.byte_limit(tier.capacity)
             if count is None or (all_bytes != count[0] and self._may_be_over(all_bytes, count, limit)):
                 digest = self._owner.digest
-                entries = [entry for entry in tier.entries().values() if entry.key.model == digest]
+                entries = [entry for entry in tier.list() if entry.key.model == digest]
                 count = all_bytes, self._clock(), self._shrink(tier.name, entries, limit)
                 self._counts[tier.name] = count
             found[tier.name] = count[2]
         return found
+
+    def _capped(self) -> list[Tier]:
+        """Return the tiers that outlive the process and have a capacity; others limit themselves."""
+        return [tier for tier in self._owner.store.tiers if tier.slow and not tier.remote]
 
     def _may_be_over(self, all_bytes: int, count: tuple[int, float, int], limit: int | None) -> bool:
         """Return whether a recount is due: the tenant may be over its quota, or the last count is old."""

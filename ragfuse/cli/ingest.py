@@ -374,7 +374,7 @@ def encode_on_ray(
     engine.ingest((), prefix_of(engine))
     unique = list(dict(chunks).items())
     keys = _keys_of(engine, unique)
-    held = [{*tier.entries(keys)} for tier in engine.store.tiers if tier.slow]
+    held = [{*tier.stat(keys)} for tier in engine.store.tiers if tier.slow]
     if held and all(len(found) == len(keys) for found in held):
         console.print("Nothing is left to encode: Ray is not needed.", highlight=False)
         n_short = sum(_is_short(engine, text) for text, _ in unique)
@@ -454,7 +454,7 @@ def _print_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, co
 def _n_not_stored(engine: Engine, chunks: Chunks) -> int:
     """Count the chunks of at least `min_chunk_tokens` without an entry in a slow tier (in any, if none is slow)."""
     tiers, keys = engine.store.tiers, _keys_of(engine, chunks)
-    stored = {key for tier in [tier for tier in tiers if tier.slow] or tiers for key in tier.entries(keys)}
+    stored = {key for tier in [tier for tier in tiers if tier.slow] or tiers for key in tier.stat(keys)}
     return sum(key not in stored for key in keys)
 
 

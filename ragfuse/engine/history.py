@@ -44,7 +44,7 @@ from ragfuse.sessions.turn_kv import RowRanges, Saves, turn_kv_of
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
-from ragfuse.store.writer import Writers
+from ragfuse.store.writer import Writer
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages
 from ragfuse.text.chunks import Piece
 from ragfuse.types.answer import Answer
@@ -86,7 +86,7 @@ class ConversationHistory:
     ) -> None:
         self._settings, self._prompts, self._runtime, self._index = settings, prompts, runtime, index
         self._prefixes = prefixes
-        self._writer, self.dropped = Writers(["history"], settings.writer_queue), 0
+        self._writer, self.dropped = Writer(settings.writer_queue, "history"), 0
         self.sessions = SessionStore(
             store,
             catalog,
@@ -398,7 +398,7 @@ class ConversationHistory:
                 self._done(pending, kv.nbytes)
                 self._prefixes.saved(key for _, key in exact)
 
-        if not self._writer.submit("history", job):
+        if not self._writer.submit(job):
             self._done(pending, kv.nbytes, dropped=1)
             self._prefixes.saved(key for _, key in exact)
 
@@ -408,7 +408,7 @@ class ConversationHistory:
 
     def _later(self, job: Callable[[], object]) -> None:
         """Run a job in the background after all pending saves; the queue's limit does not apply."""
-        self._writer.submit("history", job, counts=False, is_awaited=True)
+        self._writer.submit(job, counts=False, is_awaited=True)
 
     def _done(self, pending: PendingTurn, nbytes: int, dropped: int = 0) -> None:
         with self._changed:

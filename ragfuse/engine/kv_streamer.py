@@ -22,7 +22,6 @@ from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.pieces import base_s, parts_of, prior
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
-from ragfuse.store.tier import Breaks
 from ragfuse.types.answer import StreamTrace
 from ragfuse.types.kv import LayerKV
 from ragfuse.types.plan import Fetch, LoadPlan
@@ -156,7 +155,7 @@ class KVStreamer:
     def _remote_tiers(self, ask: Ask) -> set[str]:
         """Return the names of remote tiers; none for a question without a deadline or without reuse."""
         may_stream = ask.deadline_s is not None and ask.reuse
-        return {tier.name for tier in self.store.tiers if may_stream and isinstance(tier, Breaks)}
+        return {tier.name for tier in self.store.tiers if may_stream and tier.remote}
 
     def _run(self, streamed: StreamedPlan, far: Sequence[Fetch], model: HFModel) -> None:
         machine, plan, settings = self.timings.corrected(model), streamed.plan, self.settings

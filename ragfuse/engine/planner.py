@@ -23,7 +23,6 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import chunk_of
-from ragfuse.store.tier import Breaks
 from ragfuse.telemetry.otel import planned
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
@@ -183,7 +182,7 @@ class Planner:
         if len(prompt) < MIN_PROMPT_TOKENS:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
         tiers = self._store.tiers  # their breakers know from the lookup just done; do not ask slow tiers again
-        silent = [tier.name for tier in tiers if isinstance(tier, Breaks) and tier.breaker.is_open]
+        silent = [tier.name for tier in tiers if tier.is_out]
         unknown = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
         if prompt.altered:
             return f"{DOCUMENTS_ALTERED}: {prompt.altered}"

@@ -18,7 +18,6 @@ from ragfuse.plan.look_ahead import to_prefetch
 from ragfuse.process.worker import Worker, close_at_exit
 from ragfuse.sessions.conversation_index import Name
 from ragfuse.store import KVStore, Tier
-from ragfuse.store.tier import Touches, occupied
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -181,8 +180,7 @@ class Prefetcher:
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         there = [entry for entry in entries if entry.tier in fast]
         for tier in fast.values():
-            if isinstance(tier, Touches):
-                tier.touch([entry.key for entry in there])
+            tier.touch([entry.key for entry in there])
         room = min((MAX_TIER_SHARE * _free(tier) for tier in fast.values()), default=0.0)
         room -= sum(_occupied(entry, fast.values()) for entry in there)
         chosen = []
@@ -218,9 +216,9 @@ def entries_to_prefetch(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name]
 
 def _free(tier: Tier) -> int:
     """Return a tier's capacity in bytes without its pinned entries."""
-    return tier.capacity - sum(occupied(tier, entry.nbytes) for entry in tier.entries().values() if entry.pinned)
+    return tier.capacity - sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)
 
 
 def _occupied(entry: Entry, tiers: Iterable[Tier]) -> int:
     """Return the most bytes that an entry occupies in any of the tiers."""
-    return max((occupied(tier, entry.nbytes) for tier in tiers), default=0)
+    return max((tier.occupied(entry.nbytes) for tier in tiers), default=0)

@@ -24,7 +24,7 @@ from ragfuse.hf.states import States, TenantStates
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.radix import RadixTree, Rows
-from ragfuse.store.writer import Writers
+from ragfuse.store.writer import Writer
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
@@ -75,7 +75,7 @@ class PrefixCache:
         self._fast = [tier.name for tier in store.tiers if not tier.slow]
         self._changed = threading.Condition()
         self._tenants = defaultdict[str, _Tenant](_Tenant)
-        self._writer = Writers(["prefix"], settings.writer_queue)
+        self._writer = Writer(settings.writer_queue, "prefix")
         self._waiting, self._waiting_bytes = set[ChunkKey](), 0
         self._states = States(settings.memory_bytes)
 
@@ -275,7 +275,7 @@ class PrefixCache:
             if tenant.tree.n_nodes < tenant.sweep_at:
                 return
             tenant.sweep_at = 2 * tenant.tree.n_nodes
-        self._writer.submit("prefix", partial(self._sweep, tenant), counts=False)
+        self._writer.submit(partial(self._sweep, tenant), counts=False)
 
     def _sweep(self, tenant: _Tenant) -> None:
         with self._changed:
@@ -305,7 +305,7 @@ class PrefixCache:
             self._waiting |= {each.key for each in new}
             self._waiting_bytes += nbytes
         self._sweep_later()
-        if not new or not self._writer.submit("prefix", partial(self._write, rows, new, nbytes)):
+        if not new or not self._writer.submit(partial(self._write, rows, new, nbytes)):
             self._done(new, nbytes)
 
     def _write(self, rows: RowsOf, new: Sequence[Rows], nbytes: int) -> None:

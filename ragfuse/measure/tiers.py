@@ -22,6 +22,7 @@ from ragfuse.store import DiskTier, KVStore, Tier
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import TierSpeed
+from ragfuse.types.sizes import UNLIMITED
 
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
 """Limits on the size of the largest entry that is written, in bytes and in tokens; the smaller one applies."""
@@ -31,7 +32,6 @@ LAYERS = (4, 1, 0)
 """Layers that are read at a time; 0: all."""
 TIER_BUDGET_S, MIN_ENTRIES = 15.0, 4
 """After TIER_BUDGET_S seconds no further entry is written, once there are MIN_ENTRIES."""
-UNLIMITED = 1 << 60
 
 Progress = Callable[[str, float], object]
 

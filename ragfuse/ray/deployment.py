@@ -226,7 +226,7 @@ class EngineReplica:
         """Return the keys of a tenant's entries in memory, of this machine or its GPU."""
         engine = self._service.engine(APITenant(salt)) if salt in self._held else None
         tiers = [tier for tier in engine.store.tiers if not tier.slow] if engine is not None else []
-        return [key for tier in tiers for key in tier.entries()]
+        return [entry.key for tier in tiers for entry in tier.list()]
 
     def _held_bytes(self, tenant: APITenant, chunks: Mapping[int, int]) -> tuple[int, int]:
         """Return the bytes of a request's chunks that are in memory now, and of all of them."""

@@ -99,5 +99,5 @@ def _n_unsaved(engine: Engine, texts: Sequence[str]) -> int:
     encoder = engine.encoder
     runs = [ids for text in texts if len(ids := engine.tokens(text.strip())) >= engine.settings.min_chunk_tokens]
     keys = {encoder.key(ids, encoder.context) for ids in runs}
-    held = {key for tier in engine.store.tiers if tier.slow for key in tier.entries(keys)}
+    held = {key for tier in engine.store.tiers if tier.slow for key in tier.stat(keys)}
     return len(keys - held)

@@ -169,7 +169,7 @@ class SchemaRegistry:
             self._in_process.pop(name, None)
             self._unwritten.discard(name)
         removed = {key for key in _keys(schema) if key not in others}
-        sizes = [(entry, entry.nbytes) for tier in self._store.tiers for entry in tier.entries(removed).values()]
+        sizes = [(entry, entry.nbytes) for tier in self._store.tiers for entry in tier.stat(removed).values()]
         outcome = dropped(self._store, self._store.drop(removed))
         if outcome.silent:
             log.warning(unanswered(outcome.silent, f"KV of schema '{name}' stays there"))

@@ -392,7 +392,7 @@ class SessionStore:
         return {ChunkKey.parse(name) for name in found}
 
     def _drop(self, keys: set[ChunkKey]) -> Deleted:
-        entries = [entry for tier in self._store.tiers for entry in tier.entries(keys).values()] if keys else []
+        entries = [entry for tier in self._store.tiers for entry in tier.stat(keys).values()] if keys else []
         done = dropped(self._store, self._store.drop(keys))
         deleted = [entry for entry in entries if not done.has_left(entry)]
         return Deleted(1, len(deleted), sum(entry.nbytes for entry in deleted), tuple(done.silent))

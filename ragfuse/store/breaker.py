@@ -1,113 +1,54 @@
-"""A circuit breaker: a medium that is down costs one failed call instead of one per chunk.
-
-Existing circuit breaker libraries hold a lock while a call runs, which would serialise the reads of all threads.
-"""
+"""A circuit breaker: a medium that is down costs one failed call instead of one per chunk."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Lock
 
 log = logging.getLogger("ragfuse.store")
 
 
-class BreakerOpen(Exception):
-    """The call was not made: the medium failed a moment ago."""
-
-
 class Breaker:
     """A circuit breaker that opens at the first failed call.
 
-    It then lets no call through for `cool_down_s` seconds, and after that one at a time until one succeeds. Guard
-    exactly one call of the medium: a block without a call would count as a success, and one with many calls, such as a
-    listing of many pages, would keep other threads waiting.
+    It then lets no call through for `cool_down_s` seconds, and after that one at a time until one succeeds. Every call
+    that `enter` lets through ends in `failed` or `succeeded`. The log gets the first failure and the recovery.
 
     Args:
-        name: What the log calls the medium. The log gets the first failure and the recovery.
-        down_errors: Exceptions that mean that the medium is down; any other exception counts as a success.
+        name: What the log calls the medium.
         cool_down_s: Seconds without a call after a failure.
-        error_text: Turns an exception into text for the log.
         clock: Returns the time in seconds.
-
-    Attributes:
-        attempts: Calls that were let through.
     """
 
-    def __init__(
-        self,
-        name: str,
-        down_errors: tuple[type[Exception], ...] = (OSError,),
-        *,
-        cool_down_s: float = 10.0,
-        error_text: Callable[[Exception], str] = str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name, self.attempts = name, 0
-        self._down_errors, self._cool_down_s, self._clock = down_errors, cool_down_s, clock
-        self._error_text = error_text
-        self._opened_at: float | None = None
-        self._lock, self._trying = Lock(), False
+    def __init__(self, name: str, cool_down_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self._cool_down_s, self._clock = name, cool_down_s, clock
+        self._lock, self._again_at = Lock(), 0.0
+        self.is_open = False
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the medium failed and no call has succeeded since."""
-        return self._opened_at is not None
-
-    def check(self) -> None:
-        """Raise BreakerOpen if no call is let through now. For operations that may not reach the medium at all."""
+    def enter(self) -> bool:
+        """Return whether a call may be made now."""
         with self._lock:
-            self._refuse()
+            now = self._clock()
+            if self.is_open and now < self._again_at:
+                return False
+            self._again_at = now + self._cool_down_s  # while open, the others wait for this one
+            return True
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Run the block as one call; its exceptions are passed on.
-
-        Raises:
-            BreakerOpen: No call is let through now; the block does not run.
-        """
-        trial = self._enter()
-        try:
-            yield
-        except self._down_errors as error:
-            self._failed(trial, error)
-            raise
-        except Exception:
-            self._succeeded(trial)
-            raise
-        except BaseException:  # Ctrl-C says nothing of the medium
-            self._trying = self._trying and not trial
-            raise
-        self._succeeded(trial)
-
-    def _enter(self) -> bool:
-        """Let a call through, and return whether it is the trial of an open circuit."""
+    def failed(self, doing: str, error: Exception) -> None:
+        """Record that a call failed; `doing` says in the log what could not be done."""
         with self._lock:
-            self._refuse()
-            trial = self._opened_at is not None
-            self._trying = self._trying or trial
-            self.attempts += 1
-            return trial
+            was_open, self.is_open = self.is_open, True
+            self._again_at = self._clock() + self._cool_down_s
+        if not was_open:
+            why = f"{type(error).__name__}: {error}"[:300]
+            message = "%s could not %s (%s). ragfuse goes on without it and tries it again every %g s"
+            log.warning(message, self.name, doing, why, self._cool_down_s)
 
-    def _refuse(self) -> None:
-        if self._opened_at is not None and (self._trying or self._clock() - self._opened_at < self._cool_down_s):
-            raise BreakerOpen(self.name)
-
-    def _failed(self, trial: bool, error: Exception) -> None:
+    def succeeded(self) -> None:
+        """Record that a call succeeded."""
         with self._lock:
-            first = self._opened_at is None
-            if first or trial:  # calls begun before the first failure do not prolong the cool-down
-                self._opened_at = self._clock()
-            self._trying = self._trying and not trial
-        if first:
-            what = (self.name, type(error).__name__, self._error_text(error), self._cool_down_s)
-            log.warning("%s cannot be used (%s: %s). ragfuse goes on without it and tries it again every %g s", *what)
-
-    def _succeeded(self, trial: bool) -> None:
-        with self._lock:
-            if trial:
-                self._opened_at, self._trying = None, False
-        if trial:
+            was_open, self.is_open = self.is_open, False
+        if was_open:
             log.info("%s answers again and is in use", self.name)

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ragfuse.errors import StoreError
 from ragfuse.store.archive import ArchivedChunk, ArchivedText, ArchiveProblem, new_archive, read_archive
-from ragfuse.store.levels import loss_of, pieces_of
+from ragfuse.store.levels import loss_of, only
 from ragfuse.store.store import KVStore
-from ragfuse.store.tier import Freed, Tidies, Tier
+from ragfuse.store.tier import Freed, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -46,32 +45,30 @@ class Outcome:
     troubles: tuple[ArchiveProblem, ...] = ()
 
 
-class OutcomeBuilder:
-    """A builder of an `Outcome`, chunk by chunk."""
+class _Tally:
+    """An `Outcome` that is being counted, chunk by chunk."""
 
     def __init__(self) -> None:
         self.known = self.texts = self.failed = 0
-        self.done: dict[Any, int] = {}
-        self.written_nbytes = 0
-        self._troubles: list[ArchiveProblem] = []
+        self.done: dict[ChunkKey, int] = {}
+        self.troubles: list[ArchiveProblem] = []
 
     def fail(self, what: object, why: str) -> None:
         """Record a chunk that stayed as it was, and why."""
         self.failed += 1
-        if len(self._troubles) < _MAX_REPORTED:
-            self._troubles.append(ArchiveProblem(str(what), why))
+        if len(self.troubles) < _MAX_REPORTED:
+            self.troubles.append(ArchiveProblem(str(what), why))
 
-    def keep_only(self, stored: Iterable[Any], why: str) -> None:
-        """Turn processed chunks that are not in `stored` into failed ones, as they were evicted again meanwhile."""
-        stored = set(stored)
-        for key in [key for key in self.done if key not in stored]:
+    def keep_only(self, tier: Tier) -> None:
+        """Turn processed chunks that a tier does not have into failed ones, as they were evicted again meanwhile."""
+        for key in self.done.keys() - tier.stat(self.done).keys():
             del self.done[key]
-            self.fail(key, why)
+            self.fail(key, f"tier {tier.name} has too little space for all of them")
 
     def outcome(self) -> Outcome:
         """Return the outcome so far."""
-        nbytes, troubles = sum(self.done.values()), tuple(self._troubles)
-        return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, troubles)
+        nbytes = sum(self.done.values())
+        return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, tuple(self.troubles))
 
 
 def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
@@ -83,22 +80,27 @@ def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress
     Raises:
         StoreError: There is no tier of that name.
     """
-    target, tally = store.tier(tier), OutcomeBuilder()
+    target, tally = store.tier(tier), _Tally()
     others = [other for other in store.tiers if other is not target]
-    sources = _sources(others, keys := list(dict.fromkeys(keys)))
-    there = target.entries(keys)
-    pinned = {key for other in others for key, entry in other.entries(keys).items() if entry.pinned}
-    done, total = 0, sum(entry.nbytes for entry in sources.values())
+    sources = _sources(store.tiers, keys := list(dict.fromkeys(keys)))
+    pinned = {key for other in others for key, entry in other.stat(keys).items() if entry.pinned}
+    done, taken, total = 0, 0, sum(entry.nbytes for entry in sources.values())
     for key in keys:
-        if key in there and _is_as_good(there[key], sources.get(key)) and target.read(key, 0, pieces_of(there[key])):
-            tally.done[key] = there[key].nbytes
-        elif why := _copy_chunk(store, key, target, tally):
-            tally.fail(key, why)
-        if key in pinned and key in tally.done:
-            target.pin([key], True)
-        done += sources[key].nbytes if key in sources else 0
+        entry, there = sources.get(key), target.stat([key]).get(key)
+        is_there = there is not None and entry is not None and loss_of(there.sizes) <= loss_of(entry.sizes)
+        if there is not None and is_there and store.read_whole(key, [target]) is not None:
+            tally.done[key] = there.nbytes
+        elif entry is None or (whole := store.read_whole(key)) is None:
+            tally.fail(key, "it is not in the store, or cannot be read")
+        elif taken + whole[0].nbytes > target.capacity or not store.write_whole(key, *whole, target):
+            tally.fail(key, f"tier {target.name} has no space for it, or did not accept it")
+        else:
+            tally.done[key] = whole[0].nbytes
+            taken += whole[0].nbytes
+        target.pin({key} & pinned & tally.done.keys(), True)
+        done += entry.nbytes if entry is not None else 0
         _report(progress, done, total)
-    tally.keep_only(target.entries(list(tally.done)), f"tier {tier} has too little space for all of them")
+    tally.keep_only(target)
     for other in others:
         other.delete(list(tally.done))
     return tally.outcome()
@@ -124,7 +126,7 @@ def export(
         StoreError: The file exists, and the new one would lack chunks or be empty; or no chunk is found while a tier
             does not answer. An existing file stays as it was.
     """
-    tally = OutcomeBuilder()
+    tally = _Tally()
     sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
     silent = store.silent() if keys is None or any(key not in sources for key in keys) else []
     if silent and (not sources or path.exists()):
@@ -192,7 +194,7 @@ def import_(
     Raises:
         StoreError: The file is no archive, or there is no tier of that name.
     """
-    target, tally = store.tier(tier) if tier is not None else _first_slow(store), OutcomeBuilder()
+    target, tally = store.tier(tier) if tier is not None else _first_slow(store), _Tally()
     for item in read_archive(path, progress):
         if isinstance(item, ArchiveProblem):
             tally.fail(item.what, item.why)
@@ -200,88 +202,60 @@ def import_(
             if take_texts is not None:
                 take_texts(item)
                 tally.texts += len(item)
-        elif item.key in target.entries([item.key]):
+        elif item.key in target.stat([item.key]):
             tally.known += 1
         elif why := _import_chunk(store, item, target):
             tally.fail(item.key, why)
         else:
-            tally.done[item.key] = item.nbytes
-    tally.keep_only(target.entries(list(tally.done)), f"tier {target.name} has too little space for all of them")
+            tally.done[item.key] = item.meta.nbytes
+    tally.keep_only(target)
     return tally.outcome()
 
 
 def gc(store: KVStore) -> dict[str, Freed]:
     """Collect garbage: delete expired entries, and what no entry needs.
 
-    An entry that has expired in one tier is kept while another tier of this store has a more recent use of it.
+    An entry that has expired in one tier is kept while another tier of this store has a more recent use of it. Remote
+    tiers expire entries by themselves.
 
     Returns:
         What was freed, by tier name; tiers that do not answer are left out.
     """
-    freed = {tier.name: _delete_expired(store, tier).plus(_tidy(tier)) for tier in store.tiers}
+    freed = {tier.name: tier.tidy() if tier.remote else _delete_expired(store, tier) for tier in store.tiers}
     silent = store.silent()
     return {name: tier_freed for name, tier_freed in freed.items() if name not in silent}
 
 
-def _tidy(tier: Tier) -> Freed:
-    return tier.tidy() if isinstance(tier, Tidies) else Freed()
-
-
 def _delete_expired(store: KVStore, tier: Tier) -> Freed:
-    entries = tier.entries() if store.expired is not None else {}
-    old = store.too_old(entries.values())
+    old = set(store.too_old(tier.list()))
     for other in store.tiers if old else ():
-        there = other.entries(old) if other is not tier else {}
-        fresh = there.keys() - set(store.too_old(there.values()))
-        old = [key for key in old if key not in fresh]
-    old = store.too_old(tier.entries(old).values()) if old else old  # may have been used while listing
+        there = other.stat(old)  # also of this tier: one may have been used while listing
+        old -= there.keys() - set(store.too_old(there.values()))
+    nbytes = sum(entry.nbytes for entry in tier.stat(old).values())
     n_deleted = tier.delete(old) if old else 0
-    remaining = tier.entries(old) if 0 < n_deleted < len(old) else {}
-    nbytes = sum(entries[key].nbytes for key in old if key not in remaining) if n_deleted else 0
-    return Freed(expired=n_deleted, nbytes=nbytes)
+    return Freed(n_deleted, nbytes=nbytes if n_deleted else 0).plus(tier.tidy())
 
 
 def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[ChunkKey, Entry]:
     """Return the least lossy entry of each chunk, from the first of `tiers` that has it."""
     found: dict[ChunkKey, Entry] = {}
     for tier in tiers:
-        there = tier.entries(keys)
-        found |= {key: each for key, each in there.items() if key not in found or not _is_as_good(found[key], each)}
+        for entry in tier.list() if keys is None else tier.stat(keys).values():
+            other = found.get(entry.key)
+            if other is None or loss_of(entry.sizes) < loss_of(other.sizes):
+                found[entry.key] = entry
     return found
-
-
-def _is_as_good(there: Entry, other: Entry | None) -> bool:
-    """Return whether an entry is no lossier than another one."""
-    return other is None or loss_of(there.sizes) <= loss_of(other.sizes)
-
-
-def _copy_chunk(store: KVStore, key: ChunkKey, target: Tier, tally: OutcomeBuilder) -> str | None:
-    """Copy one chunk to `target`; return None if that worked, else the reason."""
-    whole = store.read_whole(key)
-    if whole is None:
-        return "it is not in the store, or cannot be read"
-    nbytes = whole[0].nbytes
-    if tally.written_nbytes + nbytes > target.capacity or not store.write_whole(key, *whole, target):
-        return f"tier {target.name} has no space for it, or did not accept it"
-    tally.done[key] = nbytes
-    tally.written_nbytes += nbytes
-    return None
 
 
 def _import_chunk(store: KVStore, chunk: ArchivedChunk, target: Tier) -> str | None:
     """Import a chunk of an archive; return None if that worked, else the reason."""
-    if chunk.nbytes > target.capacity:
-        return f"it takes {chunk.nbytes:,} bytes, tier {target.name} has {target.capacity:,} in all"
-    unreadable = [level for level in chunk.meta.levels if not store.levels.readable(chunk.key, [level])]
-    if unreadable:
-        return f"it is stored at level {unreadable[0]}, which this store cannot decode for its model"
     try:
-        blobs = chunk.read()
         for level in chunk.meta.levels:
-            store.levels.check(chunk.key, level, (chunk.meta, blobs))
-    except (OSError, ValueError) as error:
+            meta, blobs = only((chunk.meta, chunk.blobs), level)
+            store.levels.decoded(chunk.key, level, blobs, meta.layers)
+    except ValueError as error:
         return str(error)[:200]
-    is_written = store.write_whole(chunk.key, chunk.meta, blobs, target)
+    is_written = store.write_whole(chunk.key, chunk.meta, chunk.blobs, target)
     return None if is_written else f"tier {target.name} has no space for it, or did not accept it"
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ragfuse.errors import StoreError
 from ragfuse.process.shared import note
-from ragfuse.store.breaker import Breaker, BreakerOpen
+from ragfuse.store.breaker import Breaker
 from ragfuse.store.catalog_file import CatalogFile, KnownText
 from ragfuse.store.session_catalog import SessionCatalog, SessionRow
 
@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 COOL_DOWN_S = 10.0
 """Seconds without another try after the file could not be read or written."""
-LOCK_WAIT_S = 3.0
-"""Most seconds that an answer waits for another process that is writing the file."""
 
 
 class CatalogQueries(ABC):
@@ -172,7 +170,7 @@ class Catalog(CatalogQueries):
 
     A query returns its default if there is no file, or if the file cannot be read or written. Such a failure is counted
     in `failures`, logged once, and named in the trace of each answer that it affects. The file is then not tried again
-    for `COOL_DOWN_S`. A query waits at most `LOCK_WAIT_S` for a lock on the file.
+    for `COOL_DOWN_S`.
 
     Args:
         file: The file; None for a store without a disk, whose catalog stays empty.
@@ -182,7 +180,7 @@ class Catalog(CatalogQueries):
         self.file, self.failures = file, 0
         self._lock, self._why = threading.Lock(), ""
         name = f"The catalog of {file.path}" if file is not None else ""
-        self._breaker = Breaker(name, (StoreError,), cool_down_s=COOL_DOWN_S, error_text=_cause)
+        self._breaker = Breaker(name, COOL_DOWN_S)
         self.strict = StrictCatalog(self)
 
     def try_get(self, name: str) -> tuple[bool, dict[str, Any] | None]:
@@ -211,19 +209,17 @@ class Catalog(CatalogQueries):
         file = self.file
         if file is None:
             return False, None
-        try:
-            with self._breaker.guard():
-                try:
-                    with file.lock_wait_limited(LOCK_WAIT_S):
-                        return True, query(file)
-                except StoreError:
-                    if self.file is file:
-                        raise
+        if self._breaker.enter():
+            try:
+                found = query(file)
+            except StoreError as error:
+                if self.file is not file:
                     return False, None  # closed during the query
-        except StoreError as error:
-            self._why = f"{self._breaker.name}: {_cause(error)}"
-        except BreakerOpen:
-            pass
+                self._breaker.failed("be used", error)
+                self._why = f"{self._breaker.name}: {error.__cause__ or error}"
+            else:
+                self._breaker.succeeded()
+                return True, found
         with self._lock:
             self.failures += 1
         note(self._why)
@@ -246,8 +242,3 @@ class StrictCatalog(CatalogQueries):
             if self._catalog.file is file:
                 raise
             return default  # closed during the query
-
-
-def _cause(error: Exception) -> str:
-    """Return the system's own message, without our advice for a store that cannot be opened."""
-    return str(error.__cause__ or error)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragfuse.settings import SharedWith
 from ragfuse.store.database import Database, Row
 from ragfuse.store.folder import describe_error, locked, open_folder, refusal
-from ragfuse.store.session_catalog import SESSION_SCHEMA, SESSION_TABLES, SessionCatalog
+from ragfuse.store.session_catalog import SESSION_SCHEMA, SessionCatalog
 from ragfuse.types.keys import FORMAT_VERSION
 
 _SCHEMA = f"""{SESSION_SCHEMA}
@@ -30,6 +30,8 @@ _ADD = """
 INSERT INTO texts(model, key, text, source) VALUES (?, ?, ?, ?)
 ON CONFLICT(model, key, source) DO UPDATE SET text = excluded.text WHERE text != excluded.text
 """
+LOCK_WAIT_S = 3.0
+"""Most seconds that a query waits for another process that is writing the file."""
 _PAGE = "SELECT id, key, text, source FROM texts WHERE model = ? AND id > ? ORDER BY id LIMIT 1000"
 
 
@@ -55,11 +57,7 @@ class CatalogFile:
     def __init__(self, path: str | Path, shared_with: SharedWith = "nobody") -> None:
         self.path = open_folder(Path(path).expanduser(), shared_with)
         with self._store_errors(), locked(self.path / "lock"):
-            self._database = Database(self.path / "catalog.sqlite", _SCHEMA, FORMAT_VERSION)
-            for table in ("profiles", "texts", *SESSION_TABLES):
-                if not self._database.is_sound(table):
-                    with self._database.write() as transaction:
-                        self._database.rebuild(transaction, table)
+            self._database = Database(self.path / "catalog.sqlite", _SCHEMA, FORMAT_VERSION, LOCK_WAIT_S)
         self.sessions = SessionCatalog(self._database, self._store_errors)
 
     def get(self, name: str) -> dict[str, Any] | None:
@@ -158,10 +156,6 @@ class CatalogFile:
             arguments.append(json.dumps(list(keys)))
         with self._store_errors(), self._database.write() as transaction:
             return transaction.execute(sql, arguments).rowcount
-
-    def lock_wait_limited(self, wait_s: float) -> AbstractContextManager[None]:
-        """Return a context in which this thread waits at most `wait_s` seconds for other writers of the file."""
-        return self._database.lock_wait_limited(wait_s)
 
     def close(self) -> None:
         """Close the file."""

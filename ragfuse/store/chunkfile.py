@@ -1,9 +1,9 @@
-"""The file format of an entry: a header, then layer after layer, so that a layer is one read at a known offset.
+"""The format of an entry: a header, then layer after layer, so that some layers are one read at a known offset.
 
     magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} · layers
 
-Header and layers begin at multiples of 64 bytes with zeros in between; numbers are little-endian. Every byte is
-checked, by a checksum or for being zero. `Header` parses any bytes, `ChunkFile` reads a file.
+Header and layers begin at multiples of 64 bytes with zeros in between; numbers are little-endian. Header and layers
+have checksums. `Header` parses any bytes, `ChunkFile` reads a file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from ragfuse.codec import checksum
 from ragfuse.store.access import open_file
-from ragfuse.store.plainfile import check_there, open_plain
-from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, parsed
+from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 FILE_MAGIC = b"RAGFUSE\0"
@@ -44,14 +43,6 @@ def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
     return head.ljust(_aligned(len(head)), b"\0")
 
 
-def layer_offsets(header_nbytes: int, meta: EntryMeta) -> list[int]:
-    """Return the offset of each layer in bytes, and last the size of the whole entry."""
-    offsets = [_aligned(header_nbytes)]
-    for layer in meta.layers:
-        offsets.append(offsets[-1] + _aligned(layer.nbytes))
-    return offsets
-
-
 def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a whole entry in order: the header, then each layer and its padding."""
     yield header
@@ -60,25 +51,14 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
         yield bytes(_aligned(blob.numel()) - blob.numel())
 
 
-class NotAnEntryError(ValueError):
-    """The bytes are not a damaged entry but something else, such as a proxy's error page or somebody else's file."""
-
-
 def header_nbytes(begin: bytes | bytearray) -> int:
     """Return the padded length of an entry's header, from its first bytes; raise ValueError if it is none."""
-    return _aligned(_text_end(begin))
-
-
-def _text_end(begin: bytes | bytearray) -> int:
-    """Return the offset at which the header's JSON ends."""
-    if not begin.startswith(FILE_MAGIC[: len(begin)]):
-        raise NotAnEntryError("not a chunk file")
     if len(begin) < _FIXED.size:
-        raise ValueError("the file ends too early")
-    _, version, nbytes, _ = _FIXED.unpack_from(begin)
-    if version != FORMAT_VERSION:
-        raise ValueError(f"it has format version {version}, not {FORMAT_VERSION}")
-    return int(_FIXED.size + min(nbytes, _MAX_HEADER_NBYTES))
+        raise ValueError("it ends too early")
+    magic, version, nbytes, _ = _FIXED.unpack_from(begin)
+    if magic != FILE_MAGIC or version != FORMAT_VERSION:
+        raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
+    return _aligned(_FIXED.size + min(nbytes, _MAX_HEADER_NBYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +68,7 @@ class Header:
     Args:
         key: The entry's key.
         meta: Its description.
-        offsets: Where each layer begins in bytes, and last the size of the whole entry.
+        offsets: Where each piece begins in bytes, and last the size of the whole entry.
     """
 
     key: ChunkKey
@@ -98,72 +78,55 @@ class Header:
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Header:
         """Parse the header at the beginning of `data`; raise ValueError if it is incomplete, damaged or no header."""
-        end, nbytes = _text_end(data), header_nbytes(data)
-        text = bytes(data[_FIXED.size : end])
-        if len(data) < nbytes:
-            raise ValueError("the file ends too early")
-        if any(data[end:nbytes]):
-            raise ValueError("the padding of the header is not zero")
-        if blake3(text).digest() != _FIXED.unpack_from(data)[3]:
+        end = header_nbytes(data)
+        _, _, nbytes, digest = _FIXED.unpack_from(data)
+        text = bytes(data[_FIXED.size : _FIXED.size + nbytes])
+        if blake3(text).digest() != digest:
             raise ValueError("checksum of the header does not match")
         try:
-            fields = parsed(text)
-            key, meta = ChunkKey.parse(fields["key"]), EntryMeta.from_json(fields["meta"])
+            fields = json.loads(text)
+            meta = EntryMeta.from_json(fields["meta"])
+            return cls(ChunkKey.parse(fields["key"]), meta, offsets(end, meta))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its header cannot be read: {error!r}") from error
-        return cls(key, meta, layer_offsets(nbytes, meta))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole entry."""
         return self.offsets[-1]
 
-    def span(self, first: int, count: int) -> tuple[int, int]:
-        """Return the byte range of `count` layers from `first` on, including the padding of the last."""
-        return self.offsets[first], self.offsets[first + count]
+    def span(self, wanted: range) -> tuple[int, int]:
+        """Return the byte range of some pieces, including the padding of the last."""
+        return self.offsets[wanted.start], self.offsets[wanted.stop]
 
-    def cut(self, span: Tensor, first: int, count: int, *, verify: bool) -> list[Tensor]:
-        """Cut the bytes of a `span` into its layers.
-
-        Args:
-            span: The bytes of that range, uint8.
-            first: The first layer.
-            count: How many layers.
-            verify: Whether to check the layers' checksums and the padding.
-
-        Returns:
-            The layers, uint8 `[nbytes]` each, as views of `span`.
-
-        Raises:
-            ValueError: A check failed.
-        """
+    def cut(self, span: Tensor, wanted: range) -> list[Tensor]:
+        """Cut the bytes of a `span`, uint8, into its pieces, which are views of it; ValueError for a damaged one."""
         blobs = []
-        for layer in range(first, first + count):
-            lo, hi = self.offsets[layer] - self.offsets[first], self.offsets[layer + 1] - self.offsets[first]
-            end = lo + self.meta.layers[layer].nbytes
-            blobs.append(span[lo:end])
-            if verify and checksum(blobs[-1]) != self.meta.layers[layer].checksum:
-                raise ValueError(f"checksum of layer {layer} does not match")
-            if verify and end < hi and span[end:hi].any():
-                raise ValueError(f"the padding of layer {layer} is not zero")
+        for at in wanted:
+            begin = self.offsets[at] - self.offsets[wanted.start]
+            blob = span[begin : begin + self.meta.layers[at].nbytes]
+            if checksum(blob) != self.meta.layers[at].checksum:
+                raise ValueError(f"checksum of layer {at} does not match")
+            blobs.append(blob)
         return blobs
+
+
+def offsets(header_nbytes: int, meta: EntryMeta) -> list[int]:
+    """Return the offset of each piece in bytes, and last the size of the whole entry."""
+    found = [_aligned(header_nbytes)]
+    for layer in meta.layers:
+        found.append(found[-1] + _aligned(layer.nbytes))
+    return found
 
 
 def write_chunk(path: Path, header: bytes, blobs: Sequence[Tensor]) -> None:
     """Write a new file at `path`, synced to the medium when this returns."""
-    fd = open_file(path, os.O_WRONLY | os.O_EXCL)
-    try:
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_EXCL), "wb", buffering=0) as file:
         for piece in pieces(header, blobs):
-            _write_all(fd, piece)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+            view = memoryview(piece)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
 
 
 class ChunkFile:
@@ -173,76 +136,55 @@ class ChunkFile:
 
     Raises:
         OSError: It cannot be opened or read.
-        ValueError: It is no plain file, or not a complete entry.
+        ValueError: It is not a complete entry.
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = -1
-        self._fd = open_plain(path)
-        self.nbytes = os.fstat(self._fd).st_size
-        self._header = self._parse()
-        if self.nbytes != self._header.nbytes:
-            raise ValueError(f"it should have {self._header.nbytes} bytes, but has {self.nbytes}")
-
-    @property
-    def key(self) -> ChunkKey:
-        """The entry's key."""
-        return self._header.key
+        self._file = path.open("rb", buffering=0)
+        fixed = self._file.read(_FIXED.size)
+        rest = header_nbytes(fixed) - len(fixed)
+        self.header = Header.parse(fixed + self._file.read(rest))
+        if os.fstat(self._file.fileno()).st_size != self.header.nbytes:
+            raise ValueError(f"it should have {self.header.nbytes} bytes, and has another number")
 
     @property
     def meta(self) -> EntryMeta:
         """The entry's description."""
-        return self._header.meta
+        return self.header.meta
 
     @property
     def is_unlinked(self) -> bool:
         """Whether the file was deleted or replaced since it was opened."""
-        return os.fstat(self._fd).st_nlink == 0
+        return os.fstat(self._file.fileno()).st_nlink == 0
 
-    def expect(self, first: int, count: int) -> None:
-        """Ask the operating system to prefetch these layers, where it supports that; errors are ignored."""
-        if hasattr(os, "posix_fadvise") and 0 <= first < first + count <= len(self.meta.layers):
-            begin, end = self._header.span(first, count)
+    def expect(self, wanted: range) -> None:
+        """Ask the operating system to prefetch these pieces, where it supports that; errors are ignored."""
+        begin, end = self.header.span(wanted)
+        if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
-                os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._file.fileno(), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
-    def read(self, first: int, count: int = 1, *, verify: bool = True) -> list[Tensor]:
-        """Read `count` layers from `first` on into one new allocation; return uint8 `[nbytes]` each.
+    def read(self, wanted: range) -> list[Tensor]:
+        """Read some pieces into one new allocation; return uint8 `[nbytes]` each.
 
         They are read about a megabyte at a time; each part is checked while the system prefetches the next.
         """
-        self.expect(first, count)
-        begin, end = self._header.span(first, count)
-        check_there(self._fd, begin, end)
+        self.expect(wanted)
+        begin, end = self.header.span(wanted)
         whole, blobs = torch.empty(end - begin, dtype=torch.uint8), list[Tensor]()
-        a_piece = max(1, FILE_READ_NBYTES // max(layer.nbytes for layer in self.meta.layers[first : first + count]))
-        for at in range(first, first + count, a_piece):
-            some = min(a_piece, first + count - at)
-            lo, hi = self._header.span(at, some)
-            piece = whole[lo - begin : hi - begin]
-            _read_all(self._fd, piece.numpy().data, lo)
-            blobs += self._header.cut(piece, at, some, verify=verify)
+        largest = max(layer.nbytes for layer in self.meta.layers[wanted.start : wanted.stop])
+        step = max(1, FILE_READ_NBYTES // largest)
+        for at in range(wanted.start, wanted.stop, step):
+            some = range(at, min(at + step, wanted.stop))
+            lo, hi = self.header.span(some)
+            part = whole[lo - begin : hi - begin]
+            self._read_all(part.numpy().data, lo)
+            blobs += self.header.cut(part, some)
         return blobs
 
-    def _parse(self) -> Header:
-        fixed = bytearray(_FIXED.size)
-        _read_all(self._fd, fixed, 0)
-        if header_nbytes(fixed) > self.nbytes:
-            raise ValueError("the file ends too early")
-        head = bytearray(header_nbytes(fixed))
-        _read_all(self._fd, head, 0)
-        return Header.parse(head)
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-
-def _read_all(fd: int, buffer: bytearray | memoryview, offset: int) -> None:
-    """Fill `buffer` from `offset` on; raise ValueError if the file ends too early."""
-    view = memoryview(buffer)
-    while view:
-        n = os.preadv(fd, [view], offset)
-        if n == 0:
-            raise ValueError("the file ends too early")
-        view, offset = view[n:], offset + n
+    def _read_all(self, view: memoryview, offset: int) -> None:
+        while view:
+            n = os.preadv(self._file.fileno(), [view], offset)
+            if n == 0:
+                raise ValueError("the file ends too early")
+            view, offset = view[n:], offset + n

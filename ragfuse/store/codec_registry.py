@@ -19,7 +19,6 @@ from ragfuse.store import Tier
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.levels import TABLELESS
 from ragfuse.store.named import as_entry, value_of
-from ragfuse.store.tier import parsed
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.levels import LEVEL_NAMES
 
@@ -74,7 +73,7 @@ class CodecRegistry:
         """Save tables, pinned, in every slow tier that lacks them. Failures are ignored: the catalog has them, too."""
         key, value = _key(tables.digest), json.dumps(tables.as_dict()).encode()
         for tier in self.tiers:
-            if tier.slow and key not in tier.entries([key]) and tier.write(key, *as_entry(tables.digest, value)):
+            if tier.slow and key not in tier.stat([key]) and tier.put(key, *as_entry(tables.digest, value)):
                 tier.pin([key], True)
 
     # inside
@@ -126,6 +125,6 @@ def _read(tier: Tier, tables: str) -> object:
     """Return the parsed JSON of tables in a tier, or None if there is none or it is damaged."""
     value = value_of(tier, _key(tables))
     try:
-        return parsed(value) if value is not None else None
+        return json.loads(value) if value is not None else None
     except ValueError:
         return None

@@ -1,8 +1,8 @@
 """A tier that stores each entry as a file in one folder, which threads and processes may share.
 
-`chunkfile.py` has the file format, `index.py` the table of entries, `upkeep.py` the repair of both after a crash.
-A write reserves room in the index before it writes a byte, and eviction removes the file before the row, so the files
-never exceed `capacity`, even if a process is killed. An entry gets its row only once its file is complete.
+`chunkfile.py` has the file format, `index.py` the table of entries. A file appears by a rename inside the transaction
+that makes room for it and adds its row, so a process that is killed leaves an entry whole or absent; what else it
+leaves is put right when the folder is opened next.
 """
 
 from __future__ import annotations
@@ -12,45 +12,51 @@ import os
 import sqlite3
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from operator import attrgetter
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from torch import Tensor
 
 from ragfuse.process.lru import LRU
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder
-from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
-from ragfuse.store.folder import FolderWriter, describe_error, fsync_folder, is_full, locked, open_folder, refusal
+from ragfuse.store.chunkfile import ChunkFile, offsets, pack_header, write_chunk
+from ragfuse.store.folder import describe_error, fsync_folder, locked, open_folder, refusal
 from ragfuse.store.index import Index
-from ragfuse.store.plainfile import remove
-from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
-from ragfuse.store.upkeep import Upkeep, chunk_path, folder_in_place
-from ragfuse.types.keys import ChunkKey
+from ragfuse.store.tier import EntryMeta, Evictor, Freed, Tier, victims
+from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import Entry
 
 log = logging.getLogger("ragfuse.store")
 
+_Found = TypeVar("_Found")
 _TOUCHES = 256
 _TOUCH_INTERVAL_S = 5.0
 _CLOSE_S = 1.0
+_ABANDONED_S = 3600.0
+"""Seconds after which a temporary file belongs to a writer that was killed."""
 WARN_AGAIN_S = 60.0
-"""Seconds before the same kind of error is logged as a warning again."""
+"""Seconds before an error is logged as a warning again."""
 
 
-class DiskTier:
+def chunk_path(root: Path, key: ChunkKey | str) -> Path:
+    """Return the path of an entry's file."""
+    name = digest("file", str(key))
+    return root / "chunks" / name[:2] / f"{name}.kv"
+
+
+class DiskTier(Tier):
     """A tier in a folder. Opening evicts nothing: if more than `capacity` is stored, the next write makes room.
 
     Args:
         path: The folder; it is created if it is missing.
-        capacity: Most bytes that its files may occupy.
+        capacity: Most bytes that its entries may occupy.
         evict: The eviction policy.
-        verify: Whether to check the checksum of every layer that is read.
         open_files: How many files stay open between reads.
         name: Name of the tier.
         clock: Returns the time in seconds since the epoch.
@@ -60,7 +66,7 @@ class DiskTier:
         StoreError: The folder cannot be used.
     """
 
-    slow = True
+    pins = True
 
     def __init__(
         self,
@@ -68,24 +74,23 @@ class DiskTier:
         capacity: int,
         evict: Evictor,
         *,
-        verify: bool = True,
         open_files: int = 64,
         name: str = "disk",
         clock: Callable[[], float] = time.time,
         shared_with: SharedWith = "nobody",
     ) -> None:
-        self.name, self.capacity, self.counts = name, capacity, Counts()
+        super().__init__(name, capacity)
         self.path = open_folder(Path(path).expanduser(), shared_with)
-        self._evict, self._verify, self._clock = evict, verify, clock
+        self._evict, self._clock = evict, clock
         self._files = LRU[ChunkKey, ChunkFile](open_files)  # a file that leaves is closed after its last reader
         self._touched: dict[ChunkKey, tuple[float, int]] = {}
         self._touched_at, self._touch_lock = clock(), threading.Lock()
-        self._serial, self._closed = count(), False
-        self._warned_at: dict[object, float] = {}  # kind of error -> when it was last logged as a warning
-        self._under_way: set[str] = set()  # temp files of this object's writes
-        self._freed_at_opening = Freed()
+        self._closed, self._warned_at = False, -WARN_AGAIN_S
         try:
-            self._open()
+            make_folder(self.path / "chunks")
+            with locked(self.path / "lock"):
+                self._index = Index(self.path / "index.sqlite", name)
+                self._freed_at_opening = self._reconcile()
         except (OSError, sqlite3.Error) as error:
             raise refusal(self.path, describe_error(self.path, error)) from error
 
@@ -96,211 +101,170 @@ class DiskTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, including those being written."""
-        if self._closed:
-            return 0
-        try:
-            return self._index.nbytes()
-        except sqlite3.Error as error:
-            self._failed("weigh", self.path, error)
-            return 0
+        """Bytes of all entries."""
+        return self._ask("weigh", lambda: self._index.nbytes(), 0)
 
     @property
-    def n_entries(self) -> int:
-        """Entries stored now; 0 while the index cannot be read."""
-        try:
-            return 0 if self._closed else len(self._index)
-        except sqlite3.Error as error:
-            self._failed("count entries in", self.path, error)
-            return 0
+    def answers(self) -> bool:
+        """Whether the index can be read."""
+        return self._ask("read", lambda: self._index.nbytes() >= 0, False)
 
-    def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """Return the entries with these keys, or all, as the index lists them; the file of one may be missing."""
-        if self._closed:
-            return {}
-        try:
-            found = self._index.entries(keys)
-        except (sqlite3.Error, ValueError) as error:
-            self._failed("look up entries in", self.path, error)
-            return {}
-        now = self._clock()
-        with self._touch_lock:
-            for key in found.keys() & self._touched.keys():
-                when, hits = self._touched[key]
-                entry = found[key]
-                found[key] = replace(entry, last_used=max(entry.last_used, min(when, now)), hits=entry.hits + hits)
-        return found
+    def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Return the entries with these keys, as the index lists them; the file of one may be missing."""
+        return {entry.key: entry for entry in self._listed(keys)}
 
-    def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """Return an entry's description and `count` pieces (`Tier.read`). A damaged entry is dropped and counted."""
+    def list(self) -> Sequence[Entry]:
+        """Return all entries, least recently used first."""
+        return self._listed(None)
+
+    def get(
+        self, key: ChunkKey, layers: range, level: str | None = None
+    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """Return an entry's description and some layers (`Tier.get`). A damaged entry is dropped and counted."""
         if self._closed:
             return None
         try:
-            file = self._open_file(key, first)
-            if not 0 <= first < first + count <= len(file.meta.layers):
-                return None
-            blobs = file.read(first, count, verify=self._verify)
-        except FileNotFoundError:
-            self._drop(key, "its file is gone", is_missing=True)
-            return None
-        except ValueError as error:
-            self._drop(key, str(error))
+            file = self._open_file(key, is_new=layers.start == 0)
+            wanted = file.meta.pieces(layers, level)
+            blobs = file.read(wanted) if wanted is not None else []
+        except (FileNotFoundError, ValueError) as error:
+            self._drop(key, error)
             return None
         except OSError as error:  # the medium, not the entry: too many open files, an I/O error
-            self._failed("read", key, error)
+            self._failed("read", error)
             return None
-        self._touch(key, hit=file.meta.begins(first))
+        if not blobs:
+            return None
+        self._touch([key], hits=int(layers.start == 0))
         return file.meta, *blobs
 
-    def expect(self, keys: Iterable[ChunkKey], first: int, count: int) -> None:
-        """Ask the operating system to prefetch `count` pieces; errors are left to the read that follows."""
+    def expect(self, keys: Iterable[ChunkKey], layers: range, level: str | None = None) -> None:
+        """Ask the operating system to prefetch these layers; errors are left to the read that follows."""
         for key in () if self._closed else keys:
             with suppress(OSError, ValueError):
-                self._open_file(key, first).expect(first, count)
+                file = self._open_file(key)
+                if wanted := file.meta.pieces(layers, level):
+                    file.expect(wanted)
 
-    def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry (`Tier.write`) as one file, which appears whole or not at all."""
-        meta.check(blobs)
-        if ChunkKey.parse(str(key)) != key:
-            raise ValueError(f"{key!r} cannot be stored: written as text and read back, it is another key.")
-        if self._closed:
-            return False
-        try:
-            return self._write(key, meta.sealed(blobs), blobs)
-        except (OSError, sqlite3.Error) as error:
-            self._failed("write", key, error)
-            return False
+    def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        """Store an entry (`Tier.put`) as one file, which appears whole or not at all."""
+        return self._ask("write", lambda: self._put(key, meta.sealed(blobs), blobs), False)
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
         """Delete entries and return how many there were."""
-        doomed = list(keys)
-        try:
+        doomed = [*keys]
+
+        def remove() -> int:
             with self._index.write() as transaction:
                 return self._remove(transaction, doomed)
-        except (OSError, sqlite3.Error) as error:
-            self._failed("delete entries in", self.path, error)
-            return 0
+
+        return self._ask("delete entries in", remove, 0)
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect entries from eviction, or stop protecting them. Pins outlive the process."""
-        try:
+
+        def write() -> None:
             with self._index.write() as transaction:
                 self._index.pin(transaction, keys, pinned)
-        except sqlite3.Error as error:
-            self._failed("pin entries in", self.path, error)
+
+        self._ask("pin entries in", write, None)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Set the last use of these entries to now, without counting a hit.
-
-        Other processes see it at once or, if the index is busy, after the next write or read of this one.
-        """
-        if self._closed:
-            return
-        now = self._clock()
-        with self._touch_lock:
-            for key in keys:
-                self._touched[key] = (now, self._touched.get(key, (now, 0))[1])
-        self._flush_touches(wait_s=0.0)
+        """Set the last use of these entries to now, without counting a hit."""
+        if not self._closed:
+            self._touch(keys, hits=0)
+            self._flush_touches(wait_s=0.0)
 
     def tidy(self) -> Freed:
-        """Remove what interrupted writes left behind, and check every file against the index.
+        """Remove what interrupted writes left behind, and make rows and files agree.
 
         Returns:
             What was freed, at the first call with what opening the tier has freed already.
         """
-        if self._closed:
-            return Freed()
-        try:
-            with self._index.write() as transaction:
-                freed = self._upkeep.clean_up_dead_writes(transaction)
-            freed = freed.plus(self._upkeep.reconcile())
-            with locked(self.path / "lock"):
-                self._owner.sweep()
-        except (OSError, sqlite3.Error) as error:
-            self._failed("tidy", self.path, error)
-            return Freed()
-        freed, self._freed_at_opening = freed.plus(self._freed_at_opening), Freed()
-        return freed
+        freed, self._freed_at_opening = self._freed_at_opening, Freed()
+        return freed.plus(self._ask("tidy", self._reconcile, Freed()))
 
     def close(self) -> None:
         """Write the latest uses to the index and close all files. Closing twice does nothing."""
+        if not self._closed:
+            self._flush_touches(wait_s=_CLOSE_S)
+            self._closed = True
+            self._files.clear()
+            self._index.close()
+
+    # inside
+
+    def _ask(self, doing: str, call: Callable[[], _Found], otherwise: _Found) -> _Found:
+        """Return what `call` returns, or `otherwise` if the medium fails, which is counted."""
         if self._closed:
-            return
-        self._flush_touches(wait_s=_CLOSE_S)
-        self._closed = True
-        self._files.clear()
-        self._index.close()
-        self._owner.close()
-
-    # opening
-
-    def _open(self) -> None:
-        chunks, writers = self.path / "chunks", self.path / "writers"
-        make_folder(chunks)
-        make_folder(writers)
-        with locked(self.path / "lock"):
-            self._index = Index(self.path / "index.sqlite", self.name, self._clock)
-            self._owner = FolderWriter(writers)
-            self._upkeep = Upkeep(self.path, self._index, self._owner, self._under_way, self._count_corrupt)
-            with self._index.write() as transaction:
-                self._freed_at_opening = self._upkeep.clean_up_dead_writes(transaction)
-            lacks_room = self._index.lacks_room or (self._upkeep.is_due() and not self._reconciled())
-            self._owner.sweep()
-        if lacks_room:
-            log.warning(
-                "The disk of %s is full: what is stored is read, but nothing is added until there is room. Free space "
-                "on it, or delete entries: ragfuse store clear.",
-                self.path,
-            )
-
-    def _reconciled(self) -> bool:
-        """Check every file against the index; return False where the disk has no room for that."""
+            return otherwise
         try:
-            self._freed_at_opening = self._freed_at_opening.plus(self._upkeep.reconcile())
+            return call()
         except (OSError, sqlite3.Error) as error:
-            if is_full(self.path, error):
-                return False
-            raise
-        return True
+            self._failed(doing, error)
+            return otherwise
+
+    def _failed(self, doing: str, error: Exception) -> None:
+        self.counts.add("failed")
+        now = time.monotonic()
+        level = logging.WARNING if now - self._warned_at >= WARN_AGAIN_S else logging.DEBUG
+        self._warned_at = now if level == logging.WARNING else self._warned_at
+        message = "Could not %s %s (tier %s): %s; the next such error is logged after %g s"
+        log.log(level, message, doing, self.path, self.name, describe_error(self.path, error), WARN_AGAIN_S)
 
     # reading
 
-    def _path(self, key: ChunkKey) -> Path:
-        return chunk_path(self.path, key)
+    def _listed(self, keys: Iterable[ChunkKey] | None) -> Sequence[Entry]:
+        none: Sequence[Entry] = ()
+        found = self._ask("look up entries in", lambda: self._index.entries(keys), none)
+        with self._touch_lock:
+            touched = {entry.key: self._touched.get(entry.key, (entry.last_used, 0)) for entry in found}
+        return [
+            replace(
+                entry, last_used=max(entry.last_used, touched[entry.key][0]), hits=entry.hits + touched[entry.key][1]
+            )
+            for entry in found
+        ]
 
-    def _open_file(self, key: ChunkKey, first: int) -> ChunkFile:
+    def _open_file(self, key: ChunkKey, *, is_new: bool = False) -> ChunkFile:
         """Return the open file of an entry.
 
-        A reader that has read earlier layers may finish on a file that was deleted since; a new reader opens it again.
+        A reader that has read earlier layers may finish on a file that was deleted since; a new one opens it again.
         """
         file = self._files.get(key)
-        if file is not None and not (file.meta.begins(first) and file.is_unlinked):
+        if file is not None and not (is_new and file.is_unlinked):
             return file
-        file = ChunkFile(self._path(key))
-        if file.key != key:
-            raise ValueError(f"it holds {file.key}")
+        file = ChunkFile(chunk_path(self.path, key))
+        if file.header.key != key:
+            raise ValueError(f"it holds {file.header.key}")
         self._files.add(key, file)
         if file.is_unlinked:  # deleted between opening and adding
             self._files.discard([key])
         return file
 
-    def _drop(self, key: ChunkKey, why: str, *, is_missing: bool = False) -> None:
+    def _drop(self, key: ChunkKey, why: Exception) -> None:
         """Drop an entry that cannot be read, unless another process deleted or rewrote it meanwhile."""
         self._files.discard([key])
-        if not self.entries([key]):
-            return
-        try:
-            with self._index.write() as transaction:
-                if not (is_missing and self._path(key).exists()) and self._remove(transaction, [key]):
-                    self._count_corrupt(key, folder_in_place(self._path(key)) or why)
-        except (OSError, sqlite3.Error) as error:
-            self._failed("drop", key, error)
+        is_missing = isinstance(why, FileNotFoundError)
 
-    def _touch(self, key: ChunkKey, *, hit: bool) -> None:
-        """Note a use in memory; the index is updated only now and then."""
+        def remove() -> None:
+            with self._index.write() as transaction:
+                if not (is_missing and chunk_path(self.path, key).exists()) and self._remove(transaction, [key]):
+                    self._corrupt(key, "its file is gone" if is_missing else str(why))
+
+        self._ask("drop an entry in", remove, None)
+
+    def _corrupt(self, what: object, why: str) -> None:
+        self.counts.add("corrupt")
+        message = "Deleted the damaged entry %s from tier %s; it is computed again when needed: %s"
+        log.warning(message, what, self.name, why)
+
+    def _touch(self, keys: Iterable[ChunkKey], *, hits: int) -> None:
+        """Note uses in memory; the index is updated only now and then."""
         now = self._clock()
         with self._touch_lock:
-            self._touched[key] = (now, self._touched.get(key, (now, 0))[1] + hit)
+            for key in keys:
+                self._touched[key] = (now, self._touched.get(key, (now, 0))[1] + hits)
             is_due = len(self._touched) >= _TOUCHES or not 0 <= now - self._touched_at < _TOUCH_INTERVAL_S
             if is_due:
                 self._touched_at = now
@@ -308,7 +272,7 @@ class DiskTier:
             self._flush_touches(wait_s=0.0)
 
     def _flush_touches(self, *, wait_s: float) -> None:
-        with suppress(sqlite3.Error), self._index.write(wait_s=wait_s) as transaction:
+        with suppress(sqlite3.Error), self._index.write(wait_s) as transaction:
             self._write_touches(transaction)
 
     def _write_touches(self, transaction: sqlite3.Connection) -> None:
@@ -318,100 +282,89 @@ class DiskTier:
 
     # writing
 
-    def _write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        path, header = self._path(key), pack_header(key, meta)
-        nbytes = layer_offsets(len(header), meta)[-1]
-        temp = path.with_name(f"{path.stem}.{self._owner.token}.{next(self._serial)}.tmp")
-        name = str(temp.relative_to(self.path))
-        self._under_way.add(name)
+    def _put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        path, header = chunk_path(self.path, key), pack_header(key, meta)
+        nbytes = offsets(len(header), meta)[-1]
+        if nbytes > self.capacity:
+            self.counts.add("refused")
+            return False
+        temp = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")
+        make_folder(path.parent)
         try:
-            if not self._reserve(name, key, nbytes):
-                self.counts.add("refused")
-                return False
-            make_folder(path.parent)
             write_chunk(temp, header, blobs)
             with self._index.write() as transaction:
-                _put_in_place(temp, path)
-                self._index.end(transaction, name)
-                self._index.publish(transaction, key, meta, nbytes, self._clock())
-        except BaseException:
-            self._abandon(temp, name, key)
-            raise
+                if not self._make_room(transaction, key, nbytes):
+                    self.counts.add("refused")
+                    return False
+                self._index.publish(transaction, meta.entry(key, self.name, nbytes, self._clock()))
+                os.replace(temp, path)
         finally:
-            self._under_way.discard(name)
+            temp.unlink(missing_ok=True)
         self._files.discard_where(attrgetter("is_unlinked"))
         fsync_folder(path.parent)
         return True
 
-    def _abandon(self, temp: Path, name: str, key: ChunkKey) -> None:
-        """Remove all traces of a failed write, even if its file was renamed and only its row could not be written."""
-        with suppress(OSError):
-            temp.unlink(missing_ok=True)
-        with suppress(OSError, sqlite3.Error), self._index.write() as transaction:
-            indexed_nbytes = sum(entry.nbytes for entry in self._index.entries_in(transaction, [key]))
-            if self._path(key).exists() and self._path(key).stat().st_size != indexed_nbytes:
-                self._remove(transaction, [key])
-            self._index.end(transaction, name)
-
-    def _reserve(self, name: str, key: ChunkKey, nbytes: int) -> bool:
-        """Reserve room for a write, evicting if needed; return False if not enough can be freed."""
-        with self._index.write() as transaction:
-            self._write_touches(transaction)
-            self._upkeep.clean_up_dead_writes(transaction)
-            if not self._make_room(transaction, key, nbytes):
-                return False
-            self._index.begin(transaction, name, key, self._owner.token, nbytes)
-        return True
-
     def _make_room(self, transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> bool:
-        """Evict entries until `nbytes` more fit; return False, and evict nothing, if they cannot fit."""
-        excess = self._index.nbytes_in(transaction) + nbytes - self.capacity
+        """Evict entries until `nbytes` fit; return False, and evict nothing, if they cannot fit."""
+        self._write_touches(transaction)
+        excess = self._index.excess(transaction, key, nbytes, self.capacity)
         if excess <= 0:
             return True
-        if nbytes > self.capacity:
-            return False
-        doomed = victims_for(self._evict, lambda: self._index.oldest(transaction), excess, key)
-        if doomed is None:
-            return False
-        self.counts.add("evicted", self._remove(transaction, doomed))
-        return True
+        others = (entry for entry in self._index.oldest(transaction) if entry.key != key)
+        doomed = victims(self._evict, others, excess)
+        self.counts.add("evicted", self._remove(transaction, doomed or ()))
+        return doomed is not None
 
     def _remove(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey]) -> int:
         """Delete files, then rows: if killed in between, a row without a file is left, and that reads as a miss."""
         for key in keys:
-            remove(self._path(key))
+            chunk_path(self.path, key).unlink(missing_ok=True)
         self._files.discard(keys)
         with self._touch_lock:
             for key in keys:
                 self._touched.pop(key, None)
         return self._index.remove(transaction, keys)
 
-    def _count_corrupt(self, what: object, why: str) -> None:
-        self.counts.add("corrupt")
-        log.warning(
-            "Deleted the damaged entry %s from tier %s; it is computed again when needed: %s", what, self.name, why
-        )
+    def _reconcile(self) -> Freed:
+        """Make rows and files agree: add a row for a file without one, remove a row whose file is missing.
 
-    def _failed(self, doing: str, what: object, error: Exception) -> None:
-        self.counts.add("failed")
-        log.debug("Could not %s %s (tier %s): %s", doing, what, self.name, error)
-        kind, now = (doing, type(error), getattr(error, "errno", None)), time.monotonic()
-        with self._touch_lock:
-            is_new = now - self._warned_at.get(kind, -WARN_AGAIN_S) >= WARN_AGAIN_S
-            self._warned_at[kind] = now if is_new else self._warned_at[kind]
-        if is_new:
-            details = doing, "chunks" if isinstance(what, ChunkKey) else what, self.name, _reason(error), WARN_AGAIN_S
-            log.warning("Could not %s %s (tier %s): %s; the next such error is logged after %g s", *details)
+        Others may write meanwhile, so every mismatch is checked again inside a transaction. Returns what was freed.
+        """
+        rows = {chunk_path(self.path, key): (ChunkKey.parse(key), nbytes) for key, nbytes in self._index.names()}
+        stray = set[Path]()
+        for path in (self.path / "chunks").glob("*/*"):
+            with suppress(FileNotFoundError):  # deleted or written to its end meanwhile
+                stat = path.stat()
+                if path.suffix == ".kv" and rows.get(path, (None, -1))[1] == stat.st_size:
+                    del rows[path]
+                elif path.suffix == ".kv" or (path.suffix == ".tmp" and time.time() - stat.st_mtime > _ABANDONED_S):
+                    stray.add(path)
+        freed = Freed()
+        if rows or stray:
+            with self._index.write() as transaction:
+                for path in stray:
+                    freed = freed.plus(self._settle(transaction, path))
+                missing = {path: key for path, (key, _) in rows.items() if not path.exists()}
+                self._index.remove(transaction, missing.values())
+                for path in missing.keys() - stray:  # a damaged file was counted
+                    self._corrupt(missing[path], "its file is gone")
+                    freed = freed.plus(Freed(orphans=1))
+        return freed
 
-
-def _put_in_place(temp: Path, path: Path) -> None:
-    """Rename a whole file to its entry's path; OSError says what to do about a folder that stands there."""
-    try:
-        os.replace(temp, path)
-    except IsADirectoryError as error:
-        raise IsADirectoryError(error.errno, folder_in_place(path)) from error
-
-
-def _reason(error: Exception) -> str:
-    """Return the system's message without the error number and the file name, which differ from chunk to chunk."""
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    def _settle(self, transaction: sqlite3.Connection, path: Path) -> Freed:
+        """Add the row of a whole file that has none; delete any other file."""
+        try:
+            file = ChunkFile(path)
+            if chunk_path(self.path, file.header.key) != path:
+                raise ValueError(f"it holds {file.header.key}")
+            entry = file.meta.entry(file.header.key, self.name, file.header.nbytes, path.stat().st_mtime)
+            self._index.publish(transaction, entry)
+            return Freed()
+        except FileNotFoundError:
+            return Freed()
+        except ValueError as error:
+            if path.suffix == ".kv":
+                self._corrupt(path.name, str(error))
+        nbytes = path.stat().st_size
+        path.unlink()
+        return Freed(orphans=1, nbytes=nbytes)

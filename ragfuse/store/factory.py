@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 from ragfuse.errors import StoreError
 from ragfuse.settings import AUTO_LEVEL, Settings
@@ -18,11 +18,11 @@ from ragfuse.store.urls import shown
 from ragfuse.types.tiers import kind_of_scheme
 
 
-class OpenedByURL(Tier, Protocol):
-    """A tier that can be opened from a URL; every class named in `TIER_KINDS` is one."""
+class OpenedByURL(Protocol):
+    """The class of a tier that can be opened from a URL; every one named in `TIER_KINDS` is one."""
 
     @classmethod
-    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
+    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Tier:
         """Open the tier at a URL.
 
         Args:
@@ -75,7 +75,7 @@ def open_store(
             opened.append(open_tier(url, settings, evict_behind or evict, [tier.name for tier in opened]))
     except BaseException:
         for tier in opened:
-            getattr(tier, "close", lambda: None)()
+            tier.close()
         raise
     levels = {tier: chosen for tier, chosen in settings.written.items() if chosen != (AUTO_LEVEL,)}
     return KVStore(opened, codecs, levels, writer_queue=settings.writer_queue)

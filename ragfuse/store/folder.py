@@ -1,4 +1,4 @@
-"""A store's folder: open it or refuse it with a clear error, lock it during set-up, and know which writers are alive.
+"""A store's folder: open it or refuse it with a clear error, and lock it during set-up.
 
 Locks are flock(2) locks: the kernel releases them when a process dies, however it dies.
 """
@@ -9,7 +9,6 @@ import errno
 import fcntl
 import os
 import sqlite3
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -93,90 +92,12 @@ def fsync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def _lock_file(path: Path) -> int:
-    return open_file(path, os.O_RDWR)
-
-
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock on a file while the block runs: one process at a time, and one thread."""
-    fd = _lock_file(path)
+    fd = open_file(path, os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        _unlock(fd)
-
-
-def _unlock(fd: int) -> None:
-    """Release a lock, also where a forked process has inherited it."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
-class FolderWriter:
-    """One writer of a store, known by a lock file in the folder `writers`; it is alive as long as it holds that lock.
-
-    Create and sweep writers only under the store's own lock, as a lock file that is not locked yet looks dead. One that
-    found no room for a lock file makes it at the first use of `token`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._is_over = folder, False
-        self._token, self._fd = "", -1
-        try:
-            self._begin()
-        except OSError as error:
-            if not is_full(folder, error):
-                raise
-
-    def _begin(self) -> None:
-        self._token = uuid.uuid4().hex
-        self._fd = _lock_file(self._folder / f"{self._token}.lock")
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    @property
-    def token(self) -> str:
-        """The writer's name, which is part of the names of files that it is writing."""
-        if self._fd < 0 and not self._is_over:
-            with locked(self._folder.parent / "lock"):
-                if self._fd < 0:
-                    self._begin()
-        return self._token
-
-    def is_me(self, token: str) -> bool:
-        """Return whether `token` is this writer's."""
-        return self._fd >= 0 and token == self._token
-
-    def is_alive(self, token: str) -> bool:
-        """Return whether the writer named `token` still runs, in this process or another."""
-        try:
-            fd = os.open(self._folder / f"{token}.lock", os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EWOULDBLOCK, errno.EAGAIN)
-        finally:
-            os.close(fd)
-        return False
-
-    def sweep(self) -> None:
-        """Remove the lock files of dead writers."""
-        for path in self._folder.glob("*.lock"):
-            if not self.is_alive(path.stem):
-                path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Release and remove the lock file: nothing of this writer is under way any more."""
-        self._is_over = True
-        if self._fd >= 0:
-            (self._folder / f"{self._token}.lock").unlink(missing_ok=True)
-            fd, self._fd = self._fd, -1
-            _unlock(fd)
-
-    def __del__(self) -> None:
-        fd, self._fd = getattr(self, "_fd", -1), -1
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)

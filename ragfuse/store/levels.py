@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
-from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from ragfuse.codec.container import tables_of
 from ragfuse.process.lru import LRU
 from ragfuse.store.tier import EntryMeta, Whole
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.kv import ChunkKV, Entry, LayerKV
+from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
 
 log = logging.getLogger("ragfuse.store")
@@ -127,11 +127,6 @@ class TierLevels:
         )
         return f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}"
 
-    def best(self, key: ChunkKey, levels: Sequence[str], wanted: str | None) -> str | None:
-        """Return the wanted level if it can be decoded here, else the first of `levels` that can, else None."""
-        there = self.readable(key, [wanted] if wanted in levels else ())  # type: ignore[list-item]
-        return next(iter(there or self.readable(key, levels)), None)
-
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
         """Return the entry at the wanted levels: levels that it has are taken as they are, others encoded from raw.
 
@@ -152,58 +147,36 @@ class TierLevels:
         return self.at_levels(key, (EntryMeta.of(kv, RAW.name, blobs), blobs), wanted)[0].nbytes
 
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
-        """Return the entry at one level, or None if it cannot be encoded at that level, which is logged once."""
-        if level not in whole[0].levels and RAW.name not in whole[0].levels:
-            return None
-        try:
-            return self.at(key, whole, level)
-        except ValueError as error:
-            if (failure := (key.model, level, str(error))) not in self._unwritten:
-                self._unwritten.add(failure, None)
-                log.warning(
-                    "%s is stored without level %s, raw if none is left (logged once for its model): %s",
-                    key,
-                    level,
-                    error,
-                )
-            return None
+        """Return the entry at one level, encoding it from raw if it does not have that level.
 
-    def check(self, key: ChunkKey, level: str, whole: Whole) -> None:
-        """Raise ValueError if an entry cannot be decoded at one of its levels."""
-        meta, blobs = only(whole, level)
-        self.decoded(key, level, blobs, meta.layers)
-
-    def at(self, key: ChunkKey, whole: Whole, level: str) -> Whole:
-        """Return the entry at one level only, encoding it from raw if it does not have that level.
-
-        Raises:
-            ValueError: It has neither that level nor raw, or cannot be encoded at that level.
+        None if it has neither, or cannot be encoded, which is logged once.
         """
         if level in whole[0].levels:
             return only(whole, level)
+        codec = self.codecs(level, key.model)
         if RAW.name not in whole[0].levels:
-            raise ValueError(
-                f"it is stored as {', '.join(whole[0].levels)}, and only what is stored raw can be encoded"
-            )
-        codec, (meta, blobs) = self.codecs(level, key.model), only(whole, RAW.name)
-        if codec is None:
-            raise ValueError(f"this store has no codec tables of its model for level {level}")
-        layers = RAW.decode_all(blobs, meta.layers)
-        encoded = tuple(codec.encode(layer, at) for at, layer in enumerate(layers))
-        metas = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(layers, encoded, strict=True))
-        return EntryMeta(meta.n_tokens, (level,), metas), encoded
-
-
-def pieces_of(entry: Entry) -> int:
-    """Return how many pieces an entry has: its layers times its levels."""
-    return entry.n_layers * len(entry.sizes)
+            return None
+        try:
+            if codec is None:
+                raise ValueError("this store has no codec tables of its model for it")
+            meta, blobs = only(whole, RAW.name)
+            layers = RAW.decode_all(blobs, meta.layers)
+            encoded = tuple(codec.encode(layer, at) for at, layer in enumerate(layers))
+            return EntryMeta.of(ChunkKV(tuple(layers)), level, encoded), encoded
+        except ValueError as error:
+            if (failure := (key.model, level, str(error))) not in self._unwritten:
+                self._unwritten.add(failure, None)
+                message = "%s is stored without level %s, raw if none is left (logged once for its model): %s"
+                log.warning(message, key, level, error)
+            return None
 
 
 def only(whole: Whole, level: str) -> Whole:
     """Return an entry reduced to one of its levels."""
     meta, blobs = whole
-    first = meta.first(level)
-    return meta.only(level), blobs[first : first + meta.n_layers]
+    wanted = meta.pieces(range(meta.n_layers), level)
+    assert wanted is not None
+    return meta.only(level), blobs[wanted.start : wanted.stop]
 
 
 def joined(wholes: Sequence[Whole]) -> Whole:
@@ -239,14 +212,3 @@ class EntryContent:
             if wanted not in self._made:
                 self._made[wanted] = self._levels.at_levels(self.key, self._whole, wanted)
             return self._made[wanted]
-
-
-class LevelLayout(NamedTuple):
-    """Which levels an entry has, in the order of its pieces."""
-
-    levels: tuple[str, ...]
-    n_layers: int
-
-    def first(self, level: str) -> int:
-        """Return the index of a level's first piece; 0 for a level that the entry does not have."""
-        return self.levels.index(level) * self.n_layers if level in self.levels else 0

@@ -12,7 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ragfuse.store.tier import LAYER_ALIGNMENT, Counts, EntryMeta, Evictor, victims
+from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, Evictor, Tier, victims
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -29,7 +29,7 @@ class _Slot:
     nbytes: int
 
 
-class MemoryTier:
+class MemoryTier(Tier):
     """A tier in host memory, pinned host memory, or the memory of a GPU.
 
     Room is reserved before bytes are copied, and released if copying fails, so `nbytes` never exceeds `capacity`.
@@ -49,6 +49,7 @@ class MemoryTier:
     """
 
     slow = False
+    pins = True
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class MemoryTier:
         name: str = "memory",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.name, self.capacity, self.counts = name, capacity, Counts()
+        super().__init__(name, capacity)
         self._evict, self._clock, self._free_bytes = evict, clock, free_bytes
         self.device, has_gpu = torch.device(device), torch.cuda.is_available()
         if self.device.type == "cuda" and self.device.index is None and has_gpu:  # else it depends on the thread
@@ -70,7 +71,6 @@ class MemoryTier:
         self.copies = self._pin_memory or self.device.type != "cpu"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and has_gpu else None  # type: ignore[no-untyped-call]
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
-        self._latest = float("-inf")  # of all uses
         self._pinned: set[ChunkKey] = set()
         self._lock, self._nbytes = Lock(), 0
 
@@ -79,32 +79,32 @@ class MemoryTier:
         """Bytes stored now, including those reserved for writes under way."""
         return self._nbytes
 
-    @property
-    def n_entries(self) -> int:
-        """Entries stored now."""
-        return len(self._slots)
-
-    def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """Return the stored entries with these keys, in their order, or all entries, least recently used first."""
+    def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Return the stored entries with these keys, in their order."""
         with self._lock:
-            self._settle()
-            wanted = list(self._slots) if keys is None else keys
-            return {key: self._slots[key].entry for key in wanted if key in self._slots}
+            return {key: self._slots[key].entry for key in keys if key in self._slots}
 
-    def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """Return an entry's description and `count` pieces from `first` on (`Tier.read`); the tensors are shared."""
+    def list(self) -> Sequence[Entry]:
+        """Return all entries, least recently used first."""
+        with self._lock:
+            return [slot.entry for slot in self._slots.values()]
+
+    def get(
+        self, key: ChunkKey, layers: range, level: str | None = None
+    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """Return an entry's description and some layers (`Tier.get`); the tensors are shared."""
         with self._lock:
             slot = self._slots.get(key)
-            if slot is None or not 0 <= first < first + count <= len(slot.blobs):
+            wanted = slot.meta.pieces(layers, level) if slot is not None else None
+            if slot is None or wanted is None:
                 return None
             self._slots[key] = self._slots.pop(key)
-            hits = slot.entry.hits + slot.meta.begins(first)
-            slot.entry = replace(slot.entry, last_used=self._now(), hits=hits)
-            return slot.meta, *slot.blobs[first : first + count]
+            hits = slot.entry.hits + (layers.start == 0)
+            slot.entry = replace(slot.entry, last_used=self._clock(), hits=hits)
+            return slot.meta, *slot.blobs[wanted.start : wanted.stop]
 
-    def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Store an entry (`Tier.write`). Without `copies` the tensors are shared: do not write to them afterwards."""
-        meta.check(blobs)
+    def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        """Store an entry (`Tier.put`). Without `copies` the tensors are shared: do not write to them afterwards."""
         nbytes = self._size(blobs)
         if not self._reserve(key, nbytes):
             self.counts.add("refused")
@@ -121,7 +121,7 @@ class MemoryTier:
         with self._lock:
             self._drop(key)  # another thread may have written the same KV meanwhile
             pinned = key in self._pinned
-            entry = Entry(key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._now(), 0, pinned)
+            entry = Entry(key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._clock(), 0, pinned)
             self._slots[key] = _Slot(entry, meta, blobs, nbytes)
         return True
 
@@ -143,27 +143,10 @@ class MemoryTier:
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Set the last use of these entries to now, without counting a hit."""
         with self._lock:
-            now = self._now()
             for key in keys:
                 if key in self._slots:
                     slot = self._slots[key] = self._slots.pop(key)
-                    slot.entry = replace(slot.entry, last_used=now)
-
-    def _now(self) -> float:
-        """Return the time now, and remember it as that of the latest use."""
-        now = self._clock()
-        self._latest = max(self._latest, now)
-        return now
-
-    def _settle(self) -> None:
-        """Move uses that lie in the future, as the clock was set back, to now."""
-        now = self._clock()
-        if now >= self._latest:
-            return
-        self._latest = now
-        for slot in self._slots.values():
-            if slot.entry.last_used > now:
-                slot.entry = replace(slot.entry, last_used=now)
+                    slot.entry = replace(slot.entry, last_used=self._clock())
 
     def _size(self, blobs: Sequence[Tensor]) -> int:
         """Return the bytes that these pieces occupy in this tier."""
@@ -191,7 +174,6 @@ class MemoryTier:
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
         """Reserve `nbytes`, evicting if needed; return False, and evict nothing, if not enough can be freed."""
         with self._lock:
-            self._settle()
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)
             doomed = self._doomed(key, nbytes - free) if nbytes <= self.capacity else None
@@ -202,7 +184,7 @@ class MemoryTier:
             self._nbytes += nbytes
             return True
 
-    def _doomed(self, key: ChunkKey, excess: int) -> list[ChunkKey] | None:
+    def _doomed(self, key: ChunkKey, excess: int) -> Sequence[ChunkKey] | None:
         for wanted in dict.fromkeys((excess + self._free_bytes, excess)):
             others = (slot.entry for other, slot in self._slots.items() if other != key)
             doomed = victims(self._evict, others, wanted, lambda entry: self._slots[entry.key].nbytes)

@@ -24,7 +24,7 @@ def as_entry(name: str, value: bytes) -> Whole:
 
 def value_of(tier: Tier, key: ChunkKey, layer: int = 0) -> bytes | None:
     """Read the value (layer 0) or the name (layer 1) of such an entry; None if it cannot be read."""
-    found = tier.read(key, layer)
+    found = tier.get(key, range(layer, layer + 1))
     return None if found is None else next(blob for blob in found[1:])[1:-1].numpy().tobytes()
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ragfuse.settings import Settings
-from ragfuse.store.database import Database, MemoryDatabase
+from ragfuse.store.database import Database
 from ragfuse.store.database import Row as Row
 from ragfuse.store.folder import describe_error, locked, open_folder, refusal
 from ragfuse.types.keys import FORMAT_VERSION, digest
@@ -30,7 +30,7 @@ class RecordFile:
     def __init__(self, settings: Settings, name: str, schema: str) -> None:
         self._settings, self._name, self._schema = settings, name, schema
         self._lock = threading.Lock()
-        self._opened: Database | MemoryDatabase | None = None
+        self._opened: Database | None = None
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Return all rows of a query."""
@@ -50,15 +50,15 @@ class RecordFile:
                 self._opened.close()
                 self._opened = None
 
-    def _database(self) -> Database | MemoryDatabase:
+    def _database(self) -> Database:
         with self._lock:
             if self._opened is None:
                 self._opened = self._open()
             return self._opened
 
-    def _open(self) -> Database | MemoryDatabase:
+    def _open(self) -> Database:
         if not self._settings.disk_bytes:
-            return MemoryDatabase(self._schema)
+            return Database(None, self._schema, FORMAT_VERSION)
         folder = open_folder(self._settings.store_path, self._settings.shared_with)
         with locked(folder / "lock"):
             return Database(folder / self._name, self._schema, FORMAT_VERSION)

@@ -1,29 +1,33 @@
-"""Saves that are under way: entries being put, moved or warmed into tiers. Deleting a chunk cancels its saves.
+"""The write-behind queue of a store: all saves that are under way, of entries put, copied or read from a slower tier.
 
-`store.py` decides what goes into which tier, `writer.py` has the background queues, `partial.py` half-read chunks.
+Each tier has a thread, so that a slow or hanging one does not delay the others. Deleting a chunk cancels its saves.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Condition
 
+from cachetools import LRUCache
 from torch import Tensor
 
 from ragfuse.codec import RAW
+from ragfuse.process.worker import close_at_exit
 from ragfuse.store.levels import EntryContent, TierLevels, loss_of
-from ragfuse.store.partial import PartialReads
 from ragfuse.store.tier import EntryMeta, Tier
-from ragfuse.store.writer import Writers
+from ragfuse.store.writer import Writer, countdown
 from ragfuse.types.keys import ChunkKey
 
 log = logging.getLogger("ragfuse.store")
 
-_PARTIAL_NBYTES = 1 << 30
-"""Four times the bytes of half-read chunks that are collected where no tier is in memory."""
+_Partial = tuple[EntryMeta, dict[int, Tensor]]
+_PARTIAL_NBYTES = 1 << 28
+"""Bytes of half-read chunks that are collected where no tier is in memory; else a quarter of that tier."""
+_REMEMBERED = 1 << 14
 
 
 @dataclass(eq=False, slots=True)
@@ -31,104 +35,102 @@ class Save:
     """One entry that is being saved. Deleting its key meanwhile cancels it, even where it is already written.
 
     Args:
-        key: The chunk.
         content: What is saved, at the levels of each tier.
         barred: Names of tiers that must not get or keep it, as the chunk was deleted there since the save began.
         waiting: Names of tiers that it is queued for.
-        stored_in: Names of those queued tiers that stored it.
-        holders: How many parties (the caller, queued jobs) still need this object.
+        stored: Names of tiers that have it.
     """
 
-    key: ChunkKey
     content: EntryContent
     barred: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
-    stored_in: set[str] = field(default_factory=set)
-    holders: int = 0
+    stored: set[str] = field(default_factory=set)
 
 
 class Saves:
     """All saves that are under way. Threads may share it; no lock is held while a tier reads or writes.
 
-    A chunk that was read whole is saved to the faster tiers. A pinned chunk is pinned in every tier
-    that it is saved to.
+    A chunk that was read whole is saved to the faster tiers. A pinned chunk is pinned wherever it is saved to.
 
     Args:
         tiers: The store's tiers.
-        writer_queue: Most saves that wait for each tier in the background.
+        limit: Most jobs that wait for each tier.
         levels: The codec levels of the tiers.
+
+    Attributes:
+        epoch: A number that changes with every `cancel`.
     """
 
-    def __init__(self, tiers: Sequence[Tier], writer_queue: int, levels: TierLevels) -> None:
-        self._tiers, self._names, self._levels = tuple(tiers), [tier.name for tier in tiers], levels
-        self.writers = Writers(self._names, writer_queue)
-        self._closed = False
-        self._pins: set[ChunkKey] = set()
-        self._lock = Condition()
+    def __init__(self, tiers: Sequence[Tier], limit: int, levels: TierLevels) -> None:
+        self.epoch = 0
+        self._tiers, self._levels, self._closed = tuple(tiers), levels, False
+        self._writers = {tier.name: Writer(limit, f"writer-{tier.name}") for tier in tiers}
+        self._changed = Condition()
         self._under_way: set[Save] = set()
-        self._partials = PartialReads(
-            max((tier.capacity for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES) // 4
-        )
+        self._pins: set[ChunkKey] = set()
+        limit_nbytes = max((tier.capacity // 4 for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES)
+        self._partials: LRUCache[ChunkKey, _Partial] = LRUCache(limit_nbytes, getsizeof=lambda each: each[0].nbytes)
+        self._reported: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
+        self._unreported: dict[str, dict[ChunkKey, None]] = {tier.name: {} for tier in tiers}
+        close_at_exit(self)
 
     @property
-    def epoch(self) -> int:
-        """A number that changes with every `cancel`."""
-        with self._lock:
-            return self._partials.epoch
+    def dropped(self) -> int:
+        """Saves that were dropped or that failed."""
+        return sum(writer.dropped for writer in self._writers.values())
 
     def keys(self) -> set[ChunkKey]:
         """Return the keys of chunks that are being saved or were read in part."""
-        with self._lock:
-            return {save.key for save in self._under_way} | self._partials.keys()
+        with self._changed:
+            return {save.content.key for save in self._under_way} | set(self._partials)
+
+    def submit(self, tier: Tier, job: Callable[[], object]) -> bool:
+        """Queue housekeeping behind a tier's saves; return False if the queue is full, which does no harm."""
+        return self._writers[tier.name].submit(job, counts=False)
 
     @contextmanager
-    def begin(self, key: ChunkKey, content: EntryContent) -> Iterator[Save]:
+    def begin(self, content: EntryContent) -> Iterator[Save]:
         """Begin a save. It can be cancelled until the block and all that it has queued are done."""
-        save = Save(key, content)
-        self._hold(save)
+        save = Save(content, waiting={""})
+        with self._changed:
+            self._under_way.add(save)
         try:
             yield save
         finally:
-            self._release(save)
+            self._end(save, "")
 
-    def write_now(self, save: Save, tiers: Iterable[Tier]) -> bool:
-        """Write to `tiers` on this thread, undo it if cancelled meanwhile, and return whether any of them has it."""
-        written = {tier.name for tier in tiers if self._admit(save, tier) and self._write(save, tier)}
-        with self._lock:
-            return bool(written - save.barred)
-
-    def write_parallel(self, save: Save, tiers: Sequence[Tier]) -> bool:
-        """Write to all `tiers` in parallel, wait for them, and return whether any of them has it."""
-        for tier in tiers[1:]:
-            self._queue(save, tier, is_awaited=True)
-        is_stored = self.write_now(save, tiers[:1])
-        with self._lock:
-            self._lock.wait_for(lambda: not save.waiting or self._closed)
-            return is_stored or bool(save.stored_in - save.barred)
-
-    def write_later(self, save: Save, tiers: Iterable[Tier], pace_s: float = 0.0) -> bool:
-        """Write to `tiers` in the background, each on its own thread.
+    def write(
+        self,
+        save: Save,
+        now: Sequence[Tier] = (),
+        later: Sequence[Tier] = (),
+        *,
+        wait: bool = False,
+        pace_s: float = 0.0,
+    ) -> bool:
+        """Write to some tiers on this thread, and to others in the background, each on its own thread.
 
         Args:
             save: What to write.
-            tiers: Where to.
-            pace_s: Seconds to wait at most; returns earlier once one tier has it or all have refused it.
+            now: The tiers to write to on this thread.
+            later: The tiers to write to in the background.
+            wait: Whether to wait until all of them are written.
+            pace_s: Without `wait`, seconds to wait at most until one of them has it or all have refused it.
 
         Returns:
-            Whether any tier has it or has it queued.
+            Whether one of these tiers has it or has it queued.
         """
-        for tier in tiers:
-            self._queue(save, tier)
-        with self._lock:
-            self._lock.wait_for(lambda: save.stored_in or not save.waiting or self._closed, pace_s)
-            return bool(save.waiting or save.stored_in - save.barred)
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Finish the queued saves, or as many as fit in `timeout_s` seconds, and wake all threads that wait for one."""
-        self.writers.close(timeout_s)
-        with self._lock:
-            self._closed = True
-            self._lock.notify_all()
+        for tier in later:
+            self._queue(save, tier, is_awaited=wait)
+        for tier in now:
+            self._write(save, tier)
+        names, queued = {tier.name for tier in (*now, *later)}, {tier.name for tier in later}
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or not save.waiting & queued or (not wait and save.stored & queued),
+                None if wait else pace_s,
+            )
+            return bool((save.waiting | (save.stored - save.barred)) & names)
 
     def warm(
         self, key: ChunkKey, source: Tier, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int
@@ -147,26 +149,34 @@ class Saves:
             epoch: `epoch` before the read began; the layers are ignored if a `cancel` came since.
         """
         faster = self._tiers[: self._tiers.index(source)]
-        if not faster:
+        whole = self._collected(key, first, meta, blobs, epoch) if faster else None
+        if whole is None:
             return
-        with self._lock:
-            whole = self._partials.add(key, first, meta, blobs, epoch)
-            if whole is None:
-                return
-            levels = {tier.name: self._levels.of(tier.name) for tier in faster}
-            content = EntryContent(self._levels, key, whole, levels)
-            save = Save(key, content, holders=1)
-            self._under_way.add(save)
-        with suppress(Exception):
-            lacking = [tier for tier in faster if self._lacks(tier, key, content)]
-            quick = [
-                tier
-                for tier in lacking
-                if not tier.slow and content.is_ready(tier.name) and not getattr(tier, "copies", False)
-            ]
-            self.write_now(save, quick)
-            self.write_later(save, [tier for tier in lacking if tier not in quick])
-        self._release(save)
+        content = EntryContent(
+            self._levels, key, (meta, whole), {tier.name: self._levels.of(tier.name) for tier in faster}
+        )
+        lacking = [tier for tier in faster if self._lacks(tier, key, content)]
+        quick = [tier for tier in lacking if not (tier.slow or tier.copies) and content.is_ready(tier.name)]
+        with self.begin(content) as save:
+            self.write(save, quick, [tier for tier in lacking if tier not in quick])
+
+    def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
+        """Report a use to the tiers that were not read, in the background, unless one was reported a while ago.
+
+        Without these reports, a chunk that is always read from memory would look unused in the others.
+        """
+        others = [tier for tier in self._tiers if tier is not source]
+        with self._changed:
+            if not 0 <= now - self._reported.get(key, -every_s) < every_s:
+                self._reported[key] = now
+            else:
+                others = []
+            idle = [tier for tier in others if not self._unreported[tier.name]]
+            for tier in others:
+                self._unreported[tier.name][key] = None
+        for tier in idle:
+            if not self.submit(tier, partial(self._report, tier)):
+                self._unreported[tier.name] = {}
 
     def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> set[ChunkKey]:
         """Cancel the saves of some chunks, into all tiers or into one.
@@ -176,82 +186,96 @@ class Saves:
         Returns:
             The keys of those chunks that were being saved.
         """
-        with self._lock:
-            found = [save for save in self._under_way if save.key in keys]
+        with self._changed:
+            self.epoch += 1
+            found = [save for save in self._under_way if save.content.key in keys]
             for save in found:
-                save.barred.update(self._names if tier is None else [tier])
-            self._partials.discard(keys)
+                save.barred.update(self._writers if tier is None else [tier])
+            for key in keys:
+                self._partials.pop(key, None)
             if tier is None:
                 self._pins.difference_update(keys)
-            return {save.key for save in found}
+            return {save.content.key for save in found}
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Set whether these chunks are protected from eviction in tiers that they are saved to from now on."""
-        with self._lock:
+        with self._changed:
             (self._pins.update if pinned else self._pins.difference_update)(keys)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all saves queued before now are done; return False if `timeout_s`, for all together, ran out."""
+        remaining_s = countdown(timeout_s)
+        done = [writer.flush(remaining_s()) for writer in self._writers.values()]
+        return all(done)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish the queued saves, or as many as fit in `timeout_s` seconds, and wake all threads that wait for one."""
+        remaining_s = countdown(timeout_s)
+        for writer in self._writers.values():
+            writer.close(remaining_s())
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # inside
+
+    def _collected(
+        self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int
+    ) -> tuple[Tensor, ...] | None:
+        """Return all layers of a chunk once they were read, else None. Collecting begins with layer 0."""
+        with self._changed:
+            known, parts = self._partials.get(key) or (meta, {})
+            if epoch != self.epoch or known != meta or (not parts and first != 0):
+                return None  # deleted or rewritten meanwhile, or read at another level
+            self._partials.pop(key, None)
+            parts |= enumerate(blobs, first)
+            if len(parts) == len(meta.layers):
+                return tuple(parts[at] for at in range(len(parts)))
+            if meta.nbytes <= self._partials.maxsize:
+                self._partials[key] = meta, parts
+            return None
 
     def _lacks(self, tier: Tier, key: ChunkKey, content: EntryContent) -> bool:
         """Return whether a tier does not have a chunk, or only a lossier copy than it would get now."""
-        there = tier.entries([key]).get(key)
+        there = tier.stat([key]).get(key)
         levels = self._levels.of(tier.name) if RAW.name in content.meta.levels else content.meta.levels
         return there is None or loss_of(there.sizes) > loss_of(levels)
 
-    def _admit(self, save: Save, tier: Tier) -> bool:
-        """Return whether a tier may get the entry. If so, older saves of the key may stay there, too: same KV."""
-        with self._lock:
-            if tier.name in save.barred:
-                return False
-            for other in self._under_way:
-                if other.key == save.key:
-                    other.barred.discard(tier.name)
-            return True
-
-    def _write(self, save: Save, tier: Tier) -> bool:
-        """Write, and delete again if the chunk was deleted meanwhile, unless a newer save has written it since."""
-        is_stored = self._written(save, tier)
-        while is_stored and self._is_barred(save, tier):
-            tier.delete([save.key])
-            is_stored = not self._is_barred(save, tier) and self._written(save, tier)
-        return is_stored
-
-    def _written(self, save: Save, tier: Tier) -> bool:
-        is_stored = tier.write(save.key, *save.content.of(tier.name))
-        if is_stored and save.key in self._pins:
-            tier.pin([save.key], True)
-        return is_stored
-
-    def _is_barred(self, save: Save, tier: Tier) -> bool:
-        with self._lock:
-            return tier.name in save.barred
-
-    def _queue(self, save: Save, tier: Tier, is_awaited: bool = False) -> None:
+    def _queue(self, save: Save, tier: Tier, *, is_awaited: bool) -> None:
         def job() -> None:
-            stored_in = set[str]()
             try:
-                stored_in.update([tier.name] if self.write_now(save, [tier]) else [])
+                self._write(save, tier)
             finally:
-                self._release(save, {tier.name}, stored_in)
+                self._end(save, tier.name)
 
-        self._hold(save, {tier.name})
-        if not self.writers.submit(tier.name, job, is_awaited=is_awaited):
-            self._release(save, {tier.name})
-            log.warning(
-                "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is not saved: %s",
-                tier.name,
-                save.key,
-            )
+        with self._changed:
+            save.waiting.add(tier.name)
+        if not self._writers[tier.name].submit(job, is_awaited=is_awaited):
+            self._end(save, tier.name)
+            message = "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is not saved: %s"
+            log.warning(message, tier.name, save.content.key)
 
-    def _hold(self, save: Save, waiting: Set[str] = frozenset()) -> None:
-        with self._lock:
-            save.holders += 1
-            save.waiting |= waiting
-            self._under_way.add(save)
+    def _write(self, save: Save, tier: Tier) -> None:
+        """Write unless the chunk was deleted; delete it again if that happened meanwhile."""
+        key = save.content.key
+        if tier.name in save.barred or not tier.put(key, *save.content.of(tier.name)):
+            return
+        if key in self._pins:
+            tier.pin([key], True)
+        with self._changed:
+            save.stored.add(tier.name)
+            is_barred = tier.name in save.barred
+        if is_barred:
+            tier.delete([key])
 
-    def _release(self, save: Save, waiting: Set[str] = frozenset(), stored_in: Set[str] = frozenset()) -> None:
-        with self._lock:
-            save.waiting -= waiting
-            save.stored_in |= stored_in
-            self._lock.notify_all()
-            save.holders -= 1
-            if not save.holders:
+    def _end(self, save: Save, tier: str) -> None:
+        with self._changed:
+            save.waiting.discard(tier)
+            if not save.waiting:
                 self._under_way.discard(save)
+            self._changed.notify_all()
+
+    def _report(self, tier: Tier) -> None:
+        with self._changed:
+            keys, self._unreported[tier.name] = self._unreported[tier.name], {}
+        tier.touch(keys)

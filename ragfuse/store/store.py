@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain
+from itertools import product
 from typing import Any
 
 from torch import Tensor
@@ -19,10 +18,9 @@ from torch import Tensor
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
 from ragfuse.store.level_reader import EncodedLayers, LevelReader
-from ragfuse.store.levels import TABLELESS, Codecs, EntryContent, TierLevels, loss_of, pieces_of
+from ragfuse.store.levels import TABLELESS, Codecs, EntryContent, TierLevels, joined, loss_of
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import Breaks, Counts, EntryMeta, Expects, Expired, Tier, Whole, answers
-from ragfuse.store.uses import Uses
+from ragfuse.store.tier import Counts, EntryMeta, Expired, Tier, Whole
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
@@ -96,7 +94,7 @@ class KVStore:
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
         self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue, self.levels), Counts(), False
-        self.report_every_s, self._uses = report_every_s, Uses(self.tiers, self._later)
+        self.report_every_s = report_every_s
 
     # finding and reading
 
@@ -119,7 +117,7 @@ class KVStore:
         for tier in () if self._closed else self.tiers:
             missing = [key for key in wanted if key not in found]
             if missing:
-                found.update(self._fresh(tier, self._readable(tier, tier.entries(missing))))
+                found.update(self._fresh(tier, self._reading.readable(tier.stat(missing))))
         self._counts.add("hits", counts * len(found))
         self._counts.add("misses", counts * (len(wanted) - len(found)))
         return {key: found[key] for key in wanted if key in found}
@@ -139,7 +137,7 @@ class KVStore:
         for at, tier in enumerate(() if self._closed else self.tiers):
             before = {each.name for each in self.tiers[:at]}
             wanted = [key for key, entry in found.items() if entry.tier in before and self._may_gain(entry, tier)]
-            for key, entry in self._readable(tier, tier.entries(wanted)).items() if wanted else ():
+            for key, entry in self._reading.readable(tier.stat(wanted)).items() if wanted else ():
                 copies.setdefault(key, []).append(entry)
         return copies
 
@@ -166,17 +164,14 @@ class KVStore:
         Returns:
             One `LayerKV` per layer, or None if no tier can give them. Its tensors are shared: do not write to them.
         """
-        epoch, others, max_loss = self._saves.epoch, list[Tier](), loss_of((level,) if level else ())
+        epoch, layers = self._saves.epoch, range(first, first + count)
         sources = () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier)
-        for source, wanted in chain(((each, level) for each in sources), ((each, None) for each in others)):
-            found = self._reading.layers(source, key, first, count, wanted)
-            if found is not None and found.meta is None:
-                others += [source] if wanted is not None else []
-            elif found is not None and found.meta is not None and loss_of(found.meta.levels) <= max_loss:
-                if first == 0:
-                    self._uses.note(key, source.name, self._clock(), self.report_every_s)
-                self._saves.warm(key, source, first, found.meta, found.blobs, epoch)
-                return found.layers
+        max_loss = loss_of((level,) if level else ())
+        for wanted, source in product(dict.fromkeys((level, None)), sources):
+            found = self._reading.layers(source, key, layers, wanted)
+            if found is not None and loss_of(found[1].meta.levels) <= max_loss:
+                self._was_read(key, source, found[1], epoch)
+                return tuple(found[0])
         return None
 
     def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> EncodedLayers | None:
@@ -189,24 +184,18 @@ class KVStore:
             StoreError: There is no tier of that name.
         """
         source, epoch = self.tier(tier), self._saves.epoch
-        found = None if self._closed else self._reading.encoded(source, key, first, count, level)
-        if found is not None and first == 0:
-            self._uses.note(key, source.name, self._clock(), self.report_every_s)
-        if found is not None and self._reading.is_best(tier, key, level):
-            self._saves.warm(key, source, first, found.meta, found.blobs, epoch)
+        found = None if self._closed else self._reading.encoded(source, key, range(first, first + count), level)
+        if found is not None:
+            self._was_read(key, source, found, epoch)
         return found
 
     def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:
         """Hint to a tier that `count` layers from `first` on will be read soon, so that it may prefetch them."""
-        for each in self.tiers:
-            if each.name == tier and isinstance(each, Expects):
-                for begin, some in self._reading.begins(tier, keys, level).items():
-                    with suppress(Exception):  # only a hint: the later read reports any error
-                        each.expect(some, begin + first, count)
+        self.tier(tier).expect(keys, range(first, first + count), level)
 
     def entries(self) -> list[Entry]:
         """Return all entries of all tiers; a chunk that is stored in two tiers appears twice."""
-        return [entry for tier in self.tiers for entry in tier.entries().values()]
+        return [entry for tier in self.tiers for entry in tier.list()]
 
     def stats(self) -> StoreStats:
         """Return the counters since opening and the current sizes."""
@@ -216,7 +205,7 @@ class KVStore:
             misses=self._counts["misses"],
             corrupt=sum(tier.counts["corrupt"] for tier in self.tiers),
             evicted=sum(tier.counts["evicted"] for tier in self.tiers),
-            dropped_writes=self._saves.writers.dropped + self._saves.writers.failed + refused,
+            dropped_writes=self._saves.dropped + refused,
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
             capacity={tier.name: tier.capacity for tier in self.tiers},
             expired=self._counts["expired"],
@@ -227,8 +216,8 @@ class KVStore:
 
         That is: a slow tier has it, it is being saved, or there is no slow tier that answers.
         """
-        slow = [tier for tier in self.tiers if tier.slow and not (isinstance(tier, Breaks) and tier.breaker.is_open)]
-        return not slow or key in self.under_way() or any(key in tier.entries([key]) for tier in slow)
+        slow = [tier for tier in self.tiers if tier.slow and not tier.is_out]
+        return not slow or key in self.under_way() or any(key in tier.stat([key]) for tier in slow)
 
     def tier(self, name: str) -> Tier:
         """Return the tier of that name; raise StoreError, which lists the tiers there are, if there is none."""
@@ -277,12 +266,12 @@ class KVStore:
         targets = [each for each in slow if each.name == slow_tier] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
         raw = EntryMeta.of(kv, RAW.name, blobs), blobs
-        with self._saves.begin(key, EntryContent(self.levels, key, raw, wanted)) as save:
-            write = self._saves.write_parallel if wait else partial(self._saves.write_later, pace_s=pace_s)
-            is_fast_stored = fast and self._saves.write_now(save, quick)
+        with self._saves.begin(EntryContent(self.levels, key, raw, wanted)) as save:
+            write = partial(self._saves.write, save, wait=wait, pace_s=pace_s)
+            is_fast_stored = fast and write(quick)
             others = [each for each in slow if each not in targets]
-            is_slow_stored = write(save, targets) or (targets != slow and write(save, others))
-            return is_fast_stored or is_slow_stored or (not fast and self._saves.write_now(save, quick))
+            is_slow_stored = write(later=targets) or write(later=others)
+            return is_fast_stored or is_slow_stored or (not fast and write(quick))
 
     def delete(self, key: ChunkKey) -> bool:
         """Delete one chunk from all tiers, cancel its pending saves, and return whether there was one."""
@@ -318,9 +307,9 @@ class KVStore:
         failed = {target.name: target.counts["failed"] for target in targets}
         self.forget(doomed, tier)
         return {
-            target.name: _remaining_keys(target, doomed)
+            target.name: set(target.stat(doomed)) if target.answers else doomed
             for target in targets
-            if target.counts["failed"] > failed[target.name] or not answers(target)
+            if target.counts["failed"] > failed[target.name] or not target.answers
         }
 
     def under_way(self) -> set[ChunkKey]:
@@ -329,7 +318,7 @@ class KVStore:
 
     def silent(self) -> list[str]:
         """Return the names of tiers that do not answer now; what they hold is unknown and not in `entries()`."""
-        return [tier.name for tier in self.tiers if not answers(tier)]
+        return [tier.name for tier in self.tiers if not tier.answers]
 
     def clear(self, model: str | None = None) -> int:
         """Delete every chunk of a model digest (which is one tenant's, if salted), or all chunks; return how many."""
@@ -354,7 +343,7 @@ class KVStore:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put so far is written; return False if `timeout_s` ran out first (None: no limit)."""
-        return self._saves.writers.flush(timeout_s)
+        return self._saves.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish the queued saves and close the tiers; afterwards every lookup is a miss. Closing twice does nothing.
@@ -365,8 +354,7 @@ class KVStore:
         self._closed = True
         self._saves.close(timeout_s)
         for tier in self.tiers:
-            if hasattr(tier, "close"):
-                tier.close()
+            tier.close()
 
     def __enter__(self) -> KVStore:
         return self
@@ -376,22 +364,18 @@ class KVStore:
 
     # whole entries as bytes, for `bulk.py`
 
-    def read_whole(self, key: ChunkKey) -> Whole | None:
+    def read_whole(self, key: ChunkKey, tiers: Sequence[Tier] | None = None) -> Whole | None:
         """Return description and pieces of a chunk's least lossy entry, from the fastest tier that can read it whole.
 
-        None if no tier can.
+        None if none of `tiers` (None: all) can.
         """
-        found = [(tier, entry) for tier in self.tiers for entry in tier.entries([key]).values()]
+        found = [(tier, entry) for tier in tiers or self.tiers for entry in tier.stat([key]).values()]
         for tier, entry in sorted(found, key=lambda pair: loss_of(pair[1].sizes)):
-            whole = self.whole_in(tier, entry)
-            if whole is not None:
-                return whole
+            parts = [tier.get(key, range(entry.n_layers), level) for level in entry.sizes]
+            wholes = [(each[0].only(level), each[1:]) for each, level in zip(parts, entry.sizes, strict=True) if each]
+            if len(wholes) == len(parts):
+                return joined(wholes)
         return None
-
-    def whole_in(self, tier: Tier, entry: Entry) -> Whole | None:
-        """Return description and pieces of an entry of `tier`; None if the tier cannot read all of them."""
-        read = tier.read(entry.key, 0, pieces_of(entry))
-        return (read[0], read[1:]) if read is not None and len(read) == 1 + len(read[0].layers) else None
 
     def warm(self, keys: Iterable[ChunkKey]) -> None:
         """Read chunks, so that the tiers before those that have them get a copy."""
@@ -400,7 +384,8 @@ class KVStore:
 
     def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
         """Write pieces to one tier as they are, unless the chunk is deleted meanwhile; return whether it has them."""
-        return self._write_content(EntryContent(self.levels, key, (meta, blobs), {}), tier)
+        with self._saves.begin(EntryContent(self.levels, key, (meta, blobs), {})) as save:
+            return self._saves.write(save, [tier])
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Return the keys of those entries that have expired."""
@@ -411,41 +396,28 @@ class KVStore:
     def _names(self) -> str:
         return ", ".join(tier.name for tier in self.tiers) or "none"
 
-    def _write_content(self, content: EntryContent, tier: Tier) -> bool:
-        with self._saves.begin(content.key, content) as save:
-            return self._saves.write_now(save, [tier])
+    def _was_read(self, key: ChunkKey, source: Tier, found: EncodedLayers, epoch: int) -> None:
+        if found.first == 0:
+            self._saves.used(key, source, self._clock(), self.report_every_s)
+        if found.is_best:
+            self._saves.warm(key, source, found.first, found.meta, found.blobs, epoch)
 
     def _may_gain(self, entry: Entry, tier: Tier) -> bool:
         is_finer = loss_of(self.levels.of(tier.name)) < loss_of(entry.sizes)
         return is_finer or (self.levels.is_mixed and self.tier(entry.tier).slow)
-
-    def _readable(self, tier: Tier, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Return the entries that can be decoded here, each with only the levels that can."""
-        sizes = self._reading.readable(tier.name, entries)
-        return {key: replace(entries[key], sizes=sizes[key]) for key in sizes}
 
     def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
         """Return the entries that have not expired; delete the others in the background, so that no answer waits."""
         old = self.too_old(entries.values())
         if old:
             self._counts.add("expired", len(old))
-            self._later(tier.name, lambda: tier.delete(self.too_old(tier.entries(old).values())))
+            self._saves.submit(tier, lambda: tier.delete(self.too_old(tier.stat(old).values())))
         return {key: entry for key, entry in entries.items() if key not in old}
-
-    def _later(self, tier: str, job: Callable[[], object]) -> bool:
-        """Queue housekeeping behind a tier's saves; return False if the queue is full, which does no harm."""
-        return self._saves.writers.submit(tier, job, counts=False)
 
     def _delete(self, keys: Collection[ChunkKey]) -> int:
         """Delete chunks and return how many there were. Pending saves are cancelled first, or they would come back."""
         under_way = self._saves.cancel(keys)
-        there = under_way.union(*(tier.entries(keys) for tier in self.tiers))
+        there = under_way.union(*(tier.stat(keys) for tier in self.tiers))
         for tier in self.tiers:
             tier.delete(keys)
         return len(there)
-
-
-def _remaining_keys(tier: Tier, keys: set[ChunkKey]) -> set[ChunkKey]:
-    """Return the keys that a failing tier still has; all of `keys` if it does not answer."""
-    found = set(tier.entries(keys))
-    return found if answers(tier) else keys

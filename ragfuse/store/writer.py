@@ -1,11 +1,11 @@
-"""Background writing: a thread and a bounded queue of jobs for each tier, so that no answer waits for a save."""
+"""Background writing: a thread with a bounded queue of jobs, so that no answer waits for a save."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ragfuse.process.worker import Worker, close_at_exit
 
@@ -17,27 +17,25 @@ Job = Callable[[], object]
 class Writer:
     """A thread that runs jobs in order.
 
-    The thread starts with the first job and does not keep the interpreter alive. Ctrl-C interrupts only the main
-    thread, so a running job is finished.
+    The thread starts with the first job and does not keep the interpreter alive; at its exit, queued jobs get a few
+    seconds. Ctrl-C interrupts only the main thread, so a running job is finished.
 
     Args:
         limit: Jobs that may wait; further ones are dropped and counted.
         name: The thread's name is `ragfuse-` and this.
 
     Attributes:
-        dropped: Counted jobs that were dropped.
-        failed: Jobs that raised an exception.
+        dropped: Counted jobs that were dropped, or that raised an exception.
     """
 
     def __init__(self, limit: int = 64, name: str = "writer") -> None:
-        self.dropped = 0
-        self.failed = 0
-        self._limit, self._closed = limit, False
+        self.dropped, self._limit, self._closed = 0, limit, False
         self._worker = Worker(name, self._take, self._run)
         self._jobs: deque[Job] = deque()
         self._submitted = self._ended = 0
+        close_at_exit(self)
 
-    def submit(self, job: Callable[[], object], *, counts: bool = True, is_awaited: bool = False) -> bool:
+    def submit(self, job: Job, *, counts: bool = True, is_awaited: bool = False) -> bool:
         """Queue a job. Never waits.
 
         Args:
@@ -82,49 +80,12 @@ class Writer:
         try:
             job()
         except Exception:
-            self.failed += 1
+            self.dropped += 1
             log.exception("A chunk could not be saved for reuse; answers are not affected")
         finally:
             with self._worker.changed:
                 self._ended += 1
                 self._worker.changed.notify_all()
-
-
-class Writers:
-    """One writer per tier name, so that a slow or hanging tier does not delay the others.
-
-    When the interpreter exits, queued jobs get a few seconds in all.
-    """
-
-    def __init__(self, names: Iterable[str], limit: int = 64) -> None:
-        self._writers = {name: Writer(limit, f"writer-{name}") for name in names}
-        close_at_exit(self)
-
-    @property
-    def dropped(self) -> int:
-        """Counted jobs that were dropped, over all writers."""
-        return sum(writer.dropped for writer in self._writers.values())
-
-    @property
-    def failed(self) -> int:
-        """Jobs that raised an exception, over all writers."""
-        return sum(writer.failed for writer in self._writers.values())
-
-    def submit(self, name: str, job: Callable[[], object], *, counts: bool = True, is_awaited: bool = False) -> bool:
-        """Queue a job behind those of the same name (`Writer.submit`); return False if it was dropped."""
-        return self._writers[name].submit(job, counts=counts, is_awaited=is_awaited)
-
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every job submitted before now is done; return False if `timeout_s`, for all together, ran out."""
-        remaining_s = countdown(timeout_s)
-        done = [writer.flush(remaining_s()) for writer in self._writers.values()]
-        return all(done)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Take no more jobs and finish those queued; if `timeout_s` runs out, drop the rest and return False."""
-        remaining_s = countdown(timeout_s)
-        done = [writer.close(remaining_s()) for writer in self._writers.values()]
-        return all(done)
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:

@@ -16,7 +16,7 @@ from ragfuse.errors import InputError
 from ragfuse.process.shared import forget, shared
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
-from ragfuse.store.tier import Breaks, Numbers, Tier
+from ragfuse.store.tier import Tier
 from ragfuse.telemetry.counters import FALLBACK_KINDS, TOKEN_FATES, TTFT_S, AnswerCounters, CounterSnapshot
 
 Registry = Any
@@ -83,17 +83,17 @@ TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
     (
         "ragfuse_tier_entries",
         "Entries stored in a tier, as far as is known.",
-        lambda tier: tier.n_entries if isinstance(tier, Numbers) else len(tier.entries()),
+        lambda tier: len(tier.list()),
     ),
     (
         "ragfuse_tier_breaker_open",
         "1 while a tier is unreachable and therefore not used, else 0.",
-        lambda tier: isinstance(tier, Breaks) and tier.breaker.is_open,
+        lambda tier: not tier.answers,
     ),
 )
-"""Gauges of a tier: name, help text, and value. The breaker is last, as reading the others may open it."""
-SHARED_GAUGES = frozenset({"ragfuse_tier_bytes", "ragfuse_tier_entries"})
-"""Gauges that include the entries of all tenants of a tier."""
+"""Gauges of a tier: name, help text, and value."""
+SIZE_GAUGES = frozenset({"ragfuse_tier_bytes", "ragfuse_tier_entries", "ragfuse_tier_capacity_bytes"})
+"""Gauges of what a tier holds, of all its tenants."""
 
 
 class MeteredEngine(Protocol):
@@ -216,7 +216,8 @@ def _tier_metrics(
     for metric_name, help_text, value in TIER_STATES:
         gauge = _gauge(metric_name, help_text, ("tier",))
         for name, tier in tiers:
-            if not (name in shares and tier.slow and metric_name in SHARED_GAUGES):
+            is_hidden = tier.remote or (name in shares and tier.slow)  # a remote medium has metrics of its own
+            if not (is_hidden and metric_name in SIZE_GAUGES):
                 gauge.add_metric([name, tier.name], float(value(tier)))
         yield gauge
     hits = _counter("ragfuse_tier_hits", "Segments of prompts that were read from a tier.", ("tier",))

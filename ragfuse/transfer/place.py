@@ -15,7 +15,7 @@ from ragfuse.codec import codec_for
 from ragfuse.errors import RagFuseError, TransferError
 from ragfuse.settings import Settings
 from ragfuse.store.factory import open_tier
-from ragfuse.store.tier import EntryMeta, Tier, answers
+from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.store.urls import shown
 from ragfuse.transfer.handle import TransferHandle, TransferModel, expired
 from ragfuse.transfer.weights import UNKNOWN
@@ -72,7 +72,7 @@ class TransferPlace:
             tier = open_tier(url, settings.model_copy(update=limits), _evict_expired)
         except (RagFuseError, ImportError, OSError, ValueError) as error:
             raise TransferError(f"The place '{shown(url)}' to hand KV over cannot be opened: {error}") from error
-        if not answers(tier):
+        if not tier.answers:
             raise TransferError(
                 f"The place '{shown(url)}' to hand KV over does not answer. Start it, or set RAGFUSE_TRANSFER_URL to "
                 "one that both engines reach."
@@ -112,11 +112,11 @@ class TransferPlace:
         meta = EntryMeta.of(kv, level, blobs)
         expires_s = self._clock() + self._ttl_s
         handle = TransferHandle.make(token_ids, model, tenant, expires_s, meta.nbytes, level, self.label, weights)
-        if not self._tier.write(handle.key, meta, blobs):
+        if not self._tier.put(handle.key, meta, blobs):
             raise TransferError(
-                f"Wanted room for {meta.nbytes:,} bytes of KV in the place '{self.where}', found none: it holds "
-                f"{self._tier.nbytes:,} of {self._tier.capacity:,}, or it failed (see the log). Raise "
-                "RAGFUSE_TRANSFER_BYTES, lower RAGFUSE_TRANSFER_TTL_S, or try again later."
+                f"Wanted room for {meta.nbytes:,} bytes of KV in the place '{self.where}', found none: it is "
+                "full, or it failed (see the log). Raise RAGFUSE_TRANSFER_BYTES, lower RAGFUSE_TRANSFER_TTL_S, or try "
+                "again later."
             )
         return handle
 
@@ -133,7 +133,7 @@ class TransferPlace:
             )
         codec = codec_for(handle.level)
         for at in range(handle.model.n_layers):
-            found = self._tier.read(handle.key, at)
+            found = self._tier.get(handle.key, range(at, at + 1))
             if found is None:
                 raise TransferError(
                     f"Layer {at} of a prompt's KV is not in the place '{self.where}' ({self.label}): it was never "
@@ -154,13 +154,13 @@ class TransferPlace:
     @property
     def n_waiting(self) -> int:
         """Prompts whose KV is there now."""
-        return len(self._tier.entries())
+        return len(self._tier.list())
 
     def sweep(self) -> int:
         """Delete the KV of all handles that have expired, also those that an engine left when it crashed."""
         with self._lock:
             self._swept_at = now_s = self._clock()
-        doomed = expired(self._tier.entries(), now_s)
+        doomed = expired((entry.key for entry in self._tier.list()), now_s)
         if not doomed:
             return 0
         log.info("%d prompts expired in the place '%s' before any engine decoded them", len(doomed), self.where)
@@ -175,7 +175,7 @@ class TransferPlace:
 
     def close(self) -> None:
         """Close the tier; what is in it stays until it expires."""
-        getattr(self._tier, "close", lambda: None)()
+        self._tier.close()
 
 
 def _check(meta: EntryMeta, handle: TransferHandle) -> None:

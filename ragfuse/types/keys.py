@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from blake3 import blake3
 
 FORMAT_VERSION = 2
 """Version of everything that is written: keys, headers, profiles. A change turns old entries into misses."""
+_KEY = re.compile(r"[0-9A-Za-z_.~-]{4,300}")
 Encoded = Literal["alone", "prefix", "filler"]
 Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
 
@@ -70,6 +72,6 @@ class ChunkKey:
     def parse(cls, text: str) -> ChunkKey:
         """Return the key whose `str()` is `text`; raise ValueError where it is not a key."""
         parts = ["" if part == "-" else part for part in text.split(".")]
-        if len(parts) != 4 or not parts[0] or not parts[1]:
+        if not _KEY.fullmatch(text) or len(parts) != 4 or not parts[0] or not parts[1]:
             raise ValueError(f"Not a chunk key: {text!r} (a key has four parts: model.tokens.context.layout)")
         return cls(*parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+UNLIMITED = 1 << 62
+"""The capacity of a tier whose medium decides what it keeps."""
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
 
 
@@ -17,6 +19,8 @@ def size_text(nbytes: float) -> str:
 
 def capacity_text(nbytes: int) -> str:
     """Return a capacity as its setting is written: "20 GiB" for 20 << 30; one that is not round by `size_text`."""
+    if nbytes == UNLIMITED:
+        return "no limit"
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB")):
         if nbytes and not nbytes % (1 << shift):
             return f"{nbytes >> shift:,} {unit}"

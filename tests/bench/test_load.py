@@ -70,16 +70,16 @@ def test_a_throttled_tier_gives_the_same_bytes(tmp_path: Path):
     disk = DiskTier(tmp_path, 1 << 20, lru)
     tier = ThrottledTier(disk, 1000.0)
     meta, blobs = encoded(kv())
-    assert tier.write(key("a"), meta, blobs)
+    assert tier.put(key("a"), meta, blobs)
     forget_pages(tmp_path)
-    found = tier.read(key("a"), 0, 3)
+    found = tier.get(key("a"), range(3))
     assert found is not None
     assert all(got.equal(put) for got, put in zip(found[1:], blobs, strict=True))
-    assert tier.read(key("b"), 0) is None
-    assert tier.entries().keys() == disk.entries().keys() == {key("a")}
+    assert tier.get(key("b"), range(1)) is None
+    assert tier.stat([key("a")]).keys() == disk.stat([key("a")]).keys() == {key("a")}
     tier.pin([key("a")], True)
-    assert disk.entries()[key("a")].pinned
+    assert disk.stat([key("a")])[key("a")].pinned
     assert tier.delete([key("a")]) == 1
-    assert not disk.entries()
+    assert not disk.list()
     assert tier.nbytes == 0
     disk.close()

@@ -15,12 +15,10 @@ from ragfuse.plan.explanation import in_words
 from ragfuse.process.shared import forget
 from ragfuse.store import CatalogFile, DiskTier
 from ragfuse.store.catalog import Catalog
-from ragfuse.store.codec_registry import TABLES_RECHECK_S, CodecRegistry, _key, wants_tables
-from ragfuse.store.named import as_entry
+from ragfuse.store.codec_registry import TABLES_RECHECK_S, CodecRegistry, wants_tables
 from tests.codec.kit import tables
 from tests.plan.kit import timings
 from tests.store.kit import Clock
-from tests.store.lies import little_memory
 from tests.tiny import CHUNKS, ingest, messages
 
 
@@ -33,7 +31,7 @@ def at(settings: Settings, path=None, **levels) -> Settings:
 
 
 def levels_in(engine: Engine, tier: str) -> set[tuple[str, ...]]:
-    kept = [entry for entry in engine.store.tier(tier).entries().values() if entry.key.model == engine.digest]
+    kept = [entry for entry in engine.store.tier(tier).list() if entry.key.model == engine.digest]
     return {tuple(entry.sizes) for entry in kept}
 
 
@@ -104,9 +102,9 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         ingest(engine)
         before = engine.store.tier("disk").nbytes
         engine.store.tier("disk").delete(
-            [key for key in engine.store.tier("disk").entries() if key.model != engine.digest]
+            [each.key for each in engine.store.tier("disk").list() if each.key.model != engine.digest]
         )
-        engine.store.tier("memory").delete(engine.store.tier("memory").entries())
+        engine.store.tier("memory").delete([each.key for each in engine.store.tier("memory").list()])
         engine.runtime._codecs._known = dict.fromkeys(engine.runtime._codecs._known, (None, 1e18))
         plan = engine.plan(messages())
         assert plan.fetches == ()
@@ -161,25 +159,6 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
 
 
 DIGEST = "ab" * 8
-STRANGE = {
-    "lists in lists": b"[" * 200_000,
-    "lists without number": b"[" + b"[]," * (1 << 20) + b"[]]",
-    "objects in objects": b'{"layers":' * 200_000,
-    "a number of a million digits": b'{"version": ' + b"9" * 1_000_000 + b"}",
-    "a page": b"<html>Sign in</html>",
-    "nothing": b"",
-    "no layers": b'{"version": 2, "layers": [], "shapes": "", "overall": ""}',
-    "layers that are none": b'{"version": 2, "layers": 7, "shapes": "", "overall": ""}',
-}
-
-
-@pytest.mark.parametrize("value", STRANGE.values(), ids=STRANGE.keys())
-def test_what_lies_in_place_of_tables_in_a_shared_tier_is_none_and_costs_little(tmp_path, value):
-    with closing(DiskTier(tmp_path / "shared", 1 << 30, lru)) as tier:
-        assert tier.write(_key(DIGEST), *as_entry(DIGEST, value))
-        coding = CodecRegistry(Catalog(), (tier,))
-        with little_memory(4 * len(value) + (1 << 20)):
-            assert coding.packed("cg3", DIGEST) is None
 
 
 @pytest.mark.parametrize("frequency", ["9" * 400, "1e999", "-1e999", "null", "[]", '"a"'])

@@ -603,9 +603,9 @@ class HungTier(MemoryTier):
         super().__init__(1 << 30, lru, name="hung")
         self.go = threading.Event()
 
-    def write(self, *arguments):
+    def put(self, *arguments):
         assert self.go.wait(60)
-        return super().write(*arguments)
+        return super().put(*arguments)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -615,19 +615,19 @@ def test_a_tier_that_hangs_keeps_no_missed_chunk_from_the_disk(tiny_settings, tm
         try:
             engine.answer(messages(), Ask(max_tokens=2))
             assert engine._stages.remember.jobs.flush(60)
-            until(lambda: len(disk.entries()) >= len(CHUNKS))
-            assert hung.entries() == {}
+            until(lambda: len(disk.list()) >= len(CHUNKS))
+            assert hung.list() == []
         finally:
             hung.go.set()
         engine.flush()
-        assert hung.entries().keys() == disk.entries().keys()
+        assert {entry.key for entry in hung.list()} == {entry.key for entry in disk.list()}
 
 
 def test_closing_an_engine_waits_for_a_tier_that_hangs_no_longer_than_told(tiny_settings):
     hung = HungTier()
     engine = Engine(tiny_settings, store=KVStore([MemoryTier(1 << 30, lru), hung]))
     engine.answer(messages(), Ask(max_tokens=2))
-    until(lambda: len(engine.store.tiers[0].entries()) >= 1)
+    until(lambda: len(engine.store.tiers[0].list()) >= 1)
     closing = threading.Thread(target=engine.close, args=(0.0,), daemon=True)
     closing.start()
     closing.join(30)
@@ -640,8 +640,8 @@ def test_ingest_ends_when_every_slow_tier_has_everything(tiny_settings, tmp_path
     tiers = [DiskTier(tmp_path / name, 1 << 30, lru, name=name) for name in ("one", "two")]
     with Engine(tiny_settings, store=KVStore(tiers, writer_queue=1)) as engine:
         ingest(engine)
-        assert len(tiers[0].entries()) == len(CHUNKS) + 1
-        assert tiers[0].entries().keys() == tiers[1].entries().keys()
+        assert len(tiers[0].list()) == len(CHUNKS) + 1
+        assert {entry.key for entry in tiers[0].list()} == {entry.key for entry in tiers[1].list()}
         assert engine.store.stats().dropped_writes == 0
 
 

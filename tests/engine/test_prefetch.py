@@ -34,7 +34,7 @@ def tiers(trace):
 
 
 def in_memory(engine):
-    return engine.store.tier("memory").entries()
+    return {entry.key: entry for entry in engine.store.tier("memory").list()}
 
 
 def size_of(engine):
@@ -184,7 +184,7 @@ def test_what_memory_adds_to_an_entry_counts(old, monkeypatch):
         engine.flush()
         tier = engine.store.tier("memory")
         assert 0 < tier.nbytes <= MAX_TIER_SHARE * room
-        assert tier.nbytes > sum(entry.nbytes for entry in tier.entries().values())
+        assert tier.nbytes > sum(entry.nbytes for entry in tier.list())
         assert tier.counts["evicted"] == 0
 
 
@@ -229,16 +229,16 @@ class Gate:
 
     def __init__(self, tier, monkeypatch) -> None:
         self.open, self.reached, self.keys = threading.Event(), threading.Event(), []
-        read = tier.read
+        read = tier.get
 
-        def held(key, first, count=1):
+        def held(key, layers, level=None):
             if threading.current_thread().name == "ragfuse-prefetch":
                 self.keys.append(key)
                 self.reached.set()
                 assert self.open.wait(60)
-            return read(key, first, count)
+            return read(key, layers, level)
 
-        monkeypatch.setattr(tier, "read", held)
+        monkeypatch.setattr(tier, "get", held)
 
 
 def test_a_question_does_not_wait_for_it_and_what_it_reads_is_not_read_again(old, monkeypatch):

@@ -11,7 +11,6 @@ from ragfuse_bench.line import Line, Trace, constant, drawn, line_to
 
 from ragfuse.load.link import Link, Links
 from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, NOT_WAITED_FOR, Stream, Terms
-from ragfuse.plan.evict import lru
 from ragfuse.plan.stream_level import AS_TEXT, StreamPart
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.redis import RedisTier
@@ -55,7 +54,7 @@ def redis(tmp_path_factory) -> Iterator[int]:
 
 
 def redis_tier(server: RedisServer, **options) -> RedisTier:
-    return RedisTier(f"redis://127.0.0.1:{server}/0", 1 << 30, lru, **options)
+    return RedisTier(f"redis://127.0.0.1:{server}/0", **options)
 
 
 @pytest.fixture(params=["redis", pytest.param("objects", marks=pytest.mark.slow)])
@@ -70,11 +69,11 @@ def store(kind, request, monkeypatch) -> Iterator[Watched]:
     port = made.port if made is not None else request.getfixturevalue("redis")
     with line_to(port) as line:
         if made is not None:
-            tier = made.tier(made.new_url(), 1 << 30, port=line.port, name="line", timeout_s=3.0)
+            tier = made.tier(made.new_url(), port=line.port, name="line", timeout_s=3.0)
         else:
             tier = redis_tier(line.port, name="line", timeout_s=3.0)
         for number, chunk in enumerate(CHUNKS):
-            assert tier.write(key(number), *encoded_at(chunk, "raw", "int8"))
+            assert tier.put(key(number), *encoded_at(chunk, "raw", "int8"))
         with Watched(tier, line) as store:
             store.lookup([key(number) for number in range(PIECES)])
             yield store

@@ -53,17 +53,17 @@ def test_a_profile_holds_curve_points_and_every_tier_and_survives_json(model, di
 def test_a_tier_s_own_entries_stay_even_where_it_is_full(model, tmp_path):
     tier = DiskTier(tmp_path / "tier", 20_000, lru)
     kept = key("mine")
-    assert tier.write(kept, *encoded(kv()))
+    assert tier.put(kept, *encoded(kv()))
     speed_of(tier, model.encode([0]), 1, lambda *_: None)
-    assert list(tier.entries()) == [kept]
+    assert [entry.key for entry in tier.list()] == [kept]
     tier.close()
 
 
 def test_a_memory_tier_is_measured_in_the_room_it_has_or_says_that_it_has_none(model):
     small, full = MemoryTier(10_000, lru), MemoryTier(100, lru)
-    assert small.write(key("mine"), *encoded(kv()))
+    assert small.put(key("mine"), *encoded(kv()))
     speed_of(small, model.encode([0]), 1, lambda *_: None)
-    assert list(small.entries()) == [key("mine")]
+    assert [entry.key for entry in small.list()] == [key("mine")]
     with pytest.raises(StoreError, match=r"Tier memory has .* bytes left"):
         speed_of(full, model.encode([0]), 1, lambda *_: None)
 
@@ -81,14 +81,14 @@ def test_ctrl_c_leaves_nothing_behind(model, disk, after):
         seen.clear()
         with pytest.raises(KeyboardInterrupt):
             speed_of(tier, model.encode([0]), 2, stop)
-    assert memory.entries() == {}
+    assert memory.list() == []
     assert files(disk) == []
 
 
 class Forgetful(MemoryTier):
     """Says that it kept what it did not."""
 
-    def write(self, key, meta, blobs):
+    def put(self, key, meta, blobs):
         return True
 
 

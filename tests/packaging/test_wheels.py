@@ -30,7 +30,6 @@ WANTED = {
         "ragfuse/serve/page/index.html",
         "ragfuse/serve/page/main.js",
         "ragfuse/serve/page/page.css",
-        "ragfuse/store/redis.lua",
         "ragfuse/text/filler.txt",
     },
     "ragfuse_bench": {"ragfuse_bench/__init__.py", "ragfuse_bench/sets/squad_held_out.json"},

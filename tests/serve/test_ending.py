@@ -66,7 +66,7 @@ def test_a_signal_lets_answers_end_and_saves_what_they_brought(tiny_settings: Se
         assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
         assert ended(run) == 0
     with Engine(tiny_settings) as engine:
-        assert len(engine.store.tier("disk").entries()) == 3
+        assert len(engine.store.tier("disk").list()) == 3
     assert [line.strip() for line in log if line.startswith("Stop")] == [
         "Stopping: 1 request may end, within 600 s (a second signal cuts off), then what is left is saved.",
         "Stopped.",
@@ -175,10 +175,10 @@ def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(tiny_settings
     assert told["choices"][0]["message"]["content"] == fresh["choices"][0]["message"]["content"]
     with Engine(tiny_settings) as engine, Engine(other) as twin:
         disk, same = engine.store.tier("disk"), twin.store.tier("disk")
-        keys = set(disk.entries()) & set(same.entries())
+        keys = {entry.key for entry in disk.list()} & {entry.key for entry in same.list()}
         assert len(keys) >= 6
         for key in keys:
-            n_layers = disk.entries()[key].n_layers
+            n_layers = disk.stat([key])[key].n_layers
             found, right = (each.store.read_layers(key, 0, n_layers, "disk") for each in (engine, twin))
             assert found is not None
             assert right is not None

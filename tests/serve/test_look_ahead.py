@@ -48,7 +48,7 @@ def begin(served: Served, name: str, **fields: Any) -> str:
 
 def in_memory(engine: Engine, name: str) -> bool:
     keys = engine.sessions.show(name).keys
-    return len(engine.store.tier("memory").entries(keys)) == len(keys)
+    return len(engine.store.tier("memory").stat(keys)) == len(keys)
 
 
 def filled(engine: Engine, conversations: int) -> None:

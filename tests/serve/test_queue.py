@@ -58,12 +58,14 @@ def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
     engine = narrow.service.engine(narrow.service.keys.tenants[0])
     engine.flush()
     memory, chunks = engine.store.tier("memory"), {engine.key(engine.tokens(text)).tokens for text in CHUNKS[:3]}
-    memory.delete(list(memory.entries()))
+    memory.delete([entry.key for entry in memory.list()])
     with raw(narrow.port) as first, raw(narrow.port) as second:
         send(first, long_request(narrow))
         wait_for(writers)
         send(second, long_request(narrow, **with_documents()))
-        wait_for(lambda: any(key.tokens in chunks for key in memory.entries()))  # not only what the first one leaves
+        wait_for(
+            lambda: any(entry.key.tokens in chunks for entry in memory.list())
+        )  # not only what the first one leaves
         assert len(narrow.service.admission.jobs) == 1  # it waits still
     wait_for(lambda: is_idle(narrow))
 

@@ -31,7 +31,7 @@ def sources(engine: Engine) -> list[str]:
 
 def on_disk(engine: Engine) -> dict[str, int]:
     """Bytes by chunk of a tenant, used longest ago first."""
-    entries = [entry for entry in engine.store.tier("disk").entries().values() if entry.key.model == engine.digest]
+    entries = [entry for entry in engine.store.tier("disk").list() if entry.key.model == engine.digest]
     return {entry.key.tokens: entry.nbytes for entry in sorted(entries, key=lambda entry: entry.last_used)}
 
 
@@ -61,7 +61,7 @@ def test_the_kv_used_longest_ago_is_dropped_but_what_is_pinned(pair: tuple[Engin
     filled(one, other)
     sizes, first = on_disk(one), next(iter(on_disk(one)))
     disk = one.store.tier("disk")
-    disk.pin([key for key in disk.entries() if key.tokens == first and key.model == one.digest], True)
+    disk.pin([each.key for each in disk.list() if (each.key.tokens, each.key.model) == (first, one.digest)], True)
     most = sum(sizes.values()) - 1
     use = QuotaKeeper(one, Quota(nbytes=most)).enforce()
     left = on_disk(one)

@@ -23,7 +23,7 @@ def keys_of(engine: Engine, name: str) -> set[object]:
 def in_memory(engine: Engine, name: str) -> float:
     """Share of a conversation's entries that lie in memory."""
     keys = keys_of(engine, name)
-    return len(engine.store.tier("memory").entries(keys)) / len(keys)
+    return len(engine.store.tier("memory").stat(keys)) / len(keys)
 
 
 def said(engine: Engine, *names: str) -> None:
@@ -91,7 +91,7 @@ def test_a_later_process_knows_whose_kv_lies_on_disk(tiny_settings):
     with Engine(full) as engine:
         engine.expect(["a"])
         said(engine, "d")
-        left = {name: len(engine.store.tier("disk").entries(keys_of(engine, name))) for name in "abcd"}
+        left = {name: len(engine.store.tier("disk").stat(keys_of(engine, name))) for name in "abcd"}
         assert left["a"] == len(keys_of(engine, "a"))
         assert left["b"] == 0
         assert left["d"] == len(keys_of(engine, "d"))

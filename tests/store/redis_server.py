@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ragfuse.store.redis_index import _PREFIX
+from ragfuse.store.redis import _PREFIX
 
 SCALE = 10_000
 """Databases of a server: each tier of the contract suite gets one of its own."""
@@ -99,9 +99,9 @@ def _shared() -> RedisServer:
     return server
 
 
-def chunk_name(key: object) -> str:
-    """The hash that an entry is."""
-    return f"{_PREFIX}chunk:{key}"
+def value_name(key: object) -> str:
+    """The name of the value that holds an entry."""
+    return f"{_PREFIX}{key}"
 
 
 def free_port() -> int:

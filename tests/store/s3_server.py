@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import pytest
 
-from ragfuse.plan.evict import lru
 from ragfuse.store.objects import ObjectTier
 
 _folder = itertools.count(1)
@@ -148,16 +147,14 @@ class S3Server:
             patch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
             yield
 
-    def tier(
-        self, url: str, capacity: int = 1 << 20, evict=lru, port: int = 0, user: Mapping[str, str] = {}, **options
-    ) -> ObjectTier:
+    def tier(self, url: str, port: int = 0, user: Mapping[str, str] = {}, **options) -> ObjectTier:
         """A tier whose S3 server this is, or is behind another port; of another user. A busy machine is no outage."""
         with self.reachable(), pytest.MonkeyPatch.context() as patch:
             if port:
                 patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
             for name, value in user.items():
                 patch.setenv(name, value)
-            return ObjectTier(url, capacity, evict, **{"timeout_s": 30.0, **options})
+            return ObjectTier(url, **{"timeout_s": 30.0, **options})
 
 
 @cache

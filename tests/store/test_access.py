@@ -36,9 +36,9 @@ def modes(root):
 
 
 def filled(tier):
-    assert tier.write(key("a"), *encoded(kv(1)))
+    assert tier.put(key("a"), *encoded(kv(1)))
     tier.pin([key("a")], True)
-    assert tier.read(key("a"), 0) is not None
+    assert tier.get(key("a"), range(1)) is not None
     tier.touch([key("a")])
     return tier
 
@@ -48,7 +48,7 @@ def on_disk(root, **options):
 
 
 def behind_a_url(root, **options):
-    return filled(ObjectTier(root.as_uri(), 1 << 20, lru, ttl_s=60.0, **options))
+    return filled(ObjectTier(root.as_uri(), **options))
 
 
 def a_book(root, **options):

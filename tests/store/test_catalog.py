@@ -115,60 +115,6 @@ BAD_BYTES = {
 }
 
 
-@pytest.mark.parametrize("changed", BAD_BYTES.values(), ids=BAD_BYTES.keys())
-def test_a_bad_byte_costs_one_text_and_writing_it_again_brings_it_back(book, tmp_path, changed):
-    known = [("k1", "one \ufffd", "a"), ("k2", "two", "a"), ("k3", "three", "a")]
-    book.add_texts("m", known)
-    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
-        connection.execute(f"UPDATE {changed} WHERE key = 'k2'")
-    connection.close()
-    assert list(book.texts("m")) == [known[0], known[2]]
-    book.add_texts("m", known)
-    assert sorted(book.texts("m")) == known
-
-
-@pytest.mark.parametrize("profile", ["CAST(x'f4' || profile AS TEXT)", "substr(profile, 2)", "'[1]'"])
-def test_a_profile_with_a_bad_byte_is_none_and_is_settled_anew(book, tmp_path, profile):
-    book.put("marker", {"secret": "a"})
-    book.put("other", {"x": 1})
-    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
-        connection.execute(f"UPDATE profiles SET profile = {profile} WHERE name = 'marker'")
-    connection.close()
-    assert book.get("marker") is None
-    assert book.get("other") == {"x": 1}
-    assert book.settle("marker", {"secret": "b"}) == {"secret": "b"}
-    assert book.get("marker") == {"secret": "b"}
-
-
-def test_names_with_a_bad_byte_are_left_out(book, tmp_path):
-    book.put("p", {})
-    book.add_texts("m", [("k", "text", "s")])
-    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
-        connection.execute("INSERT INTO profiles VALUES (CAST(x'ff' AS TEXT), '{}')")
-        connection.execute("INSERT INTO texts(model, key, text, source) VALUES (CAST(x'ff' AS TEXT), 'k', 't', 's')")
-    connection.close()
-    assert book.names() == ["p"]
-    assert book.models() == ["m"]
-
-
-@pytest.mark.parametrize("word", ["key-b", "text-b"])
-def test_a_bit_turned_in_the_file_of_the_book_costs_one_text_and_all_can_be_forgotten(tmp_path, word):
-    with CatalogFile(tmp_path) as book:
-        book.add_texts("m", [(f"key-{name}", f"text-{name}", "s") for name in "abc"])
-    path = tmp_path / "catalog.sqlite"
-    whole, at = path.read_bytes(), -1
-    places = []
-    while (at := whole.find(word.encode(), at + 1)) >= 0:
-        places.append(at)
-    assert len(places) == (2 if word == "key-b" else 1)
-    for at in places:
-        for bit in (0x80, 0x01):
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
-            with CatalogFile(tmp_path) as book:
-                assert {"key-a", "key-c"} <= {known.key for known in book.texts("m")}
-                assert book.delete_texts("m") == 3
-
-
 def test_a_damaged_book_is_set_aside_and_a_new_one_begun(tmp_path, caplog):
     (tmp_path / "catalog.sqlite").write_bytes(b"nothing of a database " * 99)
     with CatalogFile(tmp_path) as book:

@@ -37,4 +37,3 @@ def test_two_stores_of_a_process_and_another_process_see_one_file(tmp_path):
                 connection.execute("INSERT INTO words VALUES ('three')")
             assert first.query("SELECT count(*) FROM words") == second.query("SELECT count(*) FROM words") == [(3,)]
             assert counted_elsewhere(path) == 3
-            assert first.is_sound("words")

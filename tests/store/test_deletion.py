@@ -102,8 +102,8 @@ def test_what_waits_to_be_encoded_is_not(engine):
 
 def test_what_is_still_being_saved_does_not_come_in(filled):
     disk, gate = filled.store.tier("disk"), threading.Event()
-    write = disk.write
-    disk.write = lambda *given: gate.wait(60) and write(*given)
+    write = disk.put
+    disk.put = lambda *given: gate.wait(60) and write(*given)
     key = filled.key(filled.tokens("A text that is on its way to the disk just now."))
     kv = filled.model.encode(filled.tokens("A text that is on its way to the disk just now."))
     filled.store.put(key, kv, tier="disk")

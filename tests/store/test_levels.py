@@ -22,12 +22,12 @@ def mixed(tmp_path):
 
 
 def mixed_tiers(path):
-    return [MemoryTier(MB, lru), DiskTier(path / "disk", MB, lru), RedisTier(fresh_url(), MB, lru)]
+    return [MemoryTier(MB, lru), DiskTier(path / "disk", MB, lru), RedisTier(fresh_url(), timeout_s=30)]
 
 
 def levels_of(store, of=A):
     """{tier: levels} of one chunk."""
-    found = {tier.name: tier.entries([of]) for tier in store.tiers}
+    found = {tier.name: tier.stat([of]) for tier in store.tiers}
     return {name: list(entries[of].sizes) for name, entries in found.items() if entries}
 
 
@@ -81,27 +81,14 @@ def test_layers_behind_the_last_of_a_level_are_no_layers(mixed):
     assert mixed.stats().corrupt == 0
 
 
-def test_a_level_is_found_where_it_stands_by_one_read_after_a_look_up_and_by_two_without(tmp_path):
-    with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
-        assert store.tiers[0].write(A, *encoded_at(kv(), "raw", "int8"))
-        reads, read = [], store.tiers[0].read
-        store.tiers[0].read = lambda *given: reads.append(given[1:]) or read(*given)
-        assert store.read_layers(A, 1, 2, "disk", "int8") is not None
-        assert reads == [(1, 2), (4, 2)]
-        reads.clear()
-        assert list(store.lookup([A])[A].sizes) == ["raw", "int8"]
-        assert store.read_layers(A, 0, 1, "disk", "int8") is not None
-        assert reads == [(3, 1)]
-
-
 def test_an_entry_written_anew_at_other_levels_is_read_as_it_is_then(tmp_path):
     with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
         disk = store.tiers[0]
-        disk.write(A, *encoded_at(kv(1), "raw", "int8"))
+        disk.put(A, *encoded_at(kv(1), "raw", "int8"))
         assert whole(store, rounded(kv(1)), level="int8")
-        disk.write(A, *encoded_at(kv(2), "int8"))
+        disk.put(A, *encoded_at(kv(2), "int8"))
         assert whole(store, rounded(kv(2)), level="int8")
-        disk.write(A, *encoded_at(kv(3), "raw", "int8"))
+        disk.put(A, *encoded_at(kv(3), "raw", "int8"))
         assert whole(store, kv(3), level="raw")
         disk.delete([A])
         assert store.read_layers(A, 0, 3, "disk", "raw") is None
@@ -119,7 +106,7 @@ def test_what_is_read_raw_enters_memory_at_memorys_own_levels(tmp_path):
 @pytest.mark.parametrize("levels", [{}, {"memory": ["raw"]}])
 def test_what_was_lost_is_never_kept_as_raw(tmp_path, levels):
     with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path, MB, lru)], levels=levels) as store:
-        store.tiers[1].write(A, *encoded_at(kv(), "int8"))
+        store.tiers[1].put(A, *encoded_at(kv(), "int8"))
         assert whole(store, rounded(kv()), tier="disk")
         assert levels_of(store)["memory"] == ["int8"]
         assert whole(store, rounded(kv()))
@@ -149,7 +136,7 @@ class Tabled(UniformCodec):
 
 def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
     with KVStore([DiskTier(tmp_path, MB, lru)], lambda level, model: None) as store:
-        store.tiers[0].write(A, *encoded_at(kv(), "int8"))
+        store.tiers[0].put(A, *encoded_at(kv(), "int8"))
         assert store.why_not(A) == ""
         assert store.lookup([A, B]) == {}
         assert store.read_layers(A, 0) is None
@@ -163,7 +150,7 @@ def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
 def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is_read(tmp_path, caplog):
     codecs = {"raw": UniformCodec(4), "int8": Tabled()}
     with KVStore([DiskTier(tmp_path, MB, lru)], lambda level, model: codecs[level]) as store:
-        store.tiers[0].write(A, *encoded_at(kv(), "int8"))
+        store.tiers[0].put(A, *encoded_at(kv(), "int8"))
         assert list(store.lookup([A])) == [A]
         assert store.read_layers(A, 0, 3) is None
         assert store.lookup([A]) == {}
@@ -178,9 +165,9 @@ def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is
 def test_moving_takes_the_entry_that_lost_least_with_all_its_levels(tmp_path):
     with KVStore(mixed_tiers(tmp_path)) as store:
         memory, disk, redis = store.tiers
-        memory.write(A, *encoded_at(kv(), "int8"))
-        disk.write(A, *encoded_at(kv(), "raw", "int8"))
-        redis.write(A, *encoded_at(kv(), "int8"))
+        memory.put(A, *encoded_at(kv(), "int8"))
+        disk.put(A, *encoded_at(kv(), "raw", "int8"))
+        redis.put(A, *encoded_at(kv(), "int8"))
         assert bulk.move(store, [A], "redis").chunks
         assert levels_of(store) == {"redis": ["raw", "int8"]}
         assert whole(store, kv())

@@ -58,7 +58,7 @@ def test_a_job_that_fails_is_counted_and_the_next_one_runs(caplog):
     writer.submit(lambda: 1 / 0)
     writer.submit(lambda: ran.append(1))
     assert writer.flush()
-    assert (ran, writer.failed) == ([1], 1)
+    assert (ran, writer.dropped) == ([1], 1)
     assert "ZeroDivisionError" in caplog.text
     writer.close()
 

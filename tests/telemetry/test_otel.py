@@ -57,7 +57,7 @@ def warm(engine):
     engine.ingest(chunks, engine.prefix(prompt))
     engine.flush()
     memory = engine.store.tier("memory")
-    memory.delete(list(memory.entries()))
+    memory.delete([entry.key for entry in memory.list()])
     return engine
 
 
@@ -209,16 +209,16 @@ def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path
 
 
 def test_a_chunk_that_is_lost_while_it_is_read_begins_the_fusing_again(warm, spans, monkeypatch):
-    real = DiskTier.read
+    real = DiskTier.get
     lost = []
 
-    def once(tier, key, first, count=1):
-        if first and not lost:
+    def once(tier, key, layers, level=None):
+        if layers.start and not lost:
             lost.append(key)
             tier.delete([key])
-        return real(tier, key, first, count)
+        return real(tier, key, layers, level)
 
-    monkeypatch.setattr(DiskTier, "read", once)
+    monkeypatch.setattr(DiskTier, "get", once)
     warm.answer(asking("Who?"))
     names = [span.name for span in spans()]
     assert lost

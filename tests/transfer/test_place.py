@@ -116,11 +116,11 @@ def test_entries_of_a_store_are_never_swept(clock: Clock, tmp_path: Path) -> Non
     place = TransferPlace(tier, TTL_S, clock=clock)
     handle = put(place)
     key = replace(handle.key, layout="")
-    meta, *blobs = tier.read(handle.key, 0, 3) or ()
-    assert tier.write(key, meta, blobs)
+    meta, *blobs = tier.get(handle.key, range(3)) or ()
+    assert tier.put(key, meta, blobs)
     clock.now_s += 100 * TTL_S
     assert place.sweep() == 1
-    assert list(tier.entries()) == [key]
+    assert [entry.key for entry in tier.list()] == [key]
 
 
 def test_a_full_place_says_how_large_it_is(tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def contents(settings: Settings) -> dict[ChunkKey, str]:
     found = {}
     with Engine(settings) as engine:
         tier = next(tier for tier in engine.store.tiers if tier.slow)
-        for key, entry in tier.entries().items():
-            read = tier.read(key, 0, entry.n_layers)
+        for entry in tier.list():
+            key, read = entry.key, tier.get(entry.key, range(entry.n_layers))
             if read is not None:
                 digest = hashlib.blake2b(digest_size=16)
                 for blob in read[1:]:

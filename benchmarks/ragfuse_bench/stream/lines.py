@@ -124,11 +124,11 @@ class PacedTier(RedisTier):
         self.line, self.course, self.order, self._at = line, course, tuple(order), -1
         line.start(course.first)
 
-    def read(self, key: ChunkKey, first: int, count: int = 1) -> Any:
+    def get(self, key: ChunkKey, layers: range, level: str | None = None) -> Any:
         """As Redis does, at the bandwidth of this piece."""
         if self.course is not None and self.course.rates and self.line is not None and key in self.order:
             at = self.order.index(key)
             if at != self._at:
                 self._at = at
                 self.line.start(constant(self.course.rates[at % len(self.course.rates)]))
-        return super().read(key, first, count)
+        return super().get(key, layers, level)

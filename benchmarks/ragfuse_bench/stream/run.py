@@ -32,8 +32,6 @@ from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
-from ragfuse.measure.tiers import UNLIMITED
-from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.telemetry.progress import progress
@@ -79,7 +77,7 @@ class Rig:
         port = held.enter_context(redis_server(options.home))
         self.line = held.enter_context(line_to(port))
         url = f"redis://127.0.0.1:{self.line.port}/0"
-        self.tier = PacedTier(url, UNLIMITED, lru, timeout_s=SILENCE_S, name="redis")
+        self.tier = PacedTier(url, timeout_s=SILENCE_S, name="redis")
         codecs = _by_name(self.codecs)
         self.store = self._store(codecs)
         held.callback(self.store.close)

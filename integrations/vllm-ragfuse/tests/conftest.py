@@ -182,7 +182,7 @@ class Pair:
 
     def waiting(self) -> set[Any]:
         """Keys of the prompts that wait in the place."""
-        return set(self.prefills.place._tier.entries())
+        return {entry.key for entry in self.prefills.place._tier.list()}
 
     def wait_until_left(self, before: Set[Any] = frozenset()) -> None:
         """Until no prompt waits in the place that did not before; of those, some may have gone meanwhile."""

@@ -1,0 +1,254 @@
+"""A tier over a medium of named bytes that evicts and expires by itself: a server or an object store across a network.
+
+An entry is one value in the format of `chunkfile.py`, so that some layers are one read at a known offset. A medium
+that is down costs one failed call, and is left out for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ragfuse.errors import StoreError
+from ragfuse.process.lru import LRU
+from ragfuse.store.breaker import Breaker
+from ragfuse.store.chunkfile import Header, header_nbytes, pack_header, pieces
+from ragfuse.store.tier import EntryMeta, Tier
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
+
+log = logging.getLogger("ragfuse.store")
+
+_Found = TypeVar("_Found")
+_HEAD_NBYTES = 1 << 11
+"""Bytes that are read of an entry to find its header, until one was seen that is longer."""
+_BATCH = 256
+_HEADERS = 1024
+
+
+class Blob(NamedTuple):
+    """A stored value: its name, its bytes, and when it was last used or written, in seconds since the epoch."""
+
+    name: str
+    nbytes: int
+    last_used: float
+
+
+class BlobTier(Tier):
+    """A tier whose medium stores named bytes; a subclass says how.
+
+    A method of the medium raises FileNotFoundError for a name without a value, and any other exception if the medium
+    fails.
+
+    Args:
+        name: Name of the tier.
+        where: The medium, for messages.
+        cool_down_s: Seconds without a request after the medium has failed.
+    """
+
+    remote = True
+    refusals: tuple[type[Exception], ...] = (PermissionError,)
+    """Errors with which the medium refuses a call though it answers."""
+
+    def __init__(self, name: str, where: str, cool_down_s: float = 10.0) -> None:
+        super().__init__(name)
+        self._told = set[type[Exception]]()
+        self._breaker = Breaker(f"Tier {name} ({where})", cool_down_s=cool_down_s)
+        self._headers, self._closed = LRU[ChunkKey, Header](_HEADERS), False
+        self._head_nbytes = _HEAD_NBYTES
+
+    # the medium
+
+    @abstractmethod
+    def _read(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes `begin` to `end` of a value, fewer if it ends before."""
+
+    @abstractmethod
+    def _write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        """Store a value, which appears whole or not at all."""
+
+    @abstractmethod
+    def _remove(self, names: Sequence[str]) -> int:
+        """Delete values and return how many there were."""
+
+    @abstractmethod
+    def _blobs(self) -> Iterator[Blob]:
+        """Yield all values."""
+
+    def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
+        """Return the first bytes of several values; None for one that is missing."""
+        return [self._head(name, nbytes) for name in names]
+
+    def _head(self, name: str, nbytes: int) -> bytes | None:
+        try:
+            return self._read(name, 0, nbytes)
+        except FileNotFoundError:
+            return None
+
+    # the tier
+
+    @property
+    def answers(self) -> bool:
+        """Whether the medium answers now."""
+        return self._ask("be reached", lambda: self._heads(["-"], 1) is not None, False)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it is left out for now, because its medium failed a moment ago."""
+        return self._breaker.is_open
+
+    def get(
+        self, key: ChunkKey, layers: range, level: str | None = None
+    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """Read some layers of an entry in one request, once its header is known. A damaged entry is dropped."""
+        return self._ask(f"read {key}", lambda: self._get(key, layers, level), None)
+
+    def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        """Store an entry as one value, which appears whole or not at all."""
+        blobs = [blob.cpu().contiguous() for blob in blobs]
+        parts = list(pieces(pack_header(key, meta.sealed(blobs)), blobs))
+
+        def write() -> bool:
+            self._write(str(key), parts)
+            self._headers.discard([key])
+            return True
+
+        return self._ask(f"write {key}", write, False, changes=True)
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """Delete entries and return how many there were."""
+        doomed = list(dict.fromkeys(keys))
+        self._headers.discard(doomed)
+        names = list(map(str, doomed))
+        return self._ask("delete entries", lambda: self._remove(names), 0, changes=True) if names else 0
+
+    def stat(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Return the stored entries with these keys, in one round trip for some hundreds of them."""
+        return self._ask("look up entries", lambda: self._stat(list(dict.fromkeys(keys))), {})
+
+    def list(self) -> Sequence[Entry]:
+        """Return all entries; this reads all headers."""
+        return self._ask("list entries", self._list, ())
+
+    def close(self) -> None:
+        """Close the tier."""
+        self._closed = True
+
+    # inside
+
+    def _ask(self, doing: str, call: Callable[[], _Found], otherwise: _Found, *, changes: bool = False) -> _Found:
+        """Return what `call` returns, or `otherwise` if the medium fails (counted) or is left out.
+
+        While it is left out, only a call that `changes` something counts as failed; a lookup or read is a miss.
+        """
+        if self._closed:
+            return otherwise
+        if not self._breaker.enter():
+            self.counts.add("failed", int(changes))
+            return otherwise
+        try:
+            found = call()
+        except StoreError:  # at opening: it can never be used
+            raise
+        except self.refusals as error:
+            self._breaker.succeeded()
+            self.counts.add("failed")
+            if type(error) not in self._told:  # a server whose memory is full refuses every chunk
+                self._told.add(type(error))
+                log.warning("%s could not %s, which is logged once: %s", self._breaker.name, doing, error)
+            return otherwise
+        except Exception as error:
+            self.counts.add("failed")
+            self._breaker.failed(doing, error)
+            return otherwise
+        self._breaker.succeeded()
+        return found
+
+    def _list(self) -> Sequence[Entry]:
+        found = {key: blob for blob in self._blobs() if (key := _key(blob.name)) is not None}
+        used = {key: blob.last_used for key, blob in found.items()}
+        return [*self._stat(list(found), used).values()]
+
+    def _stat(self, keys: Sequence[ChunkKey], used: dict[ChunkKey, float] | None = None) -> dict[ChunkKey, Entry]:
+        found: dict[ChunkKey, Entry] = {}
+        now = time.time()
+        for lo in range(0, len(keys), _BATCH):
+            batch = keys[lo : lo + _BATCH]
+            headers = {key: self._headers.get(key) for key in batch}
+            for nbytes, wanted in (
+                (1, [key for key in batch if headers[key] is not None]),  # only whether it is there
+                (self._head_nbytes, [key for key in batch if headers[key] is None]),
+            ):
+                heads = self._heads(list(map(str, wanted)), nbytes) if wanted else []
+                for key, head in zip(wanted, heads, strict=True):
+                    header = (headers[key] or self._header(key, head)) if head else None
+                    if header is not None:
+                        found[key] = header.meta.entry(key, self.name, header.nbytes, (used or {}).get(key, now))
+        return {key: found[key] for key in keys if key in found}
+
+    def _header(self, key: ChunkKey, head: bytes) -> Header | None:
+        """Return the header of an entry from its first bytes, reading more if needed; drop a damaged entry."""
+        try:
+            missing = header_nbytes(head) - len(head)
+            if missing > 0:
+                head += self._read(str(key), len(head), len(head) + missing)
+            header = Header.parse(head)
+            if header.key != key:
+                raise ValueError(f"it holds {header.key}")
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            self._drop(key, error)
+            return None
+        self._head_nbytes = max(self._head_nbytes, header.offsets[0])
+        return self._headers.add(key, header)
+
+    def _get(self, key: ChunkKey, layers: range, level: str | None) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """Read layers. If they do not fit the known header, the entry may have been rewritten: read that again, too."""
+        why = ValueError("")
+        for _ in range(2):
+            header = self._headers.get(key)
+            if header is None:
+                head = self._head(str(key), self._head_nbytes)
+                header = self._header(key, head) if head else None
+            wanted = header.meta.pieces(layers, level) if header is not None else None
+            if header is None or wanted is None:
+                return None
+            try:
+                return header.meta, *self._pieces(key, header, wanted)
+            except FileNotFoundError:
+                self._headers.discard([key])
+                return None
+            except ValueError as error:
+                why = error
+                self._headers.discard([key])
+        self._drop(key, why)
+        return None
+
+    def _pieces(self, key: ChunkKey, header: Header, wanted: range) -> Sequence[Tensor]:
+        begin, end = header.span(wanted)
+        data = self._read(str(key), begin, end)
+        if len(data) < end - begin:
+            raise ValueError("it ends too early")
+        return header.cut(torch.frombuffer(bytearray(data), dtype=torch.uint8), wanted)
+
+    def _drop(self, key: ChunkKey, why: ValueError) -> None:
+        """Delete an entry that cannot be read."""
+        self._headers.discard([key])
+        self._remove([str(key)])
+        self.counts.add("corrupt")
+        message = "Deleted the damaged entry %s from tier %s; it is computed again when needed: %s"
+        log.warning(message, key, self.name, why)
+
+
+def _key(name: str) -> ChunkKey | None:
+    try:
+        return ChunkKey.parse(name)
+    except ValueError:
+        return None

@@ -1,0 +1,162 @@
+"""The object tier: folders, buckets, rights, stores that are down, damage, and processes that are killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import random
+import time
+
+import pytest
+import torch
+
+from ragfuse.errors import StoreError
+from ragfuse.store.objects import ObjectTier
+from tests.store.kit import encoded, forked, key, kv
+from tests.store.redis_server import free_port
+from tests.store.s3_server import S3Server, shared
+
+A, B = key("a"), key("b")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def tier(folder):
+    return ObjectTier(f"file://{folder}", timeout_s=30)
+
+
+def first(tier, of=A):
+    return tier.get(of, range(1))
+
+
+def test_a_folder_is_for_this_user_alone_and_has_a_file_an_entry(tier, folder):
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert tier.put(A, *encoded(kv()))
+    assert [path.name for path in folder.iterdir()] == [f"{A}.kv"]
+
+
+def test_every_damage_is_a_miss_that_is_counted_and_dropped(tier, folder):
+    chance = random.Random(4)
+    meta, blobs = encoded(kv())
+    for round_ in range(30):
+        assert tier.put(A, meta, blobs)
+        path = folder / f"{A}.kv"
+        whole = path.read_bytes()
+        at = chance.randrange(len(whole.rstrip(b"\0")))
+        path.write_bytes(whole[:at] if round_ % 3 == 0 else whole[:at] + b"\xff" + whole[at + 1 :])
+        reader = ObjectTier(f"file://{folder}", timeout_s=30)
+        found = reader.get(A, range(3))
+        if found is not None:  # padding of the header or of a layer
+            assert all(map(torch.equal, found[1:], blobs))
+        else:
+            assert (reader.counts["corrupt"], path.exists()) == (1, False)
+
+
+def test_what_others_delete_or_write_anew_is_read_as_it_is_now(tier, folder):
+    other = ObjectTier(f"file://{folder}", timeout_s=30)
+    assert tier.put(A, *encoded(kv()))
+    assert first(other) is not None
+    meta, blobs = encoded(kv(5, n=90))
+    assert tier.put(A, meta, blobs)
+    assert torch.equal(first(other)[1], blobs[0])
+    tier.delete([A])
+    assert (first(other), other.counts["corrupt"]) == (None, 0)
+
+
+def test_other_files_in_the_folder_are_left_alone(tier, folder):
+    (folder / "notes.txt").write_text("mine")
+    (folder / "photos.kv").write_text("mine")
+    assert tier.put(A, *encoded(kv()))
+    assert [entry.key for entry in tier.list()] == [A]
+    tier.tidy()
+    assert {path.name for path in folder.iterdir()} == {"notes.txt", "photos.kv", f"{A}.kv"}
+
+
+def test_a_writer_that_is_killed_leaves_no_entry_and_its_rest_is_tidied_away_an_hour_later(folder):
+    def work(pipe):
+        tier = ObjectTier(f"file://{folder}", timeout_s=30)
+
+        async def stopping(*_):
+            pipe.send("stopped")
+            time.sleep(60)
+
+        tier._fs._mv = stopping
+        tier.put(A, *encoded(kv()))
+
+    process, pipe = forked(work)
+    assert pipe.recv() == "stopped"
+    process.kill()
+    process.join()
+    tier = ObjectTier(f"file://{folder}", timeout_s=30)
+    assert (tier.stat([A]), first(tier), list(tier.list())) == ({}, None, [])
+    assert tier.tidy().orphans == 0
+    (rest,) = folder.iterdir()
+    os.utime(rest, (time.time() - 4000, time.time() - 4000))
+    assert tier.tidy().orphans == 1
+    assert list(folder.iterdir()) == []
+
+
+def refused(url: str, **options) -> str:
+    with pytest.raises(StoreError) as caught:
+        ObjectTier(url, **options)
+    return str(caught.value)
+
+
+def test_what_is_no_store_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for url in ("gopher://host/folder", f"file://{tmp_path}/file", f"file://{tmp_path}/file/below"):
+        message = refused(url)
+        assert url in message
+        assert "s3://" in message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_a_driver_that_is_not_installed_is_named():
+    assert "gcsfs" in refused("gs://bucket/folder")
+
+
+def test_a_bucket_that_does_not_exist_is_refused_and_not_made():
+    with shared().reachable():
+        assert "bucket" in refused("s3://no-such-bucket/folder", timeout_s=30)
+    assert "no-such-bucket" not in [bucket["Name"] for bucket in shared().client.list_buckets()["Buckets"]]
+
+
+def test_missing_credentials_are_refused(monkeypatch, tmp_path):
+    with shared().reachable():
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        assert "credentials" in refused(f"s3://{shared().bucket}/folder", timeout_s=30)
+
+
+def test_a_store_that_goes_down_is_left_out_and_used_again_later(caplog):
+    caplog.set_level(logging.INFO, "ragfuse.store")
+    server = S3Server()
+    tier = server.tier(server.new_url(), cool_down_s=0.2)
+    assert tier.put(A, *encoded(kv()))
+    server.stop()
+    assert first(tier) is None
+    assert not tier.put(B, *encoded(kv()))
+    assert tier.is_out
+    assert not tier.answers
+    assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
+
+
+def test_secrets_are_not_told():
+    assert "hunter2" not in refused(f"ftp://me:hunter2@127.0.0.1:{free_port()}/folder")
+    assert "hunter2" not in refused("gopher://me:hunter2@host/folder")
+
+
+def test_a_level_is_read_by_one_request_once_its_header_is_known():
+    server = shared()
+    tier = server.tier(server.new_url())
+    assert tier.put(A, *encoded(kv()))
+    assert set(tier.stat([A])) == {A}
+    server.asked.clear()
+    assert tier.get(A, range(3)) is not None
+    assert len(server.asked) == 1

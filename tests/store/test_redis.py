@@ -1,0 +1,173 @@
+"""The redis tier: a server that is down, hung or full, that evicts and expires, and processes that are killed."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from ragfuse.errors import StoreError
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier, KVStore
+from ragfuse.store.redis import RedisTier
+from tests.store.kit import encoded, forked, key, kv, same
+from tests.store.redis_server import RedisServer, until, value_name
+
+A, B = key("a"), key("b")
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server of its own."""
+    folder = tmp_path / "r"
+    folder.mkdir()
+    server = RedisServer(folder)
+    yield server
+    server.kill()
+
+
+def first(tier, of=A):
+    return tier.get(of, range(1))
+
+
+def test_a_server_killed_between_two_layers_is_a_miss_and_another_tier_answers(server, tmp_path, caplog):
+    chunk = kv()
+    tier, disk = RedisTier(server.url(), cool_down_s=3600), DiskTier(tmp_path / "store", 1 << 20, lru)
+    with KVStore([tier, disk]) as store:
+        assert store.put(A, chunk, wait=True)
+        assert store.lookup([A])[A].tier == "redis"
+        server.kill()
+        for i in range(3):
+            assert same(store.read_layers(A, i, tier="redis")[0], chunk.layers[i])
+        assert store.lookup([A])[A].tier == "disk"
+        assert store.put(B, chunk, wait=True)
+        assert set(disk.stat([A, B])) == {A, B}
+        assert store.silent() == ["redis"]
+    assert len(caplog.records) == 1
+    assert tier.counts["corrupt"] == 0
+
+
+def test_a_hung_server_costs_one_timeout_and_is_used_again_once_it_goes_on(server, caplog):
+    caplog.set_level(logging.INFO, "ragfuse.store")
+    tier = RedisTier(server.url(), timeout_s=0.5, cool_down_s=0.3)
+    assert tier.put(A, *encoded(kv()))
+    server.signal(signal.SIGSTOP)
+    assert first(tier) is None
+    began = time.monotonic()
+    assert not tier.put(B, *encoded(kv()))
+    assert (tier.delete([A]), tier.is_out) == (0, True)
+    assert time.monotonic() - began < 0.3
+    assert tier.counts["failed"] == 3
+    server.signal(signal.SIGCONT)
+    until(lambda: first(tier) is not None)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_a_server_that_starts_again_is_empty_and_nothing_is_damaged(server):
+    tier = RedisTier(server.url(), cool_down_s=0)
+    assert tier.put(A, *encoded(kv()))
+    server.kill()
+    server.start()
+    assert (first(tier), tier.stat([A]), tier.counts["corrupt"]) == (None, {}, 0)
+    assert tier.put(A, *encoded(kv()))
+    assert first(tier) is not None
+
+
+def test_a_full_server_refuses_writes_and_goes_on_being_read(server, caplog):
+    tier = RedisTier(server.url())
+    assert tier.put(A, *encoded(kv()))
+    server.raw().config_set("maxmemory", 1)
+    for i in range(3):
+        assert not tier.put(key(i), *encoded(kv(n=50)))
+    assert first(tier) is not None
+    assert (tier.counts["failed"], tier.is_out) == (3, False)
+    assert len(caplog.records) == 1
+
+
+def test_what_the_server_evicts_is_a_miss_as_a_whole(server):
+    tier = RedisTier(server.url(), timeout_s=30)
+    raw = server.raw()
+    raw.config_set("maxmemory-policy", "allkeys-lru")
+    raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (2 << 20))
+    chunk = encoded(kv(n=1000))
+    for i in range(40):
+        tier.put(key(i), *chunk)
+    there = [i for i in range(40) if key(i) in tier.stat([key(i)])]
+    assert 0 < len(there) < 40
+    for i in there:
+        found = tier.get(key(i), range(3))
+        assert found is None or all(map(torch.equal, found[1:], chunk[1]))
+    assert tier.counts["corrupt"] == 0
+
+
+def test_an_entry_expires_unless_it_is_used(server):
+    tier = RedisTier(server.url(), ttl_s=1.0, timeout_s=30)
+    assert tier.put(A, *encoded(kv()))
+    assert tier.put(B, *encoded(kv()))
+    for _ in range(8):
+        time.sleep(0.2)
+        tier.touch([A])
+    assert set(tier.stat([A, B])) == {A}
+    raw = server.raw()
+    assert 0 < raw.pttl(value_name(A)) <= 1000
+    assert RedisTier(server.url()).put(A, *encoded(kv()))
+    assert raw.ttl(value_name(A)) == -1
+
+
+def test_every_damage_is_a_miss_that_is_counted_and_dropped(server):
+    tier, raw, chance = RedisTier(server.url()), server.raw(), random.Random(3)
+    meta, blobs = encoded(kv())
+    for round_ in range(30):
+        assert tier.put(A, meta, blobs)
+        whole = raw.get(value_name(A))
+        at = chance.randrange(len(whole.rstrip(b"\0")))
+        raw.set(value_name(A), whole[:at] if round_ % 3 == 0 else whole[:at] + b"\xff" + whole[at + 1 :])
+        reader = RedisTier(server.url())
+        found = reader.get(A, range(3))
+        if found is not None:  # padding of the header or of a layer
+            assert all(map(torch.equal, found[1:], blobs))
+        else:
+            assert (reader.counts["corrupt"], raw.exists(value_name(A))) == (1, 0)
+
+
+def test_a_writer_that_is_killed_leaves_no_entry(server):
+    def work(pipe):
+        tier = RedisTier(server.url())
+        tier._client.rename = None
+        pipeline = tier._client.pipeline
+
+        def stopping(**options):
+            made = pipeline(**options)
+            made.rename = lambda *_: (pipe.send("stopped"), time.sleep(60))
+            return made
+
+        tier._client.pipeline = stopping
+        tier.put(A, *encoded(kv()))
+
+    process, pipe = forked(work)
+    assert pipe.recv() == "stopped"
+    process.kill()
+    process.join()
+    tier = RedisTier(server.url())
+    assert (tier.stat([A]), first(tier), list(tier.list())) == ({}, None, [])
+    (rest,) = server.raw().keys("*")
+    assert 0 < server.raw().ttl(rest) <= 60
+
+
+def test_another_process_finds_what_one_wrote_and_deleted(server):
+    tier, other = RedisTier(server.url()), RedisTier(server.url())
+    assert tier.put(A, *encoded(kv()))
+    assert first(other) is not None
+    tier.delete([A])
+    assert (first(other), other.counts["corrupt"]) == (None, 0)
+
+
+@pytest.mark.parametrize("url", ["redis://", "redis://host/words", "redis://me:hunter2@host:port/0"])
+def test_a_url_that_is_none_is_refused_without_its_password(url):
+    with pytest.raises(StoreError, match="RAGFUSE_TIERS") as caught:
+        RedisTier(url)
+    assert "hunter2" not in str(caught.value)
