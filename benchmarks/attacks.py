@@ -1,14 +1,13 @@
 """`python -m benchmarks.attacks`: a server of its own on loopback, attacked for a few minutes; what others feel of it.
 
 Thirty clients send large requests again and again, half of them gone before the answer, beside bodies that are no
-JSON, forged marks, silent connections and floods of `explain`. Meanwhile `/health` is asked from a process of its own,
+JSON, silent connections and floods of `explain`. Meanwhile `/health` is asked from a process of its own,
 and the server's memory is watched. The model is a small random one made here, unless `--model` names another: what is
 measured is what a request costs before and beside the model.
 
 Figures, with what they are to be: health_worst_s (0.1 at most) the slowest `/health`; peak_over_idle_mb (1,000) the
 server's memory above that of a server that has just answered; refused_4mb_s (0.2) the slowest refusal of 4 MB;
-marks_growth and known_growth (1.5) how many times longer a megabyte takes in a text of 1.6 MB than in one of 0.2 MB,
-for forged marks and for known texts that begin alike; unexpected_5xx (0) answers that say the server failed, without
+unexpected_5xx (0) answers that say the server failed, without
 one that announces when to come again (503 with Retry-After).
 """
 
@@ -35,14 +34,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.text import KnownChunks, Marker
-
 TARGETS: Mapping[str, float] = {
     "health_worst_s": 0.1,
     "peak_over_idle_mb": 1000.0,
     "refused_4mb_s": 0.2,
-    "marks_growth": 1.5,
-    "known_growth": 1.5,
     "unexpected_5xx": 0,
 }
 """What each figure is at most."""
@@ -205,14 +200,6 @@ def text_of(n: int, salt: int = 0) -> str:
     return "".join(f"word{at * 7919 + salt} " for at in range(n // 9 + 1))[:n]
 
 
-def heads_before_one_foot(n: int) -> str:
-    """Forged marks whose lengths all lead to the same end."""
-    tag = "0" * 32
-    size = len(f"[[chunk:0000000::{tag}]]")
-    count = n // size
-    return "".join(f"[[chunk:{(count - 1 - at) * size:07d}::{tag}]]" for at in range(count)) + f"[[end:{tag}]]"
-
-
 def hostile(model: str) -> Sequence[bytes]:
     """Requests of many kinds that cost a server much, or that two programs read in two ways; each may be refused."""
     ask = {"model": model, "max_tokens": 2}
@@ -232,7 +219,6 @@ def hostile(model: str) -> Sequence[bytes]:
         request("/v1/completions", b'{"model": "m", "prompt": "a", "metadata": {"a": [' + b"[]," * 500_000 + b"0]}}"),
         request("/v1/completions", b'{"model": "m", "prompt": "' + b'\\"' * 1_000_000),
         request("/v1/chat/completions", as_json(**ask, messages=[[]] * 100_000)),
-        request("/v1/ragfuse/explain", as_json(prompt=heads_before_one_foot(LARGE))),
         request("/v1/ragfuse/schemas", as_json(pml='<schema name="a">' + '<module name="b">' * 20_000)),
         request("/v1/completions", b"0\r\n\r\n", lengths),
         request("/v1/completions", as_json(**ask, prompt="Who?", session_id="s")),
@@ -297,35 +283,9 @@ def refusals(port: int, model: str, answers: Answers, times: int = 3) -> float:
     return slowest
 
 
-def growth(work: Callable[[str], object], made: Callable[[int], str], times: int = 5) -> float:
-    """How many times longer a megabyte takes in a text of 1.6 MB than in one of 0.2 MB; the least of some for each."""
-
-    def per_mb(n: int) -> float:
-        text, took = made(n), []
-        for _ in range(times):
-            began = time.perf_counter()
-            work(text)
-            took.append(time.perf_counter() - began)
-        return min(took) / n
-
-    return per_mb(1_600_000) / per_mb(200_000)
-
-
-def known_of_one_beginning() -> KnownChunks:
-    """Thousands of known texts that begin alike and are of many lengths."""
-    known = KnownChunks()
-    known.add(["a " * 12 + "b" * n for n in range(1, 3001)])
-    return known
-
-
 def attacked(model: str | None, seconds: float, tell: Callable[[str], object]) -> dict[str, float]:
     """All figures."""
-    marker, known = Marker(b"x" * 32), known_of_one_beginning()
-    tell("matching")
-    found: dict[str, float] = {
-        "marks_growth": growth(marker.split, heads_before_one_foot),
-        "known_growth": growth(known.find, lambda n: "a " * (n // 2)),
-    }
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="ragfuse-attacks-") as place:
         folder = Path(place)
         tell("loading the model")

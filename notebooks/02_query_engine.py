@@ -123,8 +123,7 @@ plt.show()
 # %% [markdown]
 # ## Modes
 #
-# `compact`, `refine` and `tree_summarize` find precomputed nodes by their text. `RagFuseSynthesizer` marks the nodes
-# instead, so boundaries are exact and nothing needs to be precomputed.
+# `compact`, `refine` and `tree_summarize` may split or join nodes. `RagFuseSynthesizer` puts whole nodes into a prompt.
 
 # %%
 ways = {mode: {"response_mode": mode} for mode in ("compact", "refine", "tree_summarize")}

@@ -236,7 +236,8 @@ def _slowdown(options: StoreOptions, console: Console) -> dict[str, Any]:
         none = held.enter_context(Engine(Settings(min_chunk_tokens=1 << 20), model, KVStore([])))
 
         def ask(engine: Engine) -> object:
-            return engine.answer(_new_prompt(next(serial), engine), Ask(max_tokens=8))
+            question, chunks = _new_prompt(next(serial))
+            return engine.answer(question, Ask(max_tokens=8, documents=chunks))
 
         with progress(console) as bar:
             for index in bar.track(range(options.requests + 1), description="requests"):
@@ -260,15 +261,17 @@ def _slowdown(options: StoreOptions, console: Console) -> dict[str, Any]:
     }
 
 
-def _new_prompt(serial: int, engine: Engine) -> str:
-    """A text with six chunks that were never seen before, behind a beginning that was not either."""
+def _new_prompt(serial: int) -> tuple[str, list[tuple[str, str]]]:
+    """A text with six chunks, and these, that were never seen before, behind a beginning that was not either."""
     chunks = []
     for index in range(CHUNKS_OF_A_LOOKUP):
         text = " ".join(
             f"Report {serial}.{index}.{line} says {(serial + 7 * index) * line % 997}." for line in range(12)
         )
-        chunks.append(engine.marker.mark(text, f"report {serial}.{index}"))
-    return "\n\n".join([f"These are the reports of round {serial}.", *chunks, "Which report says the most?"])
+        chunks.append((text, f"report {serial}.{index}"))
+    texts = [text for text, _ in chunks]
+    parts = [f"These are the reports of round {serial}.", *texts, "Which report says the most?"]
+    return "\n\n".join(parts), chunks
 
 
 @contextmanager

@@ -241,7 +241,7 @@ def boundaries() -> Picture:
     p.words(24, 34, "How a chunk is known", 15, bold=True)
     p.words(836, 34, "reused from", 12, "soft", at="end")
     rows = [
-        ("1", "said outright", "a content block, a Piece, a server's documents, or signed marks", "the 2nd question"),
+        ("1", "given", "a content block, a Piece, Ask.documents, a server's documents", "the 2nd question"),
         ("2", "indexed", "ingest, RagFuseIndexer, KVPrecompute", "the 1st question"),
         ("3", "heard", "a retriever of LangChain or LlamaIndex returned it", "the 2nd question"),
         ("4", "learnt", "two prompts held this passage; anywhere, the server too", "the 3rd question"),

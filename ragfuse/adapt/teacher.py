@@ -16,7 +16,7 @@ from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import ends_of
 from ragfuse.errors import InputError
 from ragfuse.hf.branches import Branch, BranchModel, BranchStates, ContextTokens
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import Piece
 from ragfuse.types.prompt import Prompt
 
 ANSWER_TOKENS = 16

@@ -29,7 +29,7 @@ from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import Piece
 from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.prompt import Prompt
 from ragfuse.types.selection import known_policy
@@ -152,8 +152,8 @@ class Lab:
         engine = self.engine(encoded)
         if getattr(self.model.tokenizer, "chat_template", None):
             return engine.prompt([("user", pieces)])
-        marker = engine.marker
-        return engine.prompt("".join(marker.mark(each.text) if each.kind == "chunk" else each.text for each in pieces))
+        documents = [(each.text, each.source) for each in pieces if each.kind == "chunk"]
+        return engine.prompt("".join(each.text for each in pieces), ask=Ask(documents=documents))
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
         """Ingest the case's chunks into the stores, encoded as the methods need them."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ragfuse.text import Piece
+from ragfuse.engine.ask import Ask
+from ragfuse.text.chat_messages import Piece
 
 if TYPE_CHECKING:
     from ragfuse.engine.answerer import Answerer
@@ -16,15 +17,15 @@ FILLER = "A passage long enough to be reused, whatever the model. " * 8
 
 
 def rag_prompt(engine: Answerer, question: str, chunks: Sequence[tuple[str, str]]) -> str | list[tuple[str, Content]]:
-    """Return a question over (text, source) chunks, in a form in which the engine finds the chunks again.
+    """Return a question over (text, source) chunks.
 
     Returns:
-        One user message whose content has a `Piece` for each chunk; for a model without a chat template, plain text in
-        which marks delimit the chunks.
+        One user message whose content has a `Piece` for each chunk; for a model without a chat template, plain text, in
+        which known chunks and those in `Ask.documents` are found.
     """
     if not engine.card.has_chat_template:
-        marked = [f"{engine.marker.mark(text, source)}\n\n" for text, source in chunks]
-        return f"{INSTRUCTION}{''.join(marked)}Question: {question}\nAnswer:"
+        passages = "".join(f"{text}\n\n" for text, _ in chunks)
+        return f"{INSTRUCTION}{passages}Question: {question}\nAnswer:"
     parts = [Piece(INSTRUCTION)]
     for text, source in chunks:
         parts += [Piece(text, "chunk", source), Piece("\n\n")]
@@ -33,4 +34,5 @@ def rag_prompt(engine: Answerer, question: str, chunks: Sequence[tuple[str, str]
 
 def prefix_of(engine: Answerer) -> tuple[int, ...]:
     """Return the token ids before the first chunk, which all these prompts share."""
-    return engine.prefix(rag_prompt(engine, "?", [(FILLER, "")]))
+    filler = [(FILLER, "")]
+    return engine.prefix(rag_prompt(engine, "?", filler), Ask(documents=filler))

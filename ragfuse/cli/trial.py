@@ -208,8 +208,7 @@ def _answer_pairs(engine: Engine, chunks: Sequence[tuple[str, str]]) -> PairedAn
         return PairedAnswers(full, default, None)
     n = TRIAL_ANSWER_TOKENS
     exact_length: dict[str, Any] = {"max_tokens": n, "options": {"min_new_tokens": n}}
-    ids = engine.prompt(prompt).token_ids  # of marked chunks, which the model's own prompt does not have
-    full_long = engine.answer(ids, Ask(reuse=False, **exact_length))
+    full_long = engine.answer(prompt, Ask(reuse=False, **exact_length))
     fused_long = engine.answer(prompt, Ask(policy="hkvd", ratio=1.0, **exact_length))
     return PairedAnswers(full, default, (full_long, fused_long))
 

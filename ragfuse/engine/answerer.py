@@ -11,7 +11,6 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question
 from ragfuse.schemas.nodes import Schema
 from ragfuse.settings import Settings
-from ragfuse.text.chunks import Marker
 from ragfuse.types.answer import Answer
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.model_card import ModelCard
@@ -64,11 +63,6 @@ class Answerer(Protocol):
         ...
 
     @property
-    def marker(self) -> Marker:
-        """The marker of chunks in a text."""
-        ...
-
-    @property
     def schemas(self) -> Registrar:
         """The registered schemas."""
         ...
@@ -105,7 +99,7 @@ class Answerer(Protocol):
         """Encode chunks ahead of questions."""
         ...
 
-    def prefix(self, prompt: Question) -> tuple[int, ...]:
+    def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
         """Return the ids before the first chunk of a prompt."""
         ...
 

@@ -50,8 +50,6 @@ class BuildStage:
         self.check_length(question, ask)
         limit = limit_of(ask, self.settings, request.model)
         documents = list(mended_documents(ask.documents))
-        if self.settings.learn != "off":
-            self.prompts.note_retrieved(self.runtime.digest, documents, question)
         may_shorten = self.history.may_shorten(question, ask)
         make = partial(self.prompts.prompt, digest=self.runtime.digest, tools=tools, ask=ask, check=not may_shorten)
         prompt = self.history.fitted(question, ask, lambda messages, n: make(messages, leave_out=n), limit)
@@ -75,5 +73,7 @@ class BuildStage:
         elif not drops(ask, self.settings):
             tools, may_shorten = offered_tools(ask), self.history.may_shorten(question, ask)
             is_text = is_bare_text(question, ask, tools) and ask.session is None
-            marker = self.prompts.marker
-            check_messages(messages_of(question), model, tools, may_shorten, marker=marker, is_text=is_text)
+            has_documents = bool(ask.documents)
+            check_messages(
+                messages_of(question), model, tools, may_shorten, has_documents=has_documents, is_text=is_text
+            )

@@ -15,7 +15,6 @@ from ragfuse.errors import OverlongError
 from ragfuse.hf.token_length import TokenLength
 from ragfuse.schemas.nodes import Import, Item, MessageNode, Module, Param, PMLPrompt, Role, Schema, TextNode, Union
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages
-from ragfuse.text.chunks import Marker, Piece
 
 UNCHECKED_CHARS = 8
 """A text of at most this many characters per token of context passes without being tokenised here."""
@@ -72,7 +71,7 @@ def check_messages(
     tools: Sequence[Mapping[str, Any]] = (),
     may_shorten: bool = False,
     what: str = "The prompt",
-    marker: Marker | None = None,
+    has_documents: bool = False,
     is_text: bool = False,
     may_drop: bool = True,
 ) -> None:
@@ -84,8 +83,7 @@ def check_messages(
         tools: The tools that the prompt describes, as JSON values.
         may_shorten: Whether earlier turns may be left out; then only the last turn and leading system messages count.
         what: How an error message names the prompt.
-        marker: Recognises marks around chunks, which are not text. Each mark counts as at least one token, signed or
-            not.
+        has_documents: Documents that the messages may contain were given with them.
         is_text: Whether the only message is a text without chat template, so that white space at its ends counts.
         may_drop: Whether chunks, if there are any, may still be left out on request.
 
@@ -96,13 +94,9 @@ def check_messages(
         return
     later = LaterMessages(messages) if may_shorten else ()
     counted = later[len(later) - 1] if later else messages
-    texts = [_text_of(message) if is_text else _rendered_text(message) for message in counted]
+    texts = [message.text if is_text else _rendered_text(message) for message in counted]
     arguments = [text for message in counted for text in _argument_texts(message)]
-    n_marks = sum(map(marker.count, texts)) if marker is not None else 0
-    may_drop = may_drop and (n_marks > 0 or any(map(_has_chunks, counted)))
-    if marker is not None:
-        check_texts((), model, what, min_tokens=n_marks, may_drop=may_drop)
-        texts = [marker.unmarked(text) for text in texts]
+    may_drop = may_drop and (has_documents or any(map(_has_chunks, counted)))
     n_messages = sum(message.has_content for message in counted)
     check_texts([*texts, *arguments, *_strings(tools)], model, what, min_tokens=n_messages, may_drop=may_drop)
 
@@ -241,18 +235,12 @@ def _cut(text: str, lo: int) -> int:
 
 
 def _has_chunks(message: ChatMessage) -> bool:
-    parts = () if isinstance(message.content, str) else message.content
-    return any(isinstance(part, Piece) and part.kind == "chunk" for part in parts)
-
-
-def _text_of(message: ChatMessage) -> str:
-    parts = [message.content] if isinstance(message.content, str) else message.content
-    return "".join(part.text if isinstance(part, Piece) else part for part in parts)
+    return any(piece.kind == "chunk" for piece in message.pieces)
 
 
 def _rendered_text(message: ChatMessage) -> str:
     """Return the text that a message has in any prompt: templates may strip white space and an answer's reasoning."""
-    text = _text_of(message).strip()
+    text = message.text.strip()
     if message.role == "assistant" and (thoughts := list(_THOUGHT.finditer(text))):
         return text[thoughts[-1].end() :]
     return text

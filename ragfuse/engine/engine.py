@@ -61,9 +61,8 @@ from ragfuse.store import KVStore, countdown
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.telemetry.counters import AnswerCounters
 from ragfuse.telemetry.otel import answered, batched
-from ragfuse.text.chat_messages import Content
+from ragfuse.text.chat_messages import Content, Piece
 from ragfuse.text.chat_template import ChatTemplate
-from ragfuse.text.chunks import KnownChunks, Marker, Piece
 from ragfuse.types.answer import Answer
 from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.ingested import Ingested
@@ -296,13 +295,13 @@ class Engine(OneProcess):
     def prompt(self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None) -> Prompt:
         """Return the tokens, chunks and positions of a prompt, without reusing the history of its conversation.
 
-        Chunks are the texts between this engine's marks, and every known chunk that occurs in the text. The modules of
-        a prompt in PML are at the positions of its schema.
+        Its chunks are all known ones that are found in its ids. The modules of a prompt in PML are at the positions of
+        its schema.
 
         Args:
             prompt: A text, token ids, messages for the chat template, or a parsed prompt in PML.
             tools: Tools for the chat template.
-            ask: Variables of the chat template, and whether chunks are reused at all.
+            ask: Variables of the chat template, and the documents that the prompt may contain.
         """
         self._check_open()
         if isinstance(prompt, PMLPrompt):
@@ -314,14 +313,13 @@ class Engine(OneProcess):
         return len(self.prompt(prompt, tools))
 
     def pieces(self, content: Content) -> Sequence[Piece]:
-        """Return a text, or the texts of a list, split into chunks and fresh text; `Piece` values in a list stay
-        whole."""
+        """Return a text, or the texts of a list, split into known chunks and fresh text; pieces in a list stay."""
         self._check_open()
-        return self._stages.prompts.pieces(mended_content(content), self.digest)
+        return self._stages.prompts.pieces(mended_content(content))
 
-    def prefix(self, prompt: Question) -> tuple[int, ...]:
+    def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
         """Return the ids before the first chunk of a prompt, for `ingest(prefix=...)`; () where there are none."""
-        first = self.prompt(prompt).segments[0]
+        first = self.prompt(prompt, ask=ask).segments[0]
         return first.tokens if first.kind == "prefix" else ()
 
     # documents, schemas, conversations
@@ -371,11 +369,6 @@ class Engine(OneProcess):
         """The stored conversations."""
         self._check_open()
         return self._stages.history.sessions
-
-    @property
-    def marker(self) -> Marker:
-        """The marker that puts signed marks around chunks in a text, so that this engine recognises them."""
-        return self._stages.prompts.marker
 
     @property
     def links(self) -> Links:
@@ -455,11 +448,6 @@ class Engine(OneProcess):
     def encoder(self) -> Encoder:
         """The encoder that computes the KV of runs of tokens and stores it."""
         return self.runtime.encoder
-
-    @property
-    def known(self) -> KnownChunks:
-        """The known chunks, whose texts are searched for in every prompt."""
-        return self._stages.prompts.known(self.digest)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """Return the key of a run of tokens; `context` as in `ChunkKey` ("": encoded alone)."""

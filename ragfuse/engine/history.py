@@ -29,6 +29,7 @@ from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import (
     HistoryMessage,
     KVSpan,
+    Part,
     PendingTurn,
     Session,
     Turn,
@@ -45,8 +46,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.writer import Writer
-from ragfuse.text.chat_messages import ChatMessage, LaterMessages
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
 from ragfuse.types.answer import Answer
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV
@@ -147,7 +147,7 @@ class ConversationHistory:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
         if ask.session is not None or not self._may_continue(question):
             return ask.session
-        given = prefix_digests([self._message(message, digest) for message in messages_of(question)])
+        given = prefix_digests([_history_message(message) for message in messages_of(question)])
         known = self.sessions.ending(digest, given, persistent=self._settings.history == "all")
         return known[1].id if known is not None else None
 
@@ -161,7 +161,7 @@ class ConversationHistory:
         if ask.session is None and not self._may_continue(question):
             return None
         encoder = self._runtime.encoder
-        given = [self._message(message, encoder.digest) for message in messages_of(question)]
+        given = [_history_message(message) for message in messages_of(question)]
         if ask.session is not None:
             return self._named(ask.session, given, encoder.digest)
         persistent = settings.history == "all"
@@ -205,13 +205,9 @@ class ConversationHistory:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting[session.id], TURN_SAVE_WAIT_S)
 
-    def _message(self, message: ChatMessage, digest: str) -> HistoryMessage:
-        pieces = self._prompts.pieces(message.content, digest)
-        kinds = ("found" if piece.found else piece.kind for piece in pieces)
-        parts = tuple((each.text, kind, each.source) for each, kind in zip(pieces, kinds, strict=True) if each.text)
-        return HistoryMessage(
-            message.role, parts, message.tool_calls, message.tool_call_id, message.name, message.reasoning
-        )
+    def _with_chunks(self, message: HistoryMessage) -> HistoryMessage:
+        """Return a message with its known chunks as parts of their own."""
+        return replace(message, parts=_parts_of(self._prompts.pieces(pieces_of(message))))
 
     def _shortened(
         self, make: Callable[[ChatInput | Ids], Prompt], messages: Sequence[ChatMessage], pending: PendingTurn, ask: Ask
@@ -278,7 +274,7 @@ class ConversationHistory:
         """Start saving the KV of these prompts' new tokens while the answers are generated (AttentionStore 3.2.2)."""
         for each in ready:
             pending = _pending_turn_of(each)
-            if pending is not None and self._is_kept(pending, ask):
+            if pending is not None and self._is_kept(each, pending, ask):
                 self._begun.add(id(each))
                 self._save_later(each, _saves(each.plan, pending, self._runtime.encoder.key), pending)
 
@@ -295,7 +291,7 @@ class ConversationHistory:
         """
         for each, ids, answer in zip(ready, rows, answers, strict=True):
             pending = _pending_turn_of(each)
-            if pending is not None and self._is_kept(pending, ask):
+            if pending is not None and self._is_kept(each, pending, ask):
                 self._remember(each, pending, ids, answer, ask.continue_final_message)
 
     def end(self, ready: Sequence[PreparedPrompt]) -> None:
@@ -318,7 +314,9 @@ class ConversationHistory:
             kv_spans.append(KVSpan.whole(written, encoder.key(written, turn_kv.answer_context)))
             answer_rows = ((n_prompt, n_prompt + n_rows),)
             self._save_later(ready, ((kv_spans[-1], answer_rows),), pending, written)
-        messages = pending.messages if pending.keep_chunks else tuple(map(_without_chunks, pending.messages))
+        messages = tuple(map(self._with_chunks, pending.messages))
+        if not pending.keep_chunks:
+            messages = tuple(map(_without_chunks, messages))
         text = answer.text
         if goes_on and messages:
             text = messages[-1].text + self._continuation(answer, answer_ids)
@@ -347,9 +345,9 @@ class ConversationHistory:
         """Accept no more turns, and save the pending ones, as many as `timeout_s` seconds allow."""
         self._writer.close(timeout_s)
 
-    def _is_kept(self, pending: PendingTurn, ask: Ask) -> bool:
-        """Return whether the turn is kept; one that is not persistent only where its messages have no chunks."""
-        has_chunks = any(message.has_chunks for message in pending.messages)
+    def _is_kept(self, ready: PreparedPrompt, pending: PendingTurn, ask: Ask) -> bool:
+        """Return whether the turn is kept; one that is not persistent only where its prompt has no chunks."""
+        has_chunks = any(segment.kind == "chunk" for segment in ready.plan.prompt.segments)
         return ask.reuse and (pending.persistent or not has_chunks)
 
     def _text_ids(self, answer: Answer) -> tuple[int, ...]:
@@ -444,13 +442,27 @@ def _saved_keys(
     return [kv_span.key for kv_span, _ in _saves(plan, pending, key_of)]
 
 
+def _history_message(message: ChatMessage) -> HistoryMessage:
+    parts = _parts_of(message.pieces)
+    return HistoryMessage(
+        message.role, parts, message.tool_calls, message.tool_call_id, message.name, message.reasoning
+    )
+
+
+def _parts_of(pieces: Iterable[Piece]) -> tuple[Part, ...]:
+    return tuple((piece.text, piece.kind, piece.source) for piece in pieces if piece.text)
+
+
+def pieces_of(message: HistoryMessage) -> tuple[Piece, ...]:
+    """Return a stored message's content."""
+    return tuple(Piece(text, "chunk" if kind == "chunk" else "fresh", source) for text, kind, source in message.parts)
+
+
 def chat_message_of(message: HistoryMessage) -> ChatMessage:
     """Return a stored message as a chat message for a prompt."""
-    pieces = tuple(
-        Piece(text, "fresh" if kind == "fresh" else "chunk", source, found=kind == "found")
-        for text, kind, source in message.parts
+    return ChatMessage(
+        message.role, pieces_of(message), message.tool_calls, message.tool_call_id, message.name, message.reasoning
     )
-    return ChatMessage(message.role, pieces, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
 
 
 def _stored_messages(session: Session) -> Iterator[ChatMessage]:

@@ -58,10 +58,10 @@ class Documents:
         runtime, prompts = self.runtime, self.stages.prompts
         for text, source in mended_documents(texts):
             text = text.strip()
-            if text in prompts.known(runtime.digest) or not may_fit(text, runtime.model):
+            if not may_fit(text, runtime.model):
                 continue
             ids = runtime.model.tokens(text, False)
-            if len(ids) >= self.settings.min_chunk_tokens:
+            if len(ids) >= self.settings.min_chunk_tokens and not prompts.knows(runtime.digest, text, ids):
                 prompts.note(runtime.digest, text, source, ids)
 
     def forget(self, texts: Iterable[str]) -> int:

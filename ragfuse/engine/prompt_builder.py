@@ -1,18 +1,17 @@
 """Prompt building: turn messages or a text into a prompt of tokens with chunks and positions.
 
-`text.chunks` finds chunks and `text.assemble` places them; the builder gives them the model's tokenizer and chat
-template, the tenant's keys, and the known texts from the store's catalog.
+`text.assemble` tokenises the prompt and finds chunks in its ids; the builder gives it the model's tokenizer and chat
+template, the tenant's keys, and the index of known chunks: those of the store's catalog and those given with questions.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +21,7 @@ from cachetools import LRUCache
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.context_window import check_messages, check_texts, may_fit
 from ragfuse.engine.options import ends_of
-from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
+from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, mended_documents, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.exit import EXITING, start_thread
@@ -33,21 +32,22 @@ from ragfuse.store.deletion import LEARNT
 from ragfuse.text.altered import altered
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_probe import call_format
-from ragfuse.text.chat_messages import ChatMessage, Content
-from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
+from ragfuse.text.chat_messages import ChatMessage, Content, Piece
 from ragfuse.text.fit import ShortenedContents, drop_last_chunks
-from ragfuse.text.known_spans import MAX_SPANS, MIN_ALTERED_TOKENS, KnownSpans, Match
-from ragfuse.text.retrieved_documents import RetrievedDocuments
+from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.tool_calls import CallFormat
+from ragfuse.types.keys import digest as digest_of
 from ragfuse.types.prompt import Prompt
 from ragfuse.types.request_limits import MAX_RETRIEVED
 
 __all__ = ["PromptBuilder"]
 
-log = logging.getLogger("ragfuse.engine")
-
 PARTS_PROBE = "probed-words"
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
+MAX_READ_TEXTS = 1 << 16
+"""The most texts of which it is remembered that they are in the index."""
+ANCHOR_CHARS = 24
+"""Characters by which a text that is not in the index yet is recognised."""
 
 
 class PromptBuilder:
@@ -57,41 +57,29 @@ class PromptBuilder:
         settings: The shortest chunk, and whether chunks are encoded after filler text.
         catalog: Where the texts of known chunks are kept.
         runtime: The model and tenant; the model may be loaded at first use.
-
-    Attributes:
-        marker: Signs and recognises the marks around chunks.
     """
 
     def __init__(self, settings: Settings, catalog: Catalog, runtime: Runtime) -> None:
         self._settings, self._catalog, self._runtime = settings, catalog, runtime
         self._lock = threading.Lock()
-        self._known: KnownChunks | None = None
-        self._is_read = False
+        self._is_loaded = False
+        self._unread: Mapping[str, Sequence[KnownText]] = {}  # by their beginnings, until all are in the index
         shortest = max(6, settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
-        self._retrieved = RetrievedDocuments(settings.min_chunk_tokens, lambda text: self._runtime.model.tokens(text))
-        self._read_texts: LRUCache[str, bool] = LRUCache(MAX_SPANS)
+        self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
         self._calls: CallFormat | None = None
         self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
-        self.marker = Marker(self._secret())
 
-    def known(self, digest: str) -> KnownChunks:
-        """Return the known chunks of a tenant, for which prompts are searched; they are read from the catalog once."""
-        with self._lock:
-            self._known = known = self._known or KnownChunks()
-            if not self._is_read:
-                self._is_read, texts = self._catalog.try_texts(digest)
-                for text in texts or ():
-                    if text.text not in known:  # else it has the source that brought it first
-                        known.add([text.text], text.source)
-                if texts:
-                    start_thread("index", self._read, texts)
-            return known
+    def knows(self, digest: str, text: str, tokens: Sequence[int]) -> bool:
+        """Return whether prompts of a tenant are searched for this text, whose token ids are given."""
+        self._load(digest, text)
+        return tokens in self._spans
 
     def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
         """Add a known chunk, in this process and, if it has text, in the catalog for other processes.
 
-        The catalog is written first, so that a chunk it rejects as invalid is not known here either.
+        The catalog is written first, so that a chunk it rejects as invalid is not known here either. A chunk that is
+        known already keeps the source that brought it first.
 
         Args:
             digest: The tenant's digest.
@@ -103,48 +91,21 @@ class PromptBuilder:
         Raises:
             StoreError: The catalog cannot be written, and `must` is True.
         """
-        if text:
-            catalog = self._catalog.strict if must else self._catalog
-            try:
+        try:
+            if text:
+                catalog = self._catalog.strict if must else self._catalog
                 catalog.add_texts(digest, [(str(self._runtime.encoder.key(tokens)), text, source)])
-            except StoreError:
-                self._remember(digest, text, source, tokens)
-                raise
-        self._remember(digest, text, source, tokens)
-
-    def _remember(self, digest: str, text: str, source: str, tokens: Sequence[int]) -> None:
-        """Add a known chunk in this process only; one that is known keeps the source that brought it first."""
-        known = self.known(digest)
-        is_known = bool(text) and text in known
-        self._spans.add(tokens, text, known.source_of(text) or source)
-        self._retrieved.discard(tokens)
-        if text and not is_known:
-            known.add([text], source)
-
-    def note_retrieved(self, digest: str, texts: Iterable[tuple[str, str]], question: ChatInput | Ids) -> None:
-        """Search prompts for these retrieved documents from now on, in this process only.
-
-        A document that is encoded later is added with `note`, for other processes too. One that is not in the question
-        verbatim is searched for by its token ids only. Searching for one takes as long as reading the question, so only
-        the first `MAX_RETRIEVED` are used.
-
-        Args:
-            digest: The tenant's digest.
-            texts: (text, source) of the documents.
-            question: The question they were retrieved for.
-        """
-        known, contents = self.known(digest), _contents(question)
-        for text, source in islice(texts, MAX_RETRIEVED):
-            text = text.strip()
-            if text in known or not may_fit(text, self._runtime.model):
-                continue
-            if self._retrieved.add(text, source, self._spans) and text in contents:
-                known.add([text], source)
-                self._note_read(text)
+        except StoreError:
+            self._spans.add(tokens, text, source)
+            raise
+        self._load(digest, text)
+        self._spans.add(tokens, text, source)
 
     def forget(self, digest: str, texts: Iterable[str]) -> set[tuple[int, ...]]:
         """Forget these texts and the passages learnt from them, in this process; return the passages' token ids."""
-        self._read([each for each in self._catalog.texts(digest) if each.source == LEARNT])
+        for each in self._catalog.texts(digest):
+            if each.source == LEARNT:
+                self._index(each.text, LEARNT)
         passages = dict[tuple[int, ...], str]()
         for text in texts:
             ids = self._runtime.model.tokens(text.strip())
@@ -152,14 +113,12 @@ class PromptBuilder:
             self._drop(ids, text.strip())
         for run, passage in passages.items():
             self._drop(run, passage)
-        self.known(digest).discard([chunk_id(text) for text in (*texts, *filter(None, passages.values()))])
         return set(passages)
 
     def _drop(self, ids: Sequence[int], text: str) -> None:
         self._spans.discard(ids)
-        self._retrieved.discard(ids, text)
         with self._lock:
-            self._read_texts.pop(text, None)
+            self._read_texts.pop(digest_of(text), None)
 
     def known_from(self, digest: str, source: str) -> list[str]:
         """Return the known texts of a source, including those that other processes have added.
@@ -168,6 +127,50 @@ class PromptBuilder:
             StoreError: The catalog cannot be read.
         """
         return [each.text for each in self._catalog.strict.texts(digest) if each.source == source]
+
+    # the index
+
+    def _load(self, digest: str, text: str) -> None:
+        """Fill the index from the catalog, once and in the background; at once with what this text may hold."""
+        with self._lock:
+            if not self._is_loaded:
+                self._is_loaded, texts = self._catalog.try_texts(digest)
+                unread = defaultdict[str, list[KnownText]](list)
+                for each in texts or ():
+                    unread[each.text[:ANCHOR_CHARS]].append(each)
+                self._unread = unread
+                if texts:
+                    start_thread("index", self._read_all, texts)
+            unread_now = self._unread
+        if unread_now:
+            anchors = {text[at : at + ANCHOR_CHARS] for at in range(len(text))}
+            for each in chain.from_iterable(unread_now[anchor] for anchor in anchors & unread_now.keys()):
+                if each.text in text:
+                    self._index(each.text, each.source)
+
+    def _read_all(self, texts: Iterable[KnownText]) -> None:
+        for each in texts:
+            if EXITING.is_set():
+                return
+            self._index(each.text, each.source)
+        with self._lock:
+            self._unread = {}
+
+    def _index(self, text: str, source: str, is_stored: bool = True) -> None:
+        """Search prompts for a text from now on; each is tokenised once. A text that is not stored was only given."""
+        text = text.strip()
+        name = digest_of(text)
+        with self._lock:
+            if self._read_texts.get(name):
+                return
+        if may_fit(text, self._runtime.model):
+            ids = self._runtime.model.tokens(text)
+            if len(ids) >= self._settings.min_chunk_tokens:
+                self._spans.add(ids, text, source, is_stored)
+        with self._lock:
+            self._read_texts[name] = True
+
+    # prompts
 
     @property
     def calls(self) -> CallFormat:
@@ -187,9 +190,7 @@ class PromptBuilder:
         ask: Ask | None = None,
         check: bool = False,
     ) -> Prompt:
-        """Build a prompt. Its chunks are the marked texts, and every known chunk found in a text.
-
-        Without reuse (`ask.reuse`) it is the model's own prompt, which marks do not change.
+        """Build a prompt. Its chunks are all known ones that are found in its ids.
 
         Args:
             question: A text, messages or token ids.
@@ -203,8 +204,7 @@ class PromptBuilder:
             InputError: The question is not valid.
             OverlongError: `check` is True, and the prompt can never fit.
         """
-        ask, model, settings = ask or Ask(), self._runtime.model, self._settings
-        shortest, context = settings.min_chunk_tokens, self._runtime.encoder.context
+        ask, model = ask or Ask(), self._runtime.model
         render: Callable[..., str] | None = None
         if getattr(model.tokenizer, "chat_template", None):
             render = partial(self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs)
@@ -212,26 +212,23 @@ class PromptBuilder:
             tokenizer=model.encoder,
             key_of=self._runtime.encoder.key,
             render=render,
-            min_tokens=shortest,
-            min_chunk_tokens=shortest,
-            context=context,
-            find=self._find,
-            as_one_text=not ask.reuse,
+            min_tokens=self._settings.min_chunk_tokens,
+            context=self._runtime.encoder.context,
+            find=self._spans.find,
             continues_last=ask.continue_final_message,
             check=self._check_text if check else lambda text: None,
         )
         if is_ids(question) and not tools and not ask.continue_final_message:
+            self._load(digest, "")
             return assembler.ids(_checked(question, len(model.tokenizer)))
-        if isinstance(question, str) and is_bare_text(question, ask, tools):
-            shortened = drop_last_chunks([self.pieces(question, digest)], leave_out)
-            if check:
-                self._check([ChatMessage("user", shortened.contents[0])], shortened, (), is_text=True)
-            return replace(assembler.text(shortened.contents[0], model.bos), dropped=shortened.sources)
+        is_text = isinstance(question, str) and is_bare_text(question, ask, tools)
         messages = messages_of(question)
+        sources = self._taken(messages, ask, digest) if ask.reuse else {}
+        assembler = replace(assembler, find=partial(self._find, sources))
         last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
-        shortened = drop_last_chunks(
-            [self.pieces(message.content, digest) for message in messages], leave_out, last_user
-        )
+        shortened = ShortenedContents(tuple(message.pieces for message in messages))
+        if leave_out:
+            shortened = drop_last_chunks([self.pieces(message.content) for message in messages], leave_out, last_user)
         messages = [
             replace(message, content=content) for message, content in zip(messages, shortened.contents, strict=True)
         ]
@@ -242,8 +239,31 @@ class PromptBuilder:
                 "continue_final_message",
             )
         if check:
-            self._check(messages, shortened, tools)
+            self._check(messages, shortened, tools, is_text, bool(ask.documents))
+        if is_text:
+            return replace(assembler.text(messages[0].text, model.bos), dropped=shortened.sources)
         return replace(replace(assembler, calls=self.calls).chat(messages, tools), dropped=shortened.sources)
+
+    def _taken(self, messages: Sequence[ChatMessage], ask: Ask, digest: str) -> dict[str, str]:
+        """Put the chunks that are given with a question into the index, and return the source of each by its text.
+
+        They are pieces of its messages and, unless `learn` is "off", the first `MAX_RETRIEVED` documents.
+        """
+        self._load(digest, "\n".join(message.text for message in messages))
+        documents = islice(mended_documents(ask.documents), MAX_RETRIEVED if self._settings.learn != "off" else 0)
+        pieces = chain.from_iterable(message.pieces for message in messages)
+        given = [*documents, *((piece.text, piece.source) for piece in pieces if piece.kind == "chunk")]
+        for text, source in given:
+            self._index(text, source, is_stored=False)
+        return {text.strip(): source for text, source in given if source}
+
+    def _find(self, sources: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
+        """Return the known chunks in ids; those given with the question have the source that it gives."""
+        found = []
+        for match in self._spans.find(ids):
+            source = sources.get(match.span.text, match.span.source)
+            found.append(replace(match, span=replace(match.span, source=source)))
+        return found
 
     def _check_text(self, text: str) -> None:
         """Raise OverlongError for a rendered prompt that can never fit.
@@ -257,45 +277,44 @@ class PromptBuilder:
         messages: Sequence[ChatMessage],
         shortened: ShortenedContents,
         tools: Sequence[Mapping[str, Any]],
-        is_text: bool = False,
+        is_text: bool,
+        has_documents: bool,
     ) -> None:
         n_omitted = len(shortened.sources)
         what = f"The prompt without the {n_omitted} chunks that could be left out" if n_omitted else "The prompt"
-        check_messages(messages, self._runtime.model, tools, what=what, is_text=is_text, may_drop=not shortened.sources)
+        check_messages(
+            messages,
+            self._runtime.model,
+            tools,
+            what=what,
+            has_documents=has_documents,
+            is_text=is_text,
+            may_drop=not n_omitted,
+        )
 
-    def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
-        """Return a message's content cut into chunks and fresh text; pieces in a list stay as they are."""
-        if isinstance(content, str):
-            found = pieces(content, self.marker, self.known(digest))
-            for piece in found:
-                if piece.found:
-                    self._read([KnownText("", piece.text, piece.source)])
-            return found
-        parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
-        return [piece for part in parts for piece in part]
+    def pieces(self, content: Content) -> Sequence[Piece]:
+        """Return a message's content cut into chunks and fresh text; its own chunks stay as they are."""
+        given = ChatMessage("user", content).pieces
+        parts = ([each] if each.kind == "chunk" or each.ids else self._cut(each.text) for each in given)
+        return [piece for piece in chain.from_iterable(parts) if piece.text]
+
+    def _cut(self, text: str) -> Iterator[Piece]:
+        encoder, at = self._runtime.model.encoder, 0
+        parts = encoder.parts(text, encoder.control_spans(text))
+        offsets = list(chain.from_iterable(chars for _, chars in parts))
+        for match in self._spans.find(list(chain.from_iterable(ids for ids, _ in parts))):
+            known = match.span.text
+            lo = text.find(known, max(at, offsets[match.lo][0] - len(known)), offsets[match.hi - 1][1] + len(known))
+            if known and lo >= 0:
+                yield Piece(text[at:lo])
+                yield Piece(known, "chunk", match.span.source)
+                at = lo + len(known)
+        yield Piece(text[at:])
 
     def altered(self, question: ChatInput | Ids, documents: Sequence[tuple[str, str]]) -> str:
         """Return how a question alters its retrieved documents so that none is found in it; "" where it does not."""
-        return altered(_contents(question), [text for text, _ in documents])
-
-    def _find(self, ids: Sequence[int]) -> list[Match]:
-        """Return where known chunks and retrieved documents occur in token ids."""
-        return self._retrieved.find(ids, self._spans.find(ids))
-
-    def _read(self, texts: Iterable[KnownText]) -> None:
-        """Search prompts for the token ids of these texts too, which finds them altered or in part."""
-        for text in texts:
-            if EXITING.is_set():
-                return
-            if not self._note_read(text.text):
-                self._spans.add(self._runtime.model.tokens(text.text), text.text, text.source)
-
-    def _note_read(self, text: str) -> bool:
-        """Mark a text as tokenised, and return whether it was before."""
-        with self._lock:
-            was_read = bool(self._read_texts.get(text))
-            self._read_texts[text] = True
-            return was_read
+        contents = "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
+        return altered(contents, [text for text, _ in documents])
 
     def render(
         self,
@@ -347,11 +366,6 @@ class PromptBuilder:
                 return is_list
         return False
 
-    def _secret(self) -> bytes:
-        """Return the key that signs marks; all processes on one store share it."""
-        new = {"secret": secrets.token_hex(32)}
-        return bytes.fromhex(self._catalog.settle("marker", new)["secret"])
-
 
 def _checked(ids: Ids, n_ids: int) -> list[int]:
     """Return token ids as ints; raise InputError for an id that the tokenizer does not have."""
@@ -362,14 +376,3 @@ def _checked(ids: Ids, n_ids: int) -> list[int]:
             "model's own tokenizer."
         )
     return [int(id) for id in ids]
-
-
-def _contents(question: ChatInput | Ids) -> str:
-    """Return all text of a question; "" for token ids."""
-    if is_ids(question):
-        return ""
-    return "\n".join(text for message in messages_of(question) for text in _texts(message.content))
-
-
-def _texts(content: Content) -> list[str]:
-    return [content] if isinstance(content, str) else [each if isinstance(each, str) else each.text for each in content]

@@ -12,8 +12,7 @@ from ragfuse.engine.ask import Ask
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.schemas.pml import parse_prompt, read
-from ragfuse.text.chat_messages import ChatMessage, Content
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import ChatMessage, Content, Piece
 from ragfuse.text.mended import mended, mended_value
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.whole_text import whole_text

@@ -13,7 +13,6 @@ import re
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Literal, cast
 
@@ -24,10 +23,10 @@ from transformers import PreTrainedTokenizerBase
 from ragfuse.errors import InputError
 from ragfuse.hf.encodings import Chars, Offsets, encoding_of, text_of
 
-Cut = tuple[int, int, tuple[int, ...]]
-"""Characters lo:hi that are tokenised separately from the text around them, and their ids if these are known."""
-Part = tuple[tuple[int, ...], int, Sequence[Chars]]
-"""Ids that were encoded together, the number of their cut (-1: none), and the characters of each id."""
+Given = tuple[int, int, tuple[int, ...]]
+"""Characters lo:hi of a text whose ids are known, and these ids."""
+Part = tuple[tuple[int, ...], Sequence[Chars]]
+"""Ids that were encoded together, and the characters of each id."""
 Place = Literal["start", "border", "middle"]
 """Where a text stands in a prompt: at its beginning, after an added token, or after other text."""
 
@@ -37,18 +36,8 @@ PREFIX_PROBES = ("\n", "x\n", "x.")
 """Texts to put before a piece if the tokenizer puts something before every text; their ids are cut off again."""
 _THOUGHT = re.compile("think|thought|reasoning", re.IGNORECASE)
 """Matches the names of tags around reasoning; an added token of such a name is a control token."""
-CUT_CONTEXT_CHARS = 24
-"""Characters on each side of a cut that are tokenised to check whether the cut changes the decoded text."""
 PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """Unicode's private-use characters, one of which masks what looks like a control token."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Section:
-    """Text between two added tokens: its rows in the encoding of the whole, and its characters."""
-
-    rows: Chars
-    chars: Chars
 
 
 class TextEncoder:
@@ -160,40 +149,45 @@ class TextEncoder:
 
     # whole prompts
 
-    def parts(self, text: str, bare: Sequence[Chars] = (), cuts: Sequence[Cut] = ()) -> list[Part]:
-        """Tokenise a whole prompt, by the tokenizer's own rules except for `bare` and cut text.
+    def parts(self, text: str, bare: Sequence[Chars] = (), given: Sequence[Given] = ()) -> list[Part]:
+        """Tokenise a whole prompt, by the tokenizer's own rules except for `bare` and `given` text.
 
         Args:
             text: The prompt.
             bare: Characters that look like a control token and must be encoded as text.
-            cuts: Pieces to tokenise separately, in order; a cut that would change the decoded text is ignored.
+            given: Text whose ids are known, in order; ignored where a token of the whole text crosses its ends.
         """
         text = checked(text)
-        if self._backend is None:
-            return self._parts_by_calls(text, bare, cuts)
-        encoding = encoding_of(self._backend, _masked(text, bare))
-        ids, offsets = encoding.ids, Offsets.of(encoding)
-        if not bare and not cuts:
-            return [(tuple(ids), -1, offsets)] if ids else []
-        borders = self._borders(text, ids, offsets)
-        sections = list(_sections(len(text), borders, ids, offsets))
-        spans = [(offsets[row], ids[row] in self._control_ids) for row in borders]
-        fitting = [(number, cut) for number, cut in enumerate(cuts) if _fits(cut, spans)]
-        hidden, cut_starts = sorted(lo for lo, _ in bare), [cut[0] for _, cut in fitting]
-        parts, row = list[Part](), 0
-        for first, last in _areas(sections, hidden, fitting):
-            lo, hi = sections[first].rows[0], sections[last].rows[1]
-            parts.append((tuple(ids[row:lo]), -1, offsets[row:lo]))
-            chars = sections[first].chars[0], sections[last].chars[1]
-            is_plain = bisect_left(hidden, chars[0]) == bisect_left(hidden, chars[1])
-            whole: Part | None = (tuple(ids[lo:hi]), -1, offsets[lo:hi]) if is_plain else None
-            within = fitting[bisect_left(cut_starts, chars[0]) : bisect_left(cut_starts, chars[1])]
-            is_empty = sections[first].chars[0] == sections[first].chars[1]
-            place: Place = "middle" if is_empty else "border" if lo else "start"
-            parts += self._area(text, chars, place, whole, within)
-            row = hi
-        parts.append((tuple(ids[row:]), -1, offsets[row:]))
+        parts = list(self._parts_by_calls(text, bare) if self._backend is None else self._parts(text, bare))
+        for lo, hi, ids in given:
+            parts = [part for whole in parts for part in self._with_given(whole, lo, hi, ids)]
         return [part for part in parts if part[0]]
+
+    def _parts(self, text: str, bare: Sequence[Chars]) -> Iterator[Part]:
+        """Yield the ids of a text; text between added tokens in which something is bare is encoded again."""
+        encoding = encoding_of(cast(Tokenizer, self._backend), _masked(text, bare))
+        ids, offsets, done = encoding.ids, Offsets.of(encoding), 0
+        hidden = sorted(lo for lo, _ in bare)
+        for (first, last), (lo, hi) in _sections(len(text), self._borders(text, ids, offsets) if bare else (), offsets):
+            if bisect_left(hidden, lo) < bisect_left(hidden, hi):
+                yield tuple(ids[done:first]), offsets[done:first]
+                again, chars = self._encoded(text[lo:hi], self._put_before("border" if first else "start", text[lo:hi]))
+                yield tuple(again), _moved(chars, lo)
+                done = last
+        yield tuple(ids[done:]), offsets[done:]
+
+    def _with_given(self, part: Part, lo: int, hi: int, given: tuple[int, ...]) -> Iterator[Part]:
+        """Yield a part with given ids for characters lo:hi, if these are whole tokens that read the same."""
+        ids, offsets = part
+        first = bisect_left(offsets, lo, key=lambda chars: chars[0])
+        stop = bisect_right(offsets, hi, lo=first, key=lambda chars: chars[1])
+        is_whole = first < stop and (offsets[first][0], offsets[stop - 1][1]) == (lo, hi)
+        if not is_whole or self.decode(ids[first:stop]) != self.decode(given):
+            yield part
+            return
+        yield ids[:first], offsets[:first]
+        yield given, [(lo, hi)] * len(given)
+        yield ids[stop:], offsets[stop:]
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
         """Return the rows of added tokens that are written in the text, not made from an unknown word or byte."""
@@ -203,44 +197,6 @@ class TextEncoder:
             for row, id in enumerate(ids)
             if id in added and (text[slice(*offsets[row])].strip() == added[id].strip() or id in normalised)
         ]
-
-    def _area(
-        self, text: str, chars: Chars, place: Place, whole: Part | None, within: Sequence[tuple[int, Cut]]
-    ) -> list[Part]:
-        """Return the parts of an area with its cuts applied; own: the area encoded as a whole, None if unknown."""
-        lo, hi = chars
-        before = self._put_before(place, text[lo:hi])
-        if whole is None:
-            ids, offsets = self._encoded(text[lo:hi], before)
-            whole = tuple(ids), -1, _moved(offsets, lo)
-        wanted = self.decode(whole[0]) if within else ""
-        while within:
-            parts = self._cut(text, chars, before, within)
-            if self.decode(_ids(parts)) == wanted:
-                return parts
-            harmless = [(at, cut) for at, cut in within if self._reads_alike(text, chars, before, cut)]
-            within = harmless if len(harmless) < len(within) else []
-        return [whole]
-
-    def _cut(self, text: str, chars: Chars, before: str, cuts: Sequence[tuple[int, Cut]]) -> list[Part]:
-        parts, (at, end) = list[Part](), chars
-        for number, (lo, hi, given) in [*cuts, (-1, (end, end, ()))]:
-            ids, offsets = self._encoded(text[at:lo], before)
-            parts.append((tuple(ids), -1, _moved(offsets, at)))
-            before = ""
-            if number >= 0:
-                ids = list(given) or self._encoded(text[lo:hi])[0]
-                parts.append((tuple(ids), number, [(lo, hi)] * len(ids)))
-            at = hi
-        return [part for part in parts if part[0]]
-
-    def _reads_alike(self, text: str, chars: Chars, before: str, cut: Cut) -> bool:
-        """Whether a cut leaves the decoded text unchanged, checked with `CUT_CONTEXT_CHARS` on both sides."""
-        lo, hi, given = cut
-        first, last = max(chars[0], lo - CUT_CONTEXT_CHARS), min(chars[1], hi + CUT_CONTEXT_CHARS)
-        before = before if first == chars[0] else ""
-        apart = self._cut(text, (first, last), before, [(0, (lo, hi, given))])
-        return self.decode(_ids(apart)) == self.decode(self._encoded(text[first:last], before)[0])
 
     # inside
 
@@ -357,45 +313,18 @@ class TextEncoder:
                 return lead
         return ""
 
-    def _parts_by_calls(self, text: str, bare: Sequence[Chars], cuts: Sequence[Cut]) -> list[Part]:
-        if not bare and not cuts:
-            ids = tuple(self._call(text, False))
-            return [(ids, -1, _spread(ids, 0, len(text)))]
-        hidden = {lo for lo, _ in bare}
-        borders = [self._stripping(text, lo, hi) for lo, hi in self.control_spans(text) if lo not in hidden]
-        spans = [(chars, True) for chars in borders]
-        plain = self._call_apart(text, borders, ())
-        wanted, within = self.decode(_ids(plain)), [each for each in enumerate(cuts) if _fits(each[1], spans)]
-        while within:
-            parts = self._call_apart(text, borders, within)
-            if self.decode(_ids(parts)) == wanted:
-                return parts
-            harmless = [each for each in within if self._call_reads_alike(text, each[1])]
-            within = harmless if len(harmless) < len(within) else []
-        return plain
-
-    def _call_apart(self, text: str, borders: Sequence[Chars], cuts: Sequence[tuple[int, Cut]]) -> list[Part]:
-        """Tokenise a text with one call for each span between control tokens and cuts."""
-        ends = sorted([*((lo, hi, -1, ()) for lo, hi in borders), *((*cut[:2], at, cut[2]) for at, cut in cuts)])
-        parts, at, is_cut = list[Part](), 0, False
-        for lo, hi, number, given in [*ends, (len(text), len(text), -1, ())]:
-            if lo < at:
-                continue
-            if at < lo:  # after a control token the tokenizer prefixes a text as at the beginning
-                ids = tuple(self._call_within(text[at:lo]) if is_cut else self._call(text[at:lo], True))
-                parts.append((ids, -1, _spread(ids, at, lo)))
+    def _parts_by_calls(self, text: str, bare: Sequence[Chars]) -> Iterator[Part]:
+        """Yield the ids of a text, with one call for each span between control tokens where something is bare."""
+        hidden, at = {lo for lo, _ in bare}, 0
+        spans = [self._stripping(text, lo, hi) for lo, hi in self.control_spans(text) if lo not in hidden]
+        for lo, hi in [*spans, (len(text), len(text))] if bare else [(len(text), len(text))]:
+            if at < lo:
+                ids = self._call(text[at:lo], bool(bare))
+                yield tuple(ids), _spread(ids, at, lo)
             if lo < hi:
-                ids = given or tuple(self._call_within(text[lo:hi]) if number >= 0 else self._call(text[lo:hi], False))
-                parts.append((ids, number, [(lo, hi)] * len(ids)))
-            at, is_cut = hi, number >= 0
-        return [part for part in parts if part[0]]
-
-    def _call_reads_alike(self, text: str, cut: Cut) -> bool:
-        """Whether a cut leaves the decoded text unchanged, checked with `CUT_CONTEXT_CHARS` on both sides."""
-        lo, hi, given = cut
-        first, last = max(0, lo - CUT_CONTEXT_CHARS), min(len(text), hi + CUT_CONTEXT_CHARS)
-        apart = self._call_apart(text[first:last], (), [(0, (lo - first, hi - first, given))])
-        return self.decode(_ids(apart)) == self.decode(self._call(text[first:last], True))
+                ids = self._call(text[lo:hi], False)
+                yield tuple(ids), _spread(ids, lo, hi)
+            at = max(at, hi)
 
     def _stripping(self, text: str, lo: int, hi: int) -> Chars:
         """Extend a control token by the white space that its lstrip and rstrip flags absorb."""
@@ -509,39 +438,11 @@ def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
     return read, same
 
 
-def _sections(n_chars: int, borders: Sequence[int], ids: Sequence[int], offsets: Sequence[Chars]) -> Iterator[_Section]:
+def _sections(n_chars: int, borders: Sequence[int], offsets: Sequence[Chars]) -> Iterator[tuple[Chars, Chars]]:
+    """Yield the rows and the characters of the text before, between and behind added tokens, which are at `borders`."""
     edges = [(row, offsets[row]) for row in borders]
-    for (before, (_, lo)), (behind, (hi, _)) in pairwise([(-1, (0, 0)), *edges, (len(ids), (n_chars, n_chars))]):
-        yield _Section((before + 1, behind), (lo, hi))
-
-
-def _fits(cut: Cut, borders: Sequence[tuple[Chars, bool]]) -> bool:
-    """Whether a cut splits no added token, and contains no control token unless its ids are given."""
-    lo, hi, given = cut
-    first = bisect_right(borders, lo, key=lambda border: border[0][1])
-    for (start, end), is_control in borders[first:]:
-        if start >= hi:
-            break
-        if start < lo or end > hi or (is_control and not given):
-            return False
-    return lo < hi
-
-
-def _areas(sections: Sequence[_Section], hidden: Sequence[int], cuts: Sequence[tuple[int, Cut]]) -> Iterator[Chars]:
-    """Yield disjoint ranges of sections (first, last) that must be encoded again."""
-    starts = [section.chars[0] for section in sections]
-    wanted = [*((lo, lo) for lo in hidden), *((lo, hi - 1) for _, (lo, hi, _) in cuts)]
-    spans = sorted((bisect_right(starts, lo) - 1, bisect_right(starts, hi) - 1) for lo, hi in wanted)
-    current: Chars | None = None
-    for first, last in spans:
-        if current is not None and first <= current[1]:
-            current = current[0], max(current[1], last)
-            continue
-        if current is not None:
-            yield current
-        current = first, last
-    if current is not None:
-        yield current
+    for (before, (_, lo)), (behind, (hi, _)) in pairwise([(-1, (0, 0)), *edges, (len(offsets), (n_chars, n_chars))]):
+        yield (before + 1, behind), (lo, hi)
 
 
 def _masked(text: str, bare: Sequence[Chars]) -> str:
@@ -578,10 +479,6 @@ def _spread(ids: Sequence[int], lo: int, hi: int) -> list[Chars]:
     """Return estimated character offsets of ids, spread evenly over lo:hi."""
     n = max(1, len(ids))
     return [(lo + (hi - lo) * at // n, lo + (hi - lo) * (at + 1) // n) for at in range(len(ids))]
-
-
-def _ids(parts: Iterable[Part]) -> list[int]:
-    return [id for ids, *_ in parts for id in ids]
 
 
 def _is_inside(found: Sequence[tuple[int, Place]], at: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,6 @@ from ragfuse.remote.remote_schemas import RemoteSchema, RemoteSchemas
 from ragfuse.remote.request_body import CHAT, encoded, prompt_for, request_of
 from ragfuse.schemas.nodes import Schema
 from ragfuse.settings import Settings
-from ragfuse.text.chunks import Marker
 from ragfuse.types.answer import Answer, Trace
 from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.ingested import Ingested
@@ -67,7 +65,6 @@ class RemoteEngine(OneProcess):
         self._ids: LRUCache[tuple[str, bool], tuple[int, ...]] = LRUCache(MAX_COUNTED)
         self.schemas = RemoteSchemas(self._connection)
         # One of the process, so that a prompt may be written for one model and asked of another.
-        self.marker: Marker = shared(("marker of remote engines",), lambda: Marker(secrets.token_bytes(32)))
 
     @staticmethod
     def shared(
@@ -104,13 +101,13 @@ class RemoteEngine(OneProcess):
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
         """Return an iterator over the answer's text as it comes; as `Engine.stream`. Closing it ends the generation."""
-        return AnswerStream(partial(self._say, *request_of(prompt, ask or Ask(), self.marker)))
+        return AnswerStream(partial(self._say, *request_of(prompt, ask or Ask())))
 
     def batch(
         self, prompts: Sequence[Question], ask: Ask | None = None, cancelled: threading.Event | None = None
     ) -> list[Answer]:
         """Return the answers to several prompts, asked together; the first failure ends the others and is raised."""
-        bodies = [request_of(prompt, ask or Ask(), self.marker) for prompt in prompts_of(prompts)]
+        bodies = [request_of(prompt, ask or Ask()) for prompt in prompts_of(prompts)]
         if not bodies:
             return []
         failed, given = threading.Event(), cancelled or threading.Event()
@@ -133,7 +130,7 @@ class RemoteEngine(OneProcess):
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Return the number of tokens of a prompt, with chat template and tools."""
-        body = prompt_for(prompt, self.marker)
+        body = prompt_for(prompt)
         return len(self._token_ids({**body, **({"tools": [dict(each) for each in tools]} if tools else {})}))
 
     def register(self, schema: Schema | Path | str, progress: Progress | None = None) -> RemoteSchema:
@@ -159,7 +156,7 @@ class RemoteEngine(OneProcess):
         """Raise InputError: chunks are encoded ahead by an engine on the server's store."""
         raise self._needs_engine("Encoding documents ahead of questions")
 
-    def prefix(self, prompt: Question) -> tuple[int, ...]:
+    def prefix(self, prompt: Question, ask: Ask | None = None) -> tuple[int, ...]:
         """Raise InputError: only `ingest` needs it."""
         raise self._needs_engine("Encoding the beginning of prompts")
 

@@ -12,8 +12,7 @@ from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_docum
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml import to_pml
-from ragfuse.text.chat_messages import ChatMessage, Content
-from ragfuse.text.chunks import Marker, Piece
+from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
 from ragfuse.types.whole_text import whole_text
@@ -34,31 +33,30 @@ FIELDS: Mapping[str, str] = MappingProxyType(
 HANDLED = frozenset({"do_sample", "logit_bias", "max_time", *SAMPLING, *FIELDS})
 
 
-def request_of(question: Question, ask: Ask, marker: Marker) -> tuple[str, Json]:
+def request_of(question: Question, ask: Ask) -> tuple[str, Json]:
     """Return the route of a question and the body of its request, which asks for a stream; the model is left out.
 
     Args:
         question: A text, messages, token ids or a prompt in PML.
         ask: How it is to be answered.
-        marker: Reads the marks around chunks, which become documents in the server's own form.
 
     Raises:
         InputError: The question or an option cannot be sent to a server.
     """
-    path, body = _asked(question, ask, marker)
+    path, body = _asked(question, ask)
     return path, {**body, **_shared(ask), "stream": True}
 
 
-def messages_for(messages: Sequence[ChatMessage], marker: Marker) -> list[Json]:
+def messages_for(messages: Sequence[ChatMessage]) -> list[Json]:
     """Return messages in the server's form, with chunks as parts of type "text-plain"."""
-    return [_message(each, marker) for each in messages]
+    return [_message(each) for each in messages]
 
 
-def prompt_for(question: Question, marker: Marker) -> Json:
+def prompt_for(question: Question) -> Json:
     """Return the fields of a question whose tokens are counted."""
     if isinstance(question, PMLPrompt):
         return {"pml": to_pml(question)}
-    return {"messages": messages_for(messages_of(question), marker)}
+    return {"messages": messages_for(messages_of(question))}
 
 
 def encoded(body: Json) -> bytes:
@@ -71,7 +69,7 @@ def encoded(body: Json) -> bytes:
         ) from error
 
 
-def _asked(question: Question, ask: Ask, marker: Marker) -> tuple[str, Json]:
+def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
     """Return the route, and the fields that depend on what kind of question it is."""
     if isinstance(question, PMLPrompt):
         if ask.tools or ask.session is not None:
@@ -80,8 +78,8 @@ def _asked(question: Question, ask: Ask, marker: Marker) -> tuple[str, Json]:
     if is_ids(question) and not ask.tools and not ask.continue_final_message:
         return TEXT, {"prompt": [int(id) for id in question], **_max_tokens(ask)}
     if isinstance(question, str) and is_bare_text(question, ask, ask.tools):
-        return TEXT, {"prompt": _content(question, marker), **_max_tokens(ask)}
-    body: Json = {"messages": messages_for(messages_of(question), marker), **_max_tokens(ask)}
+        return TEXT, {"prompt": question, **_max_tokens(ask)}
+    body: Json = {"messages": messages_for(messages_of(question)), **_max_tokens(ask)}
     if ask.tools:
         choice = ask.tool_choice
         is_word = choice in ("auto", "none", "required")
@@ -150,21 +148,19 @@ def _grammar(grammar: Grammar) -> Json:
     return {"regex" if grammar.kind == "regex" else "grammar": grammar.source}
 
 
-def _message(message: ChatMessage, marker: Marker) -> Json:
-    found: Json = {"role": message.role, "content": _content(message.content, marker)}
+def _message(message: ChatMessage) -> Json:
+    found: Json = {"role": message.role, "content": _content(message)}
     if message.tool_calls:
         found["tool_calls"] = [call.as_openai() for call in message.tool_calls]
     named = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": message.reasoning}
     return {**found, **{name: value for name, value in named.items() if value}}
 
 
-def _content(content: Content, marker: Marker) -> str | list[Json]:
-    """Return a text as it is, or in parts where it holds marked chunks."""
-    given = [content] if isinstance(content, str) else content
-    pieces = [piece for each in given for piece in ([each] if isinstance(each, Piece) else marker.split(each))]
-    if all(piece.kind == "fresh" for piece in pieces) and len(pieces) < 2:
-        return "".join(piece.text for piece in pieces)
-    return [_part(piece) for piece in pieces]
+def _content(message: ChatMessage) -> str | list[Json]:
+    """Return a text as it is, or in parts where it holds chunks."""
+    if all(piece.kind == "fresh" for piece in message.pieces):
+        return message.text
+    return [_part(piece) for piece in message.pieces]
 
 
 def _part(piece: Piece) -> Json:

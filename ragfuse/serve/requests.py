@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,8 +23,7 @@ from ragfuse.serve.schema import (
     RequestMessage,
     TextRequest,
 )
-from ragfuse.text import Piece
-from ragfuse.text.chat_messages import ROLE_ALIASES, ChatMessage
+from ragfuse.text.chat_messages import ROLE_ALIASES, ChatMessage, Piece
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
@@ -64,27 +63,29 @@ def chat_requests(request: ChatRequest, template: ChatTemplate | None = None) ->
     return [_answer_request(question, ask, number, n_top) for number in range(request.n or 1)]
 
 
-def text_requests(request: TextRequest, mark: Any, n_tokens: int | None = None) -> list[AnswerRequest]:
+def text_requests(request: TextRequest, n_tokens: int | None = None) -> list[AnswerRequest]:
     """Convert a text request into answer requests: `n` for each of its prompts.
 
     Args:
         request: The body of `/v1/completions`.
-        mark: (text, source) -> the text marked as a chunk.
         n_tokens: Token ids in the model's vocabulary; None: unknown, so ids are not checked.
 
     Raises:
         APIError: Fields contradict each other, or cannot be honoured (400).
     """
-    ask = replace(ask_of(request), max_tokens=request.max_tokens or None)
+    shared = replace(ask_of(request), max_tokens=request.max_tokens or None)
+    documents = request.documents or ()
     answer_requests = []
     for prompt in _prompts(request.prompt):
+        ask = with_documents(shared, pieces_of(documents))
         if isinstance(prompt, str):
-            question: Any = text_of(request.pml, prompt, request.documents or (), mark)
+            question: Any = text_of(request.pml, prompt, documents)
         elif isinstance(prompt[0], ContentPart):
-            text = _joined(prompt, mark)
-            question = text_of(request.pml, text, request.documents or (), mark)
+            message = ChatMessage("user", [_piece(part, _checked_text(part)) for part in prompt])
+            ask = with_documents(ask, message.pieces)
+            question = text_of(request.pml, message.text, documents)
         else:
-            question = ids_of(prompt, request.pml, request.documents or (), n_tokens)
+            question = ids_of(prompt, request.pml, documents, n_tokens)
         for number in range(request.n or 1):
             answer_request = _answer_request(question, ask, number, request.logprobs)
             echo = prompt if question == prompt and isinstance(prompt, str) else ""
@@ -99,10 +100,10 @@ def _prompts(given: Any) -> list[str | list[int] | list[ContentPart]]:
     return [given] if isinstance(given, str) or isinstance(given[0], int | ContentPart) else given
 
 
-def _joined(parts: Sequence[ContentPart], mark: Any) -> str:
-    """Return a prompt's parts as one text, in which `mark` marks those that are documents."""
-    pieces = (_piece(part, _checked_text(part)) for part in parts)
-    return "".join(each if isinstance(each, str) else mark(each.text, each.source) for each in pieces)
+def with_documents(ask: Ask, pieces: Iterable[Piece]) -> Ask:
+    """Return an `Ask` with the chunks among these pieces as documents of the question."""
+    chunks = [(piece.text, piece.source) for piece in pieces if piece.kind == "chunk"]
+    return replace(ask, documents=(*ask.documents, *chunks))
 
 
 def ids_of(ids: Sequence[int], pml: str | None, documents: Sequence[str | Document], n_tokens: int | None) -> list[int]:
@@ -293,11 +294,11 @@ def question_of(
     return prompt
 
 
-def text_of(pml: str | None, text: str, documents: Sequence[str | Document], mark: Any) -> str | PMLPrompt:
+def text_of(pml: str | None, text: str, documents: Sequence[str | Document]) -> str | PMLPrompt:
     """Return the text to continue, with its documents or a PML prompt before it; APIError if it is empty."""
     if pml is not None:
         return _prompt(pml, documents).with_ending(text)
-    if found := f"{marked(documents, mark)}{text}":
+    if found := "".join([*(f"{piece.text}\n\n" for piece in pieces_of(documents)), text]):
         return found
     raise APIError(400, "The prompt is empty; wanted a text to continue.", "unusable", "prompt")
 
@@ -341,7 +342,7 @@ def _with_documents(messages: list[ChatMessage], documents: Sequence[str | Docum
 
 
 def pieces_of(documents: Sequence[str | Document]) -> list[Piece]:
-    """Return one chunk per document; chunk marks inside a document's text are ignored. APIError for an empty one."""
+    """Return one chunk per document; APIError for an empty one."""
     given = [Document(text=each) if isinstance(each, str) and each else each for each in documents]
     if not all(isinstance(each, Document) and each.text.strip() for each in given):
         raise APIError(400, "One of the documents is empty; leave it out.", "unusable", "documents")
@@ -350,11 +351,6 @@ def pieces_of(documents: Sequence[str | Document]) -> list[Piece]:
         for number, each in enumerate(given, 1)
         if isinstance(each, Document)
     ]
-
-
-def marked(documents: Sequence[str | Document], mark: Any) -> str:
-    """Return the documents as one text in which `mark` marks each as a chunk, for prompts without messages."""
-    return "".join(f"{mark(piece.text, piece.source)}\n\n" for piece in pieces_of(documents))
 
 
 def _chat_message(message: RequestMessage) -> ChatMessage:

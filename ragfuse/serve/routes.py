@@ -27,11 +27,13 @@ from ragfuse.serve.requests import (
     continues_last_message,
     ids_of,
     in_session,
+    pieces_of,
     question_of,
     reuse_of,
     template_kwargs_of,
     text_of,
     text_requests,
+    with_documents,
 )
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextDelta
 from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest, TokensRequest
@@ -68,7 +70,7 @@ def router(service: Service) -> APIRouter:
         """Continue a text."""
 
         def make(engine: Engine) -> list[AnswerRequest]:
-            return text_requests(body, engine.marker.mark, len(engine.model.tokenizer))
+            return text_requests(body, len(engine.model.tokenizer))
 
         return await _answer(service, request, body, make, False, body.logprobs is not None)
 
@@ -244,7 +246,8 @@ def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], Non
     if isinstance(body.prompt, list):
         question = ids_of(body.prompt, body.pml, documents, len(engine.model.tokenizer))
     elif body.prompt is not None:
-        question = text_of(body.pml, body.prompt, documents, engine.marker.mark)
+        question = text_of(body.pml, body.prompt, documents)
+        ask = with_documents(ask, pieces_of(documents))
     else:
         question = question_of(body.pml, body.messages or (), documents)
     check(None)

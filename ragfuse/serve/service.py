@@ -379,4 +379,6 @@ def _chunk_texts(engine: Engine, requests: Sequence[AnswerRequest]) -> Iterable[
         )
         for content in contents:
             texts |= {piece.text: None for piece in engine.pieces(content) if piece.kind == "chunk"}
+    for request in requests:
+        texts |= {text: None for text, _ in request.ask.documents}
     return texts

@@ -20,8 +20,7 @@ VERSION = 1
 """Version of the stored form of a session; sessions of other versions are not read."""
 
 Part = tuple[str, str, str]
-"""A piece of a message: text, kind and source. The kind is "fresh", "chunk" (marked by the caller) or "found" (a known
-chunk found in a text); the source says where a chunk came from."""
+"""A piece of a message: text, kind ("fresh" or "chunk") and source, which says where a chunk came from."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class HistoryMessage:
 
     Args:
         role: "system", "user", "assistant" or "tool".
-        parts: The pieces of its text, which are tokenised separately.
+        parts: The pieces of its text.
         tool_calls: Tool calls that an assistant makes.
         tool_call_id: Of a tool's result: the call that it answers.
         name: Of a tool's result: the tool.

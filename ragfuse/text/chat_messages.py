@@ -1,4 +1,4 @@
-"""One message of a conversation, with the tool calls that it makes or answers."""
+"""One message of a conversation: its texts and chunks, and the tool calls that it makes or answers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
+from typing import Literal
 
 from ragfuse.errors import InputError
-from ragfuse.text.chunks import Piece
 from ragfuse.types.answer import ToolCall
 
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a message's content: fresh text or one chunk.
+
+    Args:
+        text: The text.
+        kind: "chunk" if its KV is to be reused, else "fresh".
+        source: Where a chunk came from, for people.
+        ids: The token ids that the model wrote where the piece is a whole answer; (): unknown.
+    """
+
+    text: str
+    kind: Literal["fresh", "chunk"] = "fresh"
+    source: str = ""
+    ids: tuple[int, ...] = ()
+
+
 Content = str | Sequence[str | Piece]
-"""The content of a message: a text in which marked and known chunks are found, or a list of texts and pieces."""
+"""The content of a message: a text, or a list of texts and pieces. Known chunks are found in all of it."""
 
 ROLE_ALIASES: Mapping[str, str] = MappingProxyType(
     {"developer": "system", "function": "tool", "model": "assistant", "chatbot": "assistant"}
@@ -43,8 +61,18 @@ class ChatMessage:
     @property
     def has_content(self) -> bool:
         """Whether its content is more than white space or it calls tools."""
-        texts = (part if isinstance(part, str) else part.text for part in _parts(self.content))
-        return bool(self.tool_calls) or any(text.strip() for text in texts)
+        return bool(self.tool_calls) or bool(self.text.strip())
+
+    @property
+    def text(self) -> str:
+        """The text of its content."""
+        return "".join(part if isinstance(part, str) else part.text for part in _parts(self.content))
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The content as pieces that are not empty."""
+        pieces = (Piece(part) if isinstance(part, str) else part for part in _parts(self.content))
+        return tuple(piece for piece in pieces if piece.text)
 
     @staticmethod
     def conversation(messages: Iterable[ChatMessage]) -> list[ChatMessage]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import Piece
 
 
 @dataclass(frozen=True)

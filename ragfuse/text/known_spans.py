@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.text.span_anchors import Anchors, Array, grams, hashed_ids
-from ragfuse.text.span_runs import MIN_RUN_TOKENS, Search
+from ragfuse.text.span_runs import MAX_GAP_TOKENS, MIN_RUN_TOKENS, Search
 
 MIN_ALTERED_TOKENS = 32
 """Default for the least tokens of an altered span that must agree."""
@@ -32,6 +33,8 @@ SHARED_TOKENS = 24
 """Consecutive equal tokens by which `KnownSpans.sharing` counts a span as sharing text with other ids."""
 _ENTRY_BYTES = 240
 """Estimated bytes of Python objects per span."""
+COVERED_SHARE = 0.9
+"""If stored spans cover at least this share of what is matched of a span that is only given, they are used instead."""
 
 Ids = Sequence[int] | np.ndarray
 
@@ -61,7 +64,7 @@ class KnownSpans:
     An unaltered span is found as a whole, with or without its first and last token. An altered span is found in parts:
     runs of at least 4 equal tokens in the same order, at most 16 tokens apart in the prompt and in the span. The runs
     must have `min_altered_tokens` tokens together; each is a match of its own. Where several spans match, the longest
-    match wins.
+    match wins; a span that is only given with a question gives way to stored ones that cover most of it.
 
     The time of `find` depends only on the length of the prompt: among spans with the same beginning, and among
     alignments in a repetitive prompt, only a few are tried. Thread-safe; adding or discarding takes microseconds.
@@ -94,6 +97,7 @@ class KnownSpans:
         self._arena = np.zeros(1024, np.int32)
         self._starts = np.zeros(1025, np.int64)  # of each number, and where the next one will be
         self._alive = np.zeros(1024, bool)
+        self._stored = np.zeros(1024, bool)
         self._n_indexed = 0  # spans whose anchors are indexed, the first ones by number
         self._n_discarded_tokens = 0
         self._label_bytes = 0
@@ -114,8 +118,14 @@ class KnownSpans:
             arrays = self._arena.nbytes + self._starts.nbytes + self._alive.nbytes + self._anchors.nbytes
             return arrays + self._label_bytes + _ENTRY_BYTES * len(self._digests)
 
-    def add(self, tokens: Ids, text: str = "", source: str = "") -> None:
-        """Add a span, so that it is found from now on; for a known span, update text and source if given.
+    def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
+        """Add a span, so that it is found from now on; a known one keeps the text and source that it has.
+
+        Args:
+            tokens: Its token ids.
+            text: Its text; "": unknown.
+            source: Where it came from.
+            is_stored: Its KV is stored, or will be; otherwise it was only given with a question.
 
         Raises:
             InputError: An id is negative or too large.
@@ -133,12 +143,13 @@ class KnownSpans:
             number = self._numbers.pop(digest, None)
             if number is not None:
                 self._numbers[digest] = number
+                self._stored[number] |= is_stored
                 label = self._labels[number]
-                self._set_label(number, (text or label[0], source or label[1]))
+                self._set_label(number, (label[0] or text, label[1] or source))
                 return
             while self._numbers and (len(self) >= self._max_spans or self._tokens + len(ids) > self._max_tokens):
                 self._drop(next(iter(self._numbers)))
-            self._append(ids, digest, (text, source))
+            self._append(ids, digest, (text, source), is_stored)
             if self._end - int(self._starts[self._n_indexed]) >= _BATCH:
                 self._index_added()
 
@@ -186,19 +197,22 @@ class KnownSpans:
             at, place = self._anchors.find(prompt)
             starts = self._starts[: self._n_indexed + 1]
             number = np.searchsorted(starts, place, "right") - 1
-            alive = np.flatnonzero(self._alive[number])
-            search = Search(
-                prompt,
-                self._arena,
-                starts[:-1],
-                starts[1:],
-                self._min_tokens,
-                self._min_altered_tokens,
-                self._anchors.gram,
+            groups = [np.flatnonzero(self._alive[number] & (self._stored[number] == each)) for each in (True, False)]
+            stored, given = (
+                self._matches(prompt, self._search(prompt, at[rows], place[rows], number[rows])) for rows in groups
             )
-            found = search.find(at[alive], place[alive], number[alive])
-            self._compared = search.compared
-            return self._matches(prompt, found)
+            return _chosen(stored, given, self._min_altered_tokens) if given else stored
+
+    def _search(self, prompt: Array, at: Array, place: Array, number: Array) -> Iterable[tuple[int, int, int, int]]:
+        if not len(at):
+            return ()
+        starts = self._starts[: self._n_indexed + 1]
+        search = Search(
+            prompt, self._arena, starts[:-1], starts[1:], self._min_tokens, self._min_altered_tokens, self._anchors.gram
+        )
+        found = search.find(at, place, number)
+        self._compared += search.compared
+        return found
 
     def _matches(self, prompt: Array, found: Iterable[tuple[int, int, int, int]]) -> list[Match]:
         spans: dict[int, KnownSpan] = {}
@@ -226,13 +240,14 @@ class KnownSpans:
     def _tokens(self) -> int:
         return self._end - self._n_discarded_tokens
 
-    def _append(self, ids: Array, digest: bytes, label: tuple[str, str]) -> None:
+    def _append(self, ids: Array, digest: bytes, label: tuple[str, str], is_stored: bool) -> None:
         number, start = len(self._digests), self._end
         self._arena = _with_capacity(self._arena, start + len(ids))
         self._starts, self._alive = _with_capacity(self._starts, number + 2), _with_capacity(self._alive, number + 1)
+        self._stored = _with_capacity(self._stored, number + 1)
         self._arena[start : start + len(ids)] = ids
         self._starts[number + 1] = start + len(ids)
-        self._alive[number] = True
+        self._alive[number], self._stored[number] = True, is_stored
         self._numbers[digest] = number
         self._digests.append(digest)
         self._labels.append(("", ""))
@@ -280,9 +295,44 @@ class KnownSpans:
         self._labels = [self._labels[number] for number in kept]
         self._starts = _with_capacity(np.append(new_starts[:-1][kept], new_starts[-1]), 1025)
         self._alive = _with_capacity(np.ones(len(kept), bool), 1024)
+        self._stored = _with_capacity(self._stored[:count][kept], 1024)
         renumbered = np.cumsum(alive) - 1
         self._numbers = {digest: int(renumbered[number]) for digest, number in self._numbers.items()}
         self._n_indexed, self._n_discarded_tokens = len(kept), 0
+
+
+def _chosen(stored: Sequence[Match], given: Sequence[Match], least: int) -> list[Match]:
+    """Return matches of stored and of given spans without overlap; each are sorted and without overlap in themselves.
+
+    If stored spans cover less than `COVERED_SHARE` of what is matched of a given one, this has its tokens and they keep
+    the rest, of which parts of less than `least` tokens beside it are left out; else they have them.
+    """
+    covered, matched = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    for match, others in _beside(given, stored):
+        matched[match.span.tokens] += match.hi - match.lo
+        covered[match.span.tokens] += sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in others)
+    preferred = [match for match in given if covered[match.span.tokens] < COVERED_SHARE * matched[match.span.tokens]]
+    near = [replace(match, lo=match.lo - MAX_GAP_TOKENS, hi=match.hi + MAX_GAP_TOKENS) for match in preferred]
+    rest = list[Match]()
+    for (match, beside), (_, others) in zip(_beside(stored, near), _beside(stored, preferred), strict=True):
+        is_whole = not others and match.hi - match.lo >= len(match.span.tokens) - 2
+        ends, begins = [match.lo, *(each.hi for each in others)], [*(each.lo for each in others), match.hi]
+        for lo, hi in zip(ends, begins, strict=True):
+            if is_whole or hi - lo >= least or not beside:
+                rest.append(replace(match, lo=lo, hi=hi, row=match.row + lo - match.lo))
+    return sorted([*preferred, *rest], key=lambda match: match.lo)
+
+
+def _beside(matches: Sequence[Match], others: Sequence[Match]) -> Iterator[tuple[Match, Sequence[Match]]]:
+    """Yield each match with the others that overlap it."""
+    first = 0
+    for match in matches:
+        while first < len(others) and others[first].hi <= match.lo:
+            first += 1
+        last = first
+        while last < len(others) and others[last].lo < match.hi:
+            last += 1
+        yield match, others[first:last]
 
 
 def _as_ids(tokens: Ids) -> Array:

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ragfuse.text.chat_messages import ChatMessage
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import digest
 from ragfuse.types.partial_match import partial_match

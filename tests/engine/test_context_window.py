@@ -23,7 +23,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.token_length import TokenLength
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.text.chat_messages import ChatMessage
-from ragfuse.text.chunks import KnownChunks, Marker
+from ragfuse.text.known_spans import KnownSpans
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
 
 PAST = 4 << 20
@@ -59,15 +59,15 @@ def read(monkeypatch):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Characters that were searched for known chunks since."""
+    """Tokens that were searched for known chunks since."""
     lengths = list[int]()
-    find = KnownChunks.find
+    find = KnownSpans.find
 
-    def counted(self, text):
-        lengths.append(len(text))
-        return find(self, text)
+    def counted(self, ids):
+        lengths.append(len(ids))
+        return find(self, ids)
 
-    monkeypatch.setattr(KnownChunks, "find", counted)
+    monkeypatch.setattr(KnownSpans, "find", counted)
     return lengths
 
 
@@ -125,17 +125,6 @@ def test_pieces_are_cut_at_spaces_and_cover_the_text():
     assert "".join(said) == text
     assert all(each.startswith(" ") for each in said[1:])
     assert 20_000 - CUT_TOKENS * len(said) <= least <= 20_000
-
-
-def test_marks_around_chunks_count_for_nothing_and_forged_ones_as_the_text_that_they_are():
-    marker = Marker(b"s" * 16)
-    marked = [ChatMessage("user", "".join(marker.mark("a", "source " * 20) for _ in range(500)))]
-    check_messages(marked, Words(500, 1), marker=marker)
-    with pytest.raises(OverlongError, match=r"at least 500\. Take"):
-        check_messages(marked, Words(499, 1), marker=marker)
-    for forged in (f"[[chunk:1:{'a' * 5000}:{'0' * 32}]]", f"[[chunk:1::{'0' * 32}]]a[[end:{'0' * 32}]]" * 50):
-        with pytest.raises(OverlongError):
-            check_messages([ChatMessage("user", forged)], Words(1000, 1), marker=marker)
 
 
 def test_without_a_limit_nothing_is_refused():
@@ -247,7 +236,7 @@ def test_where_chunks_may_be_left_out_what_is_left_counts(engine, read):
     assert answer.trace.tokens <= longest
     assert sum(read) < 400 * 10_000  # less than all of it, though it is asked for several times
     read.clear()
-    parts = [Piece(INSTRUCTION), Piece(CHUNKS[0], "chunk"), Piece("word " * (PAST // 5))]
+    parts = [Piece(INSTRUCTION), Piece(CHUNKS[0], "chunk"), Piece("past " * (PAST // 5))]
     with pytest.raises(OverlongError, match=r"without the 1 chunks that could be left out does not fit.*at least"):
         engine.answer([("user", parts)], Ask(overflow="drop"))
     assert sum(read) <= 4 * PIECE_CHARS
@@ -270,7 +259,7 @@ def test_documents_that_can_never_stand_in_a_prompt_are_not_tokenised(engine, re
     engine.answer(messages(), Ask(documents=[(document, "book"), (CHUNKS[0], "page")]))
     engine.flush()
     assert max(read) < 2 * PIECE_CHARS
-    assert document not in engine.known
+    assert len(engine._stages.prompts._spans) == len(CHUNKS)
     with pytest.raises(OverlongError, match="A chunk of 'book' does not fit"):
         engine.ingest([(document, "book")])
     assert max(read) < 2 * PIECE_CHARS

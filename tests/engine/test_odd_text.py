@@ -119,10 +119,9 @@ def test_tools_calls_of_them_and_variables_of_the_template_may_hold_them(engine)
     assert Ask(chat_template_kwargs={"date\0": ODD}).chat_template_kwargs == {"date\ufffd": WHOLE}
 
 
-def test_a_marked_chunk_that_holds_them_is_a_chunk(engine):
-    marked = engine.marker.mark(ODD, "m\0")
-    for asked in (f"{marked}\n\nWho?", [("user", f"{marked}\n\nWho?")]):
-        prompt = engine.prompt(asked)
+def test_a_document_that_holds_them_is_a_chunk(engine):
+    for asked in (f"{ODD}\n\nWho?", [("user", f"{ODD}\n\nWho?")]):
+        prompt = engine.prompt(asked, ask=Ask(documents=[(ODD, "m\0")]))
         (chunk,) = [segment for segment in prompt.segments if segment.kind == "chunk"]
         assert chunk.source == "m\ufffd"
         assert WHOLE in engine.runtime.model.text(prompt.token_ids)

@@ -88,14 +88,14 @@ def test_the_settings_may_say_so_and_a_question_otherwise(narrow, engine):
 
 
 def test_one_text_is_fitted_too(narrow, engine):
-    def marked(by, chunks):
-        return f"{INSTRUCTION}{''.join(by.marker.mark(c, s) + chr(10) for c, s in chunks)}{QUESTION}"
+    def text(chunks):
+        return "\n".join([INSTRUCTION, *chunks, QUESTION])
 
-    chunks = list(zip(CHUNKS, SOURCES, strict=True))
-    tight = narrow(len(engine.prompt(marked(engine, chunks[:2]))) + 11)
-    answer = tight.answer(marked(tight, chunks), Ask(overflow="drop"))
+    tight = narrow(len(engine.prompt(text(CHUNKS[:2]))) + 11)
+    documents = list(zip(CHUNKS, SOURCES, strict=True))
+    answer = tight.answer(text(CHUNKS), Ask(overflow="drop", documents=documents))
     assert answer.trace.dropped == SOURCES[2:]
-    assert answer.trace.tokens == len(tight.prompt(marked(tight, chunks[:2])))
+    assert answer.trace.tokens == len(tight.prompt(text(CHUNKS[:2])))
 
 
 def test_known_chunks_in_a_text_are_left_out(tight):

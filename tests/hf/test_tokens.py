@@ -1,4 +1,4 @@
-"""Texts as ids: whole ones as the tokenizer has them, pieces that read the same within."""
+"""Texts as ids: whole ones as the tokenizer has them, and what is no control token in them as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ragfuse.hf.tokens import TextEncoder, control_tokens
 from tests.text.test_reading import KINDS, prompter, said, words_of
 
 TEXT = "<s>Use only this.\n\nThe keeper counted forty ships; its door is green.\n\nWho? </s>"
-CHUNK = "The keeper counted forty ships; its door is green."
 NAMED = {f"{kind.name}{'' if kind.bos else ' without bos'}": kind for kind in KINDS}
 
 
@@ -26,15 +25,11 @@ def encoder_of(name: str) -> tuple[TextEncoder, Any]:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_whole_text_is_the_tokenizer_s_own_and_a_cut_changes_nothing_of_what_it_says(name: str):
+def test_a_whole_text_is_the_tokenizer_s_own(name: str):
     encoder, words = encoder_of(name)
-    own = words(TEXT, add_special_tokens=False).input_ids
-    lo = TEXT.index(CHUNK)
-    whole, cut = encoder.parts(TEXT), encoder.parts(TEXT, cuts=[(lo, lo + len(CHUNK), ())])
-    assert [id for ids, *_ in whole for id in ids] == own
-    assert said(words, [id for ids, *_ in cut for id in ids]) == said(words, own)
-    assert [list(ids) for ids, number, _ in cut if number == 0] == [encoder.tokens(CHUNK)]
-    assert all(len(ids) == len(chars) for ids, _, chars in cut)
+    parts = encoder.parts(TEXT)
+    assert [id for ids, _ in parts for id in ids] == words(TEXT, add_special_tokens=False).input_ids
+    assert all(len(ids) == len(chars) for ids, chars in parts)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -42,25 +37,24 @@ def test_no_text_becomes_a_control_token_also_where_a_model_has_it_among_its_wor
     encoder, words = encoder_of(name)
     text = "a<s>b <|im_end|><|im_start|></s> c"
     control = set(words.convert_tokens_to_ids(["<s>", "</s>", "<|im_end|>", "<|im_start|>"]))
-    (part,) = encoder.parts(text, encoder.control_spans(text))
-    for ids in (encoder.tokens(text), part[0]):
+    found = [id for ids, _ in encoder.parts(text, encoder.control_spans(text)) for id in ids]
+    for ids in (encoder.tokens(text), found):
         assert control.isdisjoint(ids)
-
-
-def test_a_cut_that_would_be_read_otherwise_is_none():
-    encoder, words = encoder_of("wordpiece without bos")
-    text = "counted lighthouse keeper"
-    parts = encoder.parts(text, cuts=[(3, 12, ()), (19, 25, ())])
-    assert said(words, [id for ids, *_ in parts for id in ids]) == said(words, encoder.tokens(text))
-    assert [number for _, number, _ in parts if number >= 0] == [1]
 
 
 def test_ids_that_a_model_wrote_stand_in_place_of_their_text():
     encoder, words = encoder_of("byte-level")
-    text, given = "<s>user green door</s>", tuple(words.convert_tokens_to_ids(list("green")))
-    parts = encoder.parts(text, cuts=[(8, 13, given)])
-    assert [ids for ids, number, _ in parts if number == 0] == [given]
-    assert said(words, [id for ids, *_ in parts for id in ids]) == text
+    text, given = "<s>user green door</s>", tuple(words.convert_tokens_to_ids([*"\u0120green"]))
+    parts = encoder.parts(text, given=[(7, 13, given)])
+    assert given in [ids for ids, _ in parts]
+    assert said(words, [id for ids, _ in parts for id in ids]) == text
+
+
+@pytest.mark.parametrize(("lo", "hi", "letters"), [(8, 13, "green"), (7, 13, "\u0120grean")])
+def test_ids_that_are_no_whole_tokens_of_the_text_or_read_otherwise_are_left_out(lo: int, hi: int, letters: str):
+    encoder, words = encoder_of("byte-level")
+    text, given = "<s>user green door</s>", tuple(words.convert_tokens_to_ids([*letters]))
+    assert [id for ids, _ in encoder.parts(text, given=[(lo, hi, given)]) for id in ids] == [*encoder.parts(text)[0][0]]
 
 
 def test_a_tokenizer_without_a_backend_reads_the_same():
@@ -69,19 +63,18 @@ def test_a_tokenizer_without_a_backend_reads_the_same():
     text = "a</s>b é chunk </s>"
     own = tokenizer(text, add_special_tokens=False).input_ids
     assert [id for ids, *_ in encoder.parts(text) for id in ids] == own
-    parts = encoder.parts(text, bare=[(1, 5)], cuts=[(9, 14, ())])
+    parts = encoder.parts(text, bare=[(1, 5)])
     ids = [id for each, *_ in parts for id in each]
     assert ids.count(tokenizer.eos_token_id) == 1
     assert encoder.decode(ids) == encoder.decode(own)  # which strips the space before a control token
-    assert [list(each) for each, number, _ in parts if number == 0] == [encoder.tokens("chunk")]
 
 
 def test_a_text_of_every_private_character_forges_no_control_token():
     encoder, words = encoder_of("byte-level")
     text = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
-    (part,) = encoder.parts(text, encoder.control_spans(text))
-    assert words.convert_tokens_to_ids("<|im_end|>") not in part[0]
-    assert said(words, part[0]) == text
+    ids = [id for part, _ in encoder.parts(text, encoder.control_spans(text)) for id in part]
+    assert words.convert_tokens_to_ids("<|im_end|>") not in ids
+    assert said(words, ids) == text
 
 
 class Spaced(PythonBackend):
@@ -117,12 +110,11 @@ def test_a_tokenizer_in_python_that_puts_spaces_before_texts_puts_none_inside():
     text = "Read <|im_end|> this chunk: here\nAnd </s>that."
     own = words(text, add_special_tokens=False).input_ids
     assert [id for ids, *_ in encoder.parts(text) for id in ids] == own
-    forged, chunk = text.index("<|im_end|>"), text.index("chunk")
-    parts = encoder.parts(text, bare=[(forged, forged + 10)], cuts=[(chunk, chunk + 5, ())])
+    forged = text.index("<|im_end|>")
+    parts = encoder.parts(text, bare=[(forged, forged + 10)])
     ids = [id for each, *_ in parts for id in each]
     assert encoder.decode(ids) == " Read <|im_end|> this chunk: here\nAnd </s> that."  # as its own: a space a section
     assert (ids.count(words.convert_tokens_to_ids("<|im_end|>")), ids.count(words.eos_token_id)) == (0, 1)
-    assert [list(each) for each, number, _ in parts if number == 0] == [encoder.tokens("chunk")]
     assert encoder.decode(encoder.tokens(text)) == encoder.decode(encoder.template_tokens(text[:5])) + text[5:]
 
 

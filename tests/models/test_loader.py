@@ -27,7 +27,7 @@ from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model, load_tokenizer
 from ragfuse.models.weight_files import tokenizer_identity
 from ragfuse.process.shared import forget
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import Piece
 from tests.hf import kit
 
 CHUNKS = [f"The keeper of lighthouse {name} counted {count} ships in one night." for name, count in ("ab", "cd")]

@@ -18,7 +18,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import decoder_layers
 from ragfuse.hf.verify import verify
 from ragfuse.models.loader import load_model
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import Piece
 from tests.hf import kit
 
 SCHEMES = ["int8", "int8-dynamic", "int4"]

@@ -91,8 +91,9 @@ def test_a_conversation_goes_on_with_one_answer() -> None:
 
 def test_every_prompt_has_as_many_requests_as_answers_are_wanted() -> None:
     request = TextRequest.model_validate({"model": "m", "prompt": ["a", "b"], "n": 2, "documents": ["c"]})
-    requests = text_requests(request, lambda text, source: f"<{source}:{text}>")
-    assert [request.question for request in requests] == ["<document 1:c>\n\na"] * 2 + ["<document 1:c>\n\nb"] * 2
+    requests = text_requests(request)
+    assert [request.question for request in requests] == ["c\n\na"] * 2 + ["c\n\nb"] * 2
+    assert all(request.ask.documents == (("c", "document 1"),) for request in requests)
 
 
 def test_a_choice_is_one_word() -> None:

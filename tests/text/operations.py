@@ -1,17 +1,16 @@
-"""How much work a call does, counted and not timed: lines of ragfuse that run, and bytes that are hashed on the way."""
+"""How much work a call does, counted and not timed: lines of ragfuse that run."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ragfuse.text import chunks, fingerprints
+import ragfuse
 
-HOME = str(Path(chunks.__file__).parents[1])
+HOME = str(Path(ragfuse.__file__).parent)
 MOST_GROWTH = 8.5
 """Of the work, where the input is eight times as long and the work is linear."""
 
@@ -35,29 +34,3 @@ def lines(call: Callable[[], object]) -> int:
     finally:
         sys.settrace(before)
     return n
-
-
-class Hashed:
-    """Bytes that were read for fingerprints and keyed hashes."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    @contextmanager
-    def counted(self, monkeypatch):
-        """Count from now on."""
-        read, keyed = fingerprints._bytes, chunks.blake3
-
-        def counted_read(text: str) -> bytes:
-            data = read(text)
-            self.nbytes += len(data)
-            return data
-
-        def counted_keyed(data: bytes, **options: Any) -> Any:
-            self.nbytes += len(data)
-            return keyed(data, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(fingerprints, "_bytes", counted_read)
-            patch.setattr(chunks, "blake3", counted_keyed)
-            yield self

@@ -1,4 +1,4 @@
-"""Messages and pieces become a Prompt: ids are those of the pieces, keys say where KV may come from."""
+"""Messages become a Prompt: ids are the model's own, known runs in them have keys that say where KV may come from."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder
-from ragfuse.text import Assembler, KnownChunks, Marker, Message, Piece, pieces
+from ragfuse.text import Assembler, Message, Piece
 from ragfuse.text.assemble import ALONE_CHARS
 from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.known_spans import KnownSpans
@@ -89,7 +89,10 @@ def template(source: str) -> Callable[..., str]:
 
 
 def assembler(source: str = CHATML, **given: Any) -> Assembler:
-    return Assembler(words(), key_of, template(source), **given)
+    spans = KnownSpans()
+    for text in (A, B):
+        spans.add(encode(text, False), text, f"{text[:3]}.txt")
+    return Assembler(words(), key_of, template(source), **{"find": spans.find, **given})
 
 
 def decoded(prompt: Prompt) -> str:
@@ -121,13 +124,20 @@ def test_a_question_over_chunks_is_prefix_chunks_and_fresh():
     assert [segment.source for segment in prompt.segments] == ["", "The.txt", "", "Nob.txt", ""]
 
 
-def test_ids_are_those_of_the_pieces_tokenised_apart():
-    content = [Piece(A, "chunk"), Piece("\n\n"), Piece(B, "chunk"), Piece("\n\nWhy?")]
-    prompt = assembler().chat([("user", content)])
-    parts = [("<|im_start|>user\n", True), (A, False), ("\n\n", False), (B, False), ("\n\nWhy?", False)]
-    parts += [("<|im_end|>\n<|im_start|>assistant\n", True)]
-    assert prompt.token_ids == tuple(token for text, special in parts for token in encode(text, special))
-    assert list(prompt.token_ids) != encode(decoded(prompt), True)
+def test_ids_are_the_tokenizer_s_own_whatever_is_known():
+    prompt = assembler().chat(question(A, B))
+    assert list(prompt.token_ids) == encode(decoded(prompt), True)
+    assert prompt.token_ids == assembler(find=lambda ids: ()).chat(question(A, B)).token_ids
+
+
+def test_a_chunk_whose_edge_merges_with_the_text_beside_it_is_rows_of_its_run():
+    (found,) = chunks(assembler().chat([("user", f"Read: {B} Why?")]))
+    whole = tuple(encode(B, False))
+    lo, hi = found.rows or (0, len(whole))
+    assert hi - lo >= len(whole) - 2
+    assert (found.tokens, found.source, found.text) == (whole[lo:hi], "Nob.txt", B)
+    assert found.keys == (key_of(whole, ""),)
+    assert found.stored == (() if found.rows is None else whole)
 
 
 def test_positions_run_from_zero_without_gaps():
@@ -140,8 +150,7 @@ def test_a_chunk_has_one_key_in_the_context_of_chunks_and_the_prefix_one_alone(c
     prompt = assembler(context=context).chat(question(A, B))
     prefix, found = prompt.segments[0], chunks(prompt)
     assert prefix.keys == (key_of(prefix.tokens, ""),)
-    assert [segment.keys for segment in found] == [(key_of(segment.tokens, context),) for segment in found]
-    assert len(found) == 2
+    assert [segment.keys for segment in found] == [(key_of(tuple(encode(text, False)), context),) for text in (A, B)]
 
 
 def test_a_chunk_keeps_its_key_wherever_it_stands():
@@ -156,7 +165,7 @@ def test_a_chunk_keeps_its_key_wherever_it_stands():
 
 def test_the_same_chunk_twice_has_the_same_keys_at_two_places():
     one, two = chunks(assembler().chat(question(B, A, A)))[1:]
-    assert (one.tokens, one.keys) == (two.tokens, two.keys)
+    assert one.keys == two.keys
     assert one.stop < two.start
 
 
@@ -212,45 +221,10 @@ def test_tools_are_told_of_once_and_in_words_where_calls_are_in_words():
     assert "<tool_call>" in told
 
 
-def test_a_short_chunk_is_fresh_and_not_part_of_the_prefix():
-    prompt = assembler(min_chunk_tokens=8).chat(question("No.", A))
-    assert kinds(prompt) == ["prefix", "fresh", "fresh", "chunk", "fresh"]
-    assert [each.is_new_text for each in prompt.segments] == [False, False, True, False, True]
-    assert prompt.segments[0].tokens == assembler().chat(question(A)).segments[0].tokens
-
-
 def test_a_short_prefix_has_no_key():
     prompt = assembler(min_tokens=1000).chat(question(A))
     assert kinds(prompt) == ["fresh", "chunk", "fresh"]
     assert chunks(prompt)[0].keys == (key_of(chunks(prompt)[0].tokens, ""),)
-
-
-def test_marked_and_known_chunks_reach_the_prompt():
-    marker, known, spans = Marker(bytes(32)), KnownChunks(), KnownSpans()
-    known.add([B], source="known.txt")
-    spans.add(encode(B, False), B, "known.txt")
-    content = pieces(f"{marker.mark(A, 'marked.txt')}\n\n{B}\n\nWhy?", marker, known)
-    found = chunks(assembler(find=spans.find).chat([("user", content)]))
-    assert [(segment.source, segment.text) for segment in found] == [("marked.txt", A), ("known.txt", B)]
-    assert found[0].tokens == tuple(encode(A, False))
-    assert [segment.source for segment in chunks(assembler().chat([("user", content)]))] == ["marked.txt"]
-
-
-def test_a_chunk_that_was_only_found_changes_no_ids_and_is_read_as_rows_of_its_run():
-    known, spans = KnownChunks(), KnownSpans()
-    known.add([B], source="known.txt")
-    spans.add(encode(B, False), B, "known.txt")
-    said = f"{A}\n\n{B}\n\nWhy?"
-    content = pieces(said, Marker(bytes(32)), known)
-    assert [piece.found for piece in content] == [False, True, False]
-    prompt = assembler(find=spans.find).chat([("user", content)])
-    assert prompt.token_ids == assembler().chat([("user", said)]).token_ids
-    (found,) = chunks(prompt)
-    lo, hi = found.rows or (0, len(encode(B, False)))
-    assert found.tokens == tuple(encode(B, False))[lo:hi]
-    assert hi - lo >= len(encode(B, False)) - 2
-    assert found.keys == (key_of(tuple(encode(B, False)), ""),)
-    assert found.stored == (() if found.rows is None else tuple(encode(B, False)))
 
 
 text_or_chunk = st.builds(
@@ -264,11 +238,7 @@ def test_a_prompt_says_what_the_template_says(messages: list[Message]):
     plain = [{"role": role, "content": "".join(part.text for part in content)} for role, content in messages]
     assert decoded(prompt) == template(CHATML)(plain)
     assert prompt.positions.tolist() == list(range(len(prompt)))
-    assert all(segment.tokens == tuple(encode(decoded_run(segment), False)) for segment in chunks(prompt))
-
-
-def decoded_run(segment: Segment) -> str:
-    return tokenizer().decode(list(segment.tokens), skip_special_tokens=False)
+    assert list(prompt.token_ids) == list(assembler(find=lambda ids: ()).chat(messages).token_ids)
 
 
 # templates with a will of their own
@@ -317,20 +287,15 @@ def test_what_a_template_makes_of_a_text_counts(source: str, written: Callable[[
     assert f"user\n{written(text)}<|im_end|>" in decoded(prompt)
 
 
-@pytest.mark.parametrize(
-    ("source", "written"),
-    [(ESCAPES, '\\"The fjord was frozen\\" from shore to shore that year.'), (SHOUTS, f'"{A[:20]}"{A[20:]}'.upper())],
-)
-def test_a_chunk_that_a_template_changes_is_one_by_its_changed_text(source: str, written: str):
-    (found,) = chunks(assembler(source).chat([("user", [Piece(f'"{A[:20]}"{A[20:]}', "chunk", "s"), Piece("?")])]))
-    assert (found.text, found.source) == (written, "s")
-    assert found.tokens == tuple(encode(written, False))
+def test_what_is_left_of_a_chunk_that_a_template_escapes_is_found():
+    found = chunks(assembler(ESCAPES).chat([("user", f'"{A}" said\n{B}\n?')]))
+    assert [segment.source for segment in found] == ["The.txt", "Nob.txt"]
 
 
-def test_what_a_template_cuts_a_chunk_into_is_no_chunk():
-    source = CHATML.replace("m['content']", "m['content'].split('from')[-1]")
+def test_a_template_may_cut_a_chunk():
+    source = CHATML.replace("m['content']", "m['content'].split('that')[-1]")
     prompt = assembler(source).chat([("user", [Piece(A, "chunk"), Piece("\n?")])])
-    assert decoded(prompt) == "<|im_start|>user\n shore to shore that year.\n?<|im_end|>\n<|im_start|>assistant\n"
+    assert decoded(prompt) == "<|im_start|>user\n year.\n?<|im_end|>\n<|im_start|>assistant\n"
     assert kinds(prompt) == ["fresh"]
 
 
@@ -359,49 +324,27 @@ def test_messages_need_a_chat_template():
 
 
 def test_a_text_stands_behind_bos():
-    prompt = assembler().text(
-        [Piece("Read this first, then answer:\n"), Piece(A, "chunk", "s"), Piece(" Why?")], bos=(7,)
-    )
+    text = f"Read this first, then answer:\n{A}\n\nWhy?"
+    prompt = assembler().text(text, bos=(7,))
     assert kinds(prompt) == ["prefix", "chunk", "fresh"]
-    assert prompt.token_ids[0] == 7
-    assert prompt.token_ids[1:] == tuple(
-        encode("Read this first, then answer:\n", False) + encode(A, False) + encode(" Why?", False)
-    )
-
-
-def test_a_chunk_with_nothing_before_it_has_one_key():
-    prompt = assembler().text([Piece(A, "chunk"), Piece(" Why?")])
-    assert kinds(prompt) == ["chunk", "fresh"]
-    assert prompt.segments[0].keys == (key_of(prompt.segments[0].tokens, ""),)
-
-
-def test_white_space_around_a_chunk_is_fresh():
-    prompt = assembler().text([Piece(f"\r\n{A}\r\n", "chunk"), Piece(f"\t{B}\n", "chunk")])
-    assert kinds(prompt) == ["fresh", "chunk", "fresh", "chunk", "fresh"]
-    assert [decoded_run(segment) for segment in prompt.segments] == ["\r\n", A, "\r\n\t", B, "\n"]
+    assert prompt.token_ids == (7, *encode(text, False))
 
 
 def test_a_chunk_that_ends_the_text_is_fresh():
-    prompt = assembler().text([Piece(A, "chunk"), Piece("\n\n"), Piece(B, "chunk")])
-    assert kinds(prompt) == ["chunk", "fresh"]
-    assert kinds(assembler().text([Piece("Read the following text:\n"), Piece(B, "chunk")])) == ["fresh"]
+    assert kinds(assembler().text(f"{A}\n\n{B}")) == ["chunk", "fresh"]
+    assert kinds(assembler().text(f"Read the following text:\n{B}")) == ["fresh"]
 
 
 def test_a_text_without_tokens_is_an_error():
-    for empty in ([], [Piece("")], [Piece("", "chunk")]):
-        with pytest.raises(InputError, match="empty"):
-            assembler().text(empty)
+    with pytest.raises(InputError, match="empty"):
+        assembler().text("")
 
 
-@given(st.lists(text_or_chunk, min_size=1), st.lists(st.integers(0, 400), max_size=2))
-def test_a_text_comes_back_whole(parts: list[Piece], bos: list[int]):
-    if not bos and not any(part.text for part in parts):
-        return
-    prompt = assembler(min_chunk_tokens=2, min_tokens=2).text(parts, bos)
+@given(st.one_of(st.text(), st.sampled_from([A, B, *SPECIALS])), st.lists(st.integers(0, 400), min_size=1, max_size=2))
+def test_a_text_comes_back_whole(text: str, bos: list[int]):
+    prompt = assembler(min_tokens=2).text(text, bos)
     assert prompt.token_ids[: len(bos)] == tuple(bos)
-    assert tokenizer().decode(list(prompt.token_ids[len(bos) :]), skip_special_tokens=False) == "".join(
-        p.text for p in parts
-    )
+    assert tokenizer().decode(list(prompt.token_ids[len(bos) :]), skip_special_tokens=False) == text
 
 
 @pytest.mark.parametrize("is_long", [True, False])
@@ -421,7 +364,7 @@ def test_long_prompts_are_tokenised_one_at_a_time_and_short_ones_beside_each_oth
 
     met = Met()
     own, text = Assembler(met, key_of, template(CHATML)), "a" * (ALONE_CHARS if is_long else ALONE_CHARS - 1)
-    threads = [threading.Thread(target=own.text, args=([Piece(text)],)) for _ in range(2)]
+    threads = [threading.Thread(target=own.text, args=(text,)) for _ in range(2)]
     for each in threads:
         each.start()
     for each in threads:

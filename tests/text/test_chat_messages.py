@@ -2,8 +2,7 @@
 
 import pytest
 
-from ragfuse.text.chat_messages import ChatMessage
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.answer import ToolCall
 
 CALL = ToolCall("look", {"at": "sea"}, "1")

@@ -187,14 +187,27 @@ def test_the_pieces_of_another_splitting_are_found_in_the_spans_they_come_from()
 # what is kept
 
 
-def test_the_same_tokens_again_change_only_what_is_said_of_them():
+def test_the_same_tokens_again_keep_the_source_that_brought_them_first():
     a = drawn(20, "a")
     known = KnownSpans()
-    known.add(a, "text", "old.txt")
-    known.add(tuple(a), source="new.txt")
+    known.add(a, "", "old.txt")
+    known.add(tuple(a), "text", "new.txt")
     assert len(known) == 1
     [match] = known.find(a)
-    assert (match.span.text, match.span.source) == ("text", "new.txt")
+    assert (match.span.text, match.span.source) == ("text", "old.txt")
+
+
+def test_a_span_that_is_only_given_gives_way_to_stored_ones_that_cover_most_of_it():
+    given, known = drawn(200, "given"), KnownSpans()
+    known.add(given, "given", is_stored=False)
+    known.add([*given[140:], *drawn(60, "more")], "part")
+    prompt = [*given, *drawn(60, "more")]
+    found = [(each.lo, each.hi, each.row, each.span.text) for each in known.find(prompt)]
+    assert found == [(0, 200, 0, "given"), (200, 260, 60, "part")]
+    known.add(given[10:140], "rest")
+    assert [each.span.text for each in known.find(prompt)] == ["rest", "part"]
+    known.add(given)
+    assert [each.span.text for each in known.find(prompt)] == ["given", "part"]
 
 
 def test_discarded_spans_are_gone_and_may_come_back():

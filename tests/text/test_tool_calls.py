@@ -7,8 +7,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ragfuse.text.call_probe import call_format
-from ragfuse.text.chat_messages import ChatMessage
-from ragfuse.text.chunks import Piece
+from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, CallReader, Pairs, spelled
 from ragfuse.types.answer import ToolCall
 

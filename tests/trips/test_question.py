@@ -60,21 +60,21 @@ def test_a_chunk_read_from_disk_is_in_memory_for_the_next_question(tiny_settings
 @pytest.mark.embedded
 def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings, engine):
     ingest(engine)
-    marked = engine.marker.mark(CHUNKS[2], "marked here")
     code = """
         import json, sys
         from ragfuse import Engine, Piece, Settings
-        model, store, plain, marked = sys.argv[1:]
+        model, store, plain, text = sys.argv[1:]
+        given = [sys.argv[3].split(text)[0], Piece(text, "chunk", "given"), "Who?"]
         told = {"dtype": "float32", "max_tokens": 12, "prefix_cache": False}  # which a later answer may or may not meet
         with Engine(Settings(model=model, store=store, **told)) as engine:
-            traces = [engine.answer([("user", said)]).trace.as_dict() for said in (plain, marked)]
+            traces = [engine.answer([("user", said)]).trace.as_dict() for said in (plain, given)]
         print(json.dumps(traces))
     """
     said = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
-    plain, marks = python(code, tiny_settings.model, tiny_settings.store, said, f"{INSTRUCTION}{marked}\n\n{QUESTION}")
+    plain, given = python(code, tiny_settings.model, tiny_settings.store, said, CHUNKS[0])
     assert [segment["hit"] for segment in plain["segments"]] == [True] * 7
     assert {segment["tier"] for segment in plain["segments"]} == {"disk"}
-    assert [(s["hit"], s["source"]) for s in marks["segments"]] == [(True, ""), (True, "marked here")]
+    assert [(s["hit"], s["kind"]) for s in given["segments"]] == [(True, "prefix"), (True, "chunk")]
 
 
 @pytest.mark.embedded
@@ -94,5 +94,4 @@ def test_the_embedded_model_says_what_full_prefill_says_at_ratio_one(smollm_path
 
 
 def _full(engine, question):
-    """Full prefill of the very ids, which marked chunks have their own share in."""
-    return engine.answer(engine.prompt(question).token_ids, Ask(reuse=False))
+    return engine.answer(question, Ask(reuse=False))

@@ -34,12 +34,7 @@ def given_as_pieces(engine):
     return messages(), Ask()
 
 
-def marked(engine):
-    shown = "\n\n".join(engine.marker.mark(text, source) for text, source in DOCUMENTS)
-    return [("user", f"{INSTRUCTION}{shown}\n\n{QUESTION}")], Ask()
-
-
-DOORS = [indexed, indexed_behind_its_beginning, known, heard, given_as_pieces, marked]
+DOORS = [indexed, indexed_behind_its_beginning, known, heard, given_as_pieces]
 
 
 def how(answer):
@@ -65,7 +60,6 @@ def test_five_times_the_same_question_is_one_answer_from_the_second_time_on(tiny
 
 @pytest.mark.parametrize("door", DOORS)
 def test_whichever_way_chunks_came_into_the_store_the_answer_is_one(tiny_settings, door):
-    """Marks and pieces are tokenised apart, which with byte tokens changes nothing."""
     with Engine(tiny_settings) as engine:
         question, ask = door(engine)
         engine.answer(question, ask)

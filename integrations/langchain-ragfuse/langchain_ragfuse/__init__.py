@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import lazy_loader
 
 if TYPE_CHECKING:
-    from langchain_ragfuse.chains import create_fused_documents_chain
     from langchain_ragfuse.chat_models import ChatRagFuse
     from langchain_ragfuse.documents import RagFuseIndexer
     from langchain_ragfuse.llms import RagFuseLLM
@@ -20,13 +19,11 @@ __all__ = [
     "RagFuseIndexer",
     "RagFuseLLM",
     "RagFuseRetriever",
-    "create_fused_documents_chain",
 ]
 
 __getattr__, __dir__, _ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "chains": ["create_fused_documents_chain"],
         "chat_models": ["ChatRagFuse"],
         "documents": ["RagFuseIndexer"],
         "llms": ["RagFuseLLM"],

@@ -15,7 +15,7 @@ from langchain_ragfuse.base import RagFuseModel
 from langchain_ragfuse.llms import RagFuseLLM
 from langchain_ragfuse.messages import source_of, to_ragfuse_messages
 from langchain_ragfuse.progress import Progress, shown
-from ragfuse import ChatMessage, Ingested, InputError
+from ragfuse import Ask, ChatMessage, Ingested, InputError
 from ragfuse.remote import Answerer, is_answerer
 from ragfuse.types.arguments import checks_arguments
 
@@ -84,7 +84,8 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
     def _prefix(self, prompt: BasePromptTemplate[Any]) -> tuple[int, ...]:
         """Return the token ids before the documents; () if they depend on the question."""
-        first, second = (self._engine.prefix(messages) for messages in self._sample_prompts(prompt))
+        trial = Ask(documents=[(SAMPLE_DOCUMENT, "trial")])
+        first, second = (self._engine.prefix(messages, trial) for messages in self._sample_prompts(prompt))
         return first if first == second else ()
 
     def _sample_prompts(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
@@ -94,10 +95,9 @@ class RagFuseIndexer(BaseDocumentTransformer):
                 f"The prompt has no variable '{self._variable}', only {sorted(prompt.input_variables)}. "
                 "Name the one that takes the documents: document_variable_name='NAME'."
             )
-        document = self._engine.marker.mark(SAMPLE_DOCUMENT, "trial")
         for word, history in (("", []), ("Another", [HumanMessage("Another")])):
             values = {name: _value(prompt, name, word, history) for name in prompt.input_variables}
-            value = prompt.invoke({**values, self._variable: document})
+            value = prompt.invoke({**values, self._variable: SAMPLE_DOCUMENT})
             yield to_ragfuse_messages(value.to_messages()) if self._is_chat else value.to_string()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
@@ -20,7 +21,6 @@ from langchain_ragfuse import (
     RagFuseIndexer,
     RagFuseLLM,
     RagFuseRetriever,
-    create_fused_documents_chain,
 )
 
 from ragfuse import Engine, Grammar, InputError, ModelError, RagFuseError, Settings, SettingsError
@@ -90,11 +90,11 @@ def test_documents_are_left_out_where_that_is_asked_for(kind: Any, engine: Engin
     prompt = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {question}")])
     given = {"context": documents, "question": "How many ships?"}
     with pytest.raises(InputError, match="at most 4,096 tokens"):
-        create_fused_documents_chain(kind(engine=engine), prompt).invoke(given)
+        create_stuff_documents_chain(kind(engine=engine), prompt).invoke(given)
     llm = kind(engine=engine, overflow="drop")
-    assert create_fused_documents_chain(llm, prompt).invoke(given)
-    chat = create_fused_documents_chain(ChatRagFuse(engine=engine), prompt, output_parser=RunnableLambda(lambda m: m))
-    assert create_fused_documents_chain(kind(engine=engine).bind(overflow="drop"), prompt).invoke(given)
+    assert create_stuff_documents_chain(llm, prompt).invoke(given)
+    chat = create_stuff_documents_chain(ChatRagFuse(engine=engine), prompt, output_parser=RunnableLambda(lambda m: m))
+    assert create_stuff_documents_chain(kind(engine=engine).bind(overflow="drop"), prompt).invoke(given)
     with pytest.raises(InputError, match="at most 4,096 tokens"):
         chat.invoke(given)
 
@@ -102,7 +102,7 @@ def test_documents_are_left_out_where_that_is_asked_for(kind: Any, engine: Engin
 def test_documents_with_nul_or_half_a_character_are_reused_like_others(engine: Engine) -> None:
     documents = [Document(f"Letter {at}\0. \ud835 {TEXT}", metadata={"source": f"{at}\0"}) for at in range(2)]
     prompt = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {question}")])
-    chain = create_fused_documents_chain(
+    chain = create_stuff_documents_chain(
         ChatRagFuse(engine=engine), prompt, output_parser=RunnableLambda(lambda message: message)
     )
     for question in ("How many ships?", "Who counted?"):
@@ -116,7 +116,7 @@ def test_the_trace_says_which_documents_were_left_out(engine: Engine) -> None:
     documents = [Document(f"Letter {at}. {TEXT} " * 10, metadata={"source": f"{at}"}) for at in range(9)]
     prompt = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {question}")])
     llm = ChatRagFuse(engine=engine, overflow="drop")
-    chain = create_fused_documents_chain(llm, prompt, output_parser=RunnableLambda(lambda message: message))
+    chain = create_stuff_documents_chain(llm, prompt, output_parser=RunnableLambda(lambda message: message))
     dropped = chain.invoke({"context": documents, "question": "How many ships?"}).response_metadata["ragfuse"][
         "dropped"
     ]

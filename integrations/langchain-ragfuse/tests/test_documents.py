@@ -12,7 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda
-from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseLLM, create_fused_documents_chain
+from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseLLM
 
 from ragfuse import Engine, InputError
 
@@ -58,25 +58,16 @@ def test_indexed_documents_are_found_in_the_stuff_chain(llm: ChatRagFuse) -> Non
     assert named(answer) == SOURCES
 
 
-def test_the_fused_chain_needs_no_indexing(llm: ChatRagFuse, engine: Engine) -> None:
-    chain = create_fused_documents_chain(llm, PROMPT, output_parser=PASS)
+def test_documents_need_no_indexing(llm: ChatRagFuse, engine: Engine) -> None:
+    chain = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS)
     assert named(chain.invoke(ASKED)) == []
     engine.flush()
     assert named(chain.invoke(ASKED)) == SOURCES
 
 
-def test_the_fused_chain_asks_what_the_stuff_chain_asks(llm: ChatRagFuse) -> None:
-    fused = create_fused_documents_chain(llm.bind(reuse=False), PROMPT)
-    stuff = create_stuff_documents_chain(llm.bind(reuse=False), PROMPT, output_parser=PASS)
-    assert fused.invoke(ASKED) == create_fused_documents_chain(llm.bind(ratio=1.0), PROMPT).invoke(ASKED)
-    ours, theirs = llm.bind(reuse=False), stuff.invoke(ASKED)
-    text = PROMPT.invoke({**ASKED, "context": "\n\n".join(each.page_content for each in DOCUMENTS)})
-    assert theirs.content == ours.invoke(text).content
-
-
-async def test_the_fused_chain_streams_and_awaits(llm: ChatRagFuse) -> None:
+async def test_a_chain_over_documents_streams_and_awaits(llm: ChatRagFuse) -> None:
     RagFuseIndexer(llm).index(DOCUMENTS)
-    chain = create_fused_documents_chain(llm, PROMPT)
+    chain = create_stuff_documents_chain(llm, PROMPT)
     whole = await chain.ainvoke(ASKED)
     assert "".join([text async for text in chain.astream(ASKED)]) == whole != ""
 
@@ -107,10 +98,7 @@ def test_a_document_prompt_is_part_of_the_chunk(llm: ChatRagFuse) -> None:
     page = PromptTemplate.from_template("From {source}:\n{page_content}")
     RagFuseIndexer(llm, page).index(DOCUMENTS)
     chain = create_stuff_documents_chain(llm, PROMPT, document_prompt=page, output_parser=PASS)
-    answer = chain.invoke(ASKED)
-    assert named(answer) == SOURCES
-    fused = create_fused_documents_chain(llm, PROMPT, document_prompt=page, output_parser=PASS).invoke(ASKED)
-    assert fused.content == answer.content
+    assert named(chain.invoke(ASKED)) == SOURCES
 
 
 def test_a_bar_is_shown_at_a_terminal_and_nowhere_else(
@@ -148,7 +136,7 @@ async def test_documents_of_the_text_model_are_indexed_as_it_reads_them(engine: 
         ("valley.txt", False),
         ("odd.txt", False),
     ]
-    assert create_fused_documents_chain(llm, prompt).invoke({"context": DOCUMENTS, "question": "How many ships?"})
+    assert create_stuff_documents_chain(llm, prompt).invoke({"context": DOCUMENTS, "question": "How many ships?"})
 
 
 def test_the_indexer_is_a_document_transformer(llm: ChatRagFuse) -> None:
@@ -157,9 +145,5 @@ def test_the_indexer_is_a_document_transformer(llm: ChatRagFuse) -> None:
 
 
 def test_what_cannot_work_is_refused(llm: ChatRagFuse) -> None:
-    with pytest.raises(InputError, match="no chunk store; wanted a ChatRagFuse"):
-        create_fused_documents_chain(PASS, PROMPT)
-    with pytest.raises(InputError, match="no variable 'documents'"):
-        create_fused_documents_chain(llm, PROMPT, document_variable_name="documents")
     with pytest.raises(InputError, match="document_variable_name"):
         RagFuseIndexer(llm, document_variable_name="documents").index(DOCUMENTS, PROMPT)

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.callbacks import CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage, SystemMessage
@@ -22,7 +23,6 @@ from langchain_ragfuse import (
     RagFuseIndexer,
     RagFuseLLM,
     RagFuseRetriever,
-    create_fused_documents_chain,
 )
 from langchain_ragfuse.callbacks import LISTENER
 from pydantic import BaseModel
@@ -104,12 +104,12 @@ def test_streams_and_awaited_answers_are_the_invoked_one(llm: ChatRagFuse) -> No
     assert asyncio.run(asked()) == [whole.content] * 10
 
 
-def test_fused_chains_mark_their_documents_for_the_server(local: ChatRagFuse, llm: ChatRagFuse) -> None:
+def test_documents_of_a_chain_are_chunks_at_the_server(local: ChatRagFuse, llm: ChatRagFuse) -> None:
     documents = [Document(f"{text} Told twice.", metadata={"source": "a"}) for text in TEXTS]
     answers = []
     with LISTENER.runs.apart():
         for model in (local, llm):
-            raw = create_fused_documents_chain(model, PROMPT, output_parser=RunnablePassthrough())
+            raw = create_stuff_documents_chain(model, PROMPT, output_parser=RunnablePassthrough())
             answers.append(raw.invoke({"context": documents, "question": "Which?"}))
     assert told(answers[0]) == told(answers[1])
     kinds = [each["kind"] for each in answers[1].response_metadata["ragfuse"]["segments"]]
@@ -152,7 +152,7 @@ def test_the_text_model_continues_prompts_with_their_documents(served: Served, e
     prompt = PromptTemplate.from_template("{context}\n\n{question}")
     documents = [Document(f"{text} Told thrice.") for text in TEXTS]
     asked = {"context": documents, "question": "So"}
-    said = [create_fused_documents_chain(model, prompt).invoke(asked) for model in (here, there)]
+    said = [create_stuff_documents_chain(model, prompt).invoke(asked) for model in (here, there)]
     assert said[0] == said[1]
     assert there.generate(["So"]).llm_output["token_usage"] == here.generate(["So"]).llm_output["token_usage"]
 

@@ -84,7 +84,8 @@ def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
 
 
 def test_tokens_of_what_is_missing_are_cache_creation(engine: Engine) -> None:
-    text = f"Read: {engine.marker.mark(FIRST, 'first.txt')} Well?"
+    engine.know([(FIRST, "first.txt")])
+    text = f"Read: {FIRST} Well?"
     details = RagFuseLLM(engine=engine).complete(text).raw["usage"]["prompt_tokens_details"]
     assert details["cache_creation_tokens"] >= len(FIRST)
     assert details["cached_tokens"] == 0

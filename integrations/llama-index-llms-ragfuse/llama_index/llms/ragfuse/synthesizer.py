@@ -1,10 +1,9 @@
-"""A response synthesizer that marks each node in the prompt as a chunk, so that nodes need not be found by text."""
+"""A response synthesizer that puts as many whole nodes into a prompt as fit."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from llama_index.core.bridge.pydantic import BaseModel
@@ -15,11 +14,9 @@ from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_REFINE_PROMPT_SEL, DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.prompts.mixin import PromptDictType
-from llama_index.core.response_synthesizers.base import BaseSynthesizer, QueryTextType
-from llama_index.core.schema import NodeWithScore
+from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index.llms.ragfuse.base import RagFuseLLM
-from llama_index.llms.ragfuse.convert import source_of
 from llama_index.llms.ragfuse.structured import grammar_of
 
 from ragfuse import InputError
@@ -35,9 +32,9 @@ MIN_CONTEXT_TOKENS = 64
 class RagFuseSynthesizer(BaseSynthesizer):
     """A synthesizer that puts as many whole nodes as fit into one prompt and refines the answer with the others.
 
-    Each node is marked as one chunk and needs no precomputing: a chunk that is not stored yet is encoded after the
-    answer and reused from then on. With `output_cls`, or over `llm.as_structured_llm(...)`, the last answer is an
-    object of that class; a stream yields its JSON.
+    Nodes need no precomputing: one that is not stored yet is encoded after the answer and reused from then on. With
+    `output_cls`, or over `llm.as_structured_llm(...)`, the last answer is an object of that class; a stream yields its
+    JSON.
     """
 
     def __init__(
@@ -66,20 +63,11 @@ class RagFuseSynthesizer(BaseSynthesizer):
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
 
-    def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> Any:
-        """Answer a query from nodes."""
-        return super().synthesize(query, nodes, *args, sources=_sources(nodes), **kwargs)
-
-    async def asynthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> Any:
-        """Answer a query from nodes without blocking the event loop."""
-        return await super().asynthesize(query, nodes, *args, sources=_sources(nodes), **kwargs)
-
     def get_response(
         self,
         query_str: str,
         text_chunks: Sequence[str],
         prev_response: str | None = None,
-        sources: Sequence[str] = (),
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """Answer a query from texts, each of which becomes a chunk.
@@ -88,12 +76,11 @@ class RagFuseSynthesizer(BaseSynthesizer):
             query_str: The query.
             text_chunks: The texts; one that is longer than a prompt is split.
             prev_response: An answer to refine.
-            sources: Where each text comes from, for people.
             **response_kwargs: Values of further variables of the templates.
         """
         if not any(text.strip() for text in text_chunks):
             return self._empty_response_generator() if self._streaming else self._empty_response
-        *first, last = self._contexts(query_str, text_chunks, sources)
+        *first, last = self._contexts(query_str, text_chunks)
         answer = prev_response
         for context in first:
             template, values = self._step(query_str, context, answer)
@@ -106,13 +93,12 @@ class RagFuseSynthesizer(BaseSynthesizer):
         query_str: str,
         text_chunks: Sequence[str],
         prev_response: str | None = None,
-        sources: Sequence[str] = (),
         **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """Run `get_response` without blocking the event loop."""
         if not any(text.strip() for text in text_chunks):
             return self._empty_response_agenerator() if self._streaming else self._empty_response
-        *first, last = await asyncio.to_thread(self._contexts, query_str, text_chunks, sources)
+        *first, last = await asyncio.to_thread(self._contexts, query_str, text_chunks)
         answer = prev_response
         for context in first:
             template, values = self._step(query_str, context, answer)
@@ -146,28 +132,28 @@ class RagFuseSynthesizer(BaseSynthesizer):
             return self._text_qa_template, {"query_str": query, "context_str": context}
         return self._refine_template, {"query_str": query, "context_msg": context, "existing_answer": answer}
 
-    def _contexts(self, query: str, texts: Sequence[str], sources: Sequence[str]) -> list[str]:
-        """Join marked texts to contexts, as many in each as fit into a prompt; at least one context."""
+    def _contexts(self, query: str, texts: Sequence[str]) -> list[str]:
+        """Join texts to contexts, as many in each as fit into a prompt; at least one context."""
         engine, room = self._ragfuse_llm.get_engine(), self._room(query)
         separator_tokens = len(engine.tokens(self._separator))
         contexts: list[list[str]] = [[]]
         free_tokens = room
-        for text, source in self._fitting(texts, sources, room):
+        for text in self._fitting(texts, room):
             size = len(engine.tokens(text)) + separator_tokens
             if size > free_tokens and contexts[-1]:
                 contexts.append([])
                 free_tokens = room
-            contexts[-1].append(engine.marker.mark(text, source))
+            contexts[-1].append(text)
             free_tokens -= size
-        return [self._separator.join(marked) for marked in contexts]
+        return [self._separator.join(context) for context in contexts]
 
-    def _fitting(self, texts: Sequence[str], sources: Sequence[str], room: int) -> Iterator[tuple[str, str]]:
-        """Yield (text, source), with texts that do not fit into a prompt split."""
+    def _fitting(self, texts: Sequence[str], room: int) -> Iterator[str]:
+        """Yield the texts, split where they do not fit into a prompt."""
         count = self._ragfuse_llm.get_engine().tokens
         splitter = TokenTextSplitter(chunk_size=room - 16, chunk_overlap=0, tokenizer=count)
-        for text, source in zip_longest((text.strip() for text in texts), sources, fillvalue=""):
+        for text in (text.strip() for text in texts):
             parts = [text] if len(count(text)) < room - 16 else splitter.split_text(text)
-            yield from ((part, source or "node") for part in parts if part)
+            yield from filter(None, parts)
 
     def _room(self, query: str) -> int:
         """Return the tokens that a prompt has left for its context; raises InputError if they are too few."""
@@ -191,7 +177,3 @@ class RagFuseSynthesizer(BaseSynthesizer):
     def _update_prompts(self, prompts: PromptDictType) -> None:
         self._text_qa_template = prompts.get("text_qa_template", self._text_qa_template)
         self._refine_template = prompts.get("refine_template", self._refine_template)
-
-
-def _sources(nodes: Sequence[NodeWithScore]) -> list[str]:
-    return [source_of(each.node) for each in nodes]
