@@ -114,7 +114,7 @@ class Engine(OneProcess):
         tokenizer: Tokens = None,
     ) -> None:
         given, chosen = handed_over(model, tokenizer, settings or Settings())
-        self.settings = resolve_auto(chosen)
+        self.settings = resolve_auto(chosen.usable())
         known_policy(self.settings.policy)
         self.catalog = open_catalog(self.settings, store)
         self.conversations = conversations if conversations is not None else ConversationIndex()
@@ -136,7 +136,7 @@ class Engine(OneProcess):
         It is closed when the process ends. After an earlier `close`, the next call makes a new engine.
         """
         given, settings = handed_over(model, tokenizer, settings or Settings())
-        settings = resolve_auto(settings)
+        settings = resolve_auto(settings.usable())
         if given is None:
             return shared(("engine", settings), partial(_closed_at_exit, settings))
         if isinstance(given, HFModel):
