@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import lazy_loader
 
+from ragfuse.process.folders import give_temporary_files_a_place
+
 if TYPE_CHECKING:
     from ragfuse.admin.byte_store import ByteStore
     from ragfuse.engine.answer_stream import AnswerStream
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from ragfuse.types.grammar import Grammar
     from ragfuse.types.ingested import Ingested
     from ragfuse.types.prompt import Prompt
+
+give_temporary_files_a_place()
 
 __all__ = [
     "Answer",

@@ -37,6 +37,7 @@ from pydantic_settings import (
 from pydantic_settings import SettingsError as PydanticSettingsError
 
 from ragfuse.errors import SettingsError
+from ragfuse.process.folders import can_be_written, temporary_folder
 from ragfuse.types.arguments import meant, refused_arguments
 from ragfuse.types.eviction import EVICTION_NAMES
 from ragfuse.types.levels import LEVEL_NAMES
@@ -111,7 +112,7 @@ class Settings(BaseSettings):
 
     home: Path = Field(
         default_factory=lambda: user_cache_path("ragfuse"),
-        description="Folder of prepared models, stores and profiles.",
+        description="Folder of all that ragfuse keeps: store, indexes, prepared models, digests, history.",
     )
     store: Path | None = Field(default=None, description="Folder of the disk tier; default: home/store.")
     shared_with: SharedWith = Field(
@@ -446,6 +447,16 @@ class Settings(BaseSettings):
         changed = {name: value for name, value in named.items() if value != getattr(self, name)}
         return self.model_copy(update=changed) if changed else self
 
+    def usable(self) -> Settings:
+        """Return the settings; where `home` cannot be written, with a temporary one and no disk tier in it.
+
+        A process has one temporary home, which is removed at its end. It finds the models and indexes of the other one.
+        """
+        home = self.placed().home
+        if can_be_written(home):
+            return self
+        return self.model_copy(update={"home": _instead_of(home), **({} if self.store else {"disk_bytes": 0})})
+
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
         """The codec levels of each tier, least lossy first; `AUTO_LEVEL` where the machine's speed decides."""
@@ -493,6 +504,28 @@ def _levels_named(levels: tuple[object, ...]) -> tuple[str, ...]:
         found = repr(strange[0])[:60] if strange else "none"
         raise _InvalidSettingError(f"wanted some of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone, found {found}")
     return tuple(level for level in LEVEL_NAMES if level in levels)
+
+
+@lru_cache
+def _instead_of(home: Path) -> Path:
+    """Return a temporary home in place of one that cannot be written, and warn once."""
+    try:
+        temporary = temporary_folder()
+    except OSError as error:
+        raise SettingsError(
+            f"'{home}' cannot be written, nor any folder for temporary files. Set RAGFUSE_HOME to a folder that can.",
+            "home",
+        ) from error
+    log.warning(
+        "'%s' cannot be written, so ragfuse works from memory and keeps nothing. Set RAGFUSE_HOME to a folder that can "
+        "be written.",
+        home,
+    )
+    for kind in ("models", "indexes"):
+        (temporary / kind).mkdir(exist_ok=True)
+        for found in (home / kind).glob("[!.]*"):
+            (temporary / kind / found.name).symlink_to(found)
+    return temporary
 
 
 @lru_cache

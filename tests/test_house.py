@@ -29,6 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "process": set(),
     "settings": {
+        "process.folders",
         "errors",
         "types.arguments",
         "types.eviction",

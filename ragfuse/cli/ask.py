@@ -106,7 +106,7 @@ def ask(
         max_tokens=max_tokens,
         overflow=overflow,
         api_key=api_key,
-    )
+    ).usable()
     console, documents = console_for(json), find_files([docs]) if docs else None
     from ragfuse.engine.ask import Ask
 

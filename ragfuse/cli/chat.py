@@ -116,7 +116,7 @@ def chat(
         max_tokens=max_tokens,
         overflow=overflow,
         api_key=api_key,
-    )
+    ).usable()
     console = Console()
     if docs is not None:
         find_files([docs])  # it raises for a wrong path before the model is loaded

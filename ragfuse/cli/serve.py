@@ -128,7 +128,7 @@ def serve(
         serve_waiting=waiting,
         serve_timeout_s=timeout,
         decode_at=decode_at,
-    )
+    ).usable()
     try:
         import fastapi  # noqa: F401
         import httpx  # noqa: F401

@@ -112,7 +112,7 @@ class Engine(OneProcess):
         tokenizer: Tokens = None,
     ) -> None:
         given, chosen = handed_over(model, tokenizer, settings or Settings())
-        self.settings = resolve_auto(chosen)
+        self.settings = resolve_auto(chosen.usable())
         known_policy(self.settings.policy)
         self.catalog = open_catalog(self.settings, store)
         self.conversations = conversations if conversations is not None else ConversationIndex()
@@ -134,7 +134,7 @@ class Engine(OneProcess):
         It is closed when the process ends. After an earlier `close`, the next call makes a new engine.
         """
         given, chosen = handed_over(model, tokenizer, settings or Settings())
-        settings = resolve_auto(chosen)
+        settings = resolve_auto(chosen.usable())
         return shared(("engine", settings, given), partial(_closed_at_exit, settings, given))
 
     # one question, from its prompt to its answer

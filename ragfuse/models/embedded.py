@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -32,7 +32,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
 from ragfuse.models.shipped_profile import SHIPPED_FILE, ShippedProfile, write_shipped
-from ragfuse.process.folders import make_own_folder
+from ragfuse.process.folders import is_temporary, make_own_folder
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
 
@@ -334,7 +334,7 @@ def _prepare(model: EmbeddedModel, source: Path, folder: Path, console: Console)
     except (OSError, ImportError) as error:
         raise ModelError(
             f"Cannot prepare '{model.name}' in '{folder.parent}': {error}. "
-            "Free space there, or set RAGFUSE_HOME to another folder that can be written."
+            "Set RAGFUSE_HOME to a folder that can be written and has room."
         ) from error
     return folder
 
@@ -393,9 +393,29 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, on_step: OnSte
             write_shipped(target, ShippedProfile(filler, *embedded.choice))
         on_step("saving")
         try:
-            model.save_pretrained(target)
+            if _has_room(embedded, target):
+                model.save_pretrained(target)
+            else:
+                _keep_in_memory(model, target)
         except SafetensorError as error:
             raise OSError(str(error)) from error
+
+
+def _has_room(model: EmbeddedModel, folder: Path) -> bool:
+    return shutil.disk_usage(folder).free >= model.prepared_nbytes
+
+
+def _keep_in_memory(model: Any, target: Path) -> None:
+    """Save a model whose weights stay in memory as long as the process runs; in `target` is a link to them."""
+    from safetensors.torch import save
+
+    for config in (model.config, model.generation_config):
+        config.save_pretrained(target)
+    tied = model.all_tied_weights_keys
+    weights = save({name: value for name, value in model.state_dict().items() if name not in tied})
+    with open(os.memfd_create("ragfuse"), "wb", closefd=False) as file:
+        file.write(weights)
+        (target / "model.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
@@ -418,11 +438,11 @@ def _require(model: EmbeddedModel, home: Path) -> None:
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ModelError(f"Preparing '{model.name}' needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    free = shutil.disk_usage(home).free
-    if free < model.prepared_nbytes:
+    if not (_has_room(model, home) or (is_temporary(home) and hasattr(os, "memfd_create"))):
+        free = size_text(shutil.disk_usage(home).free)
         raise ModelError(
-            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found {size_text(free)} "
-            "free. Free some, or set RAGFUSE_HOME to a folder on another disk."
+            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found {free} free. "
+            "Free some, or set RAGFUSE_HOME to a folder on another disk."
         )
 
 

@@ -1,7 +1,11 @@
-"""Folders that are made for this user alone, whatever the process's umask."""
+"""Folders that are made for this user alone, whatever the process's umask, and a temporary one where none can be."""
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
+from functools import cache
 from pathlib import Path
 
 OWN_FOLDER = 0o700
@@ -18,3 +22,40 @@ def make_own_folder(path: Path) -> None:
     if path.parent != path:
         make_own_folder(path.parent)
     path.mkdir(mode=OWN_FOLDER, exist_ok=True)
+
+
+def can_be_written(path: Path) -> bool:
+    """Return False for a folder that this user cannot write to or make; a full disk and a file there count as True."""
+    existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+    return True
+
+
+def give_temporary_files_a_place() -> None:
+    """Let temporary files lie in memory where no usual folder takes them: torch cannot be imported without one."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        tempfile.tempdir = "/dev/shm"
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="ragfuse-", ignore_cleanup_errors=True)
+
+
+def temporary_folder() -> Path:
+    """Return this process's temporary folder, which is removed at its end.
+
+    Raises:
+        OSError: Nothing can be written at all.
+    """
+    return Path(_temporary().name)
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a path is in this process's temporary folder."""
+    return bool(_temporary.cache_info().currsize) and temporary_folder() in path.parents

@@ -57,7 +57,7 @@ class Service:
     """
 
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
-        self.settings = settings = with_place(settings)
+        self.settings = settings = with_place(settings.usable())
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
         self.names = settings.served_model_name or (Path(settings.model).name,)
         self.model = self.names[0]

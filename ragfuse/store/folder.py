@@ -43,7 +43,7 @@ def refusal(path: Path, found: str) -> StoreError:
     mend = "free space" if found == FULL_DISK else "make this one usable"
     return StoreError(
         f"The store at {path} cannot be opened: wanted a folder that this user can read and write, found {found}. "
-        f"Give another folder (setting `store`, environment RAGFUSE_STORE), or {mend}."
+        f"Set RAGFUSE_HOME to another folder (RAGFUSE_STORE or --store: for the store alone), or {mend}."
     )
 
 
