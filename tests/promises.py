@@ -52,7 +52,7 @@ PROMISES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "codecs": ("tests/codec/test_contract.py",),
         "tiers, and an entry is whole or absent after kill -9": (
-            "tests/store/contract/test_tier.py",
+            "tests/store/test_contract.py",
             "tests/store/test_processes.py",
         ),
         "tenants are apart": (

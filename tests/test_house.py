@@ -617,3 +617,10 @@ def test_no_file_names_a_path_of_one_machine() -> None:
     assert pattern.search("cd " + "/home" + "/someone/x")
     found = {path: pattern.search(path.read_text(encoding="utf-8", errors="replace")) for path in _text_files()}
     assert {str(path.relative_to(ROOT)): match.group() for path, match in found.items() if match} == {}
+
+
+def test_every_test_that_holds_a_promise_is_there() -> None:
+    from tests.promises import PROMISES
+
+    files = {test.partition("::")[0] for tests in PROMISES.values() for test in tests}
+    assert [file for file in sorted(files) if not (ROOT / file).is_file()] == []
