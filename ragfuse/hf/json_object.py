@@ -23,13 +23,8 @@ def read_json_object(file: Path, advice: str = COPY_ANEW) -> dict[str, Any]:
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"'{file}' cannot be read ({error.strerror or error}). {advice}") from error
-    except UnicodeDecodeError as error:
-        raise ModelError(f"Wanted a JSON object in '{file}', found bytes that are no UTF-8. {advice}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"Wanted a JSON object in '{file}', found damaged JSON ({error}). {advice}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{file}' cannot be read ({error}). {advice}") from error
     if not isinstance(found, dict):
-        kinds = {list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
-        raise ModelError(f"Wanted a JSON object in '{file}', found {kinds.get(type(found), 'a number')}. {advice}")
+        raise ModelError(f"Wanted a JSON object in '{file}', found {type(found).__name__}. {advice}")
     return found

@@ -450,12 +450,7 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
     if not bare:
         return text
     used = set(text)
-    mask = next((chr(code) for code in chain(*PRIVATE_USE_RANGES) if chr(code) not in used), None)
-    if mask is None:
-        raise InputError(
-            "The text contains what looks like a control token, and every private-use character of Unicode, one of "
-            "which must be free to mask it. Remove either."
-        )
+    mask = next(chr(code) for code in chain(*PRIVATE_USE_RANGES) if chr(code) not in used)
     pieces, at = list[str](), 0
     for lo in sorted({lo for lo, _ in bare}):
         pieces += [text[at:lo], mask]

@@ -368,7 +368,7 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, on_step: OnSte
             gguf_file=source.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
-            ignore_mismatched_sizes=True,  # rejected below, with their names
+            ignore_mismatched_sizes=True,  # rejected below
             output_loading_info=True,
         )
         require_complete(source, loaded)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -33,33 +32,18 @@ from ragfuse.hf.model import HFModel
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import require_hub, resolve_llm
-from ragfuse.models.generation_config import check_generation_config, complete_generation_config
 from ragfuse.models.shipped_profile import read_shipped
 from ragfuse.models.weight_files import FileDigests, identity, tokenizer_identity
 from ragfuse.models.weights import (
     is_quantised,
     load_adapted,
     load_weights,
-    refuse_damaged_weights,
-    require_adapter_files,
     why_outside,
 )
 from ragfuse.types.profiles import ModelProfile
 
 FOR_TOKENIZERS = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only", "gguf_file")
-JSON_FILES = (
-    "*config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "*.index.json",
-)
-"""Files of a model's folder that hold a JSON object."""
 SECRET = "token"
-UNLOADABLE = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError)
-"""Exceptions of transformers and quantisation libraries when weights cannot be loaded."""
-
 Given: TypeAlias = "HFModel | LoadedModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None"
 """A model in any form, PEFT models included; None: the model that the settings name."""
 Tokens: TypeAlias = PreTrainedTokenizerBase | str | Path | None
@@ -110,16 +94,13 @@ def load_model(
         if isinstance(source, str) and not folder.is_dir():
             folder = _adapter_on_hub(source, options) or folder
         shipped = read_shipped(adapted_chunks.parent if has_chunk_adapter else folder)
-        check_generation_config(folder)
         parts = [folder]
         if (folder / ADAPTER_CONFIG).is_file():
             base = _base_of(folder, home, options)
             parts += [Path(base)] if Path(base).is_dir() else []
             name, changed = identity(parts, load_options)
             merge = options.pop("merge_adapter", None)
-            require_adapter_files(folder)
             with _readable_errors(base):
-                check_generation_config(Path(base))
                 plain = load_weights(base, dtype, device, options)
             model = _bare(load_adapted(plain, folder, merge))
             words_from = folder if (folder / "tokenizer_config.json").is_file() else base
@@ -130,7 +111,9 @@ def load_model(
             words_from = source
             tokenizer = _tokenizer(source, options)
             model = load_weights(source, dtype, device, options)
-    complete_generation_config(model, tokenizer)
+    generation = model.generation_config
+    if generation is not None and generation.eos_token_id is None:
+        generation.eos_token_id = tokenizer.eos_token_id
     digests = FileDigests(home.expanduser() / "fingerprints" if home is not None else None)
     if identity(parts, load_options) != (name, changed):  # what was read is not known
         name = ""
@@ -299,13 +282,6 @@ def _tokenizer(source: str | Path, options: Mapping[str, Any]) -> PreTrainedToke
     return found
 
 
-def _refuse_damaged_json(folder: Path) -> None:
-    """Raise ModelError for the first JSON file of a folder that is damaged."""
-    for name in JSON_FILES:
-        for file in sorted(folder.glob(name)):
-            read_json_object(file)
-
-
 def _files_of(source: str | Path, options: Mapping[str, Any]) -> Path | None:
     """Return the folder whose safetensors files a model was read from; None if it is not known."""
     if options.get("gguf_file") or options.get("subfolder") or options.get("cache_dir"):
@@ -333,23 +309,11 @@ def _readable_errors(source: object) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except UNLOADABLE as error:
-        _refuse_damaged_json(Path(str(source)))
-        refuse_damaged_weights(Path(str(source)))
-        lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-        n_lines = 2 if lines[0].startswith("Error(s) in loading") else 1  # torch: the first error is in the second line
-        first = " ".join(line.strip() for line in lines[:n_lines])
+    except Exception as error:  # what transformers, safetensors, tokenizers and PEFT report
+        advice = "Give a whole local folder, a Hugging Face id, or a name that `ragfuse models ls` lists."
         if "trust_remote_code" in str(error):
             advice = "It brings code of its own: read it, then load it with model_kwargs={'trust_remote_code': True}."
         elif isinstance(error, ImportError):
             advice = "Install the package that it names."
-        elif "backend tokenizer" in str(error) and (Path(str(source)) / "config.json").is_file():
-            first, advice = (
-                "its tokenizer is missing",
-                "Copy tokenizer.json, or what there is for it, there.",
-            )
-        elif any((Path(str(source)) / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
-            advice = "Its files have to be of one model, each of them whole: copy them anew, or give another model."
-        else:
-            advice = "Give a local folder, a Hugging Face id, or a name that `ragfuse models ls` lists."
-        raise ModelError(f"No model could be loaded from '{source}' ({first}). {advice}") from error
+        found = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"No model could be loaded from '{source}' ({found}). {advice}") from error

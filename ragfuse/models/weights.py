@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedConfig, PreTrainedModel
 
 from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
-from ragfuse.hf.json_object import COPY_ANEW
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of pickled files; unpickling them may run any code, so they are rejected."""
@@ -56,7 +54,7 @@ def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[s
             source,
             dtype=getattr(torch, dtype),
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # rejected below, with their names
+            ignore_mismatched_sizes=True,  # rejected below
             output_loading_info=True,
             **options,
         )
@@ -75,11 +73,16 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
         merge: Whether to merge; None: unless the base model is quantised.
 
     Raises:
-        ModelError: The adapter does more than changing layers, or its weights are damaged or do not fit.
+        ModelError: The adapter does more than changing layers, or has no weights as safetensors.
+        Exception: What PEFT raises where its weights are incomplete or do not fit.
     """
     from peft import PeftConfig, PeftModel
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ModelError(
+            f"Wanted {ADAPTER_WEIGHTS} in '{folder}', found none. Save the adapter by save_pretrained(...), which "
+            "writes it; pickled files are not loaded."
+        )
     config = PeftConfig.from_pretrained(str(folder))
     if why := why_outside(config):
         raise ModelError(
@@ -88,35 +91,12 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-        warnings.filterwarnings("ignore", message="Found missing adapter keys")  # rejected below
+        warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = PeftModel.from_pretrained(model, folder)
-        found = adapted.load_adapter(str(folder), "default")  # the same weights again: only this tells what fits
-        prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
-        left_out = [name for name in found.unexpected_keys if prefix and prefix in name]
-        for names, what in (
-            (found.missing_keys, f"missing in {ADAPTER_WEIGHTS}"),
-            (left_out, "of modules that adapter_config.json does not name, or that the model does not have"),
-        ):
-            if names:
-                raise ModelError(
-                    f"The adapter in '{folder}' does not fit its own configuration or its base model: "
-                    f"{_named(names)} {what}. Copy both files anew, or save the adapter again by save_pretrained(...)."
-                )
         if merge if merge is not None else not is_quantised(model):
             merged: nn.Module = adapted.merge_and_unload()
             return merged
     return adapted
-
-
-def require_adapter_files(folder: Path) -> None:
-    """Raise ModelError where the package peft or the weights of the adapter in a folder are missing."""
-    if find_spec("peft") is None:
-        raise ModelError(f"'{folder}' is an adapter, which needs the package peft: pip install peft")
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ModelError(
-            f"Wanted {ADAPTER_WEIGHTS} in '{folder}', found none. Save the adapter by save_pretrained(...), which "
-            "writes it; pickled files are not loaded."
-        )
 
 
 def why_outside(config: Any) -> str:
@@ -135,16 +115,6 @@ def is_quantised(model: nn.Module) -> bool:
     return isinstance(config, PreTrainedConfig) and getattr(config, "quantization_config", None) is not None
 
 
-def refuse_damaged_weights(folder: Path) -> None:
-    """Raise ModelError for the first safetensors file of a folder that cannot be read."""
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                continue
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"Wanted weights in '{file}', found a damaged file ({error}). {COPY_ANEW}") from error
-
-
 def require_complete(source: str | Path, loaded: Mapping[str, Any]) -> None:
     """Raise ModelError where transformers had no fitting weights for part of a model.
 
@@ -152,18 +122,11 @@ def require_complete(source: str | Path, loaded: Mapping[str, Any]) -> None:
         source: What was loaded.
         loaded: What `from_pretrained` returns with `output_loading_info=True`.
     """
-    advice = "Copy the weights anew, and config.json with them: they have to be of one model."
-    if other := sorted(loaded["mismatched_keys"]):
-        name, found, wanted = other[0]
-        more = f", and {len(other) - 1:,} more are of another shape" if len(other) > 1 else ""
+    names = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
+    if names:
         raise ModelError(
-            f"Wanted weights of shape {list(wanted)} for {name} by the configuration of '{source}', found "
-            f"{list(found)}{more}. {advice}"
-        )
-    if missing := loaded["missing_keys"]:
-        raise ModelError(
-            f"Wanted all weights that the configuration of '{source}' asks for, found that {_named(missing)} missing. "
-            f"{advice}"
+            f"Weights that the configuration of '{source}' asks for are missing or of another shape: "
+            f"{', '.join(sorted(names)[:3])} ({len(names):,} in all). Copy its files anew: all have to be of one model."
         )
 
 
@@ -177,12 +140,6 @@ def _refuse_pickled(folder: Path) -> None:
             f"Wanted weights as safetensors in '{folder}', found only {pickled[0]}, a pickle, which may run code when "
             "loaded. If you trust it, load it by transformers and convert it: model.save_pretrained(folder)."
         )
-
-
-def _named(names: Iterable[str]) -> str:
-    """Return "NAME is" for one tensor, "NAME and 3 more are" for several."""
-    first, *others = sorted(names)
-    return f"{first} and {len(others):,} more are" if others else f"{first} is"
 
 
 def _config_of(folder: Path) -> Mapping[str, Any]:

