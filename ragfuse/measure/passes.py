@@ -12,11 +12,11 @@ import torch
 from ragfuse.fuse.fusor import CachedRun, LayerSource
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.measure.read_cost import held_up_s
-from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV
 from ragfuse.types.profiles import FusedPoint
+from ragfuse.types.sizes import UNLIMITED
 
 LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Lengths at which full prefill is timed, as shares of the longest."""

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 from ragfuse.fuse.fusor import LayerSource
 from ragfuse.load.layers import LayerReader
-from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.estimate import pipelined_s
 from ragfuse.plan.steps import room
 from ragfuse.store import DiskTier, KVStore
@@ -18,6 +17,7 @@ from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
+from ragfuse.types.sizes import UNLIMITED
 
 MAX_DELAY_S = 2e-3
 """Largest delay per read, in seconds: more must come from something else that ran meanwhile."""
