@@ -25,7 +25,6 @@ from ragfuse.store.bulk import Outcome, Progress, unanswered
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.deletion import (
-    LEARNT,
     Chunk,
     ForgottenTexts,
     chunk_named,
@@ -293,23 +292,6 @@ class StoreAdmin:
     def silent(self, entry_filter: EntryFilter = EntryFilter()) -> list[str]:
         """Return the selected tiers that do not answer; an earlier listing lacks their entries."""
         return [name for name in self.store.silent() if entry_filter.tier in (None, name)]
-
-    def divided(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> tuple[list[EntryRow], list[EntryRow]]:
-        """Divide entries that a filter selected into those of its sources alone, and those that others have as well."""
-        if entry_filter.source is None:
-            return list(rows), []
-        alone, shared = list[EntryRow](), list[EntryRow]()
-        for row in rows:
-            others = {*row.sources}.difference(_matching_sources(row, entry_filter), (LEARNT,))
-            (shared if others else alone).append(row)
-        return alone, shared
-
-    def leave_sources(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> None:
-        """Forget that entries came from the sources that the filter selects, where `divided` found others."""
-        for row in {chunk_of(row.entry.key): row for row in rows}.values():
-            for source in _matching_sources(row, entry_filter):
-                keys = [str(ChunkKey(*chunk_of(row.entry.key)))]
-                self.catalog.strict.delete_texts(row.entry.key.model, source=source, keys=keys)
 
     def clear(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> Cleared:
         """Delete `rows`, which the filter selected, and the texts of chunks that have no entry left."""

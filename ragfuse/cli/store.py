@@ -139,8 +139,6 @@ def clear(
 ) -> None:
     """Delete entries, and the texts of chunks that have no entry left.
 
-    With --source a chunk that another source holds as well is kept, and has only that other source then.
-
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one; without a salt, --all
     deletes those of all tenants.
 
@@ -149,18 +147,14 @@ def clear(
     entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
     with open_admin(store, console) as admin:
         entry_filter = admin.within_tenant(entry_filter)
-        rows, shared = admin.divided(select_entries(admin, console, entry_filter), entry_filter)
+        rows = select_entries(admin, console, entry_filter)
         if rows or admin.text_models(entry_filter):
             what = describe(rows) if rows else "all texts of chunks that no tier stores"
             confirm(f"Delete {what}?", yes, context)
         cleared = admin.clear(rows, entry_filter)
-        if entry_filter.tier is None:
-            admin.leave_sources(shared, entry_filter)
     print_cleared(console, cleared)
-    if shared:
-        console.print(f"Kept {describe(shared)}: other sources have the same text.", highlight=False, markup=False)
-    write_json({**cleared_dict(cleared), "kept": len(shared)}, json)
-    found = rows or shared or cleared.texts or not (keys or source)  # whole tiers and tenants may be empty
+    write_json(cleared_dict(cleared), json)
+    found = rows or cleared.texts or not (keys or source)  # whole tiers and tenants may be empty
     raise typer.Exit(1 if cleared.silent or not found else 0)
 
 
@@ -320,6 +314,8 @@ def _pin(pinned: bool, entry_filter: EntryFilter, store: Path | None, json: Path
     console, word = console_for(json), "pinned" if pinned else "unpinned"
     with open_admin(store, console) as admin:
         rows = select_entries(admin, console, entry_filter, word)
+        pinning = {tier.name for tier in admin.store.tiers if tier.pins}
+        rows = [row for row in rows if row.entry.tier in pinning]  # other media decide what they keep
         changing = [row for row in rows if row.entry.pinned is not pinned]
         keys = list(dict.fromkeys(row.entry.key for row in changing))
         (admin.store.pin if pinned else admin.store.unpin)(*keys)

@@ -118,7 +118,9 @@ class Database:
 
     def _connection(self) -> sqlite3.Connection:
         where = self._path or ":memory:"
-        return sqlite3.connect(where, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(where, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+        connection.text_factory = _text  # a damaged byte costs its row alone
+        return connection
 
     def _set_aside(self, why: str) -> None:
         assert self._path is not None
@@ -128,3 +130,11 @@ class Database:
         os.replace(self._path, self._path.with_name(self._path.name + ".bad"))
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+
+def _text(data: bytes) -> str | bytes:
+    """Decode text; return the bytes themselves if they are not valid UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data

@@ -330,12 +330,12 @@ class DiskTier(Tier):
 
         Others may write meanwhile, so every mismatch is checked again inside a transaction. Returns what was freed.
         """
-        rows = {chunk_path(self.path, key): (ChunkKey.parse(key), nbytes) for key, nbytes in self._index.names()}
+        rows = {chunk_path(self.path, key): (key, nbytes) for key, nbytes in self._index.names()}
         stray = set[Path]()
         for path in (self.path / "chunks").glob("*/*"):
             with suppress(FileNotFoundError):  # deleted or written to its end meanwhile
                 stat = path.stat()
-                if path.suffix == ".kv" and rows.get(path, (None, -1))[1] == stat.st_size:
+                if path.suffix == ".kv" and rows.get(path, ("", -1))[1] == stat.st_size:
                     del rows[path]
                 elif path.suffix == ".kv" or (path.suffix == ".tmp" and time.time() - stat.st_mtime > _ABANDONED_S):
                     stray.add(path)
@@ -344,11 +344,11 @@ class DiskTier(Tier):
             with self._index.write() as transaction:
                 for path in stray:
                     freed = freed.plus(self._settle(transaction, path))
-                missing = {path: key for path, (key, _) in rows.items() if not path.exists()}
-                self._index.remove(transaction, missing.values())
-                for path in missing.keys() - stray:  # a damaged file was counted
-                    self._corrupt(missing[path], "its file is gone")
-                    freed = freed.plus(Freed(orphans=1))
+                for path, (key, _) in rows.items():
+                    is_removed = not path.exists() and self._index.remove(transaction, [key])  # or it was evicted
+                    if is_removed and path not in stray:  # or its damaged file was counted
+                        self._corrupt(key, "its file is gone")
+                        freed = freed.plus(Freed(orphans=1))
         return freed
 
     def _settle(self, transaction: sqlite3.Connection, path: Path) -> Freed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 
 from ragfuse.store.database import Database, Row
@@ -32,6 +32,8 @@ INSERT INTO entries(key, sizes, n_tokens, n_layers, nbytes, last_used) VALUES (?
 ON CONFLICT(key) DO UPDATE SET sizes = excluded.sizes, n_tokens = excluded.n_tokens, n_layers = excluded.n_layers,
     nbytes = excluded.nbytes, last_used = excluded.last_used
 """
+_NBYTES = "SELECT coalesce(sum(nbytes), 0) FROM entries"
+_OTHERS = f"SELECT ({_NBYTES}) - coalesce((SELECT nbytes FROM entries WHERE key = ?), 0)"
 _TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
 
 
@@ -56,7 +58,7 @@ class Index:
 
     def nbytes(self) -> int:
         """Return the bytes of all entries."""
-        return int(self._database.query("SELECT coalesce(sum(nbytes), 0) FROM entries")[0][0])
+        return int(self._database.query(_NBYTES)[0][0])
 
     def names(self) -> list[tuple[str, int]]:
         """Return the keys of all entries, each with its bytes."""
@@ -65,23 +67,25 @@ class Index:
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> Sequence[Entry]:
         """Return the entries with these keys (one query), or all, least recently used first."""
         which = _OLDEST if keys is None else _WITH_KEYS + _OLDEST
-        return list(map(self._entry, self._database.query(_ENTRIES + which, () if keys is None else (_json(keys),))))
+        return [*self._entries(self._database.query(_ENTRIES + which, () if keys is None else (_json(keys),)))]
 
     def oldest(self, transaction: sqlite3.Connection) -> Iterator[Entry]:
         """Yield every entry, least recently used first, lazily."""
         with closing(transaction.execute(_ENTRIES + _OLDEST)) as rows:
-            yield from map(self._entry, rows)
+            yield from self._entries(rows)
 
-    def _entry(self, row: Row) -> Entry:
-        key, sizes, n_tokens, n_layers, last_used, hits, pinned = row
-        pairs = json.loads(sizes)
-        return Entry(ChunkKey.parse(key), self._tier, n_tokens, n_layers, pairs, last_used, hits, bool(pinned))
+    def _entries(self, rows: Iterable[Row]) -> Iterator[Entry]:
+        """Yield the entries of rows; a damaged row is skipped."""
+        for key, sizes, n_tokens, n_layers, last_used, hits, pinned in rows:
+            with suppress(ValueError, TypeError):
+                parsed = ChunkKey.parse(key), self._tier, n_tokens, n_layers, json.loads(sizes)
+                yield Entry(*parsed, last_used, hits, bool(pinned))
 
     @staticmethod
     def excess(transaction: sqlite3.Connection, key: ChunkKey, nbytes: int, capacity: int) -> int:
         """Return the bytes by which the entries exceed the capacity once this one has so many bytes."""
-        others = "SELECT coalesce(sum(nbytes), 0) FROM entries WHERE key != ?"
-        return int(transaction.execute(others, (str(key),)).fetchone()[0]) + nbytes - capacity
+        (others,) = transaction.execute(_OTHERS, (str(key),)).fetchone()
+        return int(others) + nbytes - capacity
 
     @staticmethod
     def publish(transaction: sqlite3.Connection, entry: Entry) -> None:
@@ -90,7 +94,7 @@ class Index:
         transaction.execute(_PUBLISH, (str(entry.key), json.dumps(dict(entry.sizes)), *row))
 
     @staticmethod
-    def remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey]) -> int:
+    def remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey | str]) -> int:
         """Remove the rows of entries, and return how many there were."""
         return transaction.execute(f"DELETE FROM entries{_WITH_KEYS}", (_json(keys),)).rowcount
 
@@ -105,5 +109,5 @@ class Index:
         transaction.execute(f"UPDATE entries SET pinned = ?{_WITH_KEYS}", (int(pinned), _json(keys)))
 
 
-def _json(keys: Iterable[ChunkKey]) -> str:
+def _json(keys: Iterable[ChunkKey | str]) -> str:
     return json.dumps([str(key) for key in keys])

@@ -136,7 +136,7 @@ def test_a_full_store_drops_what_was_used_longest_ago_and_keeps_what_is_pinned(t
         cache.mset([(f"{number}", bytes(40_000))])
     assert sorted(cache.yield_keys()) == ["6", "7", "8"]
     assert pinned.mget(["document"]) == [bytes(50_000)]
-    with pytest.raises(StoreError, match=r"'large' \(300,000 bytes\) could not be stored.*200,000"):
+    with pytest.raises(StoreError, match=r"'large' \(300,000 bytes\) could not be stored"):
         cache.mset([("large", bytes(300_000))])
     cache.close()
     pinned.close()
