@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +33,7 @@ SHARED_TOKENS = 24
 _ENTRY_BYTES = 240
 """Estimated bytes of Python objects per span."""
 COVERED_SHARE = 0.9
-"""If stored spans cover at least this share of what is matched of a span that is only given, they are used instead."""
+"""If stored spans cover at least this share of a match of a span that is only given, they are used instead."""
 
 Ids = Sequence[int] | np.ndarray
 
@@ -304,14 +303,16 @@ class KnownSpans:
 def _chosen(stored: Sequence[Match], given: Sequence[Match], least: int) -> list[Match]:
     """Return matches of stored and of given spans without overlap; each are sorted and without overlap in themselves.
 
-    If stored spans cover less than `COVERED_SHARE` of what is matched of a given one, this has its tokens and they keep
-    the rest, of which parts of less than `least` tokens beside it are left out; else they have them.
+    If runs of at least `least` tokens of stored spans cover less than `COVERED_SHARE` of a match of a given one, this
+    has its tokens and they keep the rest, of which parts of less than `least` tokens beside it are left out; else they
+    have them.
     """
-    covered, matched = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    preferred = list[Match]()
     for match, others in _beside(given, stored):
-        matched[match.span.tokens] += match.hi - match.lo
-        covered[match.span.tokens] += sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in others)
-    preferred = [match for match in given if covered[match.span.tokens] < COVERED_SHARE * matched[match.span.tokens]]
+        long = [each for each in others if each.hi - each.lo >= least]  # shorter runs may be of a similar text
+        covered = sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in long)
+        if covered < COVERED_SHARE * (match.hi - match.lo):
+            preferred.append(match)
     near = [replace(match, lo=match.lo - MAX_GAP_TOKENS, hi=match.hi + MAX_GAP_TOKENS) for match in preferred]
     rest = list[Match]()
     for (match, beside), (_, others) in zip(_beside(stored, near), _beside(stored, preferred), strict=True):
