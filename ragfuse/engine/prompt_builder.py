@@ -213,7 +213,7 @@ class PromptBuilder:
             render=render,
             min_tokens=self._settings.min_chunk_tokens,
             context=self._runtime.encoder.context,
-            find=self._spans.find,
+            find=partial(self._find, {}),
             continues_last=ask.continue_final_message,
             check=self._check_text if check else lambda text: None,
         )
@@ -255,13 +255,13 @@ class PromptBuilder:
         given = [*documents, *((piece.text, piece.source) for piece in pieces if piece.kind == "chunk")]
         for text, source in given:
             self._index(text, source, is_stored=False)
-        return {text.strip(): source for text, source in given if source}
+        return {text.strip(): source for text, source in given}
 
     def _find(self, sources: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
         """Return the known chunks in ids; those given with the question have the source that it gives."""
         found = []
-        for match in self._spans.find(ids):
-            source = sources.get(match.span.text, match.span.source)
+        for match in self._spans.find(ids, sources.keys()):
+            source = sources.get(match.span.text) or match.span.source
             found.append(replace(match, span=replace(match.span, source=source)))
         return found
 
@@ -381,7 +381,7 @@ def _checked(ids: Ids, n_ids: int) -> list[int]:
 def _split_at(pieces: Sequence[Piece], sources: Mapping[str, str]) -> list[Piece]:
     """Return pieces with the texts that are keys of `sources`, which has the source of each, as chunks."""
     found = list(pieces)
-    for text, source in sources.items():
+    for text, source in filter(lambda given: given[0], sources.items()):
         split = list[Piece]()
         for piece in found:
             if piece.kind == "chunk" or text not in piece.text:

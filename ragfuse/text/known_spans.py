@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -185,8 +185,13 @@ class KnownSpans:
                 if self._labels[at][1] == source
             ]
 
-    def find(self, ids: Ids) -> list[Match]:
-        """Return the matches of known spans in ids, left to right and without overlap."""
+    def find(self, ids: Ids, given: Collection[str] | None = None) -> list[Match]:
+        """Return the matches of known spans in ids, left to right and without overlap.
+
+        Args:
+            ids: The ids.
+            given: Texts of the spans that count although they are not stored; None: all count.
+        """
         prompt = _as_ids(ids)
         with self._lock:
             self._index_added()
@@ -196,11 +201,15 @@ class KnownSpans:
             at, place = self._anchors.find(prompt)
             starts = self._starts[: self._n_indexed + 1]
             number = np.searchsorted(starts, place, "right") - 1
-            groups = [np.flatnonzero(self._alive[number] & (self._stored[number] == each)) for each in (True, False)]
-            stored, given = (
+            counts = self._alive[number]
+            if given is not None:
+                asked = [each for each in np.unique(number) if self._labels[each][0] in given]
+                counts &= self._stored[number] | np.isin(number, asked)
+            groups = [np.flatnonzero(counts & (self._stored[number] == each)) for each in (True, False)]
+            stored, offered = (
                 self._matches(prompt, self._search(prompt, at[rows], place[rows], number[rows])) for rows in groups
             )
-            return _chosen(stored, given, self._min_altered_tokens) if given else stored
+            return _chosen(stored, offered, self._min_altered_tokens) if offered else stored
 
     def _search(self, prompt: Array, at: Array, place: Array, number: Array) -> Iterable[tuple[int, int, int, int]]:
         if not len(at):
