@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +38,6 @@ from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.keys import digest as digest_of
 from ragfuse.types.prompt import Prompt
-from ragfuse.types.request_limits import MAX_RETRIEVED
 
 __all__ = ["PromptBuilder"]
 
@@ -214,7 +213,7 @@ class PromptBuilder:
             render=render,
             min_tokens=self._settings.min_chunk_tokens,
             context=self._runtime.encoder.context,
-            find=self._spans.find,
+            find=partial(self._find, {}),
             continues_last=ask.continue_final_message,
             check=self._check_text if check else lambda text: None,
         )
@@ -228,7 +227,8 @@ class PromptBuilder:
         last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
         shortened = ShortenedContents(tuple(message.pieces for message in messages))
         if leave_out:
-            shortened = drop_last_chunks([self.pieces(message.content) for message in messages], leave_out, last_user)
+            contents = [self.pieces(_split_at(message.pieces, sources)) for message in messages]
+            shortened = drop_last_chunks(contents, leave_out, last_user)
         messages = [
             replace(message, content=content) for message, content in zip(messages, shortened.contents, strict=True)
         ]
@@ -247,21 +247,21 @@ class PromptBuilder:
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask, digest: str) -> dict[str, str]:
         """Put the chunks that are given with a question into the index, and return the source of each by its text.
 
-        They are pieces of its messages and, unless `learn` is "off", the first `MAX_RETRIEVED` documents.
+        They are pieces of its messages and, unless `learn` is "off", its documents.
         """
         self._load(digest, "\n".join(message.text for message in messages))
-        documents = islice(mended_documents(ask.documents), MAX_RETRIEVED if self._settings.learn != "off" else 0)
+        documents = mended_documents(ask.documents if self._settings.learn != "off" else ())
         pieces = chain.from_iterable(message.pieces for message in messages)
         given = [*documents, *((piece.text, piece.source) for piece in pieces if piece.kind == "chunk")]
         for text, source in given:
             self._index(text, source, is_stored=False)
-        return {text.strip(): source for text, source in given if source}
+        return {text.strip(): source for text, source in given}
 
     def _find(self, sources: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
         """Return the known chunks in ids; those given with the question have the source that it gives."""
         found = []
-        for match in self._spans.find(ids):
-            source = sources.get(match.span.text, match.span.source)
+        for match in self._spans.find(ids, sources.keys()):
+            source = sources.get(match.span.text) or match.span.source
             found.append(replace(match, span=replace(match.span, source=source)))
         return found
 
@@ -376,3 +376,19 @@ def _checked(ids: Ids, n_ids: int) -> list[int]:
             "model's own tokenizer."
         )
     return [int(id) for id in ids]
+
+
+def _split_at(pieces: Sequence[Piece], sources: Mapping[str, str]) -> list[Piece]:
+    """Return pieces with the texts that are keys of `sources`, which has the source of each, as chunks."""
+    found = list(pieces)
+    for text, source in filter(lambda given: given[0], sources.items()):
+        split = list[Piece]()
+        for piece in found:
+            if piece.kind == "chunk" or text not in piece.text:
+                split.append(piece)
+                continue
+            for at, part in enumerate(piece.text.split(text)):
+                split += [Piece(text, "chunk", source)] if at else []
+                split.append(Piece(part))
+        found = split
+    return found

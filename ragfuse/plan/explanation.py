@@ -11,7 +11,6 @@ from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, Forecast, LoadPlan, is_blended, is_exact
 from ragfuse.types.policy_cost import Needs
-from ragfuse.types.reasons import SHORT
 from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
@@ -68,15 +67,15 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED, name_of: Callable[[st
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
     """Return a plan in plain JSON types, with one row per reusable segment."""
-    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, _misses(plan)
+    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
     rows = []
     for at, segment in enumerate(plan.prompt.segments):
-        if not segment.is_new_text:
+        if segment.kind != "fresh":
             fetch, (load_s, compute_s) = fetches.get(at), times.get(at, (None, None))
             row: dict[str, Any] = {
                 "source": segment.source,
-                "kind": segment.told_kind,
+                "kind": segment.kind,
                 "n_tokens": len(segment.tokens),
             }
             row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
@@ -104,7 +103,7 @@ def needs(plan: LoadPlan) -> str:
 
 def _segments(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
     """Yield a line for each hit or miss."""
-    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, _misses(plan)
+    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
     for index, segment in enumerate(plan.prompt.segments):
         if index not in fetches and index not in misses:
@@ -118,12 +117,6 @@ def _segments(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
             notes.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
         name = name_of(segment.source) or KIND_NAMES[segment.kind]
         yield f"- {name}, {len(segment.tokens)} tokens: {'; '.join(notes)}"
-
-
-def _misses(plan: LoadPlan) -> dict[int, str]:
-    """Return why a segment is computed, by its index: its miss, or that it is a chunk too short to be stored."""
-    short = (at for at, each in enumerate(plan.prompt.segments) if not (each.keys or each.is_new_text))
-    return {**dict.fromkeys(short, SHORT), **dict(plan.misses)}
 
 
 def _left_out(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:

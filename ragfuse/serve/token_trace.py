@@ -68,6 +68,6 @@ class TokenRecorder:
             yield {"from": 0, "to": min(self._n_before, n_shown), "kind": "prefix", "at": known.get((0, "prefix"))}
         for segment, (lo, hi) in zip(plan.prompt.segments, plan.prompt.spans, strict=True):
             lo, hi = max(lo, self._n_before), min(hi, n_shown)
-            at = None if segment.is_new_text else known.get((segment.start, segment.told_kind))
+            at = known.get((segment.start, segment.kind))
             if lo < hi:
-                yield {"from": lo, "to": hi, "kind": "fresh" if at is None else segment.told_kind, "at": at}
+                yield {"from": lo, "to": hi, "kind": "fresh" if at is None else segment.kind, "at": at}

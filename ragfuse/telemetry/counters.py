@@ -138,7 +138,7 @@ def _lookups(trace: Trace, fallback: str) -> Iterator[str]:
     """Yield "hit <tier>" or "missed" for each entry that was looked up."""
     if fallback in ("", "nothing_stored"):
         for segment in trace.segments:
-            if segment.goes_on or segment.why == reasons.SHORT:
+            if segment.goes_on:
                 continue
             if segment.hit:
                 yield f"hit {segment.tier}"

@@ -19,7 +19,6 @@ from ragfuse.settings import Settings
 from ragfuse.telemetry.counters import AnswerCounters
 from ragfuse.types.answer import Answer
 from ragfuse.types.plan import LoadPlan
-from ragfuse.types.reasons import SHORT
 
 log = logging.getLogger("ragfuse")
 
@@ -237,7 +236,7 @@ def answer_attributes(answers: Sequence[Answer]) -> Attributes:
         "ragfuse.nbytes": sum(trace.nbytes for trace in traces),
         "ragfuse.tiers": sorted({segment.tier for segment in segments if segment.hit}),
         "ragfuse.hits": sum(segment.hit and not segment.goes_on for segment in segments),
-        "ragfuse.misses": sum(not (each.hit or each.goes_on or each.why == SHORT) for each in segments),
+        "ragfuse.misses": sum(not (each.hit or each.goes_on) for each in segments),
         "ragfuse.ttft_s": max(trace.ttft_s for trace in traces),
         "ragfuse.total_s": max(trace.total_s for trace in traces),
     }

@@ -176,7 +176,10 @@ class Assembler:
     def _prompt(self, ids: tuple[int, ...], last_user_rows: tuple[int, int]) -> Prompt:
         if not ids:
             raise InputError("The prompt is empty; wanted at least one token of text.")
-        prompt = Prompt(_placed(self._segments(ids)), last_user_rows=last_user_rows)
+        segments = list[Segment]()
+        for segment in self._segments(ids):
+            segments.append(replace(segment, start=segments[-1].stop if segments else 0))
+        prompt = Prompt(tuple(segments), last_user_rows=last_user_rows)
         chunks = (lo for each, (lo, _) in zip(prompt.segments, prompt.spans, strict=True) if each.kind == "chunk")
         return replace(prompt, first_chunk=next(chunks, -1))
 
@@ -196,14 +199,6 @@ class Assembler:
             rows, stored = ((match.row, match.row + len(tokens)), span.tokens) if tokens != span.tokens else (None, ())
             yield Segment(tokens, 0, "chunk", (key,), span.source, span.text, rows, stored=stored)
         yield Segment(ids[at:], 0)
-
-
-def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Give the segments consecutive positions from 0."""
-    placed: list[Segment] = []
-    for segment in segments:
-        placed.append(replace(segment, start=placed[-1].stop if placed else 0))
-    return tuple(placed)
 
 
 def _identity(value: Any) -> Any:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,7 +33,7 @@ SHARED_TOKENS = 24
 _ENTRY_BYTES = 240
 """Estimated bytes of Python objects per span."""
 COVERED_SHARE = 0.9
-"""If stored spans cover at least this share of what is matched of a span that is only given, they are used instead."""
+"""If stored spans cover at least this share of a match of a span that is only given, they are used instead."""
 
 Ids = Sequence[int] | np.ndarray
 
@@ -186,8 +185,13 @@ class KnownSpans:
                 if self._labels[at][1] == source
             ]
 
-    def find(self, ids: Ids) -> list[Match]:
-        """Return the matches of known spans in ids, left to right and without overlap."""
+    def find(self, ids: Ids, given: Collection[str] | None = None) -> list[Match]:
+        """Return the matches of known spans in ids, left to right and without overlap.
+
+        Args:
+            ids: The ids.
+            given: Texts of the spans that count although they are not stored; None: all count.
+        """
         prompt = _as_ids(ids)
         with self._lock:
             self._index_added()
@@ -197,11 +201,15 @@ class KnownSpans:
             at, place = self._anchors.find(prompt)
             starts = self._starts[: self._n_indexed + 1]
             number = np.searchsorted(starts, place, "right") - 1
-            groups = [np.flatnonzero(self._alive[number] & (self._stored[number] == each)) for each in (True, False)]
-            stored, given = (
+            counts = self._alive[number]
+            if given is not None:
+                asked = [each for each in np.unique(number) if self._labels[each][0] in given]
+                counts &= self._stored[number] | np.isin(number, asked)
+            groups = [np.flatnonzero(counts & (self._stored[number] == each)) for each in (True, False)]
+            stored, offered = (
                 self._matches(prompt, self._search(prompt, at[rows], place[rows], number[rows])) for rows in groups
             )
-            return _chosen(stored, given, self._min_altered_tokens) if given else stored
+            return _chosen(stored, offered, self._min_altered_tokens) if offered else stored
 
     def _search(self, prompt: Array, at: Array, place: Array, number: Array) -> Iterable[tuple[int, int, int, int]]:
         if not len(at):
@@ -304,14 +312,16 @@ class KnownSpans:
 def _chosen(stored: Sequence[Match], given: Sequence[Match], least: int) -> list[Match]:
     """Return matches of stored and of given spans without overlap; each are sorted and without overlap in themselves.
 
-    If stored spans cover less than `COVERED_SHARE` of what is matched of a given one, this has its tokens and they keep
-    the rest, of which parts of less than `least` tokens beside it are left out; else they have them.
+    If runs of at least `least` tokens of stored spans cover less than `COVERED_SHARE` of a match of a given one, this
+    has its tokens and they keep the rest, of which parts of less than `least` tokens beside it are left out; else they
+    have them.
     """
-    covered, matched = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    preferred = list[Match]()
     for match, others in _beside(given, stored):
-        matched[match.span.tokens] += match.hi - match.lo
-        covered[match.span.tokens] += sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in others)
-    preferred = [match for match in given if covered[match.span.tokens] < COVERED_SHARE * matched[match.span.tokens]]
+        long = [each for each in others if each.hi - each.lo >= least]  # shorter runs may be of a similar text
+        covered = sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in long)
+        if covered < COVERED_SHARE * (match.hi - match.lo):
+            preferred.append(match)
     near = [replace(match, lo=match.lo - MAX_GAP_TOKENS, hi=match.hi + MAX_GAP_TOKENS) for match in preferred]
     rest = list[Match]()
     for (match, beside), (_, others) in zip(_beside(stored, near), _beside(stored, preferred), strict=True):

@@ -108,8 +108,17 @@ class _Marking:
         changed = {at for at, letter in enumerate(plain) if letter == self._changed}
         before = _at_marks(self._seen, self._before, self._behind)
         behind = _at_marks(self._seen, self._behind, self._before)
-        found = self._forged(self._text)
-        return {(lo, hi) for lo, hi in found if lo in changed or lo in before or hi in behind}
+        beside = {  # what the template writes beside a mark may be a word of its own
+            _content(self._messages[turn])[lo:hi].lower()
+            for turn, spans in enumerate(self._words)
+            for (lo, hi), unit in zip(spans, self._units(turn, spans), strict=True)
+            if self._ways.get(unit, "changed") != "changed"
+        }
+        return {
+            (lo, hi)
+            for lo, hi in self._forged(self._text)
+            if lo in changed or ((lo in before or hi in behind) and self._text[lo:hi].lower() in beside)
+        }
 
     def _units(self, turn: int, spans: Sequence[Chars]) -> Iterator[Unit]:
         content, is_answer = _content(self._messages[turn]), self._messages[turn].get("role") == "assistant"

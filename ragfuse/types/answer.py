@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ragfuse.errors import InputError
 from ragfuse.types.keys import Encoded, Kind
-from ragfuse.types.reasons import ENCODING, MISSING, SHORT
+from ragfuse.types.reasons import ENCODING, MISSING
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,6 @@ class Trace:
         parts += [f"{pending} still being encoded"] if pending else []
         missing = sum(each.why == MISSING for each in self.segments if each.kind == "chunk")
         parts += [f"{missing} not stored yet"] if missing else []
-        short = sum(each.why == SHORT for each in self.segments)
-        parts += [f"{short} too short to be stored"] if short else []
         reused = f"{self.tokens_reused} reused" + (f" ({', '.join(parts)})" if parts else "")
         return f"{self.tokens} tokens: {reused}, {self.tokens_recomputed} recomputed, {first}"
 
@@ -197,7 +195,7 @@ class Trace:
         """Return ": " and the reason where one holds for all chunks and is not counted by the summary; else ""."""
         reasons = {"" if each.hit else each.why for each in self.segments if each.kind == "chunk"}
         why = reasons.pop() if len(reasons) == 1 else ""
-        return "" if why in ("", ENCODING, MISSING, SHORT) else f": {why}"
+        return "" if why in ("", ENCODING, MISSING) else f": {why}"
 
     @property
     def history_reused(self) -> int:

@@ -23,8 +23,7 @@ class Segment:
         kind: "fresh" (only computed), "chunk", "prefix" (shared with earlier prompts), "module" (of a schema) or
             "history" (earlier turns).
         keys: Keys to look up its KV under, best first; empty exactly for a fresh segment.
-        source: Where the text came from, for people; of a fresh segment, only where it is a chunk that is too short to
-            be stored.
+        source: Where the text of a chunk came from, for people.
         text: The text of a chunk.
         rows: Rows lo:hi of the stored run that this segment uses; None: all of them.
         origin: Position of the stored run's row 0; None: as implied by `start` and `rows`.
@@ -51,16 +50,6 @@ class Segment:
             raise ValueError(
                 f"A segment needs tokens, as many as rows: found {len(self.tokens)} tokens, rows {self.rows}."
             )
-
-    @property
-    def is_new_text(self) -> bool:
-        """Whether it is fresh and no chunk."""
-        return self.kind == "fresh" and not self.source
-
-    @property
-    def told_kind(self) -> Kind:
-        """What plans and traces call it, unless it is new text: a chunk that is too short to have keys is one, too."""
-        return self.kind if self.keys else "chunk"
 
     @property
     def shift(self) -> int:

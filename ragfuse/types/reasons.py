@@ -24,6 +24,4 @@ NOT_SAFE = (
 ENCODING = "still being encoded, for the next question"
 """The reason for a miss of a chunk that a recent prompt held first."""
 MISSING = "not in the store"
-SHORT = "too short to be stored"
-"""The reason for a miss of a chunk of fewer tokens than the setting `min_chunk_tokens`."""
 UNREADABLE = "its entry could not be read"
