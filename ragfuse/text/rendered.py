@@ -108,17 +108,24 @@ class _Marking:
         changed = {at for at, letter in enumerate(plain) if letter == self._changed}
         before = _at_marks(self._seen, self._before, self._behind)
         behind = _at_marks(self._seen, self._behind, self._before)
-        beside = {  # what the template writes beside a mark may be a word of its own
-            _content(self._messages[turn])[lo:hi].lower()
-            for turn, spans in enumerate(self._words)
-            for (lo, hi), unit in zip(spans, self._units(turn, spans), strict=True)
-            if self._ways.get(unit, "changed") != "changed"
-        }
+        words: dict[Way, set[str]] = {"beside": set(), "behind": set()}
+        for turn, spans in enumerate(self._words):  # what the template writes beside a mark may be a word of its own
+            content = _content(self._messages[turn])
+            for (lo, hi), unit in zip(spans, self._units(turn, spans), strict=True):
+                if (way := self._way(content, lo, unit)) in words:
+                    words[way].add(content[lo:hi].lower())
         return {
             (lo, hi)
             for lo, hi in self._forged(self._text)
-            if lo in changed or ((lo in before or hi in behind) and self._text[lo:hi].lower() in beside)
+            if lo in changed
+            or (lo in before and self._text[lo:hi].lower() in words["beside"])
+            or (hi in behind and self._text[lo:hi].lower() in words["behind"])
         }
+
+    def _way(self, content: str, lo: int, unit: Unit) -> Way | None:
+        """Return how the word at `lo` is marked; at a content's beginning, which templates inspect, only behind it."""
+        way = self._ways.get(unit)
+        return "behind" if way == "beside" and lo <= len(content) - len(content.lstrip()) else way
 
     def _units(self, turn: int, spans: Sequence[Chars]) -> Iterator[Unit]:
         content, is_answer = _content(self._messages[turn]), self._messages[turn].get("role") == "assistant"
@@ -170,13 +177,13 @@ class _Marking:
 
     def _with_marks(self, turn: int) -> str:
         content, spans = _content(self._messages[turn]), self._words[turn]
-        blank, parts, done = len(content) - len(content.lstrip()), list[str](), 0
+        parts, done = list[str](), 0
         for (lo, hi), unit in zip(spans, self._units(turn, spans), strict=True):
-            way = self._ways.get(unit)
+            way = self._way(content, lo, unit)
             if way == "changed":
                 parts += [content[done:lo], self._changed]
                 done = lo + 1
-            elif way == "behind" or (way == "beside" and lo <= blank):  # templates inspect beginnings
+            elif way == "behind":
                 parts += [content[done:hi], self._behind]
                 done = hi
             elif way == "beside":
