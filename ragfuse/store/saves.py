@@ -250,7 +250,11 @@ class Saves:
 
         with self._changed:
             save.waiting.add(tier.name)
-        if not self._writers[tier.name].submit(job, is_awaited=is_awaited):
+        if self._writers[tier.name].submit(job, is_awaited=is_awaited):
+            return
+        if is_awaited:  # the process ends: the caller, who waits for this save, makes it
+            job()
+        else:
             self._end(save, tier.name)
             message = "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is not saved: %s"
             log.warning(message, tier.name, save.content.key)

@@ -21,7 +21,7 @@ HEAVY = {
 }
 PACKAGES = {
     "ragfuse": ("Engine", "Settings"),
-    "langchain_ragfuse": ("ChatRagFuse", "create_fused_documents_chain"),
+    "langchain_ragfuse": ("ChatRagFuse", "RagFuseRetriever"),
     "llama_index.llms.ragfuse": ("RagFuseLLM", "KVPrecompute"),
     "haystack_integrations.components.generators.ragfuse": ("RagfuseChatGenerator",),
 }

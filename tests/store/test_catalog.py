@@ -129,7 +129,7 @@ def test_a_book_that_cannot_be_read_says_where_and_what_to_do(book, tmp_path):
     with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
         connection.execute("DROP TABLE texts")
     connection.close()
-    with pytest.raises(StoreError, match=r"catalog\.sqlite.*Give another folder"):
+    with pytest.raises(StoreError, match=r"catalog\.sqlite.*RAGFUSE_HOME"):
         list(book.texts("m"))
 
 

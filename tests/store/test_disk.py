@@ -340,7 +340,7 @@ def test_everything_is_for_this_user_alone(tmp_path):
 def test_a_store_whose_folder_is_a_file_says_so_and_what_to_do(tmp_path):
     path = tmp_path / "store"
     path.write_text("mine")
-    with pytest.raises(StoreError, match=r"wanted a folder .*, found a file .*Give another folder"):
+    with pytest.raises(StoreError, match=r"wanted a folder .*, found a file .*RAGFUSE_HOME"):
         DiskTier(path, 1 << 20, lru)
     assert path.read_text() == "mine"
 
