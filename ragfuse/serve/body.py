@@ -11,8 +11,6 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from ragfuse.serve.guard import unless_disconnected
-
 
 def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
     """Parse and validate a body as `model`.
@@ -43,7 +41,7 @@ class ParsedRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is parsed on the intake thread, unless the client disconnects."""
+    """A route whose body is parsed on the intake thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return a handler that reads the body first, then calls FastAPI's own handler."""
@@ -54,8 +52,7 @@ class BodyRoute(APIRoute):
 
         async def read_first(request: Request) -> Response:
             threads = request.app.state.threads
-            reading = threads.run(threads.intake, read_as, model, await request.body())
-            body = await unless_disconnected(request.receive, reading)
+            body = await threads.run(threads.intake, read_as, model, await request.body())
             return await handler(ParsedRequest(request, body))
 
         return read_first

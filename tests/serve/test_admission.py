@@ -152,20 +152,6 @@ def test_looks_at_the_store_whose_senders_are_gone_are_not_made(two: Served) -> 
         assert gate.came == 3
 
 
-def test_a_body_whose_sender_is_gone_is_not_read(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ragfuse.serve.body as bodies
-
-    gate = Gate(bodies.read_as)
-    monkeypatch.setattr(bodies, "read_as", gate)
-    with ExitStack() as lines:
-        for _ in range(20):
-            send_to(lines.enter_context(raw(two.port)), *explain_request(two))
-        wait_for(lambda: gate.inside == 1 and two.service.threads.intake._work_queue.qsize() == 19)
-    gate.opened.set()
-    assert two.chat(max_tokens=1).status_code == 200
-    assert gate.came == 2
-
-
 async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
     tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
