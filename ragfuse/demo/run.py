@@ -150,9 +150,13 @@ class Demo:
         self._encode([text for text in self.texts if text[1] in found], "computing the KV of longer passages", console)
 
     def warm_up(self, question: str) -> None:
-        """Answer a question both ways, unmeasured, so that first-call costs of the process are not measured."""
+        """Answer a question both ways, unmeasured, so that first-call costs of the process are not measured.
+
+        What it leaves to encode is waited for, as somebody who reads an answer does.
+        """
         for reuse in (False, True):
             self._invoke(question, reuse)
+        self.engine.flush()
 
     def ask(self, question: str, golds: Sequence[str]) -> DemoAnswer:
         """Answer a question both ways, and measure the KL of fused and of plainly reused KV to full prefill.
