@@ -17,7 +17,6 @@ from ragfuse.schemas.layout import SchemaRun
 from ragfuse.store.radix import holds
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
-from ragfuse.types.prompt import Prompt
 
 log = logging.getLogger("ragfuse.engine")
 
@@ -50,8 +49,7 @@ class EncodeJob:
         source: Where the text of a "chunk" came from, for people.
         keys: Key of the entry of a "copy", or keys of the chunks to "promote".
         run: The run of a schema, for "run".
-        prompt: The prompt to "learn" from.
-        nothing_reused: For "learn", whether nothing of the prompt was reused.
+        plan: The plan of the prompt to "learn" from.
         n_prefix: For "prefix", how many of `tokens` are in the prefix cache already.
     """
 
@@ -61,8 +59,7 @@ class EncodeJob:
     source: str = ""
     keys: tuple[ChunkKey, ...] = ()
     run: SchemaRun | None = None
-    prompt: Prompt | None = None
-    nothing_reused: bool = False
+    plan: LoadPlan | None = None
     n_prefix: int = 0
 
 
@@ -121,7 +118,7 @@ class BackgroundEncoder:
         """Remove jobs with tokens or a prompt that contains one of these runs, and wait for the current job to end."""
 
         def stays(job: EncodeJob) -> bool:
-            ids = job.tokens if job.prompt is None else job.prompt.token_ids
+            ids = job.tokens if job.plan is None else job.plan.prompt.token_ids
             return not any(holds(ids, run) for run in runs)
 
         with self._worker.changed:

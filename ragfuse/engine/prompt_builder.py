@@ -40,6 +40,7 @@ from ragfuse.text.known_spans import MAX_SPANS, MIN_ALTERED_TOKENS, KnownSpans, 
 from ragfuse.text.retrieved_documents import RetrievedDocuments
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.reasons import CODE
 from ragfuse.types.request_limits import MAX_RETRIEVED
 
 __all__ = ["PromptBuilder"]
@@ -148,7 +149,8 @@ class PromptBuilder:
         passages = dict[tuple[int, ...], str]()
         for text in texts:
             ids = self._runtime.model.tokens(text.strip())
-            passages |= {span.tokens: span.text for span in self._spans.sharing(ids, LEARNT)}
+            shared = (*self._spans.sharing(ids, LEARNT), *self._spans.sharing(ids, CODE))
+            passages |= {span.tokens: span.text for span in shared}
             self._drop(ids, text.strip())
         for run, passage in passages.items():
             self._drop(run, passage)

@@ -14,7 +14,6 @@ from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, LoadPlan, is_exact
 from ragfuse.types.prompt import Segment
-from ragfuse.types.reasons import SHORT
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> Strea
 def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:
     told = SegmentTrace(segment.source, segment.told_kind, len(segment.tokens), segment.start, hit=False)
     if not segment.keys:
-        return replace(told, why=SHORT)
+        return replace(told, why=segment.why_fresh)
     fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
     told = replace(told, goes_on=_goes_on(plan.prompt.segments, index))
     if fetch is None or plan.fallback_reason:

@@ -11,7 +11,6 @@ from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, Forecast, LoadPlan, is_blended, is_exact
 from ragfuse.types.policy_cost import Needs
-from ragfuse.types.reasons import SHORT
 from ragfuse.types.sizes import size_text
 
 BOUNDS = MappingProxyType(
@@ -122,8 +121,8 @@ def _segments(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
 
 def _misses(plan: LoadPlan) -> dict[int, str]:
     """Return why a segment is computed, by its index: its miss, or that it is a chunk too short to be stored."""
-    short = (at for at, each in enumerate(plan.prompt.segments) if not (each.keys or each.is_new_text))
-    return {**dict.fromkeys(short, SHORT), **dict(plan.misses)}
+    told = ((at, each) for at, each in enumerate(plan.prompt.segments) if not (each.keys or each.is_new_text))
+    return {**{at: each.why_fresh for at, each in told}, **dict(plan.misses)}
 
 
 def _left_out(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:

@@ -23,6 +23,7 @@ from ragfuse.text.rendered import Chars, Conversation, PlacedPiece, Rendered
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, spelled
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt, Segment
+from ragfuse.types.reasons import CODE
 
 Message = tuple[str, str | Sequence[Piece]] | ChatMessage
 """(role, content) or a `ChatMessage`; the content is one text or a list of pieces."""
@@ -220,6 +221,7 @@ class Assembler:
             raise InputError("The prompt is empty; wanted at least one token of text.")
         reused = [run.is_chunk and len(run.tokens) >= (1 if run.stored else self.min_chunk_tokens) for run in runs]
         reused[-1] = False
+        reused = [keep and run.source != CODE for keep, run in zip(reused, runs, strict=True)]
         n_prefix = next((i for i, run in enumerate(runs) if run.is_chunk), len(runs)) if any(reused) else 0
         prompt = Prompt(_placed(self._segments(runs, reused, n_prefix)), last_user_rows=last_user_rows)
         chunks = (lo for each, (lo, _) in zip(prompt.segments, prompt.spans, strict=True) if each.kind == "chunk")
@@ -248,8 +250,8 @@ class Assembler:
             yield Segment(prefix, 0)
         for run, keep in zip(runs[n_prefix:], reused[n_prefix:], strict=True):
             if not keep:
-                is_short = run.is_chunk and len(run.tokens) < self.min_chunk_tokens
-                yield Segment(run.tokens, 0, source=run.source if is_short else "")
+                is_told = run.is_chunk and (run.source == CODE or len(run.tokens) < self.min_chunk_tokens)
+                yield Segment(run.tokens, 0, source=run.source if is_told else "")
                 continue
             is_part = run.stored and run.stored != run.tokens
             rows, stored = ((run.row, run.row + len(run.tokens)), run.stored) if is_part else (None, ())

@@ -8,6 +8,7 @@ from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from ragfuse.types.keys import ChunkKey, Kind
+from ragfuse.types.reasons import CODE, SHORT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +57,11 @@ class Segment:
     def is_new_text(self) -> bool:
         """Whether it is fresh and no chunk."""
         return self.kind == "fresh" and not self.source
+
+    @property
+    def why_fresh(self) -> str:
+        """Why a chunk without keys is computed."""
+        return CODE if self.source == CODE else SHORT
 
     @property
     def told_kind(self) -> Kind:
