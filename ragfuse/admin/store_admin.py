@@ -7,7 +7,7 @@ people is in the command line.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,9 @@ from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.deletion import (
     Chunk,
-    ForgottenTexts,
     chunk_named,
     chunk_of,
     dropped,
-    forget_sources,
     forget_texts,
     sources_in_order,
 )
@@ -303,10 +301,6 @@ class StoreAdmin:
         chunks = {chunk_of(row.entry.key) for row in removed} - still_stored
         texts = 0 if result.silent or result.unknown else self._delete_texts(chunks, entry_filter)
         return Cleared(removed, stayed, texts, result.silent, result.unknown)
-
-    def forget_sources(self, texts: Mapping[str, str], sources: Collection[str]) -> ForgottenTexts:
-        """Delete chunks of documents that are gone, as `store.deletion.forget_sources` does for the settings' salt."""
-        return forget_sources(self.store, self.catalog.strict, self._salt, texts, sources)
 
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""

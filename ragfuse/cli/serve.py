@@ -24,7 +24,6 @@ from ragfuse.cli.options import (
     default_of,
     option,
     prepare_model,
-    refuse_without,
     settings_of,
 )
 from ragfuse.errors import InputError, StoreError
@@ -108,7 +107,6 @@ def serve(
     ray_cpus: RayCPUs = None,
 ) -> None:
     """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending writes."""
-    refuse_without("--ray", ray is not None, replicas=replicas, ray_cpus=ray_cpus)
     folder = next((each for each in store or () if "://" not in each), None)
     given = {
         "model": model,

@@ -12,13 +12,11 @@ from rich.text import Text
 from ragfuse.cli.entries import counted, plain
 from ragfuse.cli.opened import confirm, open_admin
 from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
-from ragfuse.cli.words import HintingGroup
 from ragfuse.errors import InputError
 from ragfuse.settings import SINKS
 from ragfuse.types.sizes import size_text
 
 sessions = typer.Typer(
-    cls=HintingGroup,
     no_args_is_help=True,
     help="Look after stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf a salt is set "
     "(RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those of all tenants. Running processes "

@@ -169,3 +169,11 @@ def strip(trace: Trace, width: int) -> Text:
             style = RECOMPUTED if sum(row in recomputed for row in rows) * 4 >= len(rows) else REUSED
         text.append("█", style)
     return text
+
+
+def tell_sources(sources: Iterable[str]) -> None:
+    """Say on standard error which documents the passages of a prompt were retrieved from."""
+    names = names_of(sources)
+    if names:
+        line = f"From {', '.join(names)}."
+        Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)

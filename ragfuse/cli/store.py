@@ -24,7 +24,6 @@ from ragfuse.cli.entries import (
 )
 from ragfuse.cli.opened import confirm, entry_filter_of, open_admin, progress_bar, refuse, select_entries
 from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
-from ragfuse.cli.words import HintingGroup
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.sizes import capacity_text, size_text
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from ragfuse.admin.store_admin import EntryFilter
 
 store = typer.Typer(
-    cls=HintingGroup,
     no_args_is_help=True,
     help="Look after the stored KV, without loading a model.\n\nChanges apply to all processes at once, except to KV "
     "that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its "
