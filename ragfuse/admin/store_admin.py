@@ -314,13 +314,6 @@ class StoreAdmin:
             self.catalog.strict, chunks
         )
 
-    def move(self, rows: Sequence[EntryRow], tier: str, progress: Progress | None = None) -> Outcome:
-        """Move entries to one tier, deleting them from all others. StoreError if that tier does not answer."""
-        self._check_tier(tier)
-        if tier in self.store.silent():
-            raise StoreError(unanswered([tier], "nothing was moved"))
-        return bulk.move(self.store, [row.entry.key for row in rows], tier, progress)
-
     def export(self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
         """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""
         keys = list(dict.fromkeys(row.entry.key for row in rows))

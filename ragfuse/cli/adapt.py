@@ -17,7 +17,6 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
 from ragfuse.cli.checks import calibrate_engine
 from ragfuse.cli.engine import tell_loaded
-from ragfuse.cli.entries import counted
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import split_documents
 from ragfuse.cli.options import (
@@ -35,6 +34,7 @@ from ragfuse.cli.options import (
     settings_of,
     write_json,
 )
+from ragfuse.cli.show import counted
 from ragfuse.errors import ModelError
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text

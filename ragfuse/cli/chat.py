@@ -19,7 +19,6 @@ from rich.text import Text
 
 from ragfuse.cli.answerer import APIKey, Server, in_options, is_local, open_answerer, options_for_server
 from ragfuse.cli.ask import add_documents, library_for
-from ragfuse.cli.entries import counted
 from ragfuse.cli.files import find_files
 from ragfuse.cli.options import (
     Device,
@@ -37,7 +36,7 @@ from ragfuse.cli.options import (
     option,
     settings_of,
 )
-from ragfuse.cli.show import WrappedOutput, show_trace, tell_sources
+from ragfuse.cli.show import WrappedOutput, counted, show_trace, tell_sources
 from ragfuse.errors import InputError, RagFuseError
 
 if TYPE_CHECKING:

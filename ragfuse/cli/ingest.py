@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, Tex
 
 from ragfuse.cli.answerer import is_local
 from ragfuse.cli.engine import loaded_engine
-from ragfuse.cli.entries import counted
 from ragfuse.cli.files import READABLE_TYPES, find_files
 from ragfuse.cli.options import (
     Device,
@@ -33,7 +32,7 @@ from ragfuse.cli.options import (
     settings_of,
     write_json,
 )
-from ragfuse.cli.show import listed, printable, short
+from ragfuse.cli.show import counted, listed, plain, short
 from ragfuse.errors import InputError
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text
@@ -164,7 +163,7 @@ def split_documents(
     for path, why in skipped:
         by_reason.setdefault(why, []).append(str(path))
     for why, names in by_reason.items():
-        line = f"[yellow]left out[/]: {escape(listed(names))}: {escape(printable(why))}"
+        line = f"[yellow]left out[/]: {escape(listed(names))}: {escape(plain(why))}"
         console.print(line, highlight=False, soft_wrap=True)
     if found.files and not documents:
         raise InputError(f"Wanted text, found none in {counted(len(found.files), 'file')}; the lines above say why.")

@@ -116,10 +116,10 @@ def explain(
     with loaded_engine(settings, console) as engine:
         prompt, _ = prompt_for(engine, library, question, console)
         plan = engine.plan(prompt, Ask(deadline_s=deadline))
-    from ragfuse.cli.show import printable
+    from ragfuse.cli.show import plain
     from ragfuse.plan.explanation import as_dict, in_words
 
-    words = in_words(plan, name_of=lambda source: printable(Path(source).name))
+    words = in_words(plan, name_of=lambda source: plain(Path(source).name))
     console.print(words, markup=False, highlight=False, soft_wrap=True)
     write_json({"question": question, **as_dict(plan), "words": words}, json)
 

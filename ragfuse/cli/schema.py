@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.engine import loaded_engine
-from ragfuse.cli.entries import counted, plain
-from ragfuse.cli.opened import open_admin
+from ragfuse.cli.open_store import open_admin
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -27,7 +26,7 @@ from ragfuse.cli.options import (
     settings_of,
     write_json,
 )
-from ragfuse.cli.show import short
+from ragfuse.cli.show import counted, plain, short
 from ragfuse.engine.question import read_schema
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text

@@ -83,7 +83,7 @@ def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
 def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> int:
     """Delete chunks everywhere: stored KV, pending saves and texts. Return the bytes freed.
 
-    If a tier does not answer, the texts stay in the catalog, so that `ragfuse store clear` still finds what it holds.
+    If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds what it holds.
     """
     if not chunks:
         return 0

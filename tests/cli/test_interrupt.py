@@ -200,20 +200,6 @@ def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, s
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_move_says_that_what_was_copied_stays_and_the_next_one_goes_on(
-    start, told, stored, tmp_path, environment
-):
-    environment["RAGFUSE_TIERS"] = json.dumps([str(tmp_path / "cold")])
-    process = start("store", "move", "--all", "--to", "disk-2", command=slowed("write"))
-    assert [process.stdout.readline() for _ in range(3)] == ["at work\n"] * 3
-    assert "what was copied is in both tiers. Run the same command again" in interrupted(process)
-    rows = {row["tier"]: row["entries"] for row in told("store", "stats")["tiers"]}
-    assert (rows["disk"], rows["disk-2"] > 1) == (10, True)
-    assert told("store", "move", "--all", "--to", "disk-2")["entries"] == 10
-    assert {row["tier"]: row["entries"] for row in told("store", "stats")["tiers"]} == {"disk": 0, "disk-2": 10}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["measure", "doctor"])
 def test_ctrl_c_in_what_is_tried_on_a_disk_leaves_nothing_there(start, tmp_path, environment, command):
     (tmp_path / "temporary").mkdir()
