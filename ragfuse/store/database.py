@@ -1,6 +1,6 @@
 """A small SQLite file that threads and processes share: WAL mode, one connection to read and one to write.
 
-`index.py`, `catalog_file.py` and those who have a `RecordFile` define the tables.
+`index.py`, `catalog.py` and those who have a `RecordFile` define the tables.
 """
 
 from __future__ import annotations
@@ -56,6 +56,19 @@ class Database:
         """Return all rows of a query. Never waits for a writer of a file."""
         with self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
+
+    def number(self, sql: str, arguments: Sequence[Any] = ()) -> int:
+        """Return the only number that a query gives."""
+        return int(self.query(sql, arguments)[0][0])
+
+    def words(self, sql: str, arguments: Sequence[Any] = ()) -> list[str]:
+        """Return the texts of a query's only column; a damaged one is left out."""
+        return [word for (word,) in self.query(sql, arguments) if isinstance(word, str)]
+
+    def change(self, sql: str, arguments: Sequence[Any] = ()) -> int:
+        """Run one statement as a transaction, and return how many rows it changed."""
+        with self.write() as transaction:
+            return transaction.execute(sql, arguments).rowcount
 
     @contextmanager
     def write(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
