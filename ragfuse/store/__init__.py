@@ -3,7 +3,7 @@
 from ragfuse.store.catalog import Catalog, CatalogFile, KnownText
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_store, open_tier
-from ragfuse.store.level_reader import EncodedLayers
+from ragfuse.store.levels import EncodedLayers
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.session_catalog import SessionRow
 from ragfuse.store.store import KVStore, StoreStats
