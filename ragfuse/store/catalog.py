@@ -10,7 +10,6 @@ An answer must not fail because the catalog does, so `Catalog` returns defaults 
 from __future__ import annotations
 
 import json
-import sqlite3
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,10 +20,9 @@ from ragfuse.errors import StoreError
 from ragfuse.process.shared import note
 from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker
-from ragfuse.store.database import Database
-from ragfuse.store.folder import describe_error, locked, open_folder, refusal
+from ragfuse.store.database import Database, store_errors
+from ragfuse.store.folder import open_folder
 from ragfuse.store.session_catalog import SESSION_SCHEMA, SessionQueries
-from ragfuse.types.keys import FORMAT_VERSION
 
 T = TypeVar("T")
 
@@ -32,6 +30,7 @@ COOL_DOWN_S = 10.0
 """Seconds without another try after the file could not be read or written."""
 LOCK_WAIT_S = 3.0
 """Most seconds that a query waits for another process that is writing the file."""
+_NAME = "catalog.sqlite"
 _SCHEMA = f"""{SESSION_SCHEMA}
 CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS texts(
@@ -163,11 +162,7 @@ class CatalogFile(CatalogQueries):
         if path is None:
             return
         self.path = open_folder(Path(path).expanduser(), shared_with)
-        try:
-            with locked(self.path / "lock"):
-                self._database = Database(self.path / "catalog.sqlite", _SCHEMA, FORMAT_VERSION, LOCK_WAIT_S)
-        except (OSError, sqlite3.Error) as error:
-            raise self._refusal(error) from error
+        self._database = Database.in_folder(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
 
     @property
     def is_open(self) -> bool:
@@ -179,11 +174,12 @@ class CatalogFile(CatalogQueries):
         if self._database is None:
             return default
         try:
-            return query(self._database)
-        except (OSError, sqlite3.Error) as error:
+            with store_errors(self.path, _NAME):
+                return query(self._database)
+        except StoreError:
             if self._database is None:
                 return default  # closed during the query
-            raise self._refusal(error) from error
+            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -196,9 +192,6 @@ class CatalogFile(CatalogQueries):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _refusal(self, error: Exception) -> StoreError:
-        return refusal(self.path, describe_error(self.path, error, " in catalog.sqlite"))
 
 
 class Catalog(CatalogQueries):

@@ -15,11 +15,22 @@ from threading import RLock
 from typing import Any
 
 from ragfuse.store.access import open_file, share_file
+from ragfuse.store.folder import describe_error, locked, refusal
+from ragfuse.types.keys import FORMAT_VERSION
 
 log = logging.getLogger("ragfuse.store")
 
 Row = tuple[Any, ...]
 _CLOSE_S = 1.0
+
+
+@contextmanager
+def store_errors(folder: Path, name: str) -> Iterator[None]:
+    """Turn errors of a file in a store's folder into StoreError, which says where and what to do."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise refusal(folder, describe_error(folder, error, f" in {name}")) from error
 
 
 class Database:
@@ -51,6 +62,12 @@ class Database:
             for statement in filter(str.strip, schema.split(";")):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version={version}")
+
+    @classmethod
+    def in_folder(cls, folder: Path, name: str, schema: str, timeout_s: float = 30.0) -> Database:
+        """Open a file of a store's folder, under the folder's lock; StoreError if it cannot be used."""
+        with store_errors(folder, name), locked(folder / "lock"):
+            return cls(folder / name, schema, FORMAT_VERSION, timeout_s)
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Return all rows of a query. Never waits for a writer of a file."""
