@@ -305,7 +305,7 @@ class StoreAdmin:
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
         tenants = self._tenants()
-        known = self.catalog.strict.models() if entry_filter.selects_tenants else []
+        known = self.catalog.strict.tenants() if entry_filter.selects_tenants else []
         return [digest for digest in known if _matches_tenant(tenants.get(digest, Tenant(digest)), entry_filter)]
 
     def _delete_texts(self, chunks: set[Chunk], entry_filter: EntryFilter) -> int:
@@ -376,9 +376,8 @@ class StoreAdmin:
 
     def _rows_of(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[EntryRow]:
         texts, sources = dict[Chunk, str](), dict[Chunk, list[str]]()
-        file = self.catalog.file
         for model in {entry.key.model for entry, _ in found}:
-            for known in file.texts(model) if file is not None else ():
+            for known in self.catalog.strict.texts(model):
                 chunk = chunk_named(known.key)
                 texts.setdefault(chunk, known.text[:_SHOWN_CHARS])
                 sources.setdefault(chunk, []).append(known.source)
@@ -388,9 +387,9 @@ class StoreAdmin:
             yield EntryRow(entry, tenant, names[0] if names else "", texts.get(chunk, ""), names)
 
     def _texts(self, keys: Iterable[ChunkKey]) -> Iterator[ArchivedText]:
-        wanted, file = {chunk_of(key) for key in keys}, self.catalog.file
+        wanted = {chunk_of(key) for key in keys}
         for model in sorted({model for model, _ in wanted}):
-            for known in file.texts(model) if file is not None else ():
+            for known in self.catalog.strict.texts(model):
                 if chunk_named(known.key) in wanted:
                     yield ArchivedText(model, *known)
 

@@ -135,7 +135,7 @@ class PromptBuilder:
         """Fill the index from the catalog, once and in the background; at once with what this text may hold."""
         with self._lock:
             if not self._is_loaded:
-                self._is_loaded, texts = self._catalog.try_texts(digest)
+                self._is_loaded, texts = self._catalog.tried(lambda file: file.texts(digest))
                 unread = defaultdict[str, list[KnownText]](list)
                 for each in texts or ():
                     unread[each.text[:ANCHOR_CHARS]].append(each)

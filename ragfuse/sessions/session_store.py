@@ -232,7 +232,7 @@ class SessionStore:
 
         Of two processes that continue a session, the one that wrote its turn first is right.
         """
-        answered, found = self._catalog.try_session(*name)
+        answered, found = self._catalog.tried(lambda file: file.sessions.get(*name))
         version = found[0] if found is not None else 0
         if held is not None and (not answered or held.version == version):
             return held

@@ -466,7 +466,7 @@ def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server
         done = admin.clear(lines, EntryFilter())
         assert ({line.entry.key for line in done.stayed}, done.silent, done.texts) == ({OURS[1]}, ["redis"], 0)
         assert {line.entry.key for line in done.dropped} == {OURS[0], OURS[2], FILLER, *THEIRS}
-        assert len(admin.catalog.file.models()) == 2
+        assert len(admin.catalog.file.tenants()) == 2
 
 
 def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
