@@ -178,7 +178,7 @@ def _ingest(
 
 def pml_prompt(pml: Path, question: str) -> Any:
     """Return the prompt in a PML file, with a question appended if there is one."""
-    from ragfuse.engine.question import read_prompt
+    from ragfuse.schemas.pml import read_prompt
 
     found = read_prompt(pml)
     return found.asking(question) if question.strip() else found

@@ -28,7 +28,7 @@ from ragfuse.cli.options import (
 )
 from ragfuse.cli.show import short
 from ragfuse.cli.words import HintingGroup
-from ragfuse.engine.question import read_schema
+from ragfuse.schemas.pml import read_schema
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text
 
