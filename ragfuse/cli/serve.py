@@ -90,16 +90,6 @@ def serve(
             default_of("serve_timeout_s"),
         ),
     ] = None,
-    decode_at: Annotated[
-        str | None,
-        option(
-            "--decode-at",
-            "Address of a vLLM server with the connector of vllm-ragfuse: this server prefills, that one decodes. "
-            "Its API key is RAGFUSE_DECODE_KEY.",
-            default_of("decode_at", "nowhere"),
-            metavar="URL",
-        ),
-    ] = None,
     ray: Ray = None,
     replicas: Annotated[
         str | None,
@@ -127,11 +117,9 @@ def serve(
         serve_together=together,
         serve_waiting=waiting,
         serve_timeout_s=timeout,
-        decode_at=decode_at,
     ).usable()
     try:
         import fastapi  # noqa: F401
-        import httpx  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
@@ -144,10 +132,9 @@ def serve(
     keys = Keys(accepted, settings.salt)
     check_host(host, keys)
     if ray is not None:
-        from ragfuse.ray.application import ReplicaOptions, check_decoder
+        from ragfuse.ray.application import ReplicaOptions
         from ragfuse.ray.cluster import check_cluster
 
-        check_decoder(settings)
         options = ReplicaOptions.parse(replicas or "1", ray_cpus)
         check_cluster(settings, ray)
     prepare_model(settings)
@@ -168,7 +155,6 @@ def serve(
         from ragfuse.admin.unkeyed import in_words, unkeyed
         from ragfuse.serve.server import serve as run
         from ragfuse.serve.service import Service
-        from ragfuse.store.urls import shown
 
         service = Service(settings, keys)
 
@@ -183,12 +169,6 @@ def serve(
         def announce(url: str) -> None:
             status.stop()
             _announce(console, service.model, url)
-            if service.decoder is not None:
-                how = "decodes" if service.decoder.is_up else "is to decode, and is awaited"
-                place = shown(service.settings.transfer_url)
-                message = f"vLLM at {service.settings.decode_at} {how}; KV is handed over in {place}."
-                console.print(message, highlight=False, markup=False, soft_wrap=True)
-
             if len(service.keys):
                 service.threads.upkeep.submit(tell_unkeyed)  # a large remote store takes a while to list
 

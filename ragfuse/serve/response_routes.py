@@ -60,8 +60,7 @@ def response_routes(service: Service) -> APIRouter:
                 log.error("A response was answered, but not stored: %s", error)
                 response["store"] = False
 
-        made = make if service.decoder is None else service.decoder.instead_of(make, tenant.salt)
-        run = await unless_disconnected(request.receive, service.begin(tenant, made, session))
+        run = await unless_disconnected(request.receive, service.begin(tenant, make, session))
         try:
             found = token_counts_of(request).counted(run.read())
             if body.stream:

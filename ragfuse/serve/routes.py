@@ -144,12 +144,10 @@ async def _answer(
     tenant = tenant_of(request)
     if body.ragfuse.token_trace:
         make = _with_token_trace(make)
-    level, is_router = service.settings.transfer_level, service.decoder is not None
-    transfer = transfer_of(body, service.transfers, service.model, tenant.salt, level, is_router)
+    level = service.settings.transfer_level
+    transfer = transfer_of(body, service.transfers, service.model, tenant.salt, level)
     if transfer is not None:
         make, wants_logprobs = transfer.instead_of(make), False
-    elif service.decoder is not None:
-        make = service.decoder.instead_of(make, tenant.salt)
     run = await unless_disconnected(request.receive, service.begin(tenant, make, body.session_id))
     try:
         engine = run.engine

@@ -65,6 +65,10 @@ class OnlyValues:
         return {"enum": [*self.values, None]}
 
 
+def _is_unsupported(note: Any) -> bool:
+    return isinstance(note, OnlyValues)
+
+
 class RequestBody(BaseModel):
     """The base of request bodies: unknown fields, wrong types, NaN and infinity are errors."""
 
@@ -240,6 +244,16 @@ class CompletionRequest(RequestBody):
     return_tokens_as_token_ids: Annotated[Any, OnlyValues((False,), "logprobs name tokens by their text")] = None
     priority: Annotated[Any, OnlyValues((0,), "all requests wait in one queue; leave it out")] = None
     cache_salt: Annotated[Any, OnlyValues((), "each tenant has its own cache; use an API key of another tenant")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _for_this_engine(cls, given: Any) -> Any:
+        """Leave out what only the engine that decodes reads, where that is another one: a proxy sends both the same."""
+        params = given.get("kv_transfer_params") if isinstance(given, dict) else None
+        if not isinstance(params, dict) or not params.get("do_remote_decode"):
+            return given
+        known = {name for name, each in cls.model_fields.items() if not any(map(_is_unsupported, each.metadata))}
+        return {name: value for name, value in given.items() if name in known}
 
 
 class ChatRequest(CompletionRequest):

@@ -21,7 +21,6 @@ from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.remote_decoder import RemoteDecoder, with_place
 from ragfuse.serve.request_queue import Job
 from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun
@@ -57,7 +56,7 @@ class Service:
     """
 
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
-        self.settings = settings = with_place(settings.usable())
+        self.settings = settings = settings.usable()
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
         self.names = settings.served_model_name or (Path(settings.model).name,)
         self.model = self.names[0]
@@ -67,13 +66,6 @@ class Service:
         self.counts = ServerCounts(self.admission)
         self.threads = Threads(settings.serve_together)
         self.transfers = TransferPlace.open(settings) if settings.transfer_url else None
-        self.decoder = (
-            RemoteDecoder(settings, self.transfers, self.model)
-            if settings.decode_at and self.transfers is not None
-            else None
-        )
-        if self.decoder is not None:
-            self.counts.show_decoder(self.decoder)
         self.embedder = Embedder(settings.embedder, settings.home)
         self.responses = ResponseRecords(settings)
         self.documents = DocumentRecords(settings, self.embedder.name)
@@ -126,22 +118,6 @@ class Service:
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # clients see no path of this machine
         return engine
-
-    def connect(self) -> None:
-        """Find out whether the vLLM server that decodes is there, if there is to be one. It may block.
-
-        Raises:
-            SettingsError: It is there and cannot decode what is prefilled here.
-        """
-        if self.decoder is not None:
-            tenant = self.keys.tenants[0]
-            self.decoder.connect(self.engine(tenant), tenant.salt)
-
-    def reconnect(self) -> None:
-        """Try again to reach the vLLM server that decodes, if it is away. It may block."""
-        if self.decoder is not None and not self.decoder.is_up and not self.stopping:
-            tenant = self.keys.tenants[0]
-            self.decoder.reconnect(self.engine(tenant), tenant.salt)
 
     async def begin(
         self, tenant: APITenant, make: Callable[[Engine], Sequence[AnswerRequest]], session: str | None
@@ -231,13 +207,9 @@ class Service:
                 engine.expect({name: at for at, (whose, name) in enumerate(conversations) if whose == salt})
 
     async def upkeep(self) -> None:
-        """Keep every tenant within its quota and the vLLM server in sight, for as long as the server runs."""
+        """Keep every tenant within its quota, for as long as the server runs."""
         while True:
             await asyncio.sleep(UPKEEP_S)
-            try:
-                await self.threads.run(self.threads.upkeep, self.reconnect)
-            except Exception as error:
-                log.warning("The vLLM server could not be asked now; it is tried again soon: %s", error)
             if self.transfers is not None:
                 await self.threads.run(self.threads.upkeep, self.transfers.sweep_if_due)
             for salt, engine in list(self._engines.items()):
@@ -267,8 +239,6 @@ class Service:
             engine.close()
         self.responses.close()
         self.documents.close()
-        if self.decoder is not None:
-            self.decoder.close()
         if self.transfers is not None:
             self.transfers.close()
 

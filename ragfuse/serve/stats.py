@@ -38,13 +38,6 @@ class HasQueue(Protocol):
         ...
 
 
-class Decodes(Protocol):
-    """A server that decodes answers."""
-
-    outcomes: Counter[str]
-    is_up: bool
-
-
 class ServerCounts:
     """The metrics of a server: requests by path and status, waiting and running requests, and each tenant's engine.
 
@@ -80,10 +73,6 @@ class ServerCounts:
             registry = self._tenant_registries.setdefault(salt, CollectorRegistry())
         metrics(engine, registry, name, shares)
         registry.register(_QuotaMetrics(keeper, name))
-
-    def show_decoder(self, decoder: Decodes) -> None:
-        """Add what became of answers that another server was to decode."""
-        self._registry.register(_DecodeMetrics(decoder))
 
     def text(self, salt: str) -> bytes:
         """Return the metrics that the tenant of this salt may see, in Prometheus' text format."""
@@ -146,33 +135,6 @@ class _QuotaMetrics:
         for kind in ("bytes", "texts", "sessions"):
             evictions.add_metric([*engine, kind], self._keeper.evicted[kind])
         yield from (limits, evictions)
-
-
-class _DecodeMetrics:
-    """What became of answers that another server was to decode, and whether it does so now."""
-
-    def __init__(self, decoder: Decodes) -> None:
-        self._decoder = decoder
-
-    def describe(self) -> Iterable[Any]:
-        """Return the metric families, for Prometheus' registry."""
-        return self.collect()
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the metric families with their current values."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        answers = CounterMetricFamily(
-            "ragfuse_decode_at_answers",
-            "Answers that vLLM was to write, by what became of them: all but decoded were written here.",
-            labels=["outcome"],
-        )
-        for outcome, n in self._decoder.outcomes.copy().items():
-            answers.add_metric([outcome], n)
-        yield answers
-        yield GaugeMetricFamily(
-            "ragfuse_decode_at_up", "Whether the vLLM server decodes now.", value=self._decoder.is_up
-        )
 
 
 def _path_label(path: str) -> str:
