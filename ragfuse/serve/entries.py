@@ -15,7 +15,7 @@ from ragfuse.engine.engine import Engine
 from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.refusals import APIError
 from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks, leave_source, sources_in_order
-from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 ENTRY_CHARS = 200
@@ -173,16 +173,11 @@ def kv_nbytes(entries: Iterable[Entry]) -> int:
     return sum(largest.values())
 
 
-def stored_kv(engine: Engine, texts: Sequence[str]) -> list[int | None]:
-    """Return the bytes of KV that a tenant's store has of each text, in whatever context; None: it has none.
+def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
+    """Return the bytes of KV that a tenant's store has of each chunk, in whatever context; None: it has none.
 
     What is being saved counts as stored, with 0 bytes.
     """
-    return stored_chunks(engine, [(engine.digest, token_digest(engine.tokens(text))) for text in texts])
-
-
-def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
-    """Return the bytes of KV that a tenant's store has of each chunk; as `stored_kv`, whose texts are known by name."""
     wanted = set(chunks)
     found: dict[Chunk, list[Entry]] = {
         chunk: [] for key in engine.store.under_way() if (chunk := chunk_of(key)) in wanted
