@@ -74,7 +74,7 @@ def test_a_turn_that_does_not_come_in_time_is_told(tiny_settings: Settings) -> N
     with serving(tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})) as served:
         jobs = served.service.admission.jobs
         jobs.submit(Future())  # type: ignore[arg-type]
-        held = jobs.take(0)
+        held = jobs.take()
         answer = served.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert held is not None
