@@ -137,7 +137,7 @@ class JobQueue(Generic[T]):
     # inside, with the lock held
 
     def _full(self, found: str, n: int) -> BusyError:
-        """Return the error that says when `n` jobs are done: a second at least, so that clients do not all come at once."""
+        """Return the error that says when `n` jobs are done: a second at least."""
         wait_s = max(n * (1.0 if self._pace_s is None else self._pace_s), 1.0)
         return BusyError(f"The queue is full: {found}. Retry in {wait_s:.0f} s.", wait_s)
 

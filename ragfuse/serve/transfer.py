@@ -7,15 +7,14 @@ found. A proxy hands them to the engine that decodes, as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.errors import ModelError, TransferError
-from ragfuse.serve.refusals import APIError, json_words
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import CompletionRequest
 from ragfuse.transfer import UNKNOWN, TransferHandle, TransferModel, TransferPlace, sample_weights
@@ -23,9 +22,6 @@ from ragfuse.transfer import UNKNOWN, TransferHandle, TransferModel, TransferPla
 log = logging.getLogger("ragfuse.serve")
 
 FIELD = "kv_transfer_params"
-FLAGS = ("do_remote_decode", "do_remote_prefill")
-REMOTE_NAMES = "remote_"
-"""How the names of vLLM's parameters begin that say where KV is; before a prefill they are null."""
 
 
 class PromptTransfer:
@@ -127,7 +123,6 @@ def transfer_of(
         APIError: It cannot be done (400).
     """
     params = request.kv_transfer_params or {}
-    _check_known(params)
     if params.get("do_remote_prefill"):
         raise APIError(
             400,
@@ -155,33 +150,3 @@ def transfer_of(
                 name,
             )
     return PromptTransfer(place, model, salt, level)
-
-
-def _check_known(params: Mapping[str, Any]) -> None:
-    """Raise APIError (400) for parameters that have no meaning here, so that none is taken and left out."""
-    for name, value in params.items():
-        if name in FLAGS:
-            if value is not None and not isinstance(value, bool):
-                raise APIError(
-                    400,
-                    f"{FIELD}.{name}: wanted true or false; found {json_words(value)}.",
-                    "unusable",
-                    f"{FIELD}.{name}",
-                )
-        elif not name.startswith(REMOTE_NAMES):
-            near = get_close_matches(name, FLAGS, 1)
-            advice = f"did you mean '{near[0]}'?" if near else "leave it out."
-            raise APIError(
-                400, f"There is no field '{FIELD}.{name:.80}' here; {advice}", "unknown_field", f"{FIELD}.{name:.80}"
-            )
-    if params.get(FLAGS[1]):
-        return  # which is refused for itself
-    for name, value in params.items():
-        if name.startswith(REMOTE_NAMES) and value is not None:
-            raise APIError(
-                400,
-                f"{FIELD}.{name:.80}: wanted null, as this server reads no other engine's KV; found "
-                f"{json_words(value)}. Leave it out.",
-                "unusable",
-                f"{FIELD}.{name:.80}",
-            )

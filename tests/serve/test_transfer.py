@@ -114,12 +114,6 @@ def test_other_requests_are_answered_here(params: object, prefills: Served) -> N
         ({"session_id": "a", **WANTED}, "session_id"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "do_remote_decode"),
         ({"kv_transfer_params": "yes"}, "kv_transfer_params"),
-        ({"kv_transfer_params": {"x": True}}, "no field 'kv_transfer_params.x' here; leave it out"),
-        ({"kv_transfer_params": {"x": None}}, "no field 'kv_transfer_params.x'"),
-        ({"kv_transfer_params": {"do_remote_decod": True}}, "did you mean 'do_remote_decode'?"),
-        ({"kv_transfer_params": {"do_remote_decode": 1}}, "do_remote_decode: wanted true or false; found 1."),
-        ({"kv_transfer_params": {"do_remote_decode": True, "remote_port": 1}}, "remote_port: wanted null"),
-        ({"kv_transfer_params": {"remote_host": {"a": [True, None]}}}, 'found {"a": [true, null]}'),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused(fields: dict[str, object], says: str, prefills: Served) -> None:
