@@ -45,7 +45,7 @@ NOTES = (
     ("missing", "not stored any more, as their KV was deleted or evicted: encoded again with a question about them"),
 )
 NOT_LISTED = "could not be saved: it is forgotten when the server ends"
-NAME_CHARS = 240
+SOURCE_NAME_CHARS = 240
 """Characters of a document's name in the source of a passage."""
 
 
@@ -161,7 +161,7 @@ class TenantDocuments:
                 "document": document.id,
                 "name": document.name,
                 "number": at + 1,
-                "source": f"{document.name[:NAME_CHARS]} #{at + 1}",
+                "source": f"{document.name[:SOURCE_NAME_CHARS]} #{at + 1}",
                 "text": text,
                 "score": round(float(scores[place]), 4),
             }
@@ -252,7 +252,7 @@ def _left(engine: Engine, name: str, texts: Collection[str]) -> list[str]:
 
     A passage that was found by a search and asked about is the document's as well, by the source that the search gave.
     """
-    numbered = f"{name[:NAME_CHARS]} #"
+    numbered = f"{name[:SOURCE_NAME_CHARS]} #"
     shared = leave_source(
         engine.catalog.strict, engine.digest, texts, lambda source: source == name or source.startswith(numbered)
     )

@@ -23,7 +23,7 @@ MAX_KEYS = 1000
 """Most keys of one selection."""
 MAX_SOURCE_CHARS = 4096
 """Most characters of a source."""
-KeyBeginning = Annotated[str, Field(min_length=1, max_length=128)]
+KeyBeginning = Annotated[str, Field(min_length=8, max_length=128)]
 
 
 class SelectionBody(RequestBody):
@@ -82,7 +82,7 @@ def entry_routes(service: Service) -> APIRouter:
         all: bool = False,
     ) -> dict[str, Any]:
         """Delete chunks of the client's tenant from every tier: by key, by source, or all."""
-        selection = Selection(key, source, all, "key", "all=true").checked()
+        selection = Selection(key, source, all).checked()
         return await look(request, lambda engine: delete(engine, selection))
 
     @routes.get("/usage")
