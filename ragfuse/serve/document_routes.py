@@ -14,7 +14,6 @@ from pydantic import Base64Bytes, Field
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.document_records import StoredDocument
 from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, TenantDocuments, shown
-from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
@@ -38,7 +37,7 @@ class DocumentRequest(RequestBody):
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
     text: str | None = Field(default=None, max_length=MAX_DOCUMENT_CHARS)
-    pdf: Base64Bytes | None = None
+    pdf: Annotated[Base64Bytes, Field(strict=False)] | None = None
     media_type: str | None = Field(default=None, max_length=128)
     """The type of the text: text/html, text/csv ..., or text/plain to have it taken as it is; default: by the name."""
 
@@ -68,7 +67,7 @@ def document_routes(service: Service) -> APIRouter:
         """Return the client's documents, with what the store has of them now unless one is being encoded."""
         documents = await listed(request)
         if not documents.is_encoding:
-            await unless_disconnected(request.receive, service.lookup(tenant_of(request), documents.look))
+            await service.lookup(request, documents.look)
         return documents
 
     @routes.post("")
@@ -94,10 +93,12 @@ def document_routes(service: Service) -> APIRouter:
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
         """Return the passages that are closest to a query, by the embedder of the settings."""
-        tenant, top_k = tenant_of(request), body.top_k or min(service.settings.top_k, MAX_PASSAGES)
+        top_k = body.top_k or min(service.settings.top_k, MAX_PASSAGES)
         documents = await listed(request)
-        work = service.lookup(tenant, lambda _: documents.search(body.query, top_k, body.documents))
-        return {"object": "list", "data": await unless_disconnected(request.receive, work)}
+        return {
+            "object": "list",
+            "data": await service.lookup(request, lambda _: documents.search(body.query, top_k, body.documents)),
+        }
 
     @routes.get("/{id}")
     async def show(request: Request, id: str) -> dict[str, Any]:
@@ -108,8 +109,7 @@ def document_routes(service: Service) -> APIRouter:
     async def remove(request: Request, id: str) -> dict[str, Any]:
         """Delete a document and the KV of its passages that no other source has."""
         documents = await listed(request)
-        work = service.lookup(tenant_of(request), lambda engine: documents.remove(engine, id))
-        done = await unless_disconnected(request.receive, work)
+        done = await service.lookup(request, lambda engine: documents.remove(engine, id))
         return {"object": "ragfuse.document", "id": id, "deleted": True, **done}
 
     return routes

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
@@ -26,7 +25,6 @@ from ragfuse.serve.service import Service
 
 log = logging.getLogger("ragfuse.serve.access")
 
-T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -69,7 +67,7 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._service.counts.count(path, status)
+                self._service.counts.count(getattr(scope.get("route"), "path", "other"), status)
             await send(message)
 
         request = Request(scope, receive)
@@ -137,24 +135,3 @@ class Guard:
         if is_huge or n > most:
             raise APIError(413, f"The body is larger than {most:,} bytes. Send less at once.", "too_large")
         return bytes(body)
-
-
-async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, or cancel it and raise APIError (499) once the client disconnects."""
-    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise APIError(499, "The client closed the connection.", "gone")
-    finally:
-        for each in (task, disconnect):
-            if not each.done():
-                each.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await each
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -19,7 +19,6 @@ from ragfuse.serve.schema import (
     CompletionRequest,
     ContentPart,
     Document,
-    ExplainRequest,
     RequestMessage,
     TextRequest,
 )
@@ -129,7 +128,7 @@ def _answer_request(question: Any, ask: Ask, number: int, n_top: int | None) -> 
     return AnswerRequest(question, replace(ask, options={**ask.options, "logits_processor": [recorder]}), recorder)
 
 
-def template_kwargs_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> dict[str, Any]:
+def template_kwargs_of(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
     """Return the extra variables for the chat template; APIError for one that the template never reads."""
     kwargs = dict(request.chat_template_kwargs or {})
     fields = dict.fromkeys(kwargs, KWARGS)
@@ -160,7 +159,7 @@ def template_kwargs_of(request: ChatRequest | ExplainRequest, template: ChatTemp
 KWARGS = "chat_template_kwargs"
 
 
-def continues_last_message(request: ChatRequest | ExplainRequest) -> bool:
+def continues_last_message(request: ChatRequest) -> bool:
     """Return whether the answer continues the last message; APIError if that is impossible or contradicted."""
     continues, adds_prompt = bool(request.continue_final_message), request.add_generation_prompt
     if continues and adds_prompt:
@@ -216,7 +215,7 @@ def ask_of(request: CompletionRequest) -> Ask:
     _check_ends(request, ask)
     if request.session_id is not None and (request.n or 1) > 1:
         raise APIError(400, "n must be 1 with session_id, as a conversation has one answer a turn.", "unusable", "n")
-    return in_session(ask, request.session_id)
+    return ask if request.session_id is None else replace(ask, session=request.session_id)
 
 
 def _check_ends(request: CompletionRequest, ask: Ask) -> None:
@@ -236,11 +235,6 @@ def _check_ends(request: CompletionRequest, ask: Ask) -> None:
     name = "min_tokens" if min_tokens else "stop_token_ids" if request.stop_token_ids else None
     if other is not None and name is not None:
         raise APIError(400, f"{name} and {other} both decide where an answer ends; give only one.", "unusable", name)
-
-
-def in_session(ask: Ask, session: str | None) -> Ask:
-    """Return the `Ask` as a turn of a conversation; unchanged where `session` is None."""
-    return ask if session is None else replace(ask, session=session)
 
 
 def _sampling(request: CompletionRequest) -> dict[str, Any]:

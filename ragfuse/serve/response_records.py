@@ -2,7 +2,7 @@
 
 A record has the response as it was sent, its input, and what it continues; the KV of its conversation is in the store,
 under the session that all of its responses share. Both outlive the process, and servers that share the folder share
-them. A response that continues a deleted one cannot be continued any more. Where the store is in memory alone, so are the records.
+them; where the store is in memory alone, so are the records. What continues a deleted response cannot be continued.
 """
 
 from __future__ import annotations

@@ -295,36 +295,12 @@ class ErrorBody(BaseModel):
     error: Error
 
 
-class ExplainRequest(RequestBody):
-    """The body of `/v1/ragfuse/explain`: messages or a prompt, and the fields that change its plan.
+class ExplainRequest(ChatRequest):
+    """The body of `/v1/ragfuse/explain`: that of a chat, or a prompt to continue in place of its messages."""
 
-    Other fields of completions may be there, and change nothing.
-    """
-
-    messages: Annotated[list[RequestMessage], FailFast] | None = None
+    model: str = ""
+    messages: Annotated[list[RequestMessage], FailFast] = []
     prompt: str | Ids | None = None
-    documents: Annotated[list[str | Document], FailFast] | None = Field(default=None, max_length=1000)
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
-    tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = Field(default=None, max_length=64)
-    verbosity: str | None = Field(default=None, max_length=64)
-    enable_thinking: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
-    continue_final_message: bool | None = False
-    add_generation_prompt: bool | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    pml: str | None = Field(default=None, min_length=1)
-    ragfuse: AnswerOptions = AnswerOptions()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_other_fields(cls, given: Any) -> Any:
-        """Leave out the fields of completions that change no plan; what nobody knows is an error."""
-        others = (ChatRequest.model_fields.keys() | TextRequest.model_fields.keys()) - cls.model_fields.keys()
-        return (
-            {name: value for name, value in given.items() if name not in others} if isinstance(given, dict) else given
-        )
 
 
 class SchemaRequest(RequestBody):

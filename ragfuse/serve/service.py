@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fastapi import Request
+
 from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.engine.context_window import largest_body
 from ragfuse.engine.engine import Engine
@@ -22,6 +24,7 @@ from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_queue import Job
+from ragfuse.serve.request_state import tenant_of, unless_disconnected
 from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun
 from ragfuse.serve.stats import ServerCounts
@@ -63,7 +66,7 @@ class Service:
         share = 2 if len(self.keys.tenants) > 1 else 1
         max_each = max(1, settings.serve_waiting // share) if share > 1 else None
         self.admission = AdmissionControl(settings.serve_together, settings.serve_waiting, max_each)
-        self.counts = ServerCounts(self.admission)
+        self.counts = ServerCounts(self.admission.jobs)
         self.threads = Threads(settings.serve_together)
         self.transfers = TransferPlace.open(settings) if settings.transfer_url else None
         self.embedder = Embedder(settings.embedder, settings.home)
@@ -184,15 +187,23 @@ class Service:
         self.admission.leave(job)
         return result
 
-    async def lookup(self, tenant: APITenant, do: Callable[[Engine], T]) -> T:
-        """Return the result of `do`, a lookup in a tenant's store; it waits for other lookups, but not in the queue.
+    async def work_for(
+        self, request: Request, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
+    ) -> T:
+        """Return the result of `work` for a request's tenant, as long as its client is there."""
+        return await unless_disconnected(request.receive, self.work(tenant_of(request), do, computes))
+
+    async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
+        """Return the result of `do`, a lookup in the store of a request's tenant; it does not wait in the queue.
 
         Raises:
-            APIError: The time is over (504).
+            APIError: The time is over (504), or the client has disconnected (499).
         """
+        tenant = tenant_of(request)
+        work = self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
         try:
             async with asyncio.timeout_at(self._deadline_s()):
-                return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
+                return await unless_disconnected(request.receive, work)
         except TimeoutError:
             raise _late() from None
 
