@@ -123,12 +123,3 @@ def _over_http(error: PMLError) -> str:
     """Return the message with the schema's file name only, as paths are not disclosed, and advice for HTTP."""
     advice = SCHEMA_ADVICE if error.advice else ""
     return str(PMLError(error.found, error.wanted, PurePath(error.file).name, error.line, error.column, advice))
-
-
-def json_words(value: object) -> str:
-    """Return what a message calls a value of a body: in JSON's words, cut; a text alone in single quotes."""
-    try:
-        text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

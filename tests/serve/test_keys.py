@@ -125,7 +125,7 @@ def test_tenants_share_the_model_and_part_the_memory(locked: Served) -> None:
 
 def test_nothing_of_a_key_or_a_salt_is_in_the_metrics(locked: Served) -> None:
     text = locked.get("/metrics", **bearer(BLUE)).text
-    assert 'path="/v1/models",status="401"' in text
+    assert 'path="other",status="401"' in text
     assert not [word for word in (BLUE, OTHER_BLUE, GREEN, "salt-of-blue") if word in text]
 
 
