@@ -138,7 +138,7 @@ class Simulation:
 
     def _serve(self) -> None:
         """Take turns while the batch has room."""
-        while self._free and (job := self._queue.take(0)) is not None:
+        while self._free and (job := self._queue.take()) is not None:
             self._free -= 1
             self._begin(job)
 
@@ -251,7 +251,7 @@ class Simulation:
             if self._taken - self._looked_at < window * LOOK_AGAIN and self._waiting > window:
                 return
             self._looked_at = self._taken
-            wanted = self._tiers.wanted(self._queue.conversations(window))
+            wanted = self._tiers.wanted([job.conversation for job in self._queue.ahead(window)])
             self._wanted.extend(talk for talk in wanted if isinstance(talk, int))
         while self._wanted:
             talk = self._wanted.popleft()
