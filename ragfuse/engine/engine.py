@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,7 @@ from ragfuse.engine.stages import Stages
 from ragfuse.engine.store_opener import open_catalog, opened
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.errors import StoreError, about
+from ragfuse.fuse.fusor import LostRun
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.scores import Score, scored
 from ragfuse.hf.verify import Verdict
@@ -206,9 +208,7 @@ class Engine(OneProcess):
     def _run(self, prompt: Prompt, request: Request) -> Answer:
         """Run a built prompt through stages 2 to 6; `BuildStage`, the first, built it from the question."""
         stages = self._stages
-        plan = stages.planner.begin(prompt, request)
-        with stages.fetch.fetch(plan) as fetched:
-            prepared = stages.prefill.prefill(fetched)
+        with self._prefilled(prompt, request) as prepared:
             if request.prefilled is not None:
                 request.prefilled(prepared)
             stages.remember.begin(prepared, request)
@@ -217,6 +217,24 @@ class Engine(OneProcess):
             generated = stages.generate.generate(prepared, request)
             stages.remember.remember(prepared, generated, request)
         return generated.answer
+
+    @contextmanager
+    def _prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
+        """Plan, fetch and prefill a prompt, and hold the model; again without an entry that turns out unreadable."""
+        stages, began_s, lost = self._stages, time.perf_counter(), frozenset[int]()
+        waits = request.ask.reuse and request.ask.deadline_s is None and not request.model.lock.is_mine
+        with stages.prefixes.turn(prompt) if waits else nullcontext():
+            while True:
+                plan = stages.planner.plan(prompt, request, lost)
+                with stages.fetch.fetch(plan, request) as fetched:
+                    try:
+                        prepared = stages.prefill.prefill(fetched, request)
+                    except LostRun as error:
+                        prompt, lost = plan.prompt, lost | {error.segment}
+                        request = request.after(time.perf_counter() - began_s)
+                        continue
+                    yield prepared
+                    return
 
     @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event) -> list[Answer]:
@@ -282,14 +300,14 @@ class Engine(OneProcess):
         """Return what would be read and computed for a prompt, and how long that would take, without doing it."""
         self._check_open()
         request = self._request(prompt, ask or Ask())
-        return self._stages.planner.plan(self._stages.build.build(request), request, request.ask)
+        return self._stages.planner.plan(self._stages.build.build(request), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
         """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's context."""
         self._check_open()
         request = self._request((), ask or Ask())
-        with self._stages.fetch.begun(self._stages.planner.begin(prompt, request)) as fetched:
-            return self._stages.prefill.prefill(fetched)
+        with self._prefilled(prompt, request) as prepared:
+            return prepared
 
     @about("prompt")
     def prompt(self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None) -> Prompt:

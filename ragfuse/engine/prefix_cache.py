@@ -36,8 +36,6 @@ log = logging.getLogger("ragfuse.engine")
 PREFIX_SAVE_WAIT_S = 5.0
 """Longest time in seconds that a prompt waits for a shared prefix that is being saved, while another prompt uses the
 model anyway."""
-HELD_S = 0.25
-"""Longest such wait in seconds for a prompt that may hold the model, so that other prompts wait behind it."""
 MAX_BEFORE = 4096
 """Most tokens before a first chunk for it to be encoded after them: they are recomputed for that."""
 SWEEP_NODES = 256
@@ -77,6 +75,7 @@ class PrefixCache:
         self._tenants = defaultdict[str, _Tenant](_Tenant)
         self._writer = Writer(settings.writer_queue, "prefix")
         self._waiting, self._waiting_bytes = set[ChunkKey](), 0
+        self._computed = list[tuple[int, ...]]()  # prompts that are planned and not prefilled yet
         self._states = States(settings.memory_bytes)
 
     @property
@@ -102,7 +101,6 @@ class PrefixCache:
             found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids) if each.hi > n_past]
             found = [each for each in found if each.hi - each.lo > 0]
             keys = {each.key for each in found}
-            self._changed.wait_for(lambda: not keys & self._waiting, HELD_S)
         entries = self._store.lookup(keys, counts=False) if keys else {}
         if evicted := keys - set(entries):
             with self._changed:
@@ -117,12 +115,32 @@ class PrefixCache:
             return None
         return TenantStates(self._states, self._runtime.encoder.digest, self._settings.min_chunk_tokens)
 
-    def settle(self, prompt: Prompt) -> None:
-        """Wait until pending saves of the prompt's prefix are done, at most `PREFIX_SAVE_WAIT_S` seconds."""
-        if self.is_on and _is_plain(prompt):
+    @contextmanager
+    def turn(self, prompt: Prompt) -> Iterator[None]:
+        """Wait for what other prompts are about to save of this one's beginning, and let such prompts wait for it.
+
+        Saves are waited for at most `PREFIX_SAVE_WAIT_S` seconds, prefills until they are over.
+        """
+        if not self.is_on or not _is_plain(prompt):
+            yield
+            return
+        ids, tree = prompt.token_ids, self._tenants[self._runtime.encoder.digest].tree
+
+        def shares() -> bool:
+            at = self._n_known(ids) + self._settings.min_chunk_tokens
+            return at < len(ids) and any(ids[:at] == other[:at] for other in self._computed)
+
+        with self._changed:
+            self._changed.wait_for(lambda: not shares())
+            self._computed.append(ids)
+            keys = {each.key for each in tree.match(ids)}
+            self._changed.wait_for(lambda: not keys & self._waiting, PREFIX_SAVE_WAIT_S)
+        try:
+            yield
+        finally:
             with self._changed:
-                keys = {each.key for each in self._tenants[self._runtime.encoder.digest].tree.match(prompt.token_ids)}
-                self._changed.wait_for(lambda: not keys & self._waiting, PREFIX_SAVE_WAIT_S)
+                self._computed.remove(ids)
+                self._changed.notify_all()
 
     def begin(self, ready: PreparedPrompt) -> None:
         """Start saving the exact rows of a prefilled prompt that are not cached yet, while its answer is generated.

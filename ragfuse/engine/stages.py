@@ -74,8 +74,8 @@ class Stages:
             links=links,
             build=BuildStage(settings, runtime, prompts, history, schemas),
             planner=Planner(settings, store, catalog, timings, prefixes, remember.jobs),
-            fetch=FetchStage(settings, store, streamer, prefetcher, prefixes),
-            prefill=PrefillStage(settings, timings, prefixes),
+            fetch=FetchStage(store, streamer, prefetcher),
+            prefill=PrefillStage(timings, prefixes),
             generate=GenerateStage(settings),
             remember=remember,
         )

@@ -17,7 +17,8 @@ from ragfuse.cli.show import show_trace
 from ragfuse.codec import RawCodec
 from ragfuse.engine import generate as answering
 from ragfuse.load import stream
-from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, Stream
+from ragfuse.load.stream import COMPUTED, GIVEN_UP, Stream
+from ragfuse.types.reasons import UNREADABLE
 from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
@@ -158,7 +159,7 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
     monkeypatch.setattr(RawCodec, "decode_all", once)
     trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
-    assert [(segment.source, segment.why) for segment in lost] == [("book-2", BYTES_UNREADABLE)]
+    assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
     assert adds_up(trace)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.types.keys import token_digest
+from tests.store.redis_server import until
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, messages
 
 SYSTEM = ("system", "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words.")
@@ -220,27 +223,18 @@ def test_an_entry_that_cannot_be_made_costs_no_answer(cached, monkeypatch, caplo
     assert "was not saved for reuse. Answers are not affected: no memory" in caplog.text
 
 
-def test_a_prompt_that_holds_the_model_waits_for_what_is_being_saved_a_moment_only(cached, monkeypatch):
-    gate, waited = threading.Event(), list[float]()
-    write = cached._stages.prefixes._write
-    monkeypatch.setattr(cached._stages.prefixes, "_write", lambda *given: gate.wait(30) and write(*given))
+def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the_first_computes(cached):
     text = "Once there was a harbour in which forty ships lay, and "
-    cached.answer(text)
-    wait_for = threading.Condition.wait_for
-
-    def noted(self, predicate, timeout=None):
-        if self is cached._stages.prefixes._changed and not predicate():
-            waited.append(timeout)
-            return False
-        return wait_for(self, predicate, timeout)
-
-    monkeypatch.setattr(threading.Condition, "wait_for", noted)
-    with cached.model.lock:
-        cached.plan(f"{text}one")
-    monkeypatch.undo()
-    gate.set()
-    assert waited
-    assert max(waited) < 1
+    with ThreadPoolExecutor(2) as pool, cached.model.lock:
+        first = pool.submit(cached.answer, f"{text}one of them")
+        until(lambda: cached.model.lock.waiting)
+        second = pool.submit(cached.answer, f"{text}two of them")
+        time.sleep(0.05)
+        assert cached.model.lock.waiting == 1
+        cached.model.lock.release()
+        assert first.result(60).trace.tokens_prefix == 0
+        assert second.result(60).trace.tokens_prefix >= len(text)
+        cached.model.lock.acquire()
 
 
 def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cached, monkeypatch):
