@@ -18,13 +18,12 @@ from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.constraints import Tool, offered_tools
 from ragfuse.engine.decoder import Decoder
 from ragfuse.engine.encoder import Encoder
-from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.ingest import Documents
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.options import remaining_context
+from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.placement import Placement
 from ragfuse.engine.prefetch import Prefetcher
-from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.question import (
     ChatInput,
     Ids,
@@ -564,6 +563,7 @@ class Engine(OneProcess):
         remaining_s = countdown(timeout_s)
         for part in self._background:
             part.close(remaining_s())
+        self._stages.prefixes.close()
         self.store.close(remaining_s())
         self.catalog.close()
 
@@ -576,10 +576,10 @@ class Engine(OneProcess):
             )
 
     @property
-    def _background(self) -> tuple[Prefetcher | BackgroundEncoder | ConversationHistory | PrefixCache, ...]:
+    def _background(self) -> tuple[Prefetcher | BackgroundEncoder | PendingSaves, ...]:
         """The background workers, in the order in which each passes work to the next."""
         stages = self._stages
-        return stages.prefetcher, stages.remember.jobs, stages.history, stages.prefixes
+        return stages.prefetcher, stages.remember.jobs, stages.pending
 
     def __enter__(self) -> Engine:
         self._check_open()

@@ -11,6 +11,7 @@ from ragfuse.engine.generate import GenerateStage
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.kv_streamer import KVStreamer
 from ragfuse.engine.machine_timings import MachineTimings
+from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefill import PrefillStage
@@ -35,6 +36,7 @@ class Stages:
     history: ConversationHistory
     schemas: SchemaService
     prefixes: PrefixCache
+    pending: PendingSaves
     prefetcher: Prefetcher
     constraints: ConstraintCompiler
     links: Links
@@ -57,8 +59,9 @@ class Stages:
     ) -> Stages:
         """Build the stages over a store and its catalog, for the model and tenant of `runtime`."""
         prompts = PromptBuilder(settings, catalog, runtime)
-        prefixes = PrefixCache(settings, runtime, store)
-        history = ConversationHistory(settings, catalog, prompts, runtime, store, conversations, prefixes)
+        pending = PendingSaves(settings.writer_queue, settings.history_buffer_bytes)
+        prefixes = PrefixCache(settings, runtime, store, pending)
+        history = ConversationHistory(settings, catalog, prompts, runtime, store, conversations, prefixes, pending)
         schemas = SchemaService(settings, SchemaRegistry(store, catalog, settings.salt), prompts, runtime)
         prefetcher = Prefetcher(store, runtime, history.keys_of, settings.memory_free)
         links = Links(settings.streams)
@@ -69,6 +72,7 @@ class Stages:
             history=history,
             schemas=schemas,
             prefixes=prefixes,
+            pending=pending,
             prefetcher=prefetcher,
             constraints=ConstraintCompiler(),
             links=links,
