@@ -46,8 +46,7 @@ class FetchedKV:
         found = dict(self.reader.read(layer))
         if self.streamed is not None:
             found |= self.streamed.read(layer)
-        rows = {at: self.plan.prompt.segments[at].rows for at in found}
-        return {at: _part(kv, *rows[at]) if rows[at] else kv for at, kv in found.items()}
+        return {at: _part(kv, self.plan.prompt.segments[at].rows) for at, kv in found.items()}
 
     def ready(self) -> int:
         """Return how many of the next layers need no waiting; 0 where some are still decoded from a stream."""
@@ -105,5 +104,8 @@ class FetchStage:
             yield FetchedKV(plan, reader, streamed, time.perf_counter())
 
 
-def _part(kv: LayerKV | None, lo: int, hi: int) -> LayerKV | None:
-    return LayerKV(kv.keys[:, lo:hi], kv.values[:, lo:hi]) if kv is not None else None
+def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:
+    if kv is None or rows is None:
+        return kv
+    lo, hi = rows
+    return LayerKV(kv.keys[:, lo:hi], kv.values[:, lo:hi])

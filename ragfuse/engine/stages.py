@@ -21,7 +21,6 @@ from ragfuse.engine.remember import RememberStage
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.schema_service import SchemaService
 from ragfuse.load.link import Links
-from ragfuse.schemas.registry import SchemaRegistry
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -62,7 +61,7 @@ class Stages:
         pending = PendingSaves(settings.writer_queue, settings.history_buffer_bytes)
         prefixes = PrefixCache(settings, runtime, store, pending)
         history = ConversationHistory(settings, catalog, prompts, runtime, store, conversations, prefixes, pending)
-        schemas = SchemaService(settings, SchemaRegistry(store, catalog, settings.salt), prompts, runtime)
+        schemas = SchemaService(settings, store, catalog, prompts, runtime)
         prefetcher = Prefetcher(store, runtime, history.keys_of, settings.memory_free)
         links = Links(settings.streams)
         streamer = KVStreamer(settings, store, timings, links, prefetcher)

