@@ -147,7 +147,7 @@ def _embedding_s(library: Library, engine: Engine, run: Sequence[int]) -> float:
 
 def _encoding_s(engine: Engine, run: Sequence[int]) -> float:
     """Return the seconds that encoding a chunk takes."""
-    before, seconds = engine.encoder.filler(len(run)), 0.0
+    before, seconds = engine.runtime.encoder.filler(len(run)), 0.0
     for _ in range(2):  # the first call of a process takes longer
         began = time.perf_counter()
         engine.model.encode_with_filler(run, before) if before else engine.model.encode(run)

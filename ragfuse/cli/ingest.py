@@ -460,13 +460,13 @@ def _n_not_stored(engine: Engine, chunks: Chunks) -> int:
 
 def _keys_of(engine: Engine, chunks: Chunks) -> list[ChunkKey]:
     """Return the keys of the chunks that are long enough to be stored, each once."""
-    min_tokens, encoder = engine.settings.min_chunk_tokens, engine.encoder
+    min_tokens, encoder = engine.settings.min_chunk_tokens, engine.runtime.encoder
     runs = {tuple(ids) for text, _ in chunks if len(ids := engine.tokens(text.strip())) >= min_tokens}
     return [encoder.key(run, encoder.context) for run in runs]
 
 
 def _is_short(engine: Engine, text: str) -> bool:
-    return len(engine.tokens(text.strip())) < engine.encoder.shortest
+    return len(engine.tokens(text.strip())) < engine.runtime.encoder.shortest
 
 
 def _n_repeated(engine: Engine, chunks: Chunks) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from ragfuse.engine.overflow import fitted
 from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import ChatInput, Ids, is_ids, messages_of
+from ragfuse.engine.question import ChatInput, Ids, is_ids, mended_question, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.fuse.gather import gathered
@@ -135,7 +135,7 @@ class ConversationHistory:
 
     def name_of(self, question: ChatInput | Ids, ask: Ask) -> str | None:
         """Return the name of the session that a question continues; None where it continues none."""
-        digest = self._runtime.encoder.digest
+        question, digest = mended_question(question), self._runtime.encoder.digest
         if ask.session is not None:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
         if ask.session is not None or not self._may_continue(question):

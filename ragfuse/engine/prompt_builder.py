@@ -119,14 +119,6 @@ class PromptBuilder:
         with self._lock:
             self._read_texts.pop(digest_of(text), None)
 
-    def known_from(self, digest: str, source: str) -> list[str]:
-        """Return the known texts of a source, including those that other processes have added.
-
-        Raises:
-            StoreError: The catalog cannot be read.
-        """
-        return [each.text for each in self._catalog.strict.texts(digest) if each.source == source]
-
     # the index
 
     def _load(self, digest: str, text: str) -> None:

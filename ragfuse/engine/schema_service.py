@@ -168,7 +168,7 @@ class SchemaService(SchemaRegistry):
             raise request.at.error(
                 f"a prompt for schema '{request.schema}', which is not registered",
                 self.describe_names(),
-                "Register it first: `ragfuse schema add FILE` or Engine.register(FILE).",
+                "Register it first: `ragfuse schema add FILE` or engine.schemas.register(FILE).",
             )
         return stored
 

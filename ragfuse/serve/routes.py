@@ -60,7 +60,7 @@ def router(service: Service) -> APIRouter:
 
         def make(engine: Engine) -> list[AnswerRequest]:
             template_fields = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
-            template = engine.template if any(each is not None for each in template_fields) else None
+            template = engine.constraints.template if any(each is not None for each in template_fields) else None
             return chat_requests(body, template)
 
         return await _answer(service, request, body, make, True, bool(body.logprobs))
@@ -235,7 +235,7 @@ def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], Non
         tools=tools,
         tool_choice=Ask.tool_choice_of(choice, tools),
         max_tokens=body.max_tokens,
-        chat_template_kwargs=template_kwargs_of(body, engine.template),
+        chat_template_kwargs=template_kwargs_of(body, engine.constraints.template),
         continue_final_message=continues_last_message(body),
     )
     given = [each for each in (body.messages, body.prompt) if each is not None]
@@ -264,7 +264,6 @@ def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
         return engine.tokens(body.text, body.special)
     question = question_of(body.pml, body.messages or ())
     ask = Ask(tools=body.tools or ())
-    engine.check_length(question, ask)
     return [*engine.prompt(question, offered_tools(ask)).token_ids]
 
 

@@ -259,7 +259,7 @@ def test_documents_that_can_never_stand_in_a_prompt_are_not_tokenised(engine, re
     engine.answer(messages(), Ask(documents=[(document, "book"), (CHUNKS[0], "page")]))
     engine.flush()
     assert max(read) < 2 * PIECE_CHARS
-    assert len(engine._stages.prompts._spans) == len(CHUNKS)
+    assert len(engine.prompts._spans) == len(CHUNKS)
     with pytest.raises(OverlongError, match="A chunk of 'book' does not fit"):
         engine.ingest([(document, "book")])
     assert max(read) < 2 * PIECE_CHARS
@@ -276,7 +276,7 @@ def test_a_schema_of_four_megabytes_is_refused_before_it_is_tokenised(engine, re
     for inside in (word, f'<module name="a">{word}</module>', many, deep, f"<user>{word}</user>"):
         read.clear()
         with pytest.raises(OverlongError, match=r"Schema 's' does not fit.*Shorten its modules"):
-            engine.register(f'<schema name="s">{inside}</schema>')
+            engine.schemas.register(f'<schema name="s">{inside}</schema>')
         assert sum(read) <= 8 * PIECE_CHARS
 
 
@@ -304,7 +304,7 @@ def test_of_a_long_schema_no_more_is_read_than_the_window_holds():
 
 
 def test_a_prompt_in_pml_of_four_megabytes_is_refused_before_it_is_tokenised(engine, read):
-    engine.register(
+    engine.schemas.register(
         '<schema name="s"><module name="a">A module of some words.<parameter name="p" len="9"/></module></schema>'
     )
     word = "word " * (PAST // 5)

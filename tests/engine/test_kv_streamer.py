@@ -68,7 +68,7 @@ def medium_byte_s(engine: Engine, seconds: float) -> float:
 
 def computing(engine: Engine, row_s: float, byte_s: float = 1e-9) -> None:
     """This machine computes a row in so long, as far as plans know, and Redis carries so much."""
-    engine.learn(with_cost(timings(engine, redis=byte_s, memory=0.0), row_s=row_s))
+    engine.timings.learn(with_cost(timings(engine, redis=byte_s, memory=0.0), row_s=row_s))
 
 
 def test_without_a_deadline_nothing_is_streamed(engine):

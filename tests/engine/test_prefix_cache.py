@@ -93,7 +93,7 @@ def test_what_was_computed_behind_a_blended_row_is_never_kept(cached):
     asked(cached, messages())  # all of it is computed, and kept
     first = asked(cached, messages(CHUNKS[::-1]))
     assert any(chunk_hits(first.trace))
-    cached._stages.pending.flush()
+    cached._saves.flush()
     begun = asked(cached, messages(CHUNKS[::-1], "Question: When?"))
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
 
@@ -227,7 +227,7 @@ def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the
 
 
 def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cached, monkeypatch):
-    prefixes = cached._stages.prefixes
+    prefixes = cached.prefixes
     monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
     tenant = prefixes._tenants[cached.digest]
     tenant.sweep_at = 1
@@ -253,7 +253,7 @@ def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cac
 def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(cached, monkeypatch):
     monkeypatch.setattr("ragfuse.engine.prefix_cache.MAX_BEFORE", len(SYSTEM[1]))
     seen: list[int] = []
-    monkeypatch.setattr(cached._stages.prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
+    monkeypatch.setattr(cached.prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
     for system, is_short in (("Be short.", True), (SYSTEM[1] + SYSTEM[1], False)):
         cached.ingest([(CHUNKS[0], "")])
         asked(cached, [("system", system), ("user", f"{INSTRUCTION[:9]}{CHUNKS[0]}\n\n{QUESTION}")])
@@ -263,9 +263,9 @@ def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(
 
 def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
     ids = cached.tokens("Once there was a harbour in which forty ships lay.")
-    cached._stages.prefixes.extend(ids, 20)
-    assert len(cached._stages.prefixes._tenants[cached.digest].tree.keys) == 0
-    assert cached.store.lookup([cached.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
+    cached.prefixes.extend(ids, 20)
+    assert len(cached.prefixes._tenants[cached.digest].tree.keys) == 0
+    assert cached.store.lookup([cached.runtime.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
 
 
 def test_with_reuse_false_nothing_is_read_and_nothing_kept(cached):

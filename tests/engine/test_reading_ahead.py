@@ -76,13 +76,13 @@ def test_all_is_read_once_and_ahead_and_the_answer_is_the_same(slow, reads, thre
 
 
 def test_with_the_model_at_hand_nothing_is_planned_twice(slow, monkeypatch):
-    plans, plan = [], type(slow._stages.planner).plan
+    plans, plan = [], type(slow._planner).plan
 
     def spy(*given):
         plans.append(given)
         return plan(*given)
 
-    monkeypatch.setattr(type(slow._stages.planner), "plan", spy)
+    monkeypatch.setattr(type(slow._planner), "plan", spy)
     slow.answer(messages())
     assert len(plans) == 1
 
