@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ragfuse.engine.background import BackgroundEncoder
-from ragfuse.engine.context_window import check_texts, may_fit
+from ragfuse.engine.context_window import may_fit
 from ragfuse.engine.options import remaining_context
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
@@ -40,12 +40,10 @@ class Documents:
         """Encode and store chunks that are not stored yet; see `Engine.ingest`."""
         began, done, runtime = time.perf_counter(), Ingested(), self.runtime
         encoder, model = runtime.encoder, runtime.model
-        remaining_context(len(prefix), model, "What stands before the first chunk")
         with at_work():
             encoder.keep_prefix(prefix)
         for text, source in mended_documents(texts):
             text = text.strip()
-            check_texts([text], model, f"A chunk of '{source}'")
             with at_work():  # each chunk for itself: a process that ends waits for one, not for all
                 ids = model.tokens(text, False)
                 remaining_context(len(ids), model, f"A chunk of '{source}'")

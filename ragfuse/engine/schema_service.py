@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.context_window import check_request, check_schema
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.options import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
@@ -204,7 +203,6 @@ class SchemaService(SchemaRegistry):
         if ask.tools:
             raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.", "tools")
         stored, encoder = self._needed_by(request), self._runtime.encoder
-        check_request(request, encoder.model)
         layout = self._layout_of(stored, request.over)
         self._note(stored, layout, encoder)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend).prompt
@@ -238,7 +236,6 @@ class SchemaService(SchemaRegistry):
 
     def _lay_out(self, stored: StoredSchema) -> SchemaLayout:
         model, schema = self._runtime.encoder.model, parse_schema(stored.pml, stored.file)
-        check_schema(schema, model)
         begins, wrapping = self._wrapping()
         is_chat = wrapping is not NO_WRAPPING and _has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos

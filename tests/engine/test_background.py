@@ -6,10 +6,10 @@ import weakref
 
 import pytest
 import torch
-from ragfuse.engine.encoder import Encoder
 
 from ragfuse import Engine, ModelError, Settings, SettingsError
 from ragfuse.engine.background import MAX_WAITING_JOBS, BackgroundEncoder, EncodeJob, JobKind, jobs_after
+from ragfuse.engine.encoder import Encoder
 from ragfuse.hf import probe
 from ragfuse.hf.model import ENCODE_STEP_TOKENS
 from ragfuse.schemas.layout import SchemaRun

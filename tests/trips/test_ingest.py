@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from ragfuse.engine.encoder import GAP
 
 from ragfuse import Engine, InputError
+from ragfuse.engine.encoder import GAP
 from ragfuse.text import filler_text
 from ragfuse.types.keys import filler_context
 from tests.tiny import CHUNKS, ingest, messages
