@@ -129,7 +129,7 @@ class QuotaKeeper:
         n = catalog_use(catalog, self._owner.digest)[0]
         if limit is None or n <= limit:
             return n
-        oldest = catalog.oldest_texts(self._owner.digest, n - _target(limit))
+        oldest = catalog.texts(self._owner.digest, n - _target(limit))
         self._owner.forget({known.text for known in oldest})
         remaining = catalog.count_texts(self._owner.digest)
         self.evicted["texts"] += n - remaining

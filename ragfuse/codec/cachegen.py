@@ -21,7 +21,7 @@ from torch import Tensor
 from ragfuse.codec import coders
 from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.coders import Coder, Order, Section, Shape
-from ragfuse.codec.container import OtherTables, narrowed, one_dtype, pack, unpack
+from ragfuse.codec.container import OtherTables, narrowed, pack, refuses_damage, unpack
 from ragfuse.codec.quantise import BIN_SCALE_DTYPE, Split, from_8bit, from_numbers, outlier_tokens, to_8bit, to_numbers
 from ragfuse.codec.tables import GROUPINGS, MIDDLE, STEPS_PER_OCTAVE, CodecTables, Grouping, Ints, LayerTables, What
 from ragfuse.fuse.rope import rotate_in_place
@@ -34,7 +34,6 @@ WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
 """For zstd, (minimum tokens, width of a class of rows): short chunks get fewer, wider classes, as each class takes
 some bytes for its Huffman table."""
 ANS_WIDTH: Final = 2
-PARTS: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +86,9 @@ class CacheGenCodec:
         """Encode layer `at` to uint8 `[nbytes]` (`Codec.encode`).
 
         Raises:
-            ValueError: The layer holds NaN or infinities, or the tables are not of its shape.
+            ValueError: The layer holds NaN or infinities.
         """
-        one_dtype(layer)
-        layer_tables = self._tables_of(at, layer.keys.shape, layer.values.shape)
+        layer_tables = self.tables.layers[at]
         tensors = [
             rotate_in_place(tensor.to("cpu", torch.float32, copy=True), layer_tables.rope_of(name), -1)
             for tensor, name in ((layer.keys, "keys"), (layer.values, "values"))
@@ -117,6 +115,7 @@ class CacheGenCodec:
         blob = pack(CACHEGEN_KIND, at, self.tables.digest, meta, self._level_fields(at, self.level.coder), packed)
         return blob.to(layer.keys.device)
 
+    @refuses_damage
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Decode a layer (`Codec.decode`); each number becomes the middle of its bin.
 
@@ -125,20 +124,14 @@ class CacheGenCodec:
             ValueError: It is damaged or of another shape.
         """
         packed = unpack(blob.cpu(), CACHEGEN_KIND, self.tables.digest, meta)
-        if packed.at >= len(self.tables.layers) or len(packed.parts) != PARTS:
-            raise ValueError(
-                f"The layer does not fit these codec tables ({len(self.tables.layers)} layers, {PARTS} parts each)."
-            )
         coder = next((each for each in CODERS if packed.codec_fields == self._level_fields(packed.at, each)), None)
         if coder is None:
             raise OtherTables(f"The layer was not encoded at level {self.name} with its present bins.")
-        layer_tables = self._tables_of(packed.at, meta.key_shape, meta.value_shape)
+        layer_tables = self.tables.layers[packed.at]
         keys, values = self._restored(packed.parts, layer_tables, packed.at, meta, coder)
         dtype = DTYPES[meta.dtype]
-        keys, values = (
-            rotate_in_place(keys, layer_tables.rope_of("keys"), 1),
-            rotate_in_place(values, layer_tables.rope_of("values"), 1),
-        )
+        keys = rotate_in_place(keys, layer_tables.rope_of("keys"), 1)
+        values = rotate_in_place(values, layer_tables.rope_of("values"), 1)
         return LayerKV(narrowed(keys, dtype).to(blob.device), narrowed(values, dtype).to(blob.device))
 
     def _restored(
@@ -147,17 +140,16 @@ class CacheGenCodec:
         """Return float32 keys and values, with the keys still rotated to position 0."""
         n, width = meta.key_shape[1], self.level.width(at, len(self.tables.layers))
         outliers, *scales = parts[:3]
-        split = Split.of(n, _rows(outliers, n), self.level.deltas)
+        rows = np.frombuffer(outliers.contiguous().numpy().tobytes(), dtype="<u4").astype(np.int64)
+        split = Split.of(n, torch.from_numpy(rows), self.level.deltas)
         views = [memoryview(part.contiguous().numpy().tobytes()) for part in parts[3:]]
         codes = self._unpack_exact(views[0], views[1], layer_tables, len(split.exact), coder)
         exact = [from_8bit(code, _scales(scale, code.shape)) for code, scale in zip(codes, scales, strict=True)]
         order, sections, cdf = self._for_rest(layer_tables, at, n, coder)
-        found = coders.decode(views[2], views[3], sections, len(split.rest), coder, cdf)
-        rows = np.empty_like(found)
-        rows[order] = found
+        numbers = coders.decode(views[2], views[3], order, sections, len(split.rest), coder, cdf)
         cut = layer_tables.keys.heads * layer_tables.keys.dim
-        keys = from_numbers(rows[:cut], layer_tables.keys, width, exact[0], split)
-        return keys, from_numbers(rows[cut:], layer_tables.values, width, exact[1], split)
+        keys = from_numbers(numbers[:cut], layer_tables.keys, width, exact[0], split)
+        return keys, from_numbers(numbers[cut:], layer_tables.values, width, exact[1], split)
 
     def _outliers(self, tensors: Sequence[Tensor], layer_tables: LayerTables) -> Tensor:
         """Return the rows of outlier tokens, int64; none if the level does not treat outliers apart."""
@@ -171,7 +163,7 @@ class CacheGenCodec:
 
     def _pack_rest(self, numbers: Ints, layer_tables: LayerTables, at: int, n: int) -> list[bytes]:
         order, sections, cdf = self._for_rest(layer_tables, at, n, self.level.coder)
-        return coders.encode(numbers[order], sections, self.level.coder, cdf)
+        return coders.encode(numbers, order, sections, self.level.coder, cdf)
 
     def _pack_exact(self, codes: Sequence[Tensor], layer_tables: LayerTables) -> list[bytes]:
         """Pack the 8-bit codes. Anchors are many, so they are entropy-coded; a few outliers alone are stored as is."""
@@ -179,7 +171,7 @@ class CacheGenCodec:
             return [b"".join(code.numpy().tobytes() for code in codes), b""]
         order, sections, cdf = self._for_anchors(layer_tables, self.level.coder)
         rows = np.concatenate([code.mT.reshape(-1, code.shape[1]).numpy() for code in codes]).astype(np.int32)
-        return coders.encode(rows[order], sections, self.level.coder, cdf)
+        return coders.encode(rows, order, sections, self.level.coder, cdf)
 
     def _unpack_exact(
         self, stream: memoryview, large: memoryview, layer_tables: LayerTables, count: int, coder: Coder
@@ -187,20 +179,14 @@ class CacheGenCodec:
         """Unpack the 8-bit codes of keys and of values, each `[H, count, D]`."""
         shapes = [(part.heads, count, part.dim) for part in (layer_tables.keys, layer_tables.values)]
         if not self.level.deltas:
-            if len(stream) != sum(map(prod, shapes)):
-                raise ValueError(
-                    f"The layer should have {sum(map(prod, shapes))} 8-bit codes, found {len(stream)} bytes."
-                )
-            flat = torch.from_numpy(np.frombuffer(stream, dtype=np.int8).copy())
-            cut = prod(shapes[0])
-            return [flat[:cut].view(shapes[0]), flat[cut:].view(shapes[1])]
+            flat, cut = np.frombuffer(stream, dtype=np.int8).copy(), prod(shapes[0])
+            parts = zip((flat[:cut], flat[cut:]), shapes, strict=True)
+            return [torch.from_numpy(part.reshape(shape)) for part, shape in parts]
         order, sections, cdf = self._for_anchors(layer_tables, coder)
-        found = coders.decode(stream, large, sections, count, coder, cdf)
-        rows = np.empty_like(found)
-        rows[order] = found
+        rows = coders.decode(stream, large, order, sections, count, coder, cdf)
         cut = layer_tables.keys.heads * layer_tables.keys.dim
-        parts = zip((rows[:cut], rows[cut:]), shapes, strict=True)
-        return [torch.from_numpy(part).view(heads, dim, count).mT for part, (heads, _, dim) in parts]
+        both = zip((rows[:cut], rows[cut:]), shapes, strict=True)
+        return [torch.from_numpy(part).view(heads, dim, count).mT for part, (heads, _, dim) in both]
 
     def _for_anchors(self, layer_tables: LayerTables, coder: Coder) -> tuple[Order, tuple[Section, ...], Shape]:
         grouping, overall = self.level.grouping, self.tables.overall
@@ -228,32 +214,8 @@ class CacheGenCodec:
         flags = (self.level.deltas, GROUPINGS.index(self.level.grouping), CODERS.index(coder))
         return LEVEL_FIELDS.pack(self.level.width(at, len(self.tables.layers)), *flags)
 
-    def _tables_of(self, at: int, key_shape: Sequence[int], value_shape: Sequence[int]) -> LayerTables:
-        """Return the tables of layer `at`; raise ValueError if there are none or they have other shapes."""
-        if not 0 <= at < len(self.tables.layers):
-            raise ValueError(
-                f"There are no codec tables for layer {at}, only for layers 0 to {len(self.tables.layers) - 1}."
-            )
-        layer_tables = self.tables.layers[at]
-        wanted = tuple((part.heads, part.dim) for part in (layer_tables.keys, layer_tables.values))
-        found = tuple((shape[0], shape[2]) for shape in (key_shape, value_shape))
-        if found != wanted:
-            raise ValueError(f"The codec tables are of heads and dims {wanted}, the layer has {found}.")
-        return layer_tables
-
-
-def _rows(outliers: Tensor, n: int) -> Tensor:
-    """Return the rows of outlier tokens, int64; raise ValueError unless they ascend and are below n."""
-    if outliers.numel() % 4 or outliers.numel() > 4 * n:
-        raise ValueError(f"Outliers should be at most {n} rows of 4 bytes, found {outliers.numel()} bytes.")
-    rows = np.frombuffer(outliers.contiguous().numpy().tobytes(), dtype="<u4").astype(np.int64)
-    if len(rows) and (rows[-1] >= n or (np.diff(rows) <= 0).any()):
-        raise ValueError(f"Rows of outliers must ascend and be below {n}.")
-    return torch.from_numpy(rows)
-
 
 def _scales(scales: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the scales of the 8-bit codes, bfloat16 `[H, count, 1]`."""
-    if scales.numel() != BIN_SCALE_DTYPE.itemsize * shape[0] * shape[1]:
-        raise ValueError(f"The layer should have {shape[0]} x {shape[1]} scales, found {scales.numel()} bytes.")
-    return scales.clone().view(BIN_SCALE_DTYPE).view(shape[0], shape[1], 1)
+    numbers = np.frombuffer(scales.contiguous().numpy().tobytes(), dtype=np.int16)
+    return torch.from_numpy(numbers.reshape(shape[0], shape[1], 1).copy()).view(BIN_SCALE_DTYPE)

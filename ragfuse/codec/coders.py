@@ -95,18 +95,20 @@ def _max_number(code: int) -> int:
     return TRIPLE if code <= TRIPLE_SPREAD else PAIR if code <= PAIR_SPREAD else SINGLE
 
 
-def encode(numbers: Ints, sections: Sequence[Section], coder: Coder, cdf: Shape) -> list[bytes]:
+def encode(numbers: Ints, order: Order, sections: Sequence[Section], coder: Coder, cdf: Shape) -> list[bytes]:
     """Encode rows of numbers.
 
     Args:
-        numbers: int32 `[R, n]`, rows in sorted order.
-        sections: The classes of rows, from `in_sections`.
+        numbers: int32 `[R, n]`.
+        order: The sorted order of the rows, from `in_sections`.
+        sections: Their classes.
         coder: The entropy coder.
         cdf: Profiled shape of the distributions (`CodecTables.cdf`); only ANS uses it.
 
     Returns:
         Two byte strings: the stream, and the large numbers that are stored separately.
     """
+    numbers = numbers[order]
     marked, counts, large = [], [], []
     for section in sections:
         flat = numbers[section.first : section.last].reshape(-1)
@@ -128,6 +130,7 @@ def encode(numbers: Ints, sections: Sequence[Section], coder: Coder, cdf: Shape)
 def decode(
     stream: memoryview,
     large: memoryview,
+    order: Order,
     sections: Sequence[Section],
     n: int,
     coder: Coder,
@@ -136,47 +139,31 @@ def decode(
     """Invert `encode`.
 
     Returns:
-        float32 `[R, n]`, rows in sorted order.
+        float32 `[R, n]`.
 
     Raises:
         ValueError: The bytes were not written by `encode` with these arguments.
     """
-    if len(stream) < SECTION.size * len(sections):
-        raise ValueError(f"The stream is too short for {len(sections)} sections, found {len(stream)} bytes.")
     heads = [SECTION.unpack_from(stream, SECTION.size * at) for at in range(len(sections))]
     body = stream[SECTION.size * len(sections) :]
-    large_numbers = _decode_large(large, sum(count for _, count in heads), sections[-1].last * n)
+    counts = [count for _, count in heads]
+    large_numbers = np.empty(0, dtype=np.int32)
+    if sum(counts):
+        large_numbers = np.frombuffer(_decompressed(zstandard.ZstdDecompressor(), large, 4 * sum(counts)), dtype="<i4")
     out = np.empty((sections[-1].last, n), dtype=np.float32)
     if coder == "zstd":
         _decode_zstd(body, [length for length, _ in heads], sections, out)
     else:
         _decode_ans(body, sections, out, cdf)
-    _put_back(out, large_numbers, [count for _, count in heads], sections)
-    return out
-
-
-def _put_back(out: Floats, large_numbers: Ints, counts: Sequence[int], sections: Sequence[Section]) -> None:
     used = 0
     for section, count in zip(sections, counts, strict=True):
         if count:
             flat = out[section.first : section.last].reshape(-1)
-            where = np.flatnonzero(flat == section.max_number + 1)
-            if len(where) != count:
-                raise ValueError(
-                    f"The entry is damaged: {count} values are stored apart, but the stream marks {len(where)}."
-                )
-            flat[where] = large_numbers[used : used + count]
+            flat[flat == section.max_number + 1] = large_numbers[used : used + count]
             used += count
-
-
-def _decode_large(large: memoryview, count: int, max_count: int) -> Ints:
-    if count > max_count or (count == 0) != (len(large) == 0):
-        raise ValueError(
-            f"The entry is damaged: {count} values stored apart, in {len(large)} bytes; at most {max_count} can be."
-        )
-    if not count:
-        return np.empty(0, dtype=np.int32)
-    return np.frombuffer(_decompressed(zstandard.ZstdDecompressor(), large, 4 * count), dtype="<i4")
+    rows = np.empty_like(out)
+    rows[order] = out
+    return rows
 
 
 def _pack_symbols(flat: Ints, section: Section) -> bytes:
@@ -196,17 +183,12 @@ def _frame(data: bytes, width: int) -> bytes:
 
 def _decompressed(decompressor: zstandard.ZstdDecompressor, frame: memoryview, nbytes: int) -> bytes:
     """Decompress a frame of exactly `nbytes`; others are refused first, so that none can make us allocate more."""
-    try:
-        if zstandard.frame_content_size(frame) == nbytes:
-            return decompressor.decompress(frame, max_output_size=nbytes, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"A compressed frame of {nbytes} bytes cannot be read: {error}.") from error
-    raise ValueError(f"A compressed frame does not have {nbytes} bytes once decompressed.")
+    if zstandard.frame_content_size(frame) != nbytes:
+        raise ValueError(f"A compressed frame does not have {nbytes} bytes once decompressed.")
+    return decompressor.decompress(frame, max_output_size=nbytes, allow_extra_data=False)
 
 
 def _decode_zstd(body: memoryview, lengths: Sequence[int], sections: Sequence[Section], out: Floats) -> None:
-    if sum(lengths) != len(body):
-        raise ValueError(f"The sections should have {sum(lengths)} bytes, found {len(body)}.")
     decompressor, begin = zstandard.ZstdDecompressor(), 0
     for section, length in zip(sections, lengths, strict=True):
         flat = out[section.first : section.last].reshape(-1)
@@ -239,15 +221,7 @@ def _encode_ans(marked: Sequence[Ints], sections: Sequence[Section], cdf: Shape)
 
 
 def _decode_ans(body: memoryview, sections: Sequence[Section], out: Floats, cdf: Shape) -> None:
-    if len(body) % 4:
-        raise ValueError(f"ANS data must be a multiple of 4 bytes, found {len(body)}.")
-    words = np.frombuffer(body, dtype="<u4").astype(np.uint32)
-    try:
-        coder = constriction.stream.stack.AnsCoder(words)
-    except ValueError as error:
-        raise ValueError(f"The ANS data cannot be decoded: {error}.") from error
+    coder = constriction.stream.stack.AnsCoder(np.frombuffer(body, dtype="<u4").astype(np.uint32))
     for section in sections:
         flat = out[section.first : section.last].reshape(-1)
         np.subtract(coder.decode(_model(section, cdf), len(flat)), np.float32(section.max_number), out=flat)
-    if not coder.is_empty():
-        raise ValueError("The ANS data has bytes left after its last number.")

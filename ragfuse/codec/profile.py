@@ -58,7 +58,7 @@ def profile_tables(
             given size.
 
     Raises:
-        ValueError: No chunk is long enough, or the arguments do not have one item per layer.
+        ValueError: No chunk is long enough.
     """
     long_chunks = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
     if not long_chunks:
@@ -67,16 +67,8 @@ def profile_tables(
         )
     n_layers = len(long_chunks[0].layers)
     layouts = tuple(rope) or (None,) * n_layers
-    if len(layouts) != n_layers or any(len(chunk.layers) != n_layers for chunk in long_chunks):
-        raise ValueError(f"Every chunk must have {n_layers} layers, and `rope` one item per layer.")
-    if any(
-        each and 2 * len(each.inv_freq) + each.lo > _dim(long_chunks[0], at, each) for at, each in enumerate(layouts)
-    ):
-        raise ValueError("An item of `rope` rotates more channels than the layer has.")
     weights = [_weights(each, layout) for each, layout in zip(queries, layouts, strict=True)] if queries else None
     widths = _widths(costs) if costs else ((1.0, 1.0),) * n_layers
-    if len(widths) != n_layers:
-        raise ValueError(f"`costs` must have one item per layer ({n_layers}), found {len(widths)}.")
     parts = [
         [
             _Part(
@@ -152,11 +144,6 @@ def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | 
     rotation = layout if layout is not None and layout.part == name else None
     found = (getattr(chunk.layers[at], name) for chunk in chunks)
     return [rotate_in_place(tensor.to("cpu", torch.float32, copy=True), rotation, -1) for tensor in found]
-
-
-def _dim(chunk: ChunkKV, at: int, layout: RopeLayout) -> int:
-    tensor: Tensor = getattr(chunk.layers[at], layout.part)
-    return tensor.shape[-1]
 
 
 def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:

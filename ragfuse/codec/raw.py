@@ -21,20 +21,13 @@ class RawCodec:
     name: str = "raw"
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
-        """Copy a layer into uint8 `[nbytes]`; `at` makes no difference.
-
-        Raises:
-            ValueError: Keys and values have different dtypes.
-        """
+        """Copy a layer into uint8 `[nbytes]`; `at` makes no difference."""
         return _copied(layer, torch.empty(layer.nbytes, dtype=torch.uint8, device=layer.keys.device))
 
     def encode_all(self, layers: Sequence[LayerKV]) -> tuple[Tensor, ...]:
         """Copy all layers into one block of host memory and return their parts of it, uint8 `[nbytes]` each.
 
         In one block they lie at even distances, so that a prompt takes many of them in one copy.
-
-        Raises:
-            ValueError: Keys and values have different dtypes.
         """
         sizes = [layer.nbytes for layer in layers]
         parts = torch.split(torch.empty(sum(sizes), dtype=torch.uint8), sizes)
@@ -78,8 +71,6 @@ class RawCodec:
 def _copied(layer: LayerKV, blob: Tensor) -> Tensor:
     """Copy a layer's keys and values into uint8 `[nbytes]` and return it."""
     dtype, split = layer.keys.dtype, layer.keys.nbytes
-    if dtype != layer.values.dtype:
-        raise ValueError(f"Keys are {dtype}, values {layer.values.dtype}: both must have the same dtype.")
     blob[:split].view(dtype).view(layer.keys.shape).copy_(layer.keys)
     blob[split:].view(dtype).view(layer.values.shape).copy_(layer.values)
     return blob

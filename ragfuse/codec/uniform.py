@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.codec.codec import DTYPES, LayerMeta
-from ragfuse.codec.container import narrowed, one_dtype, pack, unpack
+from ragfuse.codec.container import narrowed, pack, refuses_damage, unpack
 from ragfuse.types.kv import LayerKV
 
 UNIFORM_KIND: Final = 1
@@ -41,15 +41,15 @@ class UniformCodec:
         Raises:
             ValueError: The layer holds NaN or infinities, which only the raw codec can store.
         """
-        one_dtype(layer)
         parts = [part for tensor in (layer.keys, layer.values) for part in self._coded(tensor)]
         meta = LayerMeta.of(layer, parts[0])
         return pack(UNIFORM_KIND, at, "", meta, self.bits.to_bytes(16, "little"), parts)
 
+    @refuses_damage
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Decode a layer (`Codec.decode`): code times scale, in the dtype of `meta`."""
         packed = unpack(blob, UNIFORM_KIND, "", meta)
-        if packed.codec_fields != self.bits.to_bytes(16, "little") or len(packed.parts) != 4:
+        if packed.codec_fields != self.bits.to_bytes(16, "little"):
             raise ValueError(f"The layer was not encoded in {self.bits} bits.")
         dtype = DTYPES[meta.dtype]
         keys = self._decoded(packed.parts[0], packed.parts[1], meta.key_shape, dtype)

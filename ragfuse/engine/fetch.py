@@ -15,7 +15,6 @@ from ragfuse.engine.kv_streamer import KVStreamer, StreamedPlan
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import Timing
-from ragfuse.errors import InputError
 from ragfuse.hf.lock import FairLock
 from ragfuse.load.layers import LayerReader
 from ragfuse.plan.look_ahead import layers_before
@@ -99,8 +98,7 @@ class FetchStage:
             with nullcontext() if model.lock.is_mine else self._next:
                 held.enter_context(loading(reader, rest))
                 held.enter_context(model.lock)
-            if any(end.is_set() for end in request.ends):
-                raise InputError("The stream was closed or finished before the answer began. Ask again.")
+            request.check_open()
             yield FetchedKV(plan, reader, streamed, time.perf_counter())
 
 

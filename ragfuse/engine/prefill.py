@@ -27,11 +27,14 @@ class PrefillStage:
         """Return the prefilled prompt.
 
         Raises:
+            InputError: The request was cancelled; the prefill ends before its next layer.
             LostRun: An entry of the plan cannot be read any more.
         """
         model, plan, streamed = request.model, fetched.plan, fetched.streamed
         states = self.prefixes.kept_states() if request.ask.reuse and model.profile.state else None
-        prefill, timing = _prefill(model, fetched, states), fetched.timing()
+        with model.before_layers(request.check_open):
+            prefill = _prefill(model, fetched, states)
+        timing = fetched.timing()
         if streamed is None or not streamed.streamed:
             self.timings.note_load(model, plan, fetched.reader.load_s)
         if not model.profile.state:

@@ -11,7 +11,7 @@ from ragfuse.plan.evict import Evict, expired, expired_first, lru
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, KVStore, open_store
 from ragfuse.store.catalog import Catalog
-from ragfuse.store.levels import TABLELESS, Codecs
+from ragfuse.store.levels import Codecs, tableless
 
 
 def open_catalog(settings: Settings, store: KVStore | None) -> Catalog:
@@ -36,7 +36,7 @@ def opened(settings: Settings, store: KVStore | None, codecs: Codecs, evict: Evi
 
 
 def open_kept(
-    settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = TABLELESS, evict: Evict = lru
+    settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = tableless, evict: Evict = lru
 ) -> KVStore:
     """Open the store that settings describe, with expiry after `ttl_s` seconds where that is set.
 

@@ -165,6 +165,6 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> T
         tier.delete([key])
     if not (stored and all_read):
         raise StoreError(
-            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See: ragfuse store stats"
+            f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See: ragfuse store ls"
         )
     return TierTiming(len(firsts), kv.nbytes, seconds)

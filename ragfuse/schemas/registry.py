@@ -188,7 +188,7 @@ class SchemaRegistry:
             self._unwritten.discard(schema.name)
 
     def _get(self, name: str) -> StoredSchema | None:
-        answered, found = self._catalog.try_get(self._prefix + name)
+        answered, found = self._catalog.tried(lambda file: file.get(self._prefix + name))
         data = found if answered and name not in self._unwritten else self._in_process.get(name, found)
         return StoredSchema.from_dict(data) if data else None
 

@@ -1,12 +1,11 @@
 """KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing and knows no model."""
 
-from ragfuse.store.catalog import Catalog
-from ragfuse.store.catalog_file import CatalogFile, KnownText
+from ragfuse.store.catalog import Catalog, CatalogFile, KnownText
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_store, open_tier
-from ragfuse.store.level_reader import EncodedLayers
+from ragfuse.store.levels import EncodedLayers
 from ragfuse.store.memory import MemoryTier
-from ragfuse.store.session_catalog import SessionCatalog, SessionRow
+from ragfuse.store.session_catalog import SessionRow
 from ragfuse.store.store import KVStore, StoreStats
 from ragfuse.store.tier import EntryMeta, Evictor, Tier
 from ragfuse.store.writer import Writer, countdown
@@ -21,7 +20,6 @@ __all__ = [
     "KVStore",
     "KnownText",
     "MemoryTier",
-    "SessionCatalog",
     "SessionRow",
     "StoreStats",
     "Tier",

@@ -1,6 +1,6 @@
 """The archive format: chunks, as the files of the disk tier, and known texts in one plain tar file.
 
-    ragfuse-archive.json {"version": 2} · chunks/ab/<digest>.kv ... · texts/<number>.jsonl ... · end
+    ragfuse-archive.json {"version": 2} · chunks/ab/<digest>.kv ... · texts/all.jsonl · end
 
 `bulk.py` decides which chunks are exported and imported. Names of members are never used as paths, and every layer has
 a checksum. Checksums detect damage but not malice: whoever made an archive decides what KV cache the model continues
@@ -14,7 +14,6 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -47,8 +46,7 @@ class ArchivedText(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True)
-class ArchiveProblem:
+class ArchiveProblem(NamedTuple):
     """A part of an archive that cannot be read, and the reason."""
 
     what: str
@@ -67,7 +65,7 @@ class ArchiveWriter:
     """A writer of an archive's members, one after the other, into an open tar file."""
 
     def __init__(self, file: tarfile.TarFile) -> None:
-        self._file, self._texts = file, 0
+        self._file = file
         self._member(_FIRST_MEMBER, json.dumps({"version": FORMAT_VERSION}).encode())
 
     def chunk(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> int:
@@ -80,11 +78,12 @@ class ArchiveWriter:
         """
         return self._member(str(chunk_path(Path(), key)), b"".join(pieces(pack_header(key, meta.sealed(blobs)), blobs)))
 
-    def texts(self, texts: Sequence[ArchivedText]) -> None:
-        """Write some texts as one member."""
+    def texts(self, texts: Sequence[ArchivedText]) -> int:
+        """Write all texts as one member, and return how many there are."""
         lines = "".join(json.dumps(text._asdict()) + "\n" for text in texts)
-        self._member(f"texts/{self._texts:06d}.jsonl", lines.encode())
-        self._texts += 1
+        if texts:
+            self._member("texts/all.jsonl", lines.encode())
+        return len(texts)
 
     def end(self) -> None:
         """Write the last member, without which an archive counts as cut off."""

@@ -6,7 +6,7 @@ The caller decides which chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragfuse.errors import StoreError
@@ -21,42 +21,40 @@ Progress = Callable[[int, int], object]
 """Called with the bytes done and the bytes in all."""
 
 _MAX_REPORTED = 100
-_TEXTS_A_MEMBER = 500
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """The outcome of an operation on many chunks.
 
     Args:
-        chunks: Chunks that were processed.
-        nbytes: Their bytes.
+        done: The bytes of the chunks that were processed.
         known: Chunks that needed nothing, as they were there already.
         texts: Known texts that were exported or imported.
         failed: Chunks that stayed as they were.
         troubles: The first of these, with the reasons.
     """
 
-    chunks: int = 0
-    nbytes: int = 0
+    done: dict[ChunkKey, int] = field(default_factory=dict)
     known: int = 0
     texts: int = 0
     failed: int = 0
-    troubles: tuple[ArchiveProblem, ...] = ()
+    troubles: list[ArchiveProblem] = field(default_factory=list)
 
+    @property
+    def chunks(self) -> int:
+        """Chunks that were processed."""
+        return len(self.done)
 
-class _Tally:
-    """An `Outcome` that is being counted, chunk by chunk."""
-
-    def __init__(self) -> None:
-        self.known = self.texts = self.failed = 0
-        self.done: dict[ChunkKey, int] = {}
-        self.troubles: list[ArchiveProblem] = []
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return sum(self.done.values())
 
     def fail(self, what: object, why: str) -> None:
         """Record a chunk that stayed as it was, and why."""
         self.failed += 1
-        if len(self.troubles) < _MAX_REPORTED:
+        if self.failed <= _MAX_REPORTED:
             self.troubles.append(ArchiveProblem(str(what), why))
 
     def keep_only(self, tier: Tier) -> None:
@@ -64,11 +62,6 @@ class _Tally:
         for key in self.done.keys() - tier.stat(self.done).keys():
             del self.done[key]
             self.fail(key, f"tier {tier.name} has too little space for all of them")
-
-    def outcome(self) -> Outcome:
-        """Return the outcome so far."""
-        nbytes = sum(self.done.values())
-        return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, tuple(self.troubles))
 
 
 def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
@@ -80,7 +73,7 @@ def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress
     Raises:
         StoreError: There is no tier of that name.
     """
-    target, tally = store.tier(tier), _Tally()
+    target, tally = store.tier(tier), Outcome()
     others = [other for other in store.tiers if other is not target]
     sources = _sources(store.tiers, keys := list(dict.fromkeys(keys)))
     pinned = {key for other in others for key, entry in other.stat(keys).items() if entry.pinned}
@@ -103,7 +96,7 @@ def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress
     tally.keep_only(target)
     for other in others:
         other.delete(list(tally.done))
-    return tally.outcome()
+    return tally
 
 
 def export(
@@ -123,23 +116,15 @@ def export(
         progress: Called with the bytes done and in all.
 
     Raises:
-        StoreError: The file exists, and the new one would lack chunks or be empty; or no chunk is found while a tier
-            does not answer. An existing file stays as it was.
+        StoreError: No chunk can be exported, or the file exists and the new one would lack some. Nothing is written.
     """
-    tally = _Tally()
+    tally = Outcome()
     sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
-    silent = store.silent() if keys is None or any(key not in sources for key in keys) else []
-    if silent and (not sources or path.exists()):
-        raise StoreError(unanswered(silent, f"nothing was written to '{path}'"))
-    if not sources and path.exists():
-        raise StoreError(
-            f"None of these chunks is in the store, so '{path}' was not replaced. List the chunks: ragfuse store ls"
-        )
     done, total = 0, sum(entry.nbytes for entry in sources.values())
     for key in keys or ():
         if key not in sources:
             tally.fail(key, "it is not in the store")
-    for name in silent if keys is None else ():
+    for name in store.silent() if keys is None or tally.failed else ():
         tally.fail(f"tier {name}", "it does not answer")
     with new_archive(path) as archive:
         for key, entry in sources.items():
@@ -150,27 +135,20 @@ def export(
                 tally.done[key] = archive.chunk(key, *whole)
             done += entry.nbytes
             _report(progress, done, total)
-        for batch in _batches(texts):
-            archive.texts(batch)
-            tally.texts += len(batch)
-        if tally.failed and path.exists():
-            raise StoreError(_lacking(path, tally.outcome()))
-    return tally.outcome()
+        tally.texts = archive.texts(list(texts))
+        if not tally.done or (tally.failed and path.exists()):
+            why = ", ".join(tally.troubles[0]) if tally.troubles else "there are none"
+            raise StoreError(
+                f"'{path}' was not replaced or written: it would lack {tally.failed:,} of "
+                f"{tally.failed + tally.chunks:,} entries (the first: {why}). Export again, or name another file."
+            )
+    return tally
 
 
 def unanswered(names: Sequence[str], consequence: str) -> str:
     """Return a message that these tiers do not answer, with the consequence and what to do."""
     subject = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
     return f"{subject} not answer: {consequence}. Try again once {'it answers' if len(names) == 1 else 'they answer'}."
-
-
-def _lacking(path: Path, outcome: Outcome) -> str:
-    first = outcome.troubles[0]
-    return (
-        f"'{path}' was not replaced: the new archive would lack {outcome.failed:,} of "
-        f"{outcome.failed + outcome.chunks:,} entries (the first: {first.what}, {first.why}). Export again, or name "
-        "another file."
-    )
 
 
 def import_(
@@ -194,7 +172,7 @@ def import_(
     Raises:
         StoreError: The file is no archive, or there is no tier of that name.
     """
-    target, tally = store.tier(tier) if tier is not None else _first_slow(store), _Tally()
+    target, tally = store.tier(tier) if tier is not None else _first_slow(store), Outcome()
     for item in read_archive(path, progress):
         if isinstance(item, ArchiveProblem):
             tally.fail(item.what, item.why)
@@ -209,7 +187,7 @@ def import_(
         else:
             tally.done[item.key] = item.meta.nbytes
     tally.keep_only(target)
-    return tally.outcome()
+    return tally
 
 
 def gc(store: KVStore) -> dict[str, Freed]:
@@ -261,17 +239,6 @@ def _import_chunk(store: KVStore, chunk: ArchivedChunk, target: Tier) -> str | N
 
 def _first_slow(store: KVStore) -> Tier:
     return next((tier for tier in store.tiers if tier.slow), store.tiers[0])
-
-
-def _batches(texts: Iterable[ArchivedText]) -> Iterable[list[ArchivedText]]:
-    batch: list[ArchivedText] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _TEXTS_A_MEMBER:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _report(progress: Progress | None, done: int, total: int) -> None:

@@ -1,168 +1,197 @@
-"""The catalog of a store: profiles, texts of known chunks and sessions. `catalog_file.py` keeps it on disk.
+"""The catalog of a store: profiles by name, texts of known chunks, and sessions (`session_catalog.py`).
+
+The texts let a later process find the same chunks in a prompt. They are stored per model digest, so that a salted
+tenant has its own, and are as private as the folder.
 
 An answer must not fail because the catalog does, so `Catalog` returns defaults when its file cannot be read or written.
-`Catalog.strict` raises instead, for callers who ask for the catalog itself.
+`Catalog.strict`, a `CatalogFile`, raises instead, for callers who ask for the catalog itself.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import inf
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from ragfuse.errors import StoreError
 from ragfuse.process.shared import note
+from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker
-from ragfuse.store.catalog_file import CatalogFile, KnownText
-from ragfuse.store.session_catalog import SessionCatalog, SessionRow
+from ragfuse.store.database import Database, store_errors
+from ragfuse.store.folder import open_folder
+from ragfuse.store.session_catalog import SESSION_SCHEMA, SessionQueries
 
 T = TypeVar("T")
 
 COOL_DOWN_S = 10.0
 """Seconds without another try after the file could not be read or written."""
+LOCK_WAIT_S = 3.0
+"""Most seconds that a query waits for another process that is writing the file."""
+_NAME = "catalog.sqlite"
+_SCHEMA = f"""{SESSION_SCHEMA}
+CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS texts(
+    id INTEGER PRIMARY KEY, model TEXT NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL, text TEXT NOT NULL,
+    UNIQUE(model, key, source)
+);
+"""
+_ADD = """
+INSERT INTO texts(model, key, text, source) VALUES (?, ?, ?, ?)
+ON CONFLICT(model, key, source) DO UPDATE SET text = excluded.text WHERE text != excluded.text
+"""
+_TEXTS = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
+_KNOWN = "SELECT count(DISTINCT key) FROM texts WHERE model = ? AND key IN (SELECT value FROM json_each(?))"
+_TENANTS = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
+
+
+class KnownText(NamedTuple):
+    """A known chunk: its key as text, its text, and the source of the text."""
+
+    key: str
+    text: str
+    source: str
 
 
 class CatalogQueries(ABC):
     """The queries of a catalog; a subclass decides what happens when its file cannot be used."""
 
     @abstractmethod
-    def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
-        """Return the result of `query`, run on the file, or `default`."""
+    def ask(self, query: Callable[[Database], T], default: T) -> T:
+        """Return the result of `query`, run on the database, or `default`."""
 
     @property
     def sessions(self) -> SessionQueries:
         """The queries of the sessions in this catalog."""
-        return SessionQueries(lambda query, default: self._ask(lambda file: query(file.sessions), default))
+        return SessionQueries(self.ask)
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return the profile of that name, or None if there is none."""
-        return self._ask(lambda file: file.get(name), None)
+        """Return the profile of that name, or None if there is none or it is damaged."""
+        return self.ask(lambda database: _profile(database, name), None)
 
     def put(self, name: str, profile: Mapping[str, Any]) -> bool:
         """Save a profile of plain JSON types, replacing an earlier one, and return whether it was written."""
-
-        def write(file: CatalogFile) -> bool:
-            file.put(name, profile)
-            return True
-
-        return self._ask(write, False)
+        row = name, json.dumps(dict(profile))
+        return self.ask(
+            lambda database: database.change("INSERT OR REPLACE INTO profiles VALUES (?, ?)", row) > 0, False
+        )
 
     def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the profile of that name; if there is none, save `profile` under it first."""
-        return self._ask(lambda file: file.settle(name, profile), dict(profile))
+        """Return the profile of that name; if there is none, save `profile` first. Concurrent callers get the same."""
+
+        def settled(database: Database) -> dict[str, Any]:
+            row = name, json.dumps(dict(profile))
+            database.change("INSERT OR IGNORE INTO profiles VALUES (?, ?)", row)
+            return _profile(database, name) or dict(profile)
+
+        return self.ask(settled, dict(profile))
 
     def delete(self, name: str) -> None:
         """Delete the profile of that name, if there is one."""
-        self._ask(lambda file: file.delete(name), None)
+        self.ask(lambda database: database.change("DELETE FROM profiles WHERE name = ?", (name,)), 0)
 
     def names(self) -> list[str]:
         """Return the names of all profiles, sorted."""
-        return self._ask(lambda file: file.names(), [])
+        return self.ask(lambda database: database.words("SELECT name FROM profiles ORDER BY name"), [])
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Save (key, text, source) of chunks that were encoded for the model digest `model`."""
-        self._ask(lambda file: file.add_texts(model, texts), None)
+        """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again changes nothing."""
+        rows = [(model, *text) for text in texts]
 
-    def texts(self, model: str) -> list[KnownText]:
-        """Return all known texts of a model digest, oldest first."""
-        return self._ask(lambda file: list(file.texts(model)), [])
+        def add(database: Database) -> None:
+            with database.write() as transaction:
+                transaction.executemany(_ADD, rows)
+
+        self.ask(add, None)
+
+    def texts(self, model: str, n: int = -1) -> list[KnownText]:
+        """Return the oldest `n` known texts of a model digest (-1: all), in order; one of two sources comes twice."""
+
+        def found(database: Database) -> list[KnownText]:
+            rows = database.query(_TEXTS, (model, n))
+            return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]  # else damaged
+
+        return self.ask(found, [])
 
     def knows(self, model: str, keys: Collection[str]) -> bool:
         """Return whether a model digest has a known text for each of these keys."""
-        return self._ask(lambda file: file.knows(model, keys), False)
+        wanted = set(keys)
+        arguments = model, json.dumps(list(wanted))
+        return self.ask(lambda database: bool(database.number(_KNOWN, arguments) == len(wanted)), False)
 
     def count_texts(self, model: str) -> int:
         """Return how many known texts a model digest has; a text from two sources counts twice."""
-        return self._ask(lambda file: file.count_texts(model), 0)
-
-    def oldest_texts(self, model: str, n: int) -> list[KnownText]:
-        """Return the `n` texts of a model digest that were added first, oldest first."""
-        return self._ask(lambda file: file.oldest_texts(model, n), [])
-
-    def models(self) -> list[str]:
-        """Return the model digests that have known texts, sorted."""
-        return self._ask(lambda file: file.models(), [])
+        return self.ask(lambda database: database.number("SELECT count(*) FROM texts WHERE model = ?", (model,)), 0)
 
     def tenants(self) -> list[str]:
         """Return the model digests that have known texts or sessions, sorted."""
-        return self._ask(lambda file: file.tenants(), [])
+        return self.ask(lambda database: database.words(_TENANTS), [])
 
     def delete_texts(
         self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
     ) -> int:
         """Delete the texts that match all given arguments (without any: all texts), and return how many there were."""
-        return self._ask(lambda file: file.delete_texts(model, source=source, keys=keys), 0)
+        sql, arguments = "DELETE FROM texts WHERE 1", list[str]()
+        given = None if keys is None else json.dumps(list(keys))
+        for test, value in (
+            ("model = ?", model),
+            ("source = ?", source),
+            ("key IN (SELECT value FROM json_each(?))", given),
+        ):
+            if value is not None:
+                sql += f" AND {test}"
+                arguments.append(value)
+        return self.ask(lambda database: database.change(sql, arguments), 0)
 
 
-class SessionQueries:
-    """Queries about the sessions in a catalog.
+class CatalogFile(CatalogQueries):
+    """The catalog in a store's folder. Threads and processes may share it.
+
+    Every query raises StoreError if the file cannot be read or written: unlike a KV entry, what is lost here would
+    not come back by itself. Once it is closed, queries return defaults.
 
     Args:
-        ask: Called with a query and a default; runs the query, and returns the default if the catalog's file cannot be
-            used.
+        path: The store's folder; None: there is no file, and nothing is kept.
+        shared_with: Who else may use the folder.
     """
 
-    def __init__(self, ask: Callable[[Callable[[SessionCatalog], Any], Any], Any]) -> None:
-        self._ask = ask
+    def __init__(self, path: str | Path | None, shared_with: SharedWith = "nobody") -> None:
+        self._database: Database | None = None
+        if path is None:
+            return
+        self.path = open_folder(Path(path).expanduser(), shared_with)
+        self._database = Database.in_folder(self.path, _NAME, _SCHEMA, LOCK_WAIT_S)
 
-    def get(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
-        """Return version, last use (seconds since 1970) and state of a session, or None if there is none."""
-        found: tuple[int, float, dict[str, Any]] | None = self._ask(lambda sessions: sessions.get(model, id), None)
-        return found
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a file, and it is not closed."""
+        return self._database is not None
 
-    def put(self, row: SessionRow, state: Mapping[str, Any], ends: Iterable[str], keys: Iterable[str]) -> bool | None:
-        """Save a session, replacing version `row.version` of it (see `SessionCatalog.put`).
+    def ask(self, query: Callable[[Database], T], default: T) -> T:
+        """Return the result of a query; `default` without an open file."""
+        if self._database is None:
+            return default
+        try:
+            with store_errors(self.path, _NAME):
+                return query(self._database)
+        except StoreError:
+            if self._database is None:
+                return default  # closed during the query
+            raise
 
-        Returns:
-            True if it was written, False if another writer replaced that version first, None if the catalog has no file
-            or cannot use it.
-        """
-        is_written: bool | None = self._ask(lambda sessions: sessions.put(row, state, ends, keys), None)
-        return is_written
+    def close(self) -> None:
+        """Close the file."""
+        database, self._database = self._database, None
+        if database is not None:
+            database.close()
 
-    def ending(self, model: str, prefixes: Sequence[str]) -> dict[str, str]:
-        """Find the sessions that a conversation may continue.
+    def __enter__(self) -> CatalogFile:
+        return self
 
-        Args:
-            model: The tenant's model digest.
-            prefixes: For each message of the conversation, a digest of all messages up to it.
-
-        Returns:
-            Those digests at which a turn of a stored session ends, each with the name of the session (of several, the
-            most recently used).
-        """
-        found: dict[str, str] = self._ask(lambda sessions: sessions.ending(model, prefixes), {})
-        return found
-
-    def rows(self) -> list[SessionRow]:
-        """Return all sessions, most recently used first."""
-        found: list[SessionRow] = self._ask(lambda sessions: sessions.rows(), [])
-        return found
-
-    def count(self, model: str) -> int:
-        """Return how many sessions a tenant has."""
-        return int(self._ask(lambda sessions: sessions.count(model), 0))
-
-    def owned(self) -> list[tuple[str, str, str]]:
-        """Return (tenant's digest, session, key) of all keys of all sessions, least recently used sessions first."""
-        found: list[tuple[str, str, str]] = self._ask(lambda sessions: sessions.owned(), [])
-        return found
-
-    def in_use(self, keys: Sequence[str]) -> list[str]:
-        """Return those of `keys` that belong to at least one session."""
-        found: list[str] = self._ask(lambda sessions: sessions.in_use(keys), [])
-        return found
-
-    def delete(self, model: str, id: str, before: float = inf) -> list[str] | None:
-        """Delete a session if its last use is before `before` (seconds since 1970).
-
-        Returns:
-            Its keys that no other session has, or None if no session was deleted.
-        """
-        orphans: list[str] | None = self._ask(lambda sessions: sessions.delete(model, id, before), None)
-        return orphans
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Catalog(CatalogQueries):
@@ -177,44 +206,23 @@ class Catalog(CatalogQueries):
     """
 
     def __init__(self, file: CatalogFile | None = None) -> None:
-        self.file, self.failures = file, 0
+        self.strict, self.failures = file or CatalogFile(None), 0
         self._lock, self._why = threading.Lock(), ""
-        name = f"The catalog of {file.path}" if file is not None else ""
-        self._breaker = Breaker(name, COOL_DOWN_S)
-        self.strict = StrictCatalog(self)
+        self._breaker = Breaker(f"The catalog of {file.path}" if file is not None else "", COOL_DOWN_S)
 
-    def try_get(self, name: str) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether the file could be used, and the profile of that name."""
-        return self._try(lambda file: file.get(name))
+    @property
+    def file(self) -> CatalogFile | None:
+        """The file while it is open."""
+        return self.strict if self.strict.is_open else None
 
-    def try_texts(self, model: str) -> tuple[bool, list[KnownText] | None]:
-        """Return whether the file could be used, and the known texts of a model digest."""
-        return self._try(lambda file: list(file.texts(model)))
-
-    def try_session(self, model: str, id: str) -> tuple[bool, tuple[int, float, dict[str, Any]] | None]:
-        """Return whether the file could be used, and version, last use and state of a session."""
-        return self._try(lambda file: file.sessions.get(model, id))
-
-    def close(self) -> None:
-        """Close the file. From now on queries return their defaults, and nothing is saved."""
-        file, self.file = self.file, None
-        if file is not None:
-            file.close()
-
-    def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
-        answered, found = self._try(query)
-        return found if answered else default  # type: ignore[return-value]
-
-    def _try(self, query: Callable[[CatalogFile], T]) -> tuple[bool, T | None]:
-        file = self.file
-        if file is None:
+    def tried(self, query: Callable[[CatalogQueries], T]) -> tuple[bool, T | None]:
+        """Return whether the file could be used, and the result of a query."""
+        if not self.strict.is_open:
             return False, None
         if self._breaker.enter():
             try:
-                found = query(file)
+                found = query(self.strict)
             except StoreError as error:
-                if self.file is not file:
-                    return False, None  # closed during the query
                 self._breaker.failed("be used", error)
                 self._why = f"{self._breaker.name}: {error.__cause__ or error}"
             else:
@@ -225,20 +233,20 @@ class Catalog(CatalogQueries):
         note(self._why)
         return False, None
 
+    def ask(self, query: Callable[[Database], T], default: T) -> T:
+        """Return the result of a query, or `default` where the file cannot be used."""
+        answered, found = self.tried(lambda file: file.ask(query, default))
+        return found if answered else default  # type: ignore[return-value]
 
-class StrictCatalog(CatalogQueries):
-    """The same catalog, raising StoreError when its file cannot be read or written."""
+    def close(self) -> None:
+        """Close the file. From now on queries return their defaults, and nothing is saved."""
+        self.strict.close()
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
 
-    def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
-        file = self._catalog.file
-        if file is None:
-            return default
-        try:
-            return query(file)
-        except StoreError:
-            if self._catalog.file is file:
-                raise
-            return default  # closed during the query
+def _profile(database: Database, name: str) -> dict[str, Any] | None:
+    rows = database.query("SELECT profile FROM profiles WHERE name = ?", (name,))
+    try:
+        profile = json.loads(rows[0][0]) if rows else None
+    except ValueError:
+        return None
+    return profile if isinstance(profile, dict) else None

@@ -17,7 +17,7 @@ from ragfuse.codec import Codec, CodecTables, codec_for
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import Tier
 from ragfuse.store.catalog import Catalog
-from ragfuse.store.levels import TABLELESS
+from ragfuse.store.levels import tableless
 from ragfuse.store.named import as_entry, value_of
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.levels import LEVEL_NAMES
@@ -49,7 +49,7 @@ class CodecRegistry:
 
     def __call__(self, level: str, model: str) -> Codec | None:
         """Return the codec that writes a model's KV at a level; None if the level is unknown or its tables missing."""
-        plain = TABLELESS(level, model)
+        plain = tableless(level, model)
         if plain is not None or level not in LEVEL_NAMES:
             return plain
         return self._codec(level, self.tables(model))
@@ -114,7 +114,7 @@ class CodecRegistry:
 def wants_tables(settings: Settings) -> bool:
     """Return whether the settings have a tier that is, or may be, written at a level that needs codec tables."""
     levels = {level for each in settings.written.values() for level in each}
-    return any(level == AUTO_LEVEL or TABLELESS(level, "") is None for level in levels)
+    return any(level == AUTO_LEVEL or tableless(level, "") is None for level in levels)
 
 
 def _key(tables: str) -> ChunkKey:

@@ -1,6 +1,6 @@
 """A small SQLite file that threads and processes share: WAL mode, one connection to read and one to write.
 
-`index.py`, `catalog_file.py` and those who have a `RecordFile` define the tables.
+`index.py`, `catalog.py` and those who have a `RecordFile` define the tables.
 """
 
 from __future__ import annotations
@@ -15,11 +15,22 @@ from threading import RLock
 from typing import Any
 
 from ragfuse.store.access import open_file, share_file
+from ragfuse.store.folder import describe_error, locked, refusal
+from ragfuse.types.keys import FORMAT_VERSION
 
 log = logging.getLogger("ragfuse.store")
 
 Row = tuple[Any, ...]
 _CLOSE_S = 1.0
+
+
+@contextmanager
+def store_errors(folder: Path, name: str) -> Iterator[None]:
+    """Turn errors of a file in a store's folder into StoreError, which says where and what to do."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise refusal(folder, describe_error(folder, error, f" in {name}")) from error
 
 
 class Database:
@@ -52,10 +63,29 @@ class Database:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version={version}")
 
+    @classmethod
+    def in_folder(cls, folder: Path, name: str, schema: str, timeout_s: float = 30.0) -> Database:
+        """Open a file of a store's folder, under the folder's lock; StoreError if it cannot be used."""
+        with store_errors(folder, name), locked(folder / "lock"):
+            return cls(folder / name, schema, FORMAT_VERSION, timeout_s)
+
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Return all rows of a query. Never waits for a writer of a file."""
         with self._read_lock:
             return self._reader.execute(sql, arguments).fetchall()
+
+    def number(self, sql: str, arguments: Sequence[Any] = ()) -> int:
+        """Return the only number that a query gives."""
+        return int(self.query(sql, arguments)[0][0])
+
+    def words(self, sql: str, arguments: Sequence[Any] = ()) -> list[str]:
+        """Return the texts of a query's only column; a damaged one is left out."""
+        return [word for (word,) in self.query(sql, arguments) if isinstance(word, str)]
+
+    def change(self, sql: str, arguments: Sequence[Any] = ()) -> int:
+        """Run one statement as a transaction, and return how many rows it changed."""
+        with self.write() as transaction:
+            return transaction.execute(sql, arguments).rowcount
 
     @contextmanager
     def write(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:

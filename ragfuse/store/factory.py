@@ -10,7 +10,7 @@ from typing import Protocol
 from ragfuse.errors import StoreError
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store.disk import DiskTier
-from ragfuse.store.levels import TABLELESS, Codecs
+from ragfuse.store.levels import Codecs, tableless
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Evictor, Tier
@@ -38,7 +38,7 @@ class OpenedByURL(Protocol):
 
 
 def open_store(
-    settings: Settings, evict: Evictor, codecs: Codecs = TABLELESS, evict_behind: Evictor | None = None
+    settings: Settings, evict: Evictor, codecs: Codecs = tableless, evict_behind: Evictor | None = None
 ) -> KVStore:
     """Open the store that the settings describe: memory, then disk, then `settings.tiers` in their order.
 

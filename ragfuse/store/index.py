@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ragfuse.store.database import Database, Row
@@ -37,7 +37,7 @@ _OTHERS = f"SELECT ({_NBYTES}) - coalesce((SELECT nbytes FROM entries WHERE key 
 _TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
 
 
-class Index:
+class Index(Database):
     """The index of one folder, shared by all its processes. Methods that take a transaction run inside it.
 
     Args:
@@ -46,28 +46,21 @@ class Index:
     """
 
     def __init__(self, path: Path, tier: str) -> None:
-        self._database, self._tier = Database(path, _SCHEMA, FORMAT_VERSION), tier
-
-    def write(self, wait_s: float | None = None) -> AbstractContextManager[sqlite3.Connection]:
-        """Open a write transaction, exclusive among all processes (`Database.write`)."""
-        return self._database.write(wait_s)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._database.close()
+        super().__init__(path, _SCHEMA, FORMAT_VERSION)
+        self._tier = tier
 
     def nbytes(self) -> int:
         """Return the bytes of all entries."""
-        return int(self._database.query(_NBYTES)[0][0])
+        return self.number(_NBYTES)
 
     def names(self) -> list[tuple[str, int]]:
         """Return the keys of all entries, each with its bytes."""
-        return [(key, nbytes) for key, nbytes in self._database.query("SELECT key, nbytes FROM entries")]
+        return [(key, nbytes) for key, nbytes in self.query("SELECT key, nbytes FROM entries")]
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> Sequence[Entry]:
         """Return the entries with these keys (one query), or all, least recently used first."""
-        which = _OLDEST if keys is None else _WITH_KEYS + _OLDEST
-        return [*self._entries(self._database.query(_ENTRIES + which, () if keys is None else (_json(keys),)))]
+        where, arguments = ("", ()) if keys is None else (_WITH_KEYS, (_json(keys),))
+        return [*self._entries(self.query(_ENTRIES + where + _OLDEST, arguments))]
 
     def oldest(self, transaction: sqlite3.Connection) -> Iterator[Entry]:
         """Yield every entry, least recently used first, lazily."""

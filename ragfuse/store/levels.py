@@ -1,4 +1,4 @@
-"""The codec levels of entries: which ones each tier is written at, and which stored ones can be decoded here.
+"""The codec levels of entries: which ones each tier is written at, which can be decoded here, and reading at one.
 
 A codec level is one way to encode KV, such as raw, int8 or a CacheGen level; `types/levels.py` lists them.
 """
@@ -7,63 +7,110 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Final, Protocol, TypeVar, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
 from ragfuse.codec.container import tables_of
 from ragfuse.process.lru import LRU
-from ragfuse.store.tier import EntryMeta, Whole
+from ragfuse.store.tier import EntryMeta, Tier, Whole
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
 
 log = logging.getLogger("ragfuse.store")
 
-K = TypeVar("K")
-V = TypeVar("V")
 _REMEMBERED = 8192
 
 
 class Codecs(Protocol):
-    """A function that returns the codec of a level for a model."""
+    """A function that returns the codec of a level for a model.
+
+    It may have a method `packed(level, tables)`, which returns the codec for layers that another machine encoded with
+    its own tables, by the digest of these.
+    """
 
     def __call__(self, level: str, model: str) -> Codec | None:
         """Return the codec of a level for a model digest (`ChunkKey.model`), or None if there is none."""
         ...
 
 
-@runtime_checkable
-class KnowsTables(Protocol):
-    """Optional part of `Codecs`: codecs for layers that another machine encoded with its own tables."""
-
-    def packed(self, level: str, tables: str) -> Codec | None:
-        """Return the codec of a level with the tables of this digest, or None if the tables are not available."""
-        ...
-
-
-def without_tables(level: str, model: str) -> Codec | None:
+def tableless(level: str, model: str) -> Codec | None:
     """Return the codec of a level that needs no tables of the model (raw, int8); None for other levels."""
     return RAW if level == RAW.name else INT8 if level == INT8.name else None
 
 
-TABLELESS: Final[Codecs] = without_tables
-
-
 def by_loss(levels: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct levels, least lossy first; unknown levels come last, in the given order."""
-    known = {level: rank for rank, level in enumerate(LEVEL_NAMES)}
-    return tuple(sorted(dict.fromkeys(levels), key=lambda level: known.get(level, len(known))))
+    return tuple(sorted(dict.fromkeys(levels), key=lambda level: loss_of((level,))))
 
 
 def loss_of(levels: Iterable[str]) -> int:
     """Return the rank of the least lossy of these levels: 0 for raw, more for lossier ones, most for unknown ones."""
-    return min(
-        (LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES) for level in levels),
-        default=len(LEVEL_NAMES),
-    )
+    most = len(LEVEL_NAMES)
+    return min((LEVEL_NAMES.index(level) if level in LEVEL_NAMES else most for level in levels), default=most)
+
+
+@dataclass(frozen=True)
+class EncodedLayers:
+    """Consecutive layers of a chunk at one level, read but not decoded yet.
+
+    Args:
+        key: The chunk.
+        tier: The tier that they were read from.
+        meta: The description of the whole chunk at that level.
+        first: Index of the first layer.
+        blobs: The encoded layers, uint8 `[nbytes]` each.
+        levels: Decodes them.
+        is_best: Whether the entry has no less lossy level that can be decoded here.
+    """
+
+    key: ChunkKey
+    tier: Tier
+    meta: EntryMeta
+    first: int
+    blobs: Sequence[Tensor]
+    levels: TierLevels
+    is_best: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the encoded layers."""
+        return sum(blob.numel() for blob in self.blobs)
+
+    @property
+    def layers(self) -> range:
+        """Indices of the layers."""
+        return range(self.first, self.first + len(self.blobs))
+
+    def layer(self, at: int) -> LayerKV:
+        """Decode the layer with index `at`, on the calling thread (`decoded`)."""
+        return self.decoded(range(at, at + 1))[0]
+
+    def decoded(self, layers: range) -> Sequence[LayerKV]:
+        """Decode some of the layers, on the calling thread.
+
+        An entry that cannot be decoded is dropped and counted; one of other tables is left alone.
+
+        Raises:
+            ValueError: Their bytes cannot be decoded.
+        """
+        blobs = self.blobs[layers.start - self.first : layers.stop - self.first]
+        level = self.meta.levels[0]
+        try:
+            return self.levels.decoded(self.key, level, blobs, self.meta.layers[layers.start : layers.stop])
+        except OtherTables as error:
+            self.levels.mark_undecodable(self.key, level, str(error))
+            raise
+        except ValueError as error:
+            self.tier.counts.add("corrupt")
+            message = "Deleted the damaged entry %s from tier %s: it cannot be decoded from layer %d onwards: %s"
+            log.warning(message, self.key, self.tier.name, layers.start, error)
+            self.tier.delete([self.key])
+            raise
 
 
 class TierLevels:
@@ -74,10 +121,11 @@ class TierLevels:
         written: Levels by tier name; tiers that are not named are written raw.
     """
 
-    def __init__(self, codecs: Codecs = TABLELESS, written: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, codecs: Codecs = tableless, written: Mapping[str, Sequence[str]] | None = None) -> None:
         self.codecs, self._written = codecs, {tier: by_loss(levels) for tier, levels in (written or {}).items()}
         self._undecodable = LRU[tuple[ChunkKey, str], str](_REMEMBERED)
         self._unwritten = LRU[tuple[str, str, str], None](_REMEMBERED)  # model, level, why: logged once
+        self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     @property
     def is_mixed(self) -> bool:
@@ -88,9 +136,39 @@ class TierLevels:
         """Return the levels that a tier is written at, least lossy first."""
         return self._written.get(tier) or (RAW.name,)
 
-    def readable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
-        """Return those of an entry's levels that can be decoded here, in the given order."""
-        return [level for level in levels if (key, level) not in self._undecodable and self.codecs(level, key.model)]
+    def readable(self, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
+        """Return the entries that can be decoded here, each with only the levels that can (see `why_not`)."""
+        found = {}
+        for key, entry in entries.items():
+            if levels := self._decodable(key, entry.sizes):
+                found[key] = replace(entry, sizes={level: entry.sizes[level] for level in levels})
+            else:
+                missing = "this store has no codec tables for level"
+                reasons = (self._undecodable.get((key, level)) or f"{missing} {level}" for level in entry.sizes)
+                self._unread.add(key, f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}")
+        return found
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """Forget the reasons that `why_not` gives for these keys, as they are looked up again."""
+        self._unread.discard(keys)
+
+    def why_not(self, key: ChunkKey) -> str:
+        """Return why `readable` left out an entry, if that is remembered; else ""."""
+        return self._unread.get(key) or ""
+
+    def read(self, tier: Tier, key: ChunkKey, layers: range, level: str | None) -> EncodedLayers | None:
+        """Read some layers of an entry at a level (None: the first that can be decoded here), without decoding them."""
+        found = tier.get(key, layers, level)
+        if found is None:
+            return None
+        meta, *blobs = found
+        best = next(iter(self._decodable(key, meta.levels)), None)
+        wanted = level or best
+        if wanted is None or not self._decodable(key, [wanted]):
+            return None
+        if level is None and wanted != meta.levels[0]:
+            return self.read(tier, key, layers, wanted)
+        return EncodedLayers(key, tier, meta.only(wanted), layers.start, blobs, self, wanted == best)
 
     def decoded(self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> list[LayerKV]:
         """Decode layers of one entry at one level, with the tables that they were encoded with.
@@ -107,8 +185,8 @@ class TierLevels:
         try:
             return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
         except OtherTables:
-            tables = tables_of(blobs[0])
-            other = self.codecs.packed(level, tables) if isinstance(self.codecs, KnowsTables) and tables else None
+            by_tables, tables = getattr(self.codecs, "packed", None), tables_of(blobs[0])
+            other = by_tables(level, tables) if by_tables and tables else None
             if other is None:
                 raise
             return [other.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
@@ -119,13 +197,9 @@ class TierLevels:
             log.warning("%s cannot be decoded here at level %s, so it stays stored but unused: %s", key, level, why)
         self._undecodable.add((key, level), why)
 
-    def why_not(self, key: ChunkKey, levels: Iterable[str]) -> str:
-        """Return in a few words why none of an entry's levels can be decoded here."""
-        reasons = (
-            self._undecodable.get((key, level)) or f"this store has no codec tables for level {level}"
-            for level in levels
-        )
-        return f"it cannot be decoded: {'; '.join(dict.fromkeys(reasons))}"
+    def _decodable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
+        """Return those of an entry's levels that can be decoded here, in the given order."""
+        return [level for level in levels if (key, level) not in self._undecodable and self.codecs(level, key.model)]
 
     def at_levels(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
         """Return the entry at the wanted levels: levels that it has are taken as they are, others encoded from raw.

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ragfuse.settings import Settings
-from ragfuse.store.database import Database
+from ragfuse.store.database import Database, store_errors
 from ragfuse.store.database import Row as Row
-from ragfuse.store.folder import describe_error, locked, open_folder, refusal
+from ragfuse.store.folder import open_folder
 from ragfuse.types.keys import FORMAT_VERSION, digest
 
 
@@ -34,13 +34,13 @@ class RecordFile:
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Return all rows of a query."""
-        with self._errors():
+        with store_errors(self._settings.store_path, self._name):
             return self._database().query(sql, arguments)
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """Run the block as one transaction; it is rolled back if the block raises."""
-        with self._errors(), self._database().write() as transaction:
+        with store_errors(self._settings.store_path, self._name), self._database().write() as transaction:
             yield transaction
 
     def close(self) -> None:
@@ -52,24 +52,11 @@ class RecordFile:
 
     def _database(self) -> Database:
         with self._lock:
-            if self._opened is None:
-                self._opened = self._open()
+            if self._opened is None and self._settings.disk_bytes:
+                folder = open_folder(self._settings.store_path, self._settings.shared_with)
+                self._opened = Database.in_folder(folder, self._name, self._schema)
+            self._opened = self._opened or Database(None, self._schema, FORMAT_VERSION)
             return self._opened
-
-    def _open(self) -> Database:
-        if not self._settings.disk_bytes:
-            return Database(None, self._schema, FORMAT_VERSION)
-        folder = open_folder(self._settings.store_path, self._settings.shared_with)
-        with locked(folder / "lock"):
-            return Database(folder / self._name, self._schema, FORMAT_VERSION)
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, sqlite3.Error) as error:
-            path = self._settings.store_path
-            raise refusal(path, describe_error(path, error, f" in {self._name}")) from error
 
 
 def tenant_digest(salt: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragfuse.codec import RAW
 from ragfuse.process.worker import close_at_exit
-from ragfuse.store.levels import EntryContent, TierLevels, loss_of
+from ragfuse.store.levels import EncodedLayers, EntryContent, TierLevels, loss_of
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.store.writer import Writer, countdown
 from ragfuse.types.keys import ChunkKey
@@ -132,30 +132,23 @@ class Saves:
             )
             return bool((save.waiting | (save.stored - save.barred)) & names)
 
-    def warm(
-        self, key: ChunkKey, source: Tier, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int
-    ) -> None:
+    def warm(self, read: EncodedLayers, epoch: int) -> None:
         """Collect layers that were just read; once a chunk is complete, save it to the tiers before its own.
 
         Nothing is read a second time. If a tier is slow, or has to encode or copy the chunk, that happens in the
         background, so that the reader does not wait.
 
         Args:
-            key: The chunk.
-            source: The tier that they were read from.
-            first: Index of the first of these layers.
-            meta: The description of the whole chunk at the level that was read.
-            blobs: The encoded layers.
+            read: The layers.
             epoch: `epoch` before the read began; the layers are ignored if a `cancel` came since.
         """
-        faster = self._tiers[: self._tiers.index(source)]
-        whole = self._collected(key, first, meta, blobs, epoch) if faster else None
+        faster = self._tiers[: self._tiers.index(read.tier)]
+        whole = self._collected(read, epoch) if faster else None
         if whole is None:
             return
-        content = EntryContent(
-            self._levels, key, (meta, whole), {tier.name: self._levels.of(tier.name) for tier in faster}
-        )
-        lacking = [tier for tier in faster if self._lacks(tier, key, content)]
+        wanted = {tier.name: self._levels.of(tier.name) for tier in faster}
+        content = EntryContent(self._levels, read.key, (read.meta, whole), wanted)
+        lacking = [tier for tier in faster if self._lacks(tier, content)]
         quick = [tier for tier in lacking if not (tier.slow or tier.copies) and content.is_ready(tier.name)]
         with self.begin(content) as save:
             self.write(save, quick, [tier for tier in lacking if tier not in quick])
@@ -219,25 +212,24 @@ class Saves:
 
     # inside
 
-    def _collected(
-        self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int
-    ) -> tuple[Tensor, ...] | None:
+    def _collected(self, read: EncodedLayers, epoch: int) -> tuple[Tensor, ...] | None:
         """Return all layers of a chunk once they were read, else None. Collecting begins with layer 0."""
+        key, meta = read.key, read.meta
         with self._changed:
             known, parts = self._partials.get(key) or (meta, {})
-            if epoch != self.epoch or known != meta or (not parts and first != 0):
+            if epoch != self.epoch or known != meta or (not parts and read.first != 0):
                 return None  # deleted or rewritten meanwhile, or read at another level
             self._partials.pop(key, None)
-            parts |= enumerate(blobs, first)
+            parts |= enumerate(read.blobs, read.first)
             if len(parts) == len(meta.layers):
                 return tuple(parts[at] for at in range(len(parts)))
             if meta.nbytes <= self._partials.maxsize:
                 self._partials[key] = meta, parts
             return None
 
-    def _lacks(self, tier: Tier, key: ChunkKey, content: EntryContent) -> bool:
+    def _lacks(self, tier: Tier, content: EntryContent) -> bool:
         """Return whether a tier does not have a chunk, or only a lossier copy than it would get now."""
-        there = tier.stat([key]).get(key)
+        there = tier.stat([content.key]).get(content.key)
         levels = self._levels.of(tier.name) if RAW.name in content.meta.levels else content.meta.levels
         return there is None or loss_of(there.sizes) > loss_of(levels)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
-from ragfuse.store.level_reader import EncodedLayers, LevelReader
-from ragfuse.store.levels import TABLELESS, Codecs, EntryContent, TierLevels, joined, loss_of
+from ragfuse.store.levels import Codecs, EncodedLayers, EntryContent, TierLevels, joined, loss_of, tableless
 from ragfuse.store.saves import Saves
 from ragfuse.store.tier import Counts, EntryMeta, Expired, Tier, Whole
 from ragfuse.types.keys import ChunkKey
@@ -80,7 +80,7 @@ class KVStore:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        codecs: Codecs = TABLELESS,
+        codecs: Codecs = tableless,
         levels: Mapping[str, Sequence[str]] | None = None,
         *,
         writer_queue: int = 64,
@@ -90,7 +90,6 @@ class KVStore:
     ) -> None:
         self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
         self.levels = TierLevels(codecs, levels)
-        self._reading = LevelReader(self.levels)
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
         self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue, self.levels), Counts(), False
@@ -113,11 +112,11 @@ class KVStore:
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
-        self._reading.forget(wanted)
+        self.levels.forget(wanted)
         for tier in () if self._closed else self.tiers:
             missing = [key for key in wanted if key not in found]
             if missing:
-                found.update(self._fresh(tier, self._reading.readable(tier.stat(missing))))
+                found.update(self._fresh(tier, self.levels.readable(tier.stat(missing))))
         self._counts.add("hits", counts * len(found))
         self._counts.add("misses", counts * (len(wanted) - len(found)))
         return {key: found[key] for key in wanted if key in found}
@@ -137,13 +136,13 @@ class KVStore:
         for at, tier in enumerate(() if self._closed else self.tiers):
             before = {each.name for each in self.tiers[:at]}
             wanted = [key for key, entry in found.items() if entry.tier in before and self._may_gain(entry, tier)]
-            for key, entry in self._reading.readable(tier.stat(wanted)).items() if wanted else ():
+            for key, entry in self.levels.readable(tier.stat(wanted)).items() if wanted else ():
                 copies.setdefault(key, []).append(entry)
         return copies
 
     def why_not(self, key: ChunkKey) -> str:
         """Return why the last `lookup` left out a stored entry that cannot be decoded here; "" if it left out none."""
-        return self._reading.why_not(key)
+        return self.levels.why_not(key)
 
     def read_layers(
         self, key: ChunkKey, first: int, count: int = 1, tier: str | None = None, level: str | None = None
@@ -168,10 +167,12 @@ class KVStore:
         sources = () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier)
         max_loss = loss_of((level,) if level else ())
         for wanted, source in product(dict.fromkeys((level, None)), sources):
-            found = self._reading.layers(source, key, layers, wanted)
-            if found is not None and loss_of(found[1].meta.levels) <= max_loss:
-                self._was_read(key, source, found[1], epoch)
-                return tuple(found[0])
+            found = self.levels.read(source, key, layers, wanted)
+            if found is not None and loss_of(found.meta.levels) <= max_loss:
+                with suppress(ValueError):
+                    decoded = tuple(found.decoded(layers))
+                    self._was_read(found, epoch)
+                    return decoded
         return None
 
     def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> EncodedLayers | None:
@@ -184,9 +185,9 @@ class KVStore:
             StoreError: There is no tier of that name.
         """
         source, epoch = self.tier(tier), self._saves.epoch
-        found = None if self._closed else self._reading.encoded(source, key, range(first, first + count), level)
+        found = None if self._closed else self.levels.read(source, key, range(first, first + count), level)
         if found is not None:
-            self._was_read(key, source, found, epoch)
+            self._was_read(found, epoch)
         return found
 
     def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:
@@ -396,11 +397,11 @@ class KVStore:
     def _names(self) -> str:
         return ", ".join(tier.name for tier in self.tiers) or "none"
 
-    def _was_read(self, key: ChunkKey, source: Tier, found: EncodedLayers, epoch: int) -> None:
+    def _was_read(self, found: EncodedLayers, epoch: int) -> None:
         if found.first == 0:
-            self._saves.used(key, source, self._clock(), self.report_every_s)
+            self._saves.used(found.key, found.tier, self._clock(), self.report_every_s)
         if found.is_best:
-            self._saves.warm(key, source, found.first, found.meta, found.blobs, epoch)
+            self._saves.warm(found, epoch)
 
     def _may_gain(self, entry: Entry, tier: Tier) -> bool:
         is_finer = loss_of(self.levels.of(tier.name)) < loss_of(entry.sizes)

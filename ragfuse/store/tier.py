@@ -10,7 +10,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from threading import Lock
 from typing import Protocol, runtime_checkable
@@ -102,21 +102,12 @@ class EntryMeta:
         levels: Names of the codec levels, in the order of the pieces.
         layers: The description of every piece.
         version: Format version of what was written.
-
-    Raises:
-        ValueError: The parts do not fit together.
     """
 
     n_tokens: int
     levels: tuple[str, ...]
     layers: tuple[LayerMeta, ...]
     version: int = FORMAT_VERSION
-
-    def __post_init__(self) -> None:
-        if not self.levels or not self.layers or len(self.layers) % len(self.levels):
-            raise ValueError(f"{len(self.layers)} layers cannot be split evenly over {len(self.levels)} levels.")
-        if any(layer.key_shape[1] != self.n_tokens for layer in self.layers):
-            raise ValueError(f"The entry has {self.n_tokens} tokens, and some of its layers another number.")
 
     @property
     def n_layers(self) -> int:
@@ -164,7 +155,7 @@ class EntryMeta:
 
     def to_json(self) -> str:
         """Return the description as one line of JSON."""
-        layers, levels = [layer.as_dict() for layer in self.layers], list(self.levels)
+        layers, levels = [asdict(layer) for layer in self.layers], list(self.levels)
         return json.dumps({"version": self.version, "n_tokens": self.n_tokens, "levels": levels, "layers": layers})
 
     @classmethod

@@ -14,11 +14,10 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.codec import INT8, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, UniformCodec, codec_for, coders
+from ragfuse.codec import INT8, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, UniformCodec, codec_for
 from ragfuse.codec.codec import DTYPES
 from ragfuse.codec.container import LAYER_HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import outlier_tokens
-from ragfuse.codec.tables import GRID, SHAPE_REACH
 from ragfuse.types.kv import LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
 from tests import reference
@@ -203,7 +202,7 @@ def test_a_layer_of_another_level_or_codec_is_refused():
     blob, meta = packed(codec_for("cg1", TABLES))
     with pytest.raises(OtherTables, match="not encoded at level cg2"):
         codec_for("cg2", TABLES).decode(blob, meta)
-    with pytest.raises(ValueError, match="not by codec 1"):
+    with pytest.raises(ValueError, match="codec 1"):
         INT8.decode(blob, meta)
 
 
@@ -213,36 +212,6 @@ def test_a_layer_of_another_version_is_left_alone(codec):
     blob[4] += 1
     with pytest.raises(OtherTables, match="format version 2, this ragfuse reads 1"):
         codec.decode(blob, meta)
-
-
-@not_raw
-def test_a_few_bytes_do_not_stand_for_many_numbers(codec):
-    blob, meta = packed(codec)
-    shapes = {name: (2, 1 << 20, getattr(meta, name)[2]) for name in ("key_shape", "value_shape")}
-    with pytest.raises(ValueError, match=r"hold at most .* keys or values"):
-        codec.decode(blob, replace(meta, **shapes))
-
-
-def test_an_ans_stream_is_used_up_by_its_numbers():
-    numbers = np.random.default_rng(0).integers(-3, 4, (8, 50)).astype(np.int32)
-    shape = np.linspace(0.0, 1.0, 2 * SHAPE_REACH * GRID + 1)
-    _, sections = coders.in_sections(np.zeros(8, dtype=np.int32), 4)
-    stream, apart = coders.encode(numbers, sections, "ans", shape)
-    assert coders.decode(memoryview(stream), memoryview(apart), sections, 50, "ans", shape).tolist() == numbers.tolist()
-    head = coders.SECTION.size * len(sections)
-    longer = stream[:head] + b"\1\0\0\0" + stream[head:]
-    with pytest.raises(ValueError, match="bytes left after its last number"):
-        coders.decode(memoryview(longer), memoryview(apart), sections, 50, "ans", shape)
-
-
-def test_layers_that_were_not_profiled_are_refused():
-    codec = codec_for("cg1", TABLES)
-    with pytest.raises(ValueError, match="only for layers 0 to 2"):
-        codec.encode(layer(), 3)
-    with pytest.raises(ValueError, match="tables are of heads and dims"):
-        codec.encode(layer(heads=3), 0)
-    with pytest.raises(ValueError, match="needs codec tables of the model"):
-        codec_for("cg1")
 
 
 @not_raw

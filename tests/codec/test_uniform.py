@@ -73,11 +73,6 @@ def test_the_largest_values_of_a_dtype_do_not_become_infinite():
         assert INT8.decode(blob, LayerMeta.of(before, blob)).keys.float().isfinite().all()
 
 
-def test_two_dtypes_in_a_layer_are_refused():
-    with pytest.raises(ValueError, match="same dtype"):
-        INT8.encode(LayerKV(torch.ones(1, 2, 4), torch.ones(1, 2, 4, dtype=torch.float16)))
-
-
 def test_another_width_is_refused():
     before = layer()
     blob = UniformCodec(4).encode(before)
@@ -85,18 +80,11 @@ def test_another_width_is_refused():
         INT8.decode(blob, LayerMeta.of(before, blob))
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        ({"key_shape": (2, 37, 15)}, "should have shapes"),
-        ({"key_shape": (2, 1 << 40, 16), "value_shape": (2, 1 << 40, 12)}, "at most"),
-        ({"value_shape": (1, 37, 24)}, "should have shapes"),
-    ],
-)
-def test_bytes_of_another_shape_are_refused(change, match):
+@pytest.mark.parametrize("change", [{"key_shape": (2, 37, 15)}, {"value_shape": (1, 37, 24)}])
+def test_bytes_of_another_shape_are_refused(change):
     before = layer()
     blob = INT8.encode(before)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match="shapes"):
         INT8.decode(blob, replace(LayerMeta.of(before, blob), **change))
 
 

@@ -61,7 +61,9 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
-def test_a_question_far_above_the_window_is_refused_before_it_is_searched_or_tokenised(engine, question, read, searched):
+def test_a_question_far_above_the_window_is_refused_before_it_is_searched_or_tokenised(
+    engine, question, read, searched
+):
     longest = engine.model.max_context
     engine.answer("Who?", Ask(max_tokens=1))  # asks the template once how it writes calls
     read.clear()

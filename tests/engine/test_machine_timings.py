@@ -17,9 +17,9 @@ def server(engine):
     clock, asked = Clock(1000.0), []
 
     class Counting(Catalog):
-        def _try(self, query):
+        def tried(self, query):
             asked.append(query)
-            return super()._try(query)
+            return super().tried(query)
 
     known = MachineTimings(engine.settings.tiers, Counting(engine.catalog.file), clock)
     assert known.machine(engine.model) is None
@@ -45,7 +45,7 @@ def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine
     engine.catalog.file.put(found.name(known.model, known.device, known.threads), {"version": 0})
     clock.now += TIMINGS_RECHECK_S
     assert found.machine(engine.model) == known
-    engine.catalog.file.close()
+    engine.catalog.file._database.close()
     clock.now += TIMINGS_RECHECK_S
     assert found.machine(engine.model) == known
     assert "book" in caplog.text

@@ -76,7 +76,6 @@ DAMAGE = {
     "an absurd header length": lambda data: data[:12] + b"\xff\xff\xff\xff" + data[16:],
     "a flipped bit in the header": lambda data: flipped(data, 80),
     "a flipped bit in layer 0": lambda data: flipped(data, len(data) - len(header(data)[1])),
-    "a wrong number of tokens": lambda data: with_header(data, n_tokens=6),
     "no layers": lambda data: with_header(data, layers=[]),
     "meta of another version": lambda data: with_header(data, version=FORMAT_VERSION + 1),
     "another's key": lambda data: with_header(data, key=str(key("b"))),

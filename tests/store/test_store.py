@@ -133,12 +133,6 @@ def test_a_missing_chunk_or_layer_is_none(store):
     assert store.stats().corrupt == 0
 
 
-def test_layers_of_two_dtypes_are_a_mistake_of_the_caller(store):
-    odd = ChunkKV((LayerKV(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4, dtype=torch.float16)),))
-    with pytest.raises(ValueError, match="same dtype"):
-        store.put(A, odd)
-
-
 def test_a_full_queue_drops_the_saving_and_counts_it():
     slow = SlowTier()
     with KVStore([MemoryTier(MB, lru), slow], writer_queue=1) as store:
