@@ -59,7 +59,7 @@ engine = Engine(settings, model, KVStore(tiers))
 
 # %%
 machine = measure(model, tiers, longest=768, rounds=1)
-engine.learn(machine)
+engine.timings.learn(machine)
 times = Estimate(machine)
 chunk_bytes = sum(layer.nbytes for layer in model.encode(model.tokens("word " * SIZE)[:SIZE]).layers)
 print(f"A chunk of {SIZE} tokens is {chunk_bytes / 1e6:.1f} MB of KV.")

@@ -49,7 +49,7 @@ settings = Settings(
 )
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
 engine = Engine(settings, model)
-engine.learn(measure(model, [], longest=768, rounds=1))  # how long computing takes here; the line is not known yet
+engine.timings.learn(measure(model, [], longest=768, rounds=1))  # how long computing takes here
 
 # %% [markdown]
 # ## What a level takes

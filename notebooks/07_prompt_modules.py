@@ -70,7 +70,7 @@ Breakfast is at the shop, at eight.
 
 </module></user></schema>
 """
-found = engine.register(schema)
+found = engine.schemas.register(schema)
 done, layout = found.done, found.layout
 print(f"{done.encoded} modules of {done.tokens} tokens were encoded: {done.nbytes / 1e6:.1f} MB of KV.")
 
@@ -168,7 +168,7 @@ def shop(day: Annotated[str, MaxTokens(6)], is_small: bool):
 
 
 print(to_pml(schema_of(shop)))
-engine.register(schema_of(shop))
+engine.schemas.register(schema_of(shop))
 for is_small in (True, False):
     request = shop("Monday", is_small)
     answer = engine.answer(request.asking("Question: What does the shop sell?\nAnswer:"), Ask(max_tokens=16))

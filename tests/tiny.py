@@ -61,7 +61,7 @@ def on_disk_only(settings: Settings) -> Engine:
 def file_of(engine: Engine, text: str, context: str = "") -> Path:
     """Where the KV of a chunk lies."""
     tier = next(tier for tier in engine.store.tiers if isinstance(tier, DiskTier))
-    key = engine.key(engine.tokens(text), context)
+    key = engine.runtime.encoder.key(engine.tokens(text), context)
     files = (path for path in (tier.path / "chunks").rglob("*") if path.is_file())
     found = [path for path in files if str(key).encode() in path.read_bytes()[:1024]]
     assert len(found) == 1
@@ -80,3 +80,8 @@ def python(code: str, *arguments: object, **environment: str) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def known_texts(engine, source):
+    """The known texts of a source, those that other processes have added among them."""
+    return [each.text for each in engine.catalog.strict.texts(engine.digest) if each.source == source]

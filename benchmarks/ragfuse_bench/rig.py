@@ -65,7 +65,7 @@ class Rig:
         for tier in tiers:
             store = held.enter_context(KVStore([tier]))
             self.engines[tier.name] = held.enter_context(Engine(Settings(home=home, model=model.name), model, store))
-            self.engines[tier.name].learn(self.machine)
+            self.engines[tier.name].timings.learn(self.machine)
         self.works = {size: Workload(model, most, size, QUESTION) for size in sizes}
         for work in self.works.values():
             work.encode([self.engines[tier.name] for tier in tiers[: 1 + memory]], self._console)

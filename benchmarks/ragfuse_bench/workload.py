@@ -33,7 +33,7 @@ class Workload:
             for tokens in bar.track(self.chunks, description="encoding chunks"):
                 kv = engines[0].model.encode(tokens)
                 for engine in engines:
-                    engine.store.put(engine.key(tokens), kv, wait=True)
+                    engine.store.put(engine.runtime.encoder.key(tokens), kv, wait=True)
                 first = first or kv
         if first is None:
             raise SettingsError("There is no chunk to measure with.")
@@ -43,6 +43,7 @@ class Workload:
         """The first `count` chunks (all unless given), then the question."""
         taken = self.chunks[:count]
         segments = [
-            Segment(tokens, self.size * index, "chunk", (engine.key(tokens),)) for index, tokens in enumerate(taken)
+            Segment(tokens, self.size * index, "chunk", (engine.runtime.encoder.key(tokens),))
+            for index, tokens in enumerate(taken)
         ]
         return Prompt((*segments, Segment(self.question, self.size * len(taken))))

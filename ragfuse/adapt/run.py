@@ -134,7 +134,7 @@ class Adaptation:
             InputError: The folder has something else, or chunks are encoded without filler text.
             ModelError: What the student reads is not what the engine computes.
         """
-        filler = self.engine.encoder.filler(self.settings.chunk_tokens)
+        filler = self.engine.runtime.encoder.filler(self.settings.chunk_tokens)
         if not filler:
             raise InputError(
                 "Wanted filler text before chunks, which the adapter learns to encode them behind, found none. Set "
@@ -144,7 +144,7 @@ class Adaptation:
             model=self.plain.fingerprint,
             base=self.base,
             documents=source,
-            filler_tokens=self.engine.encoder.filler_tokens,
+            filler_tokens=self.engine.runtime.encoder.filler_tokens,
             rank=rank,
             learning_rate=learning_rate,
             seed=seed,

@@ -198,7 +198,7 @@ def calibrate(
         raise ModelError(
             f"{name} cannot reuse the KV of chunks, so there is nothing to calibrate: {model.profile.refusal}"
         )
-    if not lab.engine("filler").encoder.filler_tokens:
+    if not lab.engine("filler").runtime.encoder.filler_tokens:
         raise SettingsError(
             "Calibration measures chunks that are encoded after filler text, but filler_tokens is 0. Remove it from "
             "the environment or ragfuse.toml. Without filler text, policy hkvd with ratio 0.15 is used."

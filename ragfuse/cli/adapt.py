@@ -160,7 +160,7 @@ def _outcome(adaptation: Any, settings: Settings, folder: Path, questions: int, 
         with closing(Lab(engine.model)) as lab:
             outcome = compare(lab, cases, method_of(calibrated), console)
     chosen = (calibrated["policy"], calibrated["ratio"]) if calibrated["safe"] else ("", None)
-    write_shipped(folder, ShippedProfile(adaptation.engine.encoder.filler_tokens, *chosen))
+    write_shipped(folder, ShippedProfile(adaptation.engine.runtime.encoder.filler_tokens, *chosen))
     show_calibration(calibrated, console)
     return {"outcome": outcome_text(calibrated, outcome), **vars(outcome), "calibration": calibrated}
 

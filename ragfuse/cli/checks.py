@@ -58,7 +58,7 @@ def verify_model(
     )
     console = console_for(json)
     with loaded_engine(settings, console) as engine, console.status("verifying") as status:
-        verdict = engine.verify(lambda check: status.update(f"verifying: {check}"))
+        verdict = engine.runtime.verify(lambda check: status.update(f"verifying: {check}"))
     table = Table("check", "error", "bound", "", box=None)
     for check in verdict.checks:
         mark = "[green]passed[/]" if check.passed else "[red]failed[/]"
@@ -132,10 +132,10 @@ def calibrate_engine(
 
     cases, more_cases = make_cases(texts, questions), make_cases(texts, MORE_QUESTIONS * questions, seed=1)
     with console.status("verifying") as status:
-        verified = engine.verify(lambda check: status.update(f"verifying: {check}")).passed
+        verified = engine.runtime.verify(lambda check: status.update(f"verifying: {check}")).passed
     result = calibrate(engine.model, cases, console, name, verified, more_cases)
     chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
-    engine.learn(engine.profile.calibrated(result["safe"], *chosen))
+    engine.runtime.learn(engine.runtime.profile.calibrated(result["safe"], *chosen))
     if engine.catalog.file is None:
         console.print("[yellow]Not saved[/]: there is no disk tier to save it in (disk_bytes is 0).")
     return result

@@ -269,7 +269,7 @@ def encode_on_ray(
 def target_tiers(engine: Engine, n_tokens: int) -> list[str]:
     """Return the names of the tiers that new chunks of `n_tokens` are written to: slow ones, or all if none is slow."""
     slow = [tier.name for tier in engine.store.tiers if tier.slow]
-    chosen = engine.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
+    chosen = engine.runtime.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
     return [chosen] if chosen is not None else slow or [tier.name for tier in engine.store.tiers]
 
 
@@ -285,7 +285,9 @@ def _fitting_chunks(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
         if isinstance(folder, Path):
             room = min(room, tier.nbytes + 0.95 * shutil.disk_usage(folder).free)
         packed = engine.store.levels.of(name) != ("raw",) and len(run) > 0
-        token_nbytes = engine.encoder.nbytes_in(name, run) / len(run) if packed else engine.model.nbytes_per_token
+        token_nbytes = (
+            engine.runtime.encoder.nbytes_in(name, run) / len(run) if packed else engine.model.nbytes_per_token
+        )
         rooms[name] = room, 0.95 * room / (token_nbytes * max(1.0, n_tokens))
     name = max(rooms, key=lambda name: rooms[name][1])
     room, fitting = rooms[name]

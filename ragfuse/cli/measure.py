@@ -62,7 +62,13 @@ def measure(
         columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeElapsedColumn()
         with progress(console, *columns) as bar:
             task = bar.add_task("measuring", total=1.0)
-            machine = engine.measure(others, lambda what, done: bar.update(task, description=what, completed=done))
+            machine = engine.timings.measure(
+                engine.model,
+                engine.store,
+                engine.settings,
+                others,
+                lambda what, done: bar.update(task, description=what, completed=done),
+            )
         is_kept, placement, levels = (
             engine.catalog.file is not None,
             _placement_note(engine),
@@ -150,7 +156,7 @@ def _placement_note(engine: Engine) -> str:
 def _level_notes(engine: Engine) -> Iterator[str]:
     """Yield a sentence for each tier whose codec level is chosen automatically."""
     n_tokens = engine.settings.chunk_tokens
-    levels = engine.encoder.levels(n_tokens, n_tokens * engine.model.nbytes_per_token)
+    levels = engine.runtime.encoder.levels(n_tokens, n_tokens * engine.model.nbytes_per_token)
     for tier, (level,) in levels.items():
         yield (
             f"New chunks of {n_tokens} tokens are written into {tier} as {level}: the least lossy level that "

@@ -60,7 +60,9 @@ def add(
         columns = TextColumn("encoding"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
         with progress(console, *columns) as bar:
             task = bar.add_task("encoding", total=None)
-            registered = engine.register(file, lambda done: bar.update(task, completed=done.chunks, total=done.of))
+            registered = engine.schemas.register(
+                file, lambda done: bar.update(task, completed=done.chunks, total=done.of)
+            )
         refusal = engine.model.profile.refusal if not engine.model.profile.fixed else ""
     done, layout = registered.done, registered.layout
     if refusal:

@@ -222,7 +222,7 @@ def _check_exact(engine: Engine, full: Answer, fused: Answer) -> CheckResult:
     pairs = zip(fused.token_ids, full.token_ids, strict=False)
     at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), len(full.token_ids))
     found = f"with every token recomputed, token {at + 1} of the answer is not full prefill's"
-    if engine.settings.dtype != "float32" and engine.verify().passed:
+    if engine.settings.dtype != "float32" and engine.runtime.verify().passed:
         return CheckResult("exact", "ok", f"{found}, by no more than rounding explains")
     return CheckResult("exact", "bad", found, f"{_verify_command(engine.settings, engine)} shows which check fails")
 

@@ -43,6 +43,10 @@ class Registrar(Protocol):
         """Register a schema unless it is registered already; None where it was."""
         ...
 
+    def register(self, schema: Any, progress: Progress | None = None) -> Registration:
+        """Register a schema and encode its modules."""
+        ...
+
 
 class Answerer(Protocol):
     """What answers prompts and reuses the KV of their chunks. `Engine` documents each member."""
@@ -87,10 +91,6 @@ class Answerer(Protocol):
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
         """Return the number of tokens of a prompt."""
-        ...
-
-    def register(self, schema: Any, progress: Progress | None = None) -> Registration:
-        """Register a schema and encode its modules."""
         ...
 
     def ingest(

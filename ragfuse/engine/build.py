@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ragfuse.engine.ask import Ask
 from ragfuse.engine.constraints import offered_tools
-from ragfuse.engine.context_window import check_messages, check_request
 from ragfuse.engine.history import ConversationHistory
-from ragfuse.engine.options import remaining_context
-from ragfuse.engine.overflow import check_answer_fits, drops, limit_of
+from ragfuse.engine.overflow import check_answer_fits, limit_of
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_documents, mended_question, messages_of
+from ragfuse.engine.question import mended_documents, mended_question
 from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.schema_service import SchemaService
@@ -47,7 +44,6 @@ class BuildStage:
             check_answer_fits(bound, ask, request.model, False)
             return bound
         tools, question = offered_tools(ask), mended_question(question)
-        self.check_length(question, ask)
         limit = limit_of(ask, self.settings, request.model)
         documents = list(mended_documents(ask.documents))
         may_shorten = self.history.may_shorten(question, ask)
@@ -58,22 +54,3 @@ class BuildStage:
         if documents and all(segment.kind != "chunk" for segment in prompt.segments):
             return replace(prompt, altered=self.prompts.altered(question, documents))
         return prompt
-
-    def check_length(self, question: Question, ask: Ask) -> None:
-        """Raise OverlongError for a question that cannot fit the model's context, without tokenising it.
-
-        A question that passes may still turn out too long once it is tokenised. Chunks and earlier turns that may be
-        left out do not count.
-        """
-        model = self.runtime.model
-        if isinstance(question, PMLPrompt):
-            check_request(question, model)
-        elif is_ids(question):
-            remaining_context(len(question), model)
-        elif not drops(ask, self.settings):
-            tools, may_shorten = offered_tools(ask), self.history.may_shorten(question, ask)
-            is_text = is_bare_text(question, ask, tools) and ask.session is None
-            has_documents = bool(ask.documents)
-            check_messages(
-                messages_of(question), model, tools, may_shorten, has_documents=has_documents, is_text=is_text
-            )

@@ -7,12 +7,14 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, is_single
+from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, about
 from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, GrammarProcessor, check, is_installed
 from ragfuse.hf.handover import resolve_option, stop_strings_of
@@ -137,17 +139,15 @@ def _schema(tool: Tool) -> str:
 class ConstraintCompiler:
     """Compiles the constraints of one engine's answers; compilers are kept for its model. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._lock = runtime, threading.Lock()
         self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
-        self._templates: list[ChatTemplate] = []
 
-    def compile(self, ask: Ask, model: HFModel, calls: CallFormat, is_after_calls: bool = False) -> OutputConstraints:
+    def compile(self, ask: Ask, calls: CallFormat, is_after_calls: bool = False) -> OutputConstraints:
         """Return the constraints of the answers to a question.
 
         Args:
             ask: The question's options.
-            model: The model.
             calls: The format of the model's tool calls.
             is_after_calls: Whether the question has tool calls in its messages, which a model may imitate.
 
@@ -155,20 +155,20 @@ class ConstraintCompiler:
             InputError: The tools or the grammar cannot be used, or the chat template has no variable of a name in
                 `chat_template_kwargs`.
         """
-        tools = checked(ask.tools, ask.tool_choice, ask.grammar)
-        if ask.chat_template_kwargs and (name := self.template(model).unread(ask.chat_template_kwargs)):
+        model, tools = self._runtime.model, checked(ask.tools, ask.tool_choice, ask.grammar)
+        if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
             raise InputError(
                 f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name} does not use. "
-                f"It uses {sorted(self.template(model).names)}; leave others out.",
+                f"It uses {sorted(self.template.names)}; leave others out.",
                 "chat_template_kwargs",
             )
         if ask.grammar is None and not tools.offered_tools:
-            plain = OutputConstraints(ask, model, thoughts=self.template(model).thoughts)
+            plain = OutputConstraints(ask, model, thoughts=self.template.thoughts)
             may_imitate = (tools.given or is_after_calls) and is_installed() and is_single(ask.options, model)
             return self._without_calls(plain, calls) if may_imitate else plain
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
-        thoughts = None if tools.must_call else self.template(model).thoughts
+        thoughts = None if tools.must_call else self.template.thoughts
         tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
         form = ask.grammar
         # The texts of any other form are never read as tool calls, and those of none as reasoning.
@@ -192,15 +192,13 @@ class ConstraintCompiler:
             return plain
         return replace(plain, grammars=grammars, grammar=Grammar.lark(rules))
 
-    def template(self, model: HFModel) -> ChatTemplate:
-        """Return the properties of the model's chat template, read once."""
-        with self._lock:
-            if not self._templates:
-                tokenizer = model.tokenizer if model.has_tokenizer else None
-                added = () if tokenizer is None else tokenizer.added_tokens_decoder.values()
-                source = getattr(tokenizer, "chat_template", None)
-                self._templates.append(ChatTemplate.of(source, {str(token) for token in added}))
-            return self._templates[0]
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The properties of the model's chat template, read once."""
+        model = self._runtime.model
+        tokenizer = model.tokenizer if model.has_tokenizer else None
+        added = () if tokenizer is None else tokenizer.added_tokens_decoder.values()
+        return ChatTemplate.of(getattr(tokenizer, "chat_template", None), {str(token) for token in added})
 
     def _over(self, model: HFModel, ends: tuple[int, ...]) -> GrammarCompiler:
         with self._lock:

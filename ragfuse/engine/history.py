@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.overflow import fitted
+from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import ChatInput, Ids, is_ids, messages_of
+from ragfuse.engine.question import ChatInput, Ids, is_ids, mended_question, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.fuse.gather import gathered
@@ -45,12 +44,10 @@ from ragfuse.sessions.turn_kv import RowRanges, Saves, turn_kv_of
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
-from ragfuse.store.writer import Writer
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
 from ragfuse.types.answer import Answer
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV
-from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
 
 log = logging.getLogger("ragfuse.engine")
@@ -72,6 +69,7 @@ class ConversationHistory:
         store: Where KV is kept.
         index: Which conversation each KV entry belongs to; used for eviction and prefetching.
         prefixes: The prefix cache, which shares exact KV of conversations with other prompts.
+        pending: Saves in the background.
     """
 
     def __init__(
@@ -83,26 +81,21 @@ class ConversationHistory:
         store: KVStore,
         index: ConversationIndex,
         prefixes: PrefixCache,
+        pending: PendingSaves,
     ) -> None:
         self._settings, self._prompts, self._runtime, self._index = settings, prompts, runtime, index
         self._prefixes = prefixes
-        self._writer, self.dropped = Writer(settings.writer_queue, "history"), 0
+        self._pending = pending
         self.sessions = SessionStore(
             store,
             catalog,
-            self._tenant_digests,
+            lambda: [runtime.digest],
             settings.session_ttl_s,
-            settle=self._writer.flush,
-            later=self._later,
+            settle=pending.flush,
+            later=pending.later,
             index=index,
         )
-        self._changed, self._waiting_bytes = threading.Condition(), 0
-        self._waiting = Counter[str]()  # number of pending saves by session name
         self._begun = set[int]()  # ids of prompts whose KV is saved but whose turn is not recorded yet
-
-    def _tenant_digests(self) -> list[str]:
-        """Return the digests of the tenants whose sessions are listed: the engine's own."""
-        return [self._runtime.digest]
 
     # before the answer
 
@@ -142,7 +135,7 @@ class ConversationHistory:
 
     def name_of(self, question: ChatInput | Ids, ask: Ask) -> str | None:
         """Return the name of the session that a question continues; None where it continues none."""
-        digest = self._runtime.encoder.digest
+        question, digest = mended_question(question), self._runtime.encoder.digest
         if ask.session is not None:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
         if ask.session is not None or not self._may_continue(question):
@@ -169,7 +162,7 @@ class ConversationHistory:
         if known is None:
             return PendingTurn(Session(secrets.token_hex(8)), tuple(given), persistent=persistent)
         version, session = known
-        self._wait_for(session)
+        self._pending.wait([session.id], TURN_SAVE_WAIT_S)
         kept = agreed(session, given)
         if len(kept.turns) < len(session.turns):  # it differs in a later turn: a new conversation branches off here
             version, kept = 0, replace(kept, id=secrets.token_hex(8))
@@ -186,24 +179,19 @@ class ConversationHistory:
         Messages that include one of the assistant are the whole conversation: only the turns that agree with them stay.
         """
         version, session = self.sessions.get(digest, name) or (0, Session(name))
-        self._wait_for(session)
+        self._pending.wait([session.id], TURN_SAVE_WAIT_S)
         keep_chunks = self._settings.history_chunks
         if any(message.role == "assistant" for message in given):
             if session.turns:
                 kept = agreed(session, given, is_again)
             else:  # perhaps a branch of another session; chunks count only where they are sent again
                 known = self.sessions.ending(digest, prefix_digests(given), persistent=True)
-                self._wait_for(known[1] if known is not None else session)
+                self._pending.wait([known[1].id if known is not None else name], TURN_SAVE_WAIT_S)
                 kept = agreed(replace(known[1], id=name), given) if known is not None else session
             return PendingTurn(kept, tuple(given[len(kept.messages) :]), version, True, keep_chunks, session.keys)
         first = session.messages[:1]
         new = (message for message in given if message.role != "system" or message not in first)
         return PendingTurn(session, tuple(new), version, True, keep_chunks, session.keys)
-
-    def _wait_for(self, session: Session) -> None:
-        """Wait until the KV of this session's last turn is saved, at most `TURN_SAVE_WAIT_S` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting[session.id], TURN_SAVE_WAIT_S)
 
     def _with_chunks(self, message: HistoryMessage) -> HistoryMessage:
         """Return a message with its known chunks as parts of their own."""
@@ -270,37 +258,33 @@ class ConversationHistory:
 
     # after it
 
-    def begin(self, ready: Sequence[PreparedPrompt], ask: Ask) -> None:
-        """Start saving the KV of these prompts' new tokens while the answers are generated (AttentionStore 3.2.2)."""
-        for each in ready:
-            pending = _pending_turn_of(each)
-            if pending is not None and self._is_kept(each, pending, ask):
-                self._begun.add(id(each))
-                self._save_later(each, _saves(each.plan, pending, self._runtime.encoder.key), pending)
+    def begin(self, ready: PreparedPrompt, ask: Ask) -> None:
+        """Start saving the KV of a prompt's new tokens while its answer is generated (AttentionStore 3.2.2)."""
+        pending = ready.plan.prompt.conversation
+        if isinstance(pending, PendingTurn) and self._is_kept(ready, pending, ask):
+            self._begun.add(id(ready))
+            self._save_later(ready, turn_kv_of(ready.plan, pending, self._runtime.encoder.key).saves, pending)
 
-    def after(
-        self, ready: Sequence[PreparedPrompt], rows: Sequence[Sequence[int]], answers: Sequence[Answer], ask: Ask
-    ) -> None:
-        """Record the turns that were answered, and save the answers' KV in the background.
+    def after(self, ready: PreparedPrompt, ids: Sequence[int], answer: Answer, ask: Ask) -> None:
+        """Record the turn that was answered, and save the answer's KV in the background.
 
         Args:
-            ready: The prefilled prompts.
-            rows: The generated token ids of each answer.
-            answers: The answers.
-            ask: Their options.
+            ready: The prefilled prompt.
+            ids: The generated token ids.
+            answer: The answer.
+            ask: Its options.
         """
-        for each, ids, answer in zip(ready, rows, answers, strict=True):
-            pending = _pending_turn_of(each)
-            if pending is not None and self._is_kept(each, pending, ask):
-                self._remember(each, pending, ids, answer, ask.continue_final_message)
+        pending = ready.plan.prompt.conversation
+        if isinstance(pending, PendingTurn) and self._is_kept(ready, pending, ask):
+            self._remember(ready, pending, ids, answer, ask.continue_final_message)
 
-    def end(self, ready: Sequence[PreparedPrompt]) -> None:
-        """Finish these prompts: drop the KV that was saved for a turn that was never recorded, as after an error."""
-        for each in ready:
-            pending = _pending_turn_of(each)
-            if pending is not None and id(each) in self._begun:
-                self._begun.discard(id(each))
-                self._release_later(partial(_saved_keys, each.plan, pending, self._runtime.encoder.key))
+    def end(self, ready: PreparedPrompt) -> None:
+        """Finish a prompt: drop the KV that was saved for a turn that was never recorded, as after an error."""
+        pending = ready.plan.prompt.conversation
+        if isinstance(pending, PendingTurn) and id(ready) in self._begun:
+            self._begun.discard(id(ready))
+            saves = turn_kv_of(ready.plan, pending, self._runtime.encoder.key).saves
+            self._release_later({kv_span.key for kv_span, _ in saves})
 
     def _remember(
         self, ready: PreparedPrompt, pending: PendingTurn, ids: Sequence[int], answer: Answer, goes_on: bool
@@ -335,15 +319,7 @@ class ConversationHistory:
             unused_keys = {kv_span.key for kv_span in (*kv_spans, *(kv_span for kv_span, _ in turn_kv.saves))}
         self._begun.discard(id(ready))
         if unused_keys:
-            self._release_later(lambda: unused_keys)
-
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all turns are saved; return False if that takes longer than `timeout_s` seconds."""
-        return self._writer.flush(timeout_s)
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more turns, and save the pending ones, as many as `timeout_s` seconds allow."""
-        self._writer.close(timeout_s)
+            self._release_later(unused_keys)
 
     def _is_kept(self, ready: PreparedPrompt, pending: PendingTurn, ask: Ask) -> bool:
         """Return whether the turn is kept; one that is not persistent only where its prompt has no chunks."""
@@ -377,44 +353,20 @@ class ConversationHistory:
         """
         if ready.prefill.cache is None:
             return
-        kv = ready.prefill.kv
-        with self._changed:
-            if self._waiting_bytes and self._waiting_bytes + kv.nbytes > self._settings.history_buffer_bytes:
-                self.dropped += 1
-                return
-            self._waiting_bytes += kv.nbytes
-            self._waiting[pending.id] += 1
+        kv, ids = ready.prefill.kv, (*ready.plan.prompt.token_ids, *written)
         exact = [(rows[0], each.key) for each, rows in saves if len(rows) == 1 and each.key.encoded != "filler"]
         for (lo, hi), key in exact:
-            self._prefixes.expect((*ready.plan.prompt.token_ids, *written)[:hi], lo, key)
+            self._prefixes.note_raw(ids[:hi], lo, key)
 
-        def job() -> None:
-            try:
-                for kv_span, rows in saves:
-                    self._save(kv, kv_span, rows, pending.persistent)
-            finally:
-                self._done(pending, kv.nbytes)
-                self._prefixes.saved(key for _, key in exact)
+        def save() -> None:
+            for kv_span, rows in saves:
+                self._save(kv, kv_span, rows, pending.persistent)
 
-        if not self._writer.submit(job):
-            self._done(pending, kv.nbytes, dropped=1)
-            self._prefixes.saved(key for _, key in exact)
+        self._pending.submit({pending.id, *(key for _, key in exact)}, kv.nbytes, save)
 
-    def _release_later(self, keys: Callable[[], Iterable[ChunkKey]]) -> None:
+    def _release_later(self, keys: Collection[ChunkKey]) -> None:
         """Drop KV that no session uses, in the background, after all pending saves."""
-        self._later(lambda: self.sessions.release(keys()))
-
-    def _later(self, job: Callable[[], object]) -> None:
-        """Run a job in the background after all pending saves; the queue's limit does not apply."""
-        self._writer.submit(job, counts=False, is_awaited=True)
-
-    def _done(self, pending: PendingTurn, nbytes: int, dropped: int = 0) -> None:
-        with self._changed:
-            self._waiting_bytes -= nbytes
-            self._waiting[pending.id] -= 1
-            self._waiting += Counter()  # removes sessions with a count of 0
-            self.dropped += dropped
-            self._changed.notify_all()
+        self._pending.later(lambda: self.sessions.release(keys))
 
     def _save(self, kv: ChunkKV, kv_span: KVSpan, rows: RowRanges, persistent: bool) -> None:
         """Cut the rows out of a prompt's KV and store them: in memory alone unless the session is persistent."""
@@ -430,16 +382,6 @@ class ConversationHistory:
             return
         home, levels = encoder.home(run.n_tokens, run.nbytes), encoder.levels(run.n_tokens, run.nbytes)
         store.put(kv_span.key, run, slow_tier=home, levels=levels, pace_s=0.0 if fast else PACE_S)
-
-
-def _saves(plan: LoadPlan, pending: PendingTurn, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Saves:
-    return turn_kv_of(plan, pending, key_of).saves
-
-
-def _saved_keys(
-    plan: LoadPlan, pending: PendingTurn, key_of: Callable[[Sequence[int], str], ChunkKey]
-) -> Sequence[ChunkKey]:
-    return [kv_span.key for kv_span, _ in _saves(plan, pending, key_of)]
 
 
 def _history_message(message: ChatMessage) -> HistoryMessage:
@@ -486,11 +428,6 @@ def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt
 
 def _without_chunks(message: HistoryMessage) -> HistoryMessage:
     return replace(message, parts=tuple(part for part in message.parts if part[1] == "fresh"))
-
-
-def _pending_turn_of(ready: PreparedPrompt) -> PendingTurn | None:
-    pending = ready.plan.prompt.conversation
-    return pending if isinstance(pending, PendingTurn) else None
 
 
 def _outside_chunks(history: Sequence[KVSpan], prompt: Prompt) -> tuple[KVSpan, ...]:

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ragfuse.engine.context_window import check_texts, may_fit
+from ragfuse.engine.background import BackgroundEncoder
+from ragfuse.engine.context_window import may_fit
 from ragfuse.engine.options import remaining_context
+from ragfuse.engine.prefix_cache import PrefixCache
+from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import mended_documents, texts_of
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.stages import Stages
 from ragfuse.process.exit import at_work
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -28,7 +30,9 @@ class Documents:
     runtime: Runtime
     store: KVStore
     catalog: Catalog
-    stages: Stages
+    prompts: PromptBuilder
+    prefixes: PrefixCache
+    jobs: BackgroundEncoder
 
     def ingest(
         self, texts: Iterable[tuple[str, str]], prefix: Sequence[int], progress: Callable[[Ingested], None] | None
@@ -36,18 +40,16 @@ class Documents:
         """Encode and store chunks that are not stored yet; see `Engine.ingest`."""
         began, done, runtime = time.perf_counter(), Ingested(), self.runtime
         encoder, model = runtime.encoder, runtime.model
-        remaining_context(len(prefix), model, "What stands before the first chunk")
         with at_work():
             encoder.keep_prefix(prefix)
         for text, source in mended_documents(texts):
             text = text.strip()
-            check_texts([text], model, f"A chunk of '{source}'")
             with at_work():  # each chunk for itself: a process that ends waits for one, not for all
                 ids = model.tokens(text, False)
                 remaining_context(len(ids), model, f"A chunk of '{source}'")
                 nbytes = encoder.keep_chunk(ids)
                 if len(ids) >= self.settings.min_chunk_tokens:
-                    self.stages.prompts.note(runtime.digest, text, source, ids, must=True)
+                    self.prompts.note(runtime.digest, text, source, ids, must=True)
             done = done.plus(len(ids), nbytes, time.perf_counter() - began, len(ids) < encoder.shortest)
             if progress is not None:
                 progress(done)
@@ -55,7 +57,7 @@ class Documents:
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """Recognise (text, source) chunks in prompts from now on, without encoding them now; see `Engine.know`."""
-        runtime, prompts = self.runtime, self.stages.prompts
+        runtime, prompts = self.runtime, self.prompts
         for text, source in mended_documents(texts):
             text = text.strip()
             if not may_fit(text, runtime.model):
@@ -66,11 +68,11 @@ class Documents:
 
     def forget(self, texts: Iterable[str]) -> int:
         """Delete the KV of chunks, and of passages learned from them, from every tier; return the bytes freed."""
-        runtime, stages = self.runtime, self.stages
+        runtime = self.runtime
         texts = [whole_text(text).strip() for text in texts_of(texts, "texts")]
         runs = {tuple(runtime.model.tokens(text, False)) for text in texts}
-        stages.remember.jobs.forget(runs)
-        stages.prefixes.forget(runs)
-        runs |= stages.prompts.forget(runtime.digest, texts)
+        self.jobs.forget(runs)
+        self.prefixes.forget(runs)
+        runs |= self.prompts.forget(runtime.digest, texts)
         chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}
         return forget_chunks(self.store, self.catalog.strict, chunks)

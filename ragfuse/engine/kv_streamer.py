@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from ragfuse.engine.ask import Ask
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.overflow import drops, room_of
-from ragfuse.engine.planner import RevisablePlan
 from ragfuse.engine.prefetch import Prefetcher
+from ragfuse.engine.request import Request
 from ragfuse.hf.model import HFModel
-from ragfuse.load.layers import LayerReader
 from ragfuse.load.link import Links
 from ragfuse.load.stream import BYTES_UNREADABLE, Stream, Terms
 from ragfuse.plan.controller import blend_of
@@ -39,7 +36,6 @@ class StreamedPlan:
         deadline_s: Seconds from `began_s` to the first token.
         stream: The stream; None where nothing was to be streamed.
         terms: The stream's terms.
-        lost: Segments whose KV could not be used.
     """
 
     began_s: float
@@ -47,7 +43,6 @@ class StreamedPlan:
     deadline_s: float
     stream: Stream | None = None
     terms: Terms | None = None
-    lost: set[int] = field(default_factory=set)
 
     @property
     def due_s(self) -> float:
@@ -56,17 +51,13 @@ class StreamedPlan:
 
     @property
     def streamed(self) -> frozenset[int]:
-        """Indices of segments whose KV arrived and is used."""
-        return frozenset(self.stream.received if self.stream is not None else ()) - self.lost
+        """Indices of segments whose KV arrived."""
+        return frozenset(self.stream.received if self.stream is not None else ())
 
-    def lose(self, segment: int) -> None:
-        """Take a segment out of the plan, as its KV cannot be used; it is computed instead."""
-        self.lost.add(segment)
-        self.plan = _without(self.plan, {segment: BYTES_UNREADABLE})
-
-    def over(self, reader: LayerReader) -> StreamedSource:
-        """Return a source of all layers: those that arrived, and those that `reader` reads from other tiers."""
-        return StreamedSource(reader, self.stream, self.streamed)
+    def read(self, layer: int) -> dict[int, LayerKV | None]:
+        """Return the KV of one layer that arrived, by segment; None for a segment that cannot be decoded."""
+        found = self.stream.read(layer) if self.stream is not None else {}
+        return {at: kv for at, kv in found.items() if at in self.streamed}
 
     def trace(self) -> StreamTrace | None:
         """Return how the KV was streamed; its `held` is set once the first token is there. None without a stream."""
@@ -87,32 +78,6 @@ class StreamedPlan:
 
 
 @dataclass(frozen=True)
-class StreamedSource:
-    """A source of layers by segment, from a reader and from a stream.
-
-    Args:
-        reader: Reads the segments that were not streamed.
-        stream: The stream; None where nothing was streamed.
-        streamed: Indices of the segments that are taken from the stream.
-    """
-
-    reader: LayerReader
-    stream: Stream | None
-    streamed: frozenset[int]
-
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return the KV of one layer by segment index; None for a segment that cannot be read."""
-        found = dict(self.reader.read(layer))
-        if self.stream is not None:
-            found |= {at: kv for at, kv in self.stream.read(layer).items() if at in self.streamed}
-        return found
-
-    def ready(self) -> int:
-        """Return how many of the next layers need no waiting; 0 where some are still decoded from a stream."""
-        return self.reader.ready() if self.stream is None else 0
-
-
-@dataclass(frozen=True)
 class KVStreamer:
     """Streams the KV that prompts need from the remote tiers of a store.
 
@@ -130,32 +95,22 @@ class KVStreamer:
     links: Links
     prefetcher: Prefetcher
 
-    def stream(self, plan: RevisablePlan) -> StreamedPlan | None:
+    def stream(self, plan: LoadPlan, request: Request) -> StreamedPlan | None:
         """Stream the KV of a prompt, and return its plan with everything that arrived in time.
 
         Returns:
             The plan; None where there is no deadline or no remote tier.
-
-        Raises:
-            OverlongError: The prompt does not fit the model's context.
         """
-        request, began = plan.request, time.perf_counter()
-        ask, remote = request.ask, self._remote_tiers(request.ask)
-        if ask.deadline_s is None or not remote:
+        began_s, deadline_s = time.perf_counter(), request.ask.deadline_s
+        remote = {tier.name for tier in self.store.tiers if tier.remote}
+        if deadline_s is None or not request.ask.reuse or not remote:
             return None
-        room_of(plan.prompt, request.model, drops(ask, self.settings))
-        chosen = _revived(plan.make(), ask.deadline_s, remote)
-        streamed = StreamedPlan(began, chosen, ask.deadline_s)
-        far = [fetch for fetch in chosen.fetches if fetch.tier in remote]
+        streamed = StreamedPlan(began_s, _revived(plan, deadline_s, remote), deadline_s)
+        far = [fetch for fetch in streamed.plan.fetches if fetch.tier in remote]
         if far:
-            self.prefetcher.skip(fetch.key for fetch in chosen.fetches)
+            self.prefetcher.skip(fetch.key for fetch in streamed.plan.fetches)
             self._run(streamed, far, request.model)
         return streamed
-
-    def _remote_tiers(self, ask: Ask) -> set[str]:
-        """Return the names of remote tiers; none for a question without a deadline or without reuse."""
-        may_stream = ask.deadline_s is not None and ask.reuse
-        return {tier.name for tier in self.store.tiers if may_stream and tier.remote}
 
     def _run(self, streamed: StreamedPlan, far: Sequence[Fetch], model: HFModel) -> None:
         plan, estimate, tier = streamed.plan, self.timings.estimate(model), far[0].tier

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -102,8 +101,3 @@ def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -
     ends = resolve_option("eos_token_id", options, model)
     own = tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
     return tuple(dict.fromkeys((*own, *(options.get("stop_token_ids") or ()))))
-
-
-def with_remaining_deadline(ask: Ask, spent_s: float) -> Ask:
-    """Return the options with their deadline shortened by `spent_s` seconds."""
-    return ask if ask.deadline_s is None else replace(ask, deadline_s=max(0.0, ask.deadline_s - spent_s))

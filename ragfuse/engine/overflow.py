@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.context_window import advice_for
+from ragfuse.engine.context_window import advice_for, named
 from ragfuse.engine.options import asked_length, options_of, remaining_context
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
@@ -64,8 +64,8 @@ def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
     """
     n_tokens, n_dropped = prompt.segments[-1].stop, len(prompt.dropped)
     if n_dropped:
-        what = f"The prompt without the {n_dropped} chunks that could be left out"
-        return remaining_context(n_tokens, model, what, "Shorten the question, or the messages before it.")
+        advice = "Shorten the question, or the messages before it."
+        return remaining_context(n_tokens, model, named(n_dropped), advice)
     may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments)
     return remaining_context(n_tokens, model, advice=advice_for(may_drop), may_drop=may_drop)
 

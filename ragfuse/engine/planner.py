@@ -8,16 +8,14 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from ragfuse.engine.ask import Ask
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import CalibrationHint, refusal_of
-from ragfuse.engine.options import with_remaining_deadline
+from ragfuse.engine.overflow import drops, room_of
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.states import TenantStates
 from ragfuse.plan.controller import LoadingController
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -45,37 +43,6 @@ MIN_PROMPT_TOKENS = 32
 """Prompts of fewer tokens are too short to gain from reuse."""
 
 
-class RevisablePlan:
-    """The plan of one prompt, made on demand and again whenever an entry turns out to be unreadable.
-
-    Attributes:
-        lost: Indices of segments whose entries could not be read.
-    """
-
-    def __init__(self, planner: Planner, prompt: Prompt, request: Request) -> None:
-        self._planner, self.prompt, self.request = planner, prompt, request
-        self.lost = frozenset[int]()
-
-    def make(self, spent_s: float = 0.0, counts: bool = True) -> LoadPlan:
-        """Return a plan for the current state of the store.
-
-        Args:
-            spent_s: Seconds of the deadline that have passed.
-            counts: Whether hits and misses are counted; True once per question.
-        """
-        ask = with_remaining_deadline(self.request.ask, spent_s)
-        return planned(self._planner.plan)(self.prompt, self.request, ask, self.lost, counts)
-
-    def lose(self, segment: int, prompt: Prompt) -> None:
-        """Leave this segment out of all later plans.
-
-        Args:
-            segment: Its index.
-            prompt: The prompt of the plan in which it was lost.
-        """
-        self.lost, self.prompt = self.lost | {segment}, prompt
-
-
 class Planner:
     """Makes the plans of an engine's prompts.
 
@@ -101,29 +68,25 @@ class Planner:
         self._settings, self._store, self._catalog = settings, store, catalog
         self._hint = CalibrationHint()
 
-    def begin(self, prompt: Prompt, request: Request) -> RevisablePlan:
-        """Return the plan of a prompt; `RevisablePlan.make` computes it."""
-        return RevisablePlan(self, prompt, request)
-
-    def plan(
-        self, prompt: Prompt, request: Request, ask: Ask, lost: frozenset[int] = frozenset(), counts: bool = True
-    ) -> LoadPlan:
+    @planned
+    def plan(self, prompt: Prompt, request: Request, lost: frozenset[int] = frozenset()) -> LoadPlan:
         """Decide what to read and what to compute for a prompt.
 
         Args:
             prompt: The built prompt; where segments are lost, the prompt of the earlier plan.
-            request: The request.
-            ask: The request's options, with the rest of its deadline.
+            request: The request, with what is left of its deadline.
             lost: Indices of segments whose entries could not be read.
-            counts: Whether hits and misses are counted.
 
         Returns:
             The plan. Its prompt has segments of kind "prefix" where the prefix cache has a hit.
+
+        Raises:
+            OverlongError: The prompt does not fit the model's context.
         """
-        model, profile = request.model, request.profile
+        model, profile, ask, settings = request.model, request.profile, request.ask, self._settings
+        room_of(prompt, model, drops(ask, settings))
         if ask.reuse and not lost:
             prompt = self._prefixes.placed(prompt)
-        settings = self._settings
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         machine, corrections = self.timings.now(model)
@@ -138,7 +101,7 @@ class Planner:
             full = controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
         keys = [key for segment in prompt.segments for key in segment.keys if key not in unused]
-        entries = self._store.lookup(keys, counts=counts)
+        entries = self._store.lookup(keys)
         others = self._store.copies(entries) if machine is not None else {}
         found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
         # A prefix that is not in the store is new text, not a miss.
@@ -156,18 +119,10 @@ class Planner:
         why = ENCODING if is_pending else self._why_nothing(prompt, bool(lost))
         return replace(found.with_full_prefill(why), misses=found.misses)
 
-    def kept_states(self) -> TenantStates | None:
-        """Return the kept states of a model whose cache is not KV per token (`hf.states`); None where none are kept."""
-        return self._prefixes.kept_states()
-
     def _n_before(self, prompt: Prompt, model: HFModel) -> int:
-        states, kind = self.kept_states() if prompt.schema_use is None else None, model.profile.state
+        states, kind = self._prefixes.kept_states() if prompt.schema_use is None else None, model.profile.state
         state = states.longest_prefix(prompt.token_ids, kind)[0] if states is not None and kind else None
         return state.n_tokens if state is not None else 0
-
-    def settle(self, prompt: Prompt) -> None:
-        """Wait a while for prefixes of the prompt that are being saved, while another prompt uses the model."""
-        self._prefixes.settle(prompt)
 
     def _explained(self, prompt: Prompt, index: int, why: str) -> tuple[int, str]:
         """Return a miss with its precise reason: its entry may be undecodable here, or still being encoded."""

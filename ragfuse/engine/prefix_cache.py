@@ -12,19 +12,19 @@ import logging
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
+from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.states import States, TenantStates
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.radix import RadixTree, Rows
-from ragfuse.store.writer import Writer
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
@@ -36,8 +36,6 @@ log = logging.getLogger("ragfuse.engine")
 PREFIX_SAVE_WAIT_S = 5.0
 """Longest time in seconds that a prompt waits for a shared prefix that is being saved, while another prompt uses the
 model anyway."""
-HELD_S = 0.25
-"""Longest such wait in seconds for a prompt that may hold the model, so that other prompts wait behind it."""
 MAX_BEFORE = 4096
 """Most tokens before a first chunk for it to be encoded after them: they are recomputed for that."""
 SWEEP_NODES = 256
@@ -68,15 +66,16 @@ class PrefixCache:
         settings: Whether it is on, the shortest run worth an entry, and sizes.
         runtime: The model and its encoder.
         store: Where entries are kept, in its last fast tier.
+        pending: Saves in the background.
     """
 
-    def __init__(self, settings: Settings, runtime: Runtime, store: KVStore) -> None:
+    def __init__(self, settings: Settings, runtime: Runtime, store: KVStore, pending: PendingSaves) -> None:
         self._settings, self._runtime, self._store = settings, runtime, store
         self._fast = [tier.name for tier in store.tiers if not tier.slow]
         self._changed = threading.Condition()
         self._tenants = defaultdict[str, _Tenant](_Tenant)
-        self._writer = Writer(settings.writer_queue, "prefix")
-        self._waiting, self._waiting_bytes = set[ChunkKey](), 0
+        self._pending = pending
+        self._computed = list[tuple[int, ...]]()  # prompts that are planned and not prefilled yet
         self._states = States(settings.memory_bytes)
 
     @property
@@ -102,11 +101,10 @@ class PrefixCache:
             found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids) if each.hi > n_past]
             found = [each for each in found if each.hi - each.lo > 0]
             keys = {each.key for each in found}
-            self._changed.wait_for(lambda: not keys & self._waiting, HELD_S)
         entries = self._store.lookup(keys, counts=False) if keys else {}
         if evicted := keys - set(entries):
             with self._changed:
-                tree.discard(evicted - self._waiting)
+                tree.discard(evicted - self._pending.among(evicted))
         # Entries of conversations may exist at lossy levels only, and would not be exact.
         found = [each for each in found if each.key in entries and LEVEL_NAMES[0] in entries[each.key].sizes]
         return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
@@ -117,51 +115,65 @@ class PrefixCache:
             return None
         return TenantStates(self._states, self._runtime.encoder.digest, self._settings.min_chunk_tokens)
 
-    def settle(self, prompt: Prompt) -> None:
-        """Wait until pending saves of the prompt's prefix are done, at most `PREFIX_SAVE_WAIT_S` seconds."""
-        if self.is_on and _is_plain(prompt):
+    @contextmanager
+    def turn(self, prompt: Prompt) -> Iterator[None]:
+        """Wait for what other prompts are about to save of this one's beginning, and let such prompts wait for it.
+
+        Saves are waited for at most `PREFIX_SAVE_WAIT_S` seconds, prefills until they are over.
+        """
+        if not self.is_on or not _is_plain(prompt):
+            yield
+            return
+        ids, tree = prompt.token_ids, self._tenants[self._runtime.encoder.digest].tree
+
+        def shares() -> bool:
+            at = self._n_known(ids) + self._settings.min_chunk_tokens
+            return at < len(ids) and any(ids[:at] == other[:at] for other in self._computed)
+
+        with self._changed:
+            self._changed.wait_for(lambda: not shares())
+            self._computed.append(ids)
+            keys = {each.key for each in tree.match(ids)}
+        try:
+            self._pending.wait(keys, PREFIX_SAVE_WAIT_S)
+            yield
+        finally:
             with self._changed:
-                keys = {each.key for each in self._tenants[self._runtime.encoder.digest].tree.match(prompt.token_ids)}
-                self._changed.wait_for(lambda: not keys & self._waiting, PREFIX_SAVE_WAIT_S)
+                self._computed.remove(ids)
+                self._changed.notify_all()
 
     def begin(self, ready: PreparedPrompt) -> None:
         """Start saving the exact rows of a prefilled prompt that are not cached yet, while its answer is generated.
 
-        Rows that its conversation saves are known already (`expect`) and not saved twice. A failure is logged and costs
-        only the reuse.
+        Rows that its conversation saves are known already (`note_raw`) and not saved twice.
         """
-        with _logged():
-            if not self._can_save(ready):
-                return
-            prompt, n_exact, min_tokens = ready.plan.prompt, exact_rows(ready), self._settings.min_chunk_tokens
-            ids = prompt.token_ids
-            parts = list(_parts(ready, n_exact))
-            n_known = self._n_known(ids[:n_exact])
-            runs = ((max(lo, n_known), hi) for lo, hi in _computed(parts, n_exact))
-            # A short last run is not saved, as a later prompt may extend it. It is saved where the first chunk follows,
-            # since `prefix_to_encode` needs every row before that chunk.
-            ends = {n_exact} - {prompt.first_chunk}
-            runs = ((lo, hi) for lo, hi in runs if hi - lo >= (min_tokens if hi in ends else 1))
-            new = [self._entry(ids, lo, hi) for lo, hi in runs]
-            if new or parts:
-                kv = ready.prefill.kv
-                self._save(ids, [*parts, *new], new, lambda lo, hi: _rows(kv, lo, hi), kv.nbytes if new else 0)
+        if not self._can_save(ready):
+            return
+        prompt, n_exact, min_tokens = ready.plan.prompt, exact_rows(ready), self._settings.min_chunk_tokens
+        ids = prompt.token_ids
+        parts = list(_parts(ready, n_exact))
+        n_known = self._n_known(ids[:n_exact])
+        runs = ((max(lo, n_known), hi) for lo, hi in _computed(parts, n_exact))
+        # A short last run is not saved, as a later prompt may extend it. It is saved where the first chunk follows,
+        # since `prefix_to_encode` needs every row before that chunk.
+        ends = {n_exact} - {prompt.first_chunk}
+        runs = ((lo, hi) for lo, hi in runs if hi - lo >= (min_tokens if hi in ends else 1))
+        new = [self._entry(ids, lo, hi) for lo, hi in runs]
+        if new or parts:
+            kv = ready.prefill.kv
+            self._save(ids, [*parts, *new], new, lambda lo, hi: _rows(kv, lo, hi), kv.nbytes if new else 0)
 
     def after(self, ready: PreparedPrompt, written: Sequence[int]) -> None:
-        """Save the KV of an answer, generated as the ids `written`, where its whole prompt is exact.
-
-        A failure is logged and costs only the reuse.
-        """
-        with _logged():
-            n_prompt, n_rows = len(ready.plan.prompt), ready.n_held(len(written))
-            if not self._can_save(ready) or exact_rows(ready) < n_prompt:
-                return
-            ids = (*ready.plan.prompt.token_ids, *written)[:n_rows]
-            lo = self._n_known(ids)
-            if n_rows - lo >= self._settings.min_chunk_tokens:
-                new = self._entry(ids, lo, n_rows)
-                kv = _rows(ready.prefill.rows(lo, n_rows), 0, n_rows - lo)
-                self._save(ids, [new], [new], lambda lo, hi: kv, kv.nbytes)
+        """Save the KV of an answer, generated as the ids `written`, where its whole prompt is exact."""
+        n_prompt, n_rows = len(ready.plan.prompt), ready.n_held(len(written))
+        if not self._can_save(ready) or exact_rows(ready) < n_prompt:
+            return
+        ids = (*ready.plan.prompt.token_ids, *written)[:n_rows]
+        lo = self._n_known(ids)
+        if n_rows - lo >= self._settings.min_chunk_tokens:
+            new = self._entry(ids, lo, n_rows)
+            kv = _rows(ready.prefill.rows(lo, n_rows), 0, n_rows - lo)
+            self._save(ids, [new], [new], lambda lo, hi: kv, kv.nbytes)
 
     def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
         """Return the prefix to encode in the background so that the prompt's first chunk is exact the next time.
@@ -205,21 +217,13 @@ class PrefixCache:
                 self._insert(token_ids, [Rows(lo, len(token_ids), key, 0, lo)])
             self._sweep_later()
 
-    def expect(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
-        """Add an entry that a conversation is about to store; prompts that share it wait until `saved` is called.
+    def note_raw(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
+        """Add an entry that a conversation is about to store; prompts that share it wait until it is.
 
         Does nothing where memory stores KV at a lossy level, as the entry would not be exact.
         """
         if self.is_on and self._is_lossless:
-            with self._changed:
-                self._waiting.add(key)
             self.note(token_ids, lo, key)
-
-    def saved(self, keys: Iterable[ChunkKey]) -> None:
-        """Let prompts wait no longer for these expected keys: they are stored, or never will be."""
-        with self._changed:
-            self._waiting.difference_update(keys)
-            self._changed.notify_all()
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
         """Drop every entry that holds one of these runs of tokens, and the entries that follow it."""
@@ -228,17 +232,12 @@ class PrefixCache:
             tree = self._tenants[self._runtime.encoder.digest].tree
             keys = set().union(*map(tree.holding, runs)) if runs else set()
             tree.discard(keys)
-            self._changed.wait_for(lambda: not keys & self._waiting, PREFIX_SAVE_WAIT_S)
+        self._pending.wait(keys, PREFIX_SAVE_WAIT_S)
         self._store.forget(keys)
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all pending entries are saved; return False if that takes longer than `timeout_s` seconds."""
-        return self._writer.flush(timeout_s)
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more entries, and save the pending ones, as many as `timeout_s` seconds allow."""
+    def close(self) -> None:
+        """Release the kept states."""
         self._states.clear()
-        self._writer.close(timeout_s)
 
     def _can_save(self, ready: PreparedPrompt) -> bool:
         profile = self._runtime.encoder.model.profile
@@ -276,20 +275,18 @@ class PrefixCache:
             if tenant.tree.n_nodes < tenant.sweep_at:
                 return
             tenant.sweep_at = 2 * tenant.tree.n_nodes
-        self._writer.submit(partial(self._sweep, tenant), counts=False)
+        self._pending.later(partial(self._sweep, tenant))
 
     def _sweep(self, tenant: _Tenant) -> None:
         with self._changed:
-            keys = tenant.tree.keys - self._waiting
-        evicted = keys - set(self._store.lookup(keys, counts=False))
+            keys = tenant.tree.keys
+        evicted = keys - self._pending.among(keys) - set(self._store.lookup(keys, counts=False))
         with self._changed:
             tenant.tree.discard(evicted)
             tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
 
     def _save(self, ids: Sequence[int], parts: Sequence[Rows], new: Sequence[Rows], rows: RowsOf, nbytes: int) -> None:
         """Insert all parts into the tree, and save the new ones that became nodes in the background.
-
-        Does nothing where too many bytes wait already.
 
         Args:
             ids: The token ids from the prompt's start.
@@ -299,30 +296,17 @@ class PrefixCache:
             nbytes: Bytes that stay in memory until these entries are saved.
         """
         with self._changed:
-            if self._waiting_bytes and self._waiting_bytes + nbytes > self._settings.history_buffer_bytes:
-                return
             inserted = self._insert(ids, sorted(parts, key=lambda part: part.lo))
-            new = [each for each in new if each.key in inserted]
-            self._waiting |= {each.key for each in new}
-            self._waiting_bytes += nbytes
+        new = [each for each in new if each.key in inserted]
+        if new:
+            self._pending.submit({each.key for each in new}, nbytes, partial(self._write, rows, new))
         self._sweep_later()
-        if not new or not self._writer.submit(partial(self._write, rows, new, nbytes)):
-            self._done(new, nbytes)
 
-    def _write(self, rows: RowsOf, new: Sequence[Rows], nbytes: int) -> None:
+    def _write(self, rows: RowsOf, new: Sequence[Rows]) -> None:
         tier = self._fast[-1]
-        try:
-            for each in new:
-                if not self._store.lookup([each.key], counts=False):
-                    self._store.put(each.key, rows(each.lo, each.hi), tier=tier, levels={tier: LEVEL_NAMES[:1]})
-        finally:
-            self._done(new, nbytes)
-
-    def _done(self, saved: Sequence[Rows], nbytes: int) -> None:
-        with self._changed:
-            self._waiting -= {each.key for each in saved}
-            self._waiting_bytes -= nbytes
-            self._changed.notify_all()
+        for each in new:
+            if not self._store.lookup([each.key], counts=False):
+                self._store.put(each.key, rows(each.lo, each.hi), tier=tier, levels={tier: LEVEL_NAMES[:1]})
 
 
 def exact_rows(ready: PreparedPrompt) -> int:
@@ -366,16 +350,6 @@ def _chained(parts: Sequence[Rows]) -> list[Rows]:
 def _rows(kv: ChunkKV, lo: int, hi: int) -> ChunkKV:
     """Return a copy of rows lo:hi that shares no memory with the prompt's KV."""
     return ChunkKV(tuple(LayerKV(each.keys[:, lo:hi].clone(), each.values[:, lo:hi].clone()) for each in kv.layers))
-
-
-@contextmanager
-def _logged() -> Iterator[None]:
-    """Log a failure to save instead of raising it, so that the answer is not affected."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("The beginning of a prompt was not saved for reuse. Answers are not affected: %s", error)
-        log.debug("Where it failed", exc_info=True)
 
 
 def _is_plain(prompt: Prompt) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.context_window import check_messages, check_texts, may_fit
+from ragfuse.engine.context_window import check_text, may_fit
 from ragfuse.engine.options import ends_of
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, mended_documents, messages_of
 from ragfuse.engine.runtime import Runtime
@@ -121,14 +121,6 @@ class PromptBuilder:
         with self._lock:
             self._read_texts.pop(digest_of(text), None)
 
-    def known_from(self, digest: str, source: str) -> list[str]:
-        """Return the known texts of a source, including those that other processes have added.
-
-        Raises:
-            StoreError: The catalog cannot be read.
-        """
-        return [each.text for each in self._catalog.strict.texts(digest) if each.source == source]
-
     # the index
 
     def _load(self, digest: str, text: str) -> None:
@@ -217,7 +209,6 @@ class PromptBuilder:
             context=self._runtime.encoder.context,
             find=partial(self._find, {}),
             continues_last=ask.continue_final_message,
-            check=self._check_text if check else lambda text: None,
         )
         if is_ids(question) and not tools and not ask.continue_final_message:
             self._load(digest, "")
@@ -240,11 +231,17 @@ class PromptBuilder:
                 f"'{messages[-1].role}'. Add the begun answer, or leave the option out.",
                 "continue_final_message",
             )
-        if check:
-            self._check(messages, shortened, tools, is_text, bool(ask.documents))
+
+        def fits(text: str) -> None:
+            if check:
+                has_chunks = bool(ask.documents) or any(p.kind == "chunk" for m in messages for p in m.pieces)
+                check_text(text, model, has_chunks and not leave_out, len(shortened.sources))
+
         if is_text:
+            fits(messages[0].text)
             return replace(assembler.text(messages[0].text, model.bos), dropped=shortened.sources)
-        return replace(replace(assembler, calls=self.calls).chat(messages, tools), dropped=shortened.sources)
+        assembler = replace(assembler, calls=self.calls, check=fits)
+        return replace(assembler.chat(messages, tools), dropped=shortened.sources)
 
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask, digest: str) -> dict[str, str]:
         """Put the chunks that are given with a question into the index, and return the source of each by its text.
@@ -266,33 +263,6 @@ class PromptBuilder:
             source = sources.get(match.span.text) or match.span.source
             found.append(replace(match, span=replace(match.span, source=source)))
         return found
-
-    def _check_text(self, text: str) -> None:
-        """Raise OverlongError for a rendered prompt that can never fit.
-
-        Checked again after rendering, as some templates keep white space that others strip.
-        """
-        check_texts([text], self._runtime.model)
-
-    def _check(
-        self,
-        messages: Sequence[ChatMessage],
-        shortened: ShortenedContents,
-        tools: Sequence[Mapping[str, Any]],
-        is_text: bool,
-        has_documents: bool,
-    ) -> None:
-        n_omitted = len(shortened.sources)
-        what = f"The prompt without the {n_omitted} chunks that could be left out" if n_omitted else "The prompt"
-        check_messages(
-            messages,
-            self._runtime.model,
-            tools,
-            what=what,
-            has_documents=has_documents,
-            is_text=is_text,
-            may_drop=not n_omitted,
-        )
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """Return a message's content cut into chunks and fresh text; its own chunks stay as they are."""

@@ -52,11 +52,11 @@ class RememberStage:
         try:
             yield
         finally:
-            self._history.end([prepared])
+            self._history.end(prepared)
 
     def begin(self, prepared: PreparedPrompt, request: Request) -> None:
         """Save the new KV of a prompt while its answer is generated (AttentionStore 3.2.2)."""
-        self._history.begin([prepared], request.ask)
+        self._history.begin(prepared, request.ask)
         if request.ask.reuse:
             self._prefixes.begin(prepared)
 
@@ -66,7 +66,7 @@ class RememberStage:
         if ask.reuse:
             self._submit(prepared)
         if generated.is_whole:
-            self._history.after([prepared], [generated.token_ids], [generated.answer], ask)
+            self._history.after(prepared, generated.token_ids, generated.answer, ask)
             if ask.reuse:
                 self._prefixes.after(prepared, generated.token_ids)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.constraints import OutputConstraints
@@ -48,6 +48,12 @@ class Request:
     ends: tuple[threading.Event, ...] = ()
     has_company: bool = False
     prefilled: Prefilled = None
+
+    def after(self, spent_s: float) -> Request:
+        """Return the request with its deadline shortened by `spent_s` seconds, as its prompt is planned again."""
+        if self.ask.deadline_s is None:
+            return self
+        return replace(self, ask=replace(self.ask, deadline_s=max(0.0, self.ask.deadline_s - spent_s)))
 
     def check_open(self) -> None:
         """Raise InputError once one of `ends` is set."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.model_profiles import ProfileStore
+from ragfuse.engine.options import remaining_context
 from ragfuse.engine.placement import Placement
-from ragfuse.errors import ModelError, SettingsError, StoreError
+from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
+from ragfuse.hf.scores import Score, scored
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
@@ -36,6 +37,10 @@ from ragfuse.types.keys import digest
 from ragfuse.types.profiles import ModelProfile
 
 log = logging.getLogger("ragfuse")
+
+
+def ignore(*what: object) -> None:
+    """Ignore progress."""
 
 
 class Runtime:
@@ -64,24 +69,10 @@ class Runtime:
         self._settings, self._given, self._catalog = settings, given, catalog
         self._store, self._codecs, self._placement = store, codecs, placement
         self._profiles, self._lock = ProfileStore(catalog), threading.Lock()
-        self._process = os.getpid()
         self._model: HFModel | None = None
         self._loading_s = (0.0, 0.0)
         self._profile: ModelProfile | None = None
         self._encoder: Encoder | None = None
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process was forked from the one that made the engine."""
-        return self._process != os.getpid()
-
-    def check_process(self) -> None:
-        """Raise StoreError in a process that was forked from the one that made the engine."""
-        if self.is_forked:
-            raise StoreError(
-                "This engine was made in another process, from which this one was forked. Start "
-                "workers by spawn, or make the engine in each worker and not before."
-            )
 
     @property
     def model(self) -> HFModel:
@@ -143,8 +134,26 @@ class Runtime:
         self._profile = profile
         self._profiles.put(profile)
 
+    def score(
+        self, ids: Sequence[int], n_top: int = 0, check: Callable[[], object] = ignore
+    ) -> list[tuple[int, Score | None]]:
+        """Return ids, each with its log probability given the ids before it; None for the first.
+
+        All of them are computed, nothing is reused.
+
+        Args:
+            ids: The token ids of a prompt.
+            n_top: How many of the most likely alternatives to report for each id.
+            check: Called between forward passes; it may raise to stop.
+
+        Raises:
+            OverlongError: They do not fit the model's context.
+        """
+        remaining_context(len(ids), self.model)
+        return list(zip(ids, [None, *scored(self.model, ids, n_top, check)], strict=True))
+
     @at_work()
-    def verify(self, progress: Callable[[str], object]) -> Verdict:
+    def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
         """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
         how = settle(self._settings.policy, self._settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)

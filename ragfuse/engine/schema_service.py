@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.context_window import check_request, check_schema
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.options import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
@@ -26,16 +25,17 @@ from ragfuse.schemas.layout import NO_WRAPPING, ModulePosition, SchemaLayout, Wr
 from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, inner
 from ragfuse.schemas.pml import parse_prompt, parse_schema, read_schema
 from ragfuse.schemas.pml_writer import to_pml
-from ragfuse.schemas.registry import SchemaInfo, SchemaRegistry, StoredSchema
+from ragfuse.schemas.registry import SchemaRegistry, StoredSchema
 from ragfuse.schemas.wrap_probe import wrapping_of
 from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+from ragfuse.store.catalog import Catalog
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.prompt import Prompt
 
 __all__ = [
     "PMLPrompt",
     "RegisteredSchema",
-    "SchemaInfo",
     "SchemaService",
     "StoredSchema",
     "outline",
@@ -62,21 +62,25 @@ class RegisteredSchema:
         return self.layout.schema.name
 
 
-class SchemaService:
-    """Registers the schemas of one engine's tenant, and builds prompts over them. Thread-safe.
+class SchemaService(SchemaRegistry):
+    """The schemas of one engine's tenant, laid out and encoded for its model, and prompts over them. Thread-safe.
 
     Args:
-        settings: The shortest run that is encoded.
-        registry: The registered schemas, which processes on one store share.
+        settings: The tenant, and the shortest run that is encoded.
+        store: Holds the KV.
+        catalog: Holds the schemas, which processes on one store share.
         prompts: Renders the chat template.
         runtime: The model and its encoder.
     """
 
-    def __init__(self, settings: Settings, registry: SchemaRegistry, prompts: PromptBuilder, runtime: Runtime) -> None:
-        self._settings, self._registry, self._prompts, self._runtime = settings, registry, prompts, runtime
-        self._lock, self._ensuring = threading.Lock(), threading.Lock()
+    def __init__(
+        self, settings: Settings, store: KVStore, catalog: Catalog, prompts: PromptBuilder, runtime: Runtime
+    ) -> None:
+        super().__init__(store, catalog, settings.salt)
+        self._settings, self._prompts, self._runtime = settings, prompts, runtime
+        self._laying_out, self._ensuring = threading.Lock(), threading.Lock()
         self._layouts: dict[str, tuple[str, SchemaLayout]] = {}
-        self._keys: dict[str, tuple[SchemaLayout, list[str]]] = {}
+        self._laid_out_keys: dict[str, tuple[SchemaLayout, list[str]]] = {}
         self._template: tuple[str, Wrapping] | None = None
 
     def register(
@@ -109,14 +113,14 @@ class SchemaService:
             if progress is not None:
                 progress(done)
         keys = [str(encoder.key_of(run)) for run in layout.runs]
-        self._registry.put(stored, encoder.digest, keys, must)
-        with self._lock:
+        self.put(stored, encoder.digest, keys, must)
+        with self._laying_out:
             self._layouts[stored.name] = stored.pml, layout
         return RegisteredSchema(layout, done)
 
     def has(self, schema: Schema) -> bool:
         """Return whether an equal schema is registered and encoded for the engine's model."""
-        stored = self._registry.get(schema.name)
+        stored = self.get(schema.name)
         if stored is None or not stored.is_encoded(self._runtime.encoder.digest):
             return False
         return self._layout_if_same(stored, schema) is not None
@@ -132,10 +136,6 @@ class SchemaService:
         with self._ensuring:
             return None if self.has(schema) else self._register(schema, progress, must=False)
 
-    def ls(self) -> list[SchemaInfo]:
-        """Return all registered schemas, sorted by name."""
-        return self._registry.ls()
-
     def show(self, name: str | Path) -> SchemaLayout:
         """Return the layout, for the engine's model, of a registered schema or of one in a file (without registering).
 
@@ -150,7 +150,7 @@ class SchemaService:
         Raises:
             InputError: There is no such schema and no such file.
         """
-        stored = self._registry.get(str(name))
+        stored = self.get(str(name))
         if stored is None and Path(name).is_file():
             stored = _stored_schema(Path(name))
         if stored is None:
@@ -163,43 +163,31 @@ class SchemaService:
         check_names(request, parse_schema(stored.pml, stored.file))
 
     def _needed_by(self, request: PMLPrompt) -> StoredSchema:
-        stored = self._registry.get(request.schema)
+        stored = self.get(request.schema)
         if stored is None:
             raise request.at.error(
                 f"a prompt for schema '{request.schema}', which is not registered",
-                self._registry.describe_names(),
-                "Register it first: `ragfuse schema add FILE` or Engine.register(FILE).",
+                self.describe_names(),
+                "Register it first: `ragfuse schema add FILE` or engine.schemas.register(FILE).",
             )
         return stored
 
-    def get(self, name: str) -> StoredSchema | None:
-        """Return a registered schema as it is stored; None where there is none of this name."""
-        return self._registry.get(name)
-
     def laid_out(self, stored: StoredSchema) -> SchemaLayout:
         """Return the layout of a stored schema for the engine's model; it is cached until the schema changes."""
-        with self._lock:
+        with self._laying_out:
             pml, layout = self._layouts.get(stored.name, ("", None))
         if layout is None or pml != stored.pml:
             layout = self._lay_out(stored)
-            with self._lock:
+            with self._laying_out:
                 self._layouts[stored.name] = stored.pml, layout
         return layout
 
-    def names(self) -> list[str]:
-        """Return the names of all registered schemas, sorted."""
-        return self._registry.names()
-
-    def describe_names(self) -> str:
-        """Return the names of all registered schemas in words, for an error message."""
-        return self._registry.describe_names()
-
     def remove(self, name: str) -> int:
         """Delete a schema and, in every tier, the KV that no other registered schema uses; return the bytes freed."""
-        with self._lock:
+        with self._laying_out:
             self._layouts.pop(name, None)
-            self._keys.pop(name, None)
-        return self._registry.remove(name)
+            self._laid_out_keys.pop(name, None)
+        return super().remove(name)
 
     def prompt(self, request: PMLPrompt, ask: Ask) -> Prompt:
         """Build the prompt of a request in PML: modules at the schema's positions, and new text (`schemas.bind`).
@@ -216,7 +204,6 @@ class SchemaService:
         if ask.tools:
             raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.", "tools")
         stored, encoder = self._needed_by(request), self._runtime.encoder
-        check_request(request, encoder.model)
         layout = self._layout_of(stored, request.over)
         self._note(stored, layout, encoder)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend)
@@ -231,14 +218,14 @@ class SchemaService:
 
     def _note(self, stored: StoredSchema, layout: SchemaLayout, encoder: Encoder) -> None:
         """Record the keys that answers over a layout may store, so that they are deleted together with the schema."""
-        with self._lock:
-            noted = self._keys.get(stored.name)
+        with self._laying_out:
+            noted = self._laid_out_keys.get(stored.name)
         if noted is None or noted[0] is not layout:
             noted = layout, [str(encoder.key_of(run)) for run in layout.runs]
-            with self._lock:
-                self._keys[stored.name] = noted
+            with self._laying_out:
+                self._laid_out_keys[stored.name] = noted
         if not {*noted[1]} <= {*stored.keys.get(encoder.digest, ())}:
-            self._registry.note(stored.name, encoder.digest, noted[1])
+            self.note(stored.name, encoder.digest, noted[1])
 
     def _layout_if_same(self, stored: StoredSchema, schema: Schema) -> SchemaLayout | None:
         """Return the layout of the stored schema if it equals `schema`, else None."""
@@ -250,7 +237,6 @@ class SchemaService:
 
     def _lay_out(self, stored: StoredSchema) -> SchemaLayout:
         model, schema = self._runtime.encoder.model, parse_schema(stored.pml, stored.file)
-        check_schema(schema, model)
         begins, wrapping = self._wrapping()
         is_chat = wrapping is not NO_WRAPPING and _has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos

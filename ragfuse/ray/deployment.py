@@ -249,7 +249,12 @@ class EngineReplica:
         for text in texts_of(request) if isinstance(request, dict) else ():
             digest = chunk_digest(tenant.salt, "chunk", text)
             key = held.key(digest)
-            held.note(digest, key if key is not None else engine.key(engine.tokens(text), engine.encoder.context))
+            held.note(
+                digest,
+                key
+                if key is not None
+                else engine.runtime.encoder.key(engine.tokens(text), engine.runtime.encoder.context),
+            )
         session = request.get("session_id") if isinstance(request, dict) else None
         if isinstance(session, str):
             held.note(chunk_digest(tenant.salt, "session", session), None)

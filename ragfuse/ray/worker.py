@@ -96,7 +96,7 @@ class EncodeWorker:
 
 def _n_unsaved(engine: Engine, texts: Sequence[str]) -> int:
     """Count the chunks that no shared tier holds, of those that are long enough to be stored."""
-    encoder = engine.encoder
+    encoder = engine.runtime.encoder
     runs = [ids for text in texts if len(ids := engine.tokens(text.strip())) >= engine.settings.min_chunk_tokens]
     keys = {encoder.key(ids, encoder.context) for ids in runs}
     held = {key for tier in engine.store.tiers if tier.slow for key in tier.stat(keys)}

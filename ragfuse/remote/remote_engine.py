@@ -24,9 +24,8 @@ from ragfuse.process.shared import OneProcess, shared
 from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.remote.answer_reader import AnswerReader
 from ragfuse.remote.connection import Connection
-from ragfuse.remote.remote_schemas import RemoteSchema, RemoteSchemas
+from ragfuse.remote.remote_schemas import RemoteSchemas
 from ragfuse.remote.request_body import CHAT, encoded, prompt_for, request_of
-from ragfuse.schemas.nodes import Schema
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer, Trace
 from ragfuse.types.arguments import checks_arguments
@@ -132,10 +131,6 @@ class RemoteEngine(OneProcess):
         """Return the number of tokens of a prompt, with chat template and tools."""
         body = prompt_for(prompt)
         return len(self._token_ids({**body, **({"tools": [dict(each) for each in tools]} if tools else {})}))
-
-    def register(self, schema: Schema | Path | str, progress: Progress | None = None) -> RemoteSchema:
-        """Register a schema at the server; as `Engine.register`."""
-        return self.schemas.register(schema, progress)
 
     def delete_session(self, name: str) -> int:
         """Delete a conversation that the server keeps, and return the bytes that came free; 0 where there is none."""

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np

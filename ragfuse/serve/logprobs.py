@@ -69,7 +69,7 @@ class LogprobRecorder:
 
 
 def of_prompt(scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]]) -> list[TokenLogprob]:
-    """Convert the scores of a prompt's own tokens, as `Engine.score` gives them."""
+    """Convert the scores of a prompt's own tokens, as `Runtime.score` gives them."""
     return [
         TokenLogprob(id, None)
         if score is None

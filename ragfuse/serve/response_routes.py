@@ -47,7 +47,7 @@ def response_routes(service: Service) -> APIRouter:
 
         def make(engine: Engine) -> Sequence[AnswerRequest]:
             needs_template = chat.reasoning_effort is not None or chat.verbosity is not None
-            return chat_requests(chat, engine.template if needs_template else None)
+            return chat_requests(chat, engine.constraints.template if needs_template else None)
 
         async def keep(response: dict[str, Any]) -> None:
             if session is None:

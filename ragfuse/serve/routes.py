@@ -45,7 +45,7 @@ def router(service: Service) -> APIRouter:
 
         def make(engine: Engine) -> list[AnswerRequest]:
             template_fields = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
-            template = engine.template if any(each is not None for each in template_fields) else None
+            template = engine.constraints.template if any(each is not None for each in template_fields) else None
             return chat_requests(body, template)
 
         return await _answer(service, request, body, make, True, bool(body.logprobs))
@@ -212,7 +212,7 @@ class Events(Response):
 def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], None]) -> dict[str, Any]:
     check(None)
     if body.prompt is None:
-        request = chat_requests(body, engine.template)[0]
+        request = chat_requests(body, engine.constraints.template)[0]
     elif body.messages:
         raise APIError(400, "Give either messages or prompt, found both.", "unusable", "messages")
     else:
@@ -232,7 +232,6 @@ def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
         return engine.tokens(body.text, body.special)
     question = question_of(body.pml, body.messages or ())
     ask = Ask(tools=body.tools or ())
-    engine.check_length(question, ask)
     return [*engine.prompt(question, offered_tools(ask)).token_ids]
 
 

@@ -254,10 +254,10 @@ def echo_of(engine: Engine, request: AnswerRequest, check: Callable[[], object])
         check: Called now and then while scoring; raises to stop it.
     """
     question: Any = request.question
-    ids = engine.ids(question)
+    ids = engine.prompt(question).token_ids
     if request.echo is None:
         return Echo("", (), len(ids))
-    token_logprobs = of_prompt(engine.score(ids, request.n_top, check)) if request.n_top is not None else ()
+    token_logprobs = of_prompt(engine.runtime.score(ids, request.n_top, check)) if request.n_top is not None else ()
     return Echo(request.echo or engine.model.text(ids), token_logprobs, len(ids))
 
 

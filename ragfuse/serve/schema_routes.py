@@ -90,7 +90,7 @@ def _register(engine: Engine, pml: str, max_schemas: int, check: Callable[[Inges
             "too_many",
             "pml",
         )
-    return engine.register(pml, check)
+    return engine.schemas.register(pml, check)
 
 
 def _as_dict(found: RegisteredSchema) -> dict[str, Any]:

@@ -306,7 +306,7 @@ class Service:
             engine, requests = prepared.get()
             prefetch(engine, requests)
             question = requests[0].question
-            name = None if isinstance(question, PMLPrompt) else engine.session_of(question, requests[0].ask)
+            name = None if isinstance(question, PMLPrompt) else engine.history.name_of(question, requests[0].ask)
             if name is not None:
                 self.admission.note(job, (tenant.salt, name))
                 self.look_ahead()
@@ -333,9 +333,6 @@ class _PreparedRequests:
             if self._prepared is None:
                 engine = self._engine()
                 requests = self._make(engine)
-                unique = {id(request.question): request for request in requests}
-                for request in unique.values():
-                    engine.check_length(request.question, request.ask)  # before its chunks are searched for
                 self._prepared = engine, requests
             return self._prepared
 
@@ -359,7 +356,7 @@ def _chunk_texts(engine: Engine, requests: Sequence[AnswerRequest]) -> Iterable[
             [question] if isinstance(question, str) else [t.content for t in question if isinstance(t, ChatMessage)]
         )
         for content in contents:
-            texts |= {piece.text: None for piece in engine.pieces(content) if piece.kind == "chunk"}
+            texts |= {piece.text: None for piece in engine.prompts.pieces(content) if piece.kind == "chunk"}
     for request in requests:
         texts |= {text: None for text, _ in request.ask.documents}
     return texts

@@ -159,7 +159,7 @@ def test_a_run_that_is_stopped_before_it_was_measured_leaves_what_it_learnt(
     with Engine(settings.model_copy(update={"model": str(tmp_path / "out")})) as engine:
         assert engine.model.chunk_adapter is not None
         assert engine.model.profile.filler_tokens == 256
-        assert engine.encoder.filler_tokens == 256
+        assert engine.runtime.encoder.filler_tokens == 256
 
 
 def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
@@ -169,15 +169,15 @@ def test_the_encoding_of_an_adapter_is_honoured_but_for_a_setting_by_hand(
     write_shipped(tmp_path / "out", ShippedProfile(40, "lexical", 0.2))
     named = {"model": str(tmp_path / "out"), "dtype": "float32", "store": tmp_path / "store", "home": tmp_path / "home"}
     with Engine(Settings(**named)) as engine:
-        assert engine.encoder.filler_tokens == 40
-        assert len(engine.encoder.filler(100)) == 40
-        assert engine.profile.choice == ("lexical", 0.2)
-        engine.learn(engine.profile.calibrated(True, "lego", 0.1))
+        assert engine.runtime.encoder.filler_tokens == 40
+        assert len(engine.runtime.encoder.filler(100)) == 40
+        assert engine.runtime.profile.choice == ("lexical", 0.2)
+        engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.1))
     with Engine(Settings(**named)) as engine:
-        assert engine.encoder.filler_tokens == 40
-        assert engine.profile.choice == ("lego", 0.1)
+        assert engine.runtime.encoder.filler_tokens == 40
+        assert engine.runtime.profile.choice == ("lego", 0.1)
     with Engine(Settings(**named, filler_tokens=9)) as engine:
-        assert engine.encoder.filler_tokens == 9
+        assert engine.runtime.encoder.filler_tokens == 9
     (tmp_path / "out" / SHIPPED_FILE).write_text('{"filler_tokens": -1}')
     with pytest.raises(ModelError, match="Wanted version 1"):
         load_model(tmp_path / "out", "float32", home=tmp_path / "home")

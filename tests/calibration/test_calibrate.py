@@ -197,7 +197,7 @@ def unsafe(random_weights: Settings) -> dict[str, Any]:
     """What that said."""
     with Engine(random_weights) as engine:
         result = calibrate(engine.model, make_cases(DOCUMENTS, 5), Console(quiet=True), "random")
-        engine.learn(engine.profile.calibrated(result["safe"]))
+        engine.runtime.learn(engine.runtime.profile.calibrated(result["safe"]))
     return result
 
 
@@ -225,7 +225,7 @@ def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(
 
 def test_a_choice_is_kept_and_used(tiny_settings: Settings) -> None:
     with Engine(tiny_settings) as engine:
-        engine.learn(engine.profile.calibrated(True, "lego", 0.25))
+        engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.25))
     with Engine(tiny_settings) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
         trace = engine.answer(messages()).trace

@@ -89,9 +89,9 @@ def test_commands_that_are_told_are_read_by_a_shell_as_meant(doctor, tiny_settin
 
 def test_what_a_store_knows_of_the_model_and_the_machine_is_told(doctor, environment, tiny_settings, tmp_path):
     with Engine(tiny_settings.model_copy(update={"store": tmp_path / "user" / "store"})) as engine:
-        engine.verify()
-        engine.learn(engine.profile.calibrated(True, "lego", 0.06))
-        engine.learn(timings(engine, memory=0.0, disk=1e-9))
+        engine.runtime.verify()
+        engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.06))
+        engine.timings.learn(timings(engine, memory=0.0, disk=1e-9))
     _, rows, _ = doctor()
     assert [rows[what]["state"] for what in ("verified", "calibrated", "measured")] == ["ok"] * 3
     assert "lego at 6%" in rows["calibrated"]["found"]
@@ -100,8 +100,8 @@ def test_what_a_store_knows_of_the_model_and_the_machine_is_told(doctor, environ
 
 def test_a_model_that_failed_verify_or_found_nothing_safe_is_red(doctor, tiny_settings, tmp_path):
     with Engine(tiny_settings.model_copy(update={"store": tmp_path / "user" / "store"})) as engine:
-        profile = engine.profile.calibrated(False)
-        engine.learn(profile.__class__(**{**vars(profile), "verified": False}))
+        profile = engine.runtime.profile.calibrated(False)
+        engine.runtime.learn(profile.__class__(**{**vars(profile), "verified": False}))
     status, rows, _ = doctor()
     assert status == 1
     assert bad(rows) == ["calibrated", "verified"]

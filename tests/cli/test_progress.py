@@ -71,5 +71,5 @@ def test_a_model_is_prepared_with_a_bar_on_a_terminal_and_in_silence_elsewhere(t
 def test_verify_tells_of_each_check_when_it_is_made(tiny_settings):
     told = []
     with Engine(tiny_settings) as engine:
-        assert [check.name for check in engine.verify(told.append).checks] == told
+        assert [check.name for check in engine.runtime.verify(told.append).checks] == told
     assert len(told) > 5

@@ -179,7 +179,7 @@ def test_a_run_waits_only_in_jobs_of_its_own_tokens(desk, kind: JobKind, is_enco
 def test_each_kind_of_job_does_its_own_work_alone(
     engine: Engine, monkeypatch, job: EncodeJob, called: list[str]
 ) -> None:
-    stage, seen = engine._stages.remember, []
+    stage, seen = engine._remember, []
 
     def record(name: str):
         return lambda *args, **named: seen.append(name)
@@ -276,13 +276,13 @@ def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for
 ) -> None:
     settings = tiny_settings.model_copy(update={"prefix_cache": False})
     with Engine(settings) as engine:
-        gate, real = threading.Event(), engine._stages.remember.jobs._save
+        gate, real = threading.Event(), engine._remember.jobs._save
 
         def held(work: EncodeJob) -> None:
             gate.wait(60)
             real(work)
 
-        engine._stages.remember.jobs._save = held
+        engine._remember.jobs._save = held
         try:
             first = engine.answer(messages(CHUNKS[:2])).trace
             second = engine.answer(messages(CHUNKS[:2])).trace

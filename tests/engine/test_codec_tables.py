@@ -137,8 +137,10 @@ def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tin
         ingest(engine)
         assert levels_in(engine, "disk") == {("raw",)}
         slow = replace(timings(engine, memory=0.0, disk=1e-3), decode={"int8": 0.0, "cg3": 0.0})
-        engine.learn(replace(slow, packed={"int8": 0.5, "cg3": 0.1}))
-        assert set(engine.runtime._placement.levels(engine.model, engine.profile, 100, 10_000).values()) == {("cg3",)}
+        engine.timings.learn(replace(slow, packed={"int8": 0.5, "cg3": 0.1}))
+        assert set(engine.runtime._placement.levels(engine.model, engine.runtime.profile, 100, 10_000).values()) == {
+            ("cg3",)
+        }
         engine.forget(CHUNKS)
         ingest(engine)
         assert ("cg3",) in levels_in(engine, "disk")

@@ -266,7 +266,7 @@ def test_without_tools_nothing_changes(random_engine):
 
 
 def test_more_columns_than_tokens_are_never_written(random_engine):
-    held = random_engine._stages.constraints._over(random_engine.model, (2,))
+    held = random_engine.constraints._over(random_engine.model, (2,))
     from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor
 
     n_tokens = held.tokens.vocab_size

@@ -220,8 +220,8 @@ def test_a_prefix_before_a_chunk_is_what_ingest_keeps_beside_chunks(engine):
     prefix = engine.prefix(messages())
     prompt = engine.prompt(messages())
     assert prompt.segments[0].tokens == prefix
-    assert prompt.segments[0].keys == (engine.key(prefix),)
-    assert prompt.segments[1].keys == (engine.key(engine.tokens(CHUNKS[0]), filler_context("")),)
+    assert prompt.segments[0].keys == (engine.runtime.encoder.key(prefix),)
+    assert prompt.segments[1].keys == (engine.runtime.encoder.key(engine.tokens(CHUNKS[0]), filler_context("")),)
     engine.ingest([(CHUNKS[0], "")], prefix)
     wanted = {*prompt.segments[0].keys, *prompt.segments[1].keys}
     assert {entry.key for entry in engine.store.entries()} == wanted
@@ -296,7 +296,7 @@ def test_one_salt_never_hits_what_another_kept(tiny_settings, filled):
         assert other.digest != filled.digest
         other.flush()
     with Engine(tiny_settings.model_copy(update={"salt": "c"})) as other:
-        assert [piece.kind for piece in other.pieces(CHUNKS[0])] == ["fresh"]
+        assert [piece.kind for piece in other.prompts.pieces(CHUNKS[0])] == ["fresh"]
 
 
 def test_another_dtype_is_another_model(tiny_settings, filled):
@@ -495,14 +495,14 @@ def test_a_block_that_fails_drops_what_waits(tiny_settings):
 
     with pytest.raises(ZeroDivisionError):
         ask_and_fail()
-    assert engine._stages.remember.jobs.dropped >= 6
+    assert engine._remember.jobs.dropped >= 6
 
 
 def test_the_same_miss_waits_once(engine):
     with engine.model.lock:
         for _ in range(3):
             engine.answer(messages())
-        assert len(engine._stages.remember.jobs._waiting) <= 6 < MAX_WAITING_JOBS
+        assert len(engine._remember.jobs._waiting) <= 6 < MAX_WAITING_JOBS
     engine.flush()
     assert engine.store.stats().dropped_writes == 0
     assert len({entry.key for entry in engine.store.entries()}) == 6
@@ -570,13 +570,13 @@ def test_a_process_that_ends_without_closing_keeps_what_it_can(tiny_settings):
     """
     assert python(code, tiny_settings.model, tiny_settings.store, CHUNKS[0]) == 0
     with Engine(tiny_settings) as engine:
-        assert [piece.source for piece in engine.pieces(CHUNKS[0])] == ["left behind"]
+        assert [piece.source for piece in engine.prompts.pieces(CHUNKS[0])] == ["left behind"]
         assert {entry.key.context for entry in engine.store.entries()} == {filler_context("")}
 
 
 def test_pieces_pass_through_as_they_are(engine):
     given = [Piece("a"), "b", Piece("c", "chunk", "d")]
-    assert list(engine.pieces(given)) == [Piece("a"), Piece("b"), Piece("c", "chunk", "d")]
+    assert list(engine.prompts.pieces(given)) == [Piece("a"), Piece("b"), Piece("c", "chunk", "d")]
 
 
 @pytest.mark.parametrize("which", [0, 1, "all"])
@@ -611,7 +611,7 @@ def test_a_tier_that_hangs_keeps_no_missed_chunk_from_the_disk(tiny_settings, tm
     with Engine(tiny_settings, store=KVStore([hung, disk][::order])) as engine:
         try:
             engine.answer(messages(), Ask(max_tokens=2))
-            assert engine._stages.remember.jobs.flush(60)
+            assert engine._remember.jobs.flush(60)
             until(lambda: len(disk.list()) >= len(CHUNKS))
             assert hung.list() == []
         finally:
@@ -739,10 +739,6 @@ def test_a_closed_engine_says_so_and_not_what_it_no_longer_has(tiny_settings):
         lambda: engine.ingest([("A text.", "a.txt")]),
         lambda: engine.know([("A text.", "a.txt")]),
         lambda: engine.forget(["A text."]),
-        lambda: engine.sessions,
-        lambda: engine.schemas,
-        lambda: engine.measure(),
-        lambda: engine.verify(),
         lambda: engine.__enter__(),
     ]
     for call in calls:

@@ -16,7 +16,7 @@ from ragfuse.store import CatalogFile
 from ragfuse.store.catalog import COOL_DOWN_S, Catalog
 from tests.sessions.kit import QUESTIONS, resent, talk
 from tests.store.kit import Clock
-from tests.tiny import CHUNKS, chunk_hits, messages
+from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
 PML = '<schema name="trip"><module name="a">The keeper counted forty ships in one night.</module></schema>'
 PROMPT = '<prompt schema="trip"><a/>Who counted them?</prompt>'
@@ -200,13 +200,13 @@ def test_a_model_is_loaded_though_the_book_fails(tiny_settings):
 
 
 def test_a_prompt_over_a_schema_is_answered_though_the_book_fails(engine):
-    engine.register(PML)
+    engine.schemas.register(PML)
     with broken(engine.catalog.file):
         assert engine.answer(pml=PROMPT).trace.tokens_reused > 0
     with unwritable(engine.catalog.file):
         assert engine.schemas.ensure(engine.schemas.show("trip").schema) is None
         with pytest.raises(StoreError, match="is full"):
-            engine.register(PML.replace("trip", "other"))
+            engine.schemas.register(PML.replace("trip", "other"))
         assert engine.answer(pml=PROMPT.replace("trip", "other")).text
 
 
@@ -216,8 +216,8 @@ def test_what_somebody_asks_the_book_for_by_itself_fails_clearly(engine):
         for asked in (
             engine.sessions.ls,
             lambda: engine.sessions.delete("one"),
-            lambda: engine.known_texts("a"),
-            lambda: engine.learn(engine.profile),
+            lambda: known_texts(engine, "a"),
+            lambda: engine.runtime.learn(engine.runtime.profile),
             lambda: engine.ingest([(CHUNKS[0], "a")]),
             lambda: engine.schemas.names(),
         ):
@@ -331,5 +331,5 @@ def test_what_the_book_refuses_for_what_it_is_is_not_known_in_memory_either(tiny
         for learn in (lambda: engine.know([(CHUNKS[0], "t\ud800")]), lambda: engine.ingest([(CHUNKS[0], "t\ud800")])):
             with suppress(UnicodeEncodeError, InputError):
                 learn()
-            sources = [piece.source for piece in engine.pieces(f"{CHUNKS[0]}\n\nWho?")]
+            sources = [piece.source for piece in engine.prompts.pieces(f"{CHUNKS[0]}\n\nWho?")]
             assert all(source.encode() is not None for source in sources)

@@ -146,7 +146,7 @@ def test_a_tier_and_a_book_that_are_opened_by_hand_stay_where_they_were(here):
 
 def test_a_schemas_file_is_kept_from_the_root_on(here, engine):
     (here / "trip.xml").write_text('<schema name="trip"><module name="a">The keeper counted ships.</module></schema>')
-    engine.register("trip.xml")
+    engine.schemas.register("trip.xml")
     gone(here)
     assert engine.schemas.get("trip").file == str(here / "trip.xml")
     assert [info.file for info in engine.schemas.ls()] == [str(here / "trip.xml")]

@@ -17,7 +17,8 @@ from ragfuse.cli.show import show_trace
 from ragfuse.codec import RawCodec
 from ragfuse.engine import generate as answering
 from ragfuse.load import stream
-from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, Stream
+from ragfuse.load.stream import COMPUTED, GIVEN_UP, Stream
+from ragfuse.types.reasons import UNREADABLE
 from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
@@ -67,7 +68,7 @@ def medium_byte_s(engine: Engine, seconds: float) -> float:
 
 def computing(engine: Engine, row_s: float, byte_s: float = 1e-9) -> None:
     """This machine computes a row in so long, as far as plans know, and Redis carries so much."""
-    engine.learn(with_cost(timings(engine, redis=byte_s, memory=0.0), row_s=row_s))
+    engine.timings.learn(with_cost(timings(engine, redis=byte_s, memory=0.0), row_s=row_s))
 
 
 def test_without_a_deadline_nothing_is_streamed(engine):
@@ -158,7 +159,7 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
     monkeypatch.setattr(RawCodec, "decode_all", once)
     trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
-    assert [(segment.source, segment.why) for segment in lost] == [("book-2", BYTES_UNREADABLE)]
+    assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
     assert adds_up(trace)
 
 

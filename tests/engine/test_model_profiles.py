@@ -110,10 +110,10 @@ def test_the_hint_names_the_model_that_answers(tiny_settings: Settings, caplog: 
 
 def test_verify_s_verdict_is_kept(tiny_settings: Settings) -> None:
     with Engine(tiny_settings) as engine:
-        assert engine.profile.verified is None
-        assert engine.verify().passed
+        assert engine.runtime.profile.verified is None
+        assert engine.runtime.verify().passed
     with Engine(tiny_settings) as engine:
-        assert engine.profile.verified is True
+        assert engine.runtime.profile.verified is True
 
 
 def test_the_profile_survives_being_written() -> None:

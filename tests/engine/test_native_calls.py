@@ -55,7 +55,7 @@ def native(request, tiny_path, tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     settings = Settings(model=str(folder / "model"), dtype="float32", store=folder, home=folder, max_tokens=120)
     with Engine(settings) as engine:
-        assert engine._stages.prompts.calls.native
+        assert engine.prompts.calls.native
         yield engine
 
 
@@ -111,7 +111,7 @@ CALLED = [
 @pytest.mark.parametrize("tools", [TOOLS, ()], ids=["none", "no tools"])
 def test_a_text_that_is_no_call_holds_no_mark_of_calls(native, tools):
     """Also where the model is bent on writing one after those of its messages."""
-    calls, model = native._stages.prompts.calls, native.model
+    calls, model = native.prompts.calls, native.model
     ask = Ask(tools=tools, tool_choice="none" if tools else "auto", max_tokens=12)
     if not calls.marker:
         assert native.answer(CALLED, ask).finish_reason == "length"

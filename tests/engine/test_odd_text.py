@@ -15,7 +15,7 @@ from ragfuse.schemas.nodes import PMLPrompt, Schema, TextNode
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.text.mended import mended_value
 from ragfuse.types.whole_text import whole_text
-from tests.tiny import CHUNKS, chunk_hits, messages
+from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
 ODD = "A text from a PDF with an odd \ud835 character or \0 two, as some readers hand them out, and more words."
 WHOLE = ODD.replace("\ud835", "\ufffd").replace("\0", "\ufffd")
@@ -57,11 +57,11 @@ def test_an_ingest_replaces_them_and_the_other_texts_are_kept(engine, caplog):
     assert done.chunks == 3
     (told,) = [record.message for record in caplog.records if "surrogate" in record.message]
     assert "b\ufffd\ufffd.pdf" in told
-    assert engine.known_texts("b\udc80\0.pdf") == [WHOLE]
+    assert known_texts(engine, "b\ufffd\ufffd.pdf") == [WHOLE]
     trace = engine.answer(messages([CHUNKS[0], ODD, CHUNKS[1]])).trace
     assert chunk_hits(trace) == [True] * 3
     assert engine.forget([ODD]) > 0
-    assert engine.known_texts("b\ufffd\ufffd.pdf") == []
+    assert known_texts(engine, "b\ufffd\ufffd.pdf") == []
 
 
 QUESTIONS = {
@@ -132,7 +132,7 @@ def test_pml_is_read_and_written_as_with_the_replaced_text(engine, caplog):
     schema = parse_schema(written)
     assert schema == parse_schema(whole_text(written))
     assert "A text in PML has characters" in caplog.text
-    engine.register(schema)
+    engine.schemas.register(schema)
     ids = engine.plan(parse_prompt(f"<prompt schema='s'><a/>{WHOLE}</prompt>")).prompt.token_ids
     assert engine.plan(parse_prompt(f"<prompt schema='s'><a/>{ODD}</prompt>")).prompt.token_ids == ids
     assert engine.answer(pml=f"<prompt schema='s'><a/>{ODD}</prompt>").trace.tokens == len(ids)
@@ -140,7 +140,7 @@ def test_pml_is_read_and_written_as_with_the_replaced_text(engine, caplog):
     assert engine.plan(by_hand).prompt.token_ids == ids
     filled = PMLTemplate(schema, "<prompt schema='s'><a/>{text}</prompt>").fill({"text": ODD})
     assert engine.plan(filled.request).prompt.token_ids == ids
-    engine.register(Schema("t", (TextNode(ODD),)))
+    engine.schemas.register(Schema("t", (TextNode(ODD),)))
 
 
 def test_what_is_known_prefetched_or_batched_may_hold_them(engine):

@@ -29,7 +29,7 @@ def test_without_timings_nothing_is_foretold(engine):
 def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settings: Settings):
     with Engine(tiny_settings) as engine:
         ingest(engine)
-        engine.learn(timings(engine, memory=0.0, disk=1e-9))
+        engine.timings.learn(timings(engine, memory=0.0, disk=1e-9))
         planned = engine.plan(messages())
     with Engine(tiny_settings) as later:
         trace = later.answer(messages()).trace
@@ -42,7 +42,7 @@ def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settin
 def test_timings_of_other_threads_are_not_used(engine):
     ingest(engine)
     other = timings(engine, memory=0.0, disk=1e-9)
-    engine.learn(replace(other, threads=other.threads + 1))
+    engine.timings.learn(replace(other, threads=other.threads + 1))
     assert engine.plan(messages()).forecast is None
 
 
@@ -104,7 +104,7 @@ def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_sam
             lambda key, at, count, *where: counts.append(count) or read(key, at, count, *where),
         )
         monkeypatch.setattr("ragfuse.plan.controller._layers_a_read", lambda *_: layers)
-        engine.learn(timings(engine, disk=1e-6))
+        engine.timings.learn(timings(engine, disk=1e-6))
         answer = engine.answer(messages(), ask)
     assert answer.text == expected
     assert max(counts) == layers
@@ -115,7 +115,7 @@ def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_set
         ingest(engine)
     with on_disk_only(tiny_settings) as engine:
         expected = engine.answer(messages(), Ask(reuse=False)).text
-        engine.learn(timings(engine, disk=1.0))
+        engine.timings.learn(timings(engine, disk=1.0))
         kept = {entry.key for entry in engine.store.entries()}
         answer = engine.answer(messages())
         engine.flush()
@@ -143,7 +143,7 @@ def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_a
     engine, tier, at_1_s = throttled
     ask = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
     tier.mbps = at_1_s / 0.1  # a prompt is read in a tenth of a second
-    engine.learn(timings(engine, line=1e-6 / tier.mbps / slower))
+    engine.timings.learn(timings(engine, line=1e-6 / tier.mbps / slower))
     wrong = engine.plan(messages(), ask).forecast
     assert wrong.load_s == pytest.approx(0.1 / slower, rel=0.2)
     traces = [engine.answer(messages(), ask).trace for _ in range(3)]
@@ -157,7 +157,7 @@ def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_a
     assert planned.forecast.load_s >= 0.09
     assert "Reading line is assumed to take " in in_words(planned)
     assert engine.answer(messages(), ask).trace.corrections
-    engine.learn(timings(engine, line=1e-6 / tier.mbps))
+    engine.timings.learn(timings(engine, line=1e-6 / tier.mbps))
     assert engine.plan(messages(), ask).forecast.corrections == ()
 
 
@@ -187,7 +187,7 @@ def test_chunks_that_were_read_come_from_objects_to_disk_in_the_background(bucke
 def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(tiny_settings, tmp_path, placement, homes):
     further = {"tiers": (f"file://{tmp_path}/bucket",), "placement": placement}
     with Engine(tiny_settings.model_copy(update=further)) as engine:
-        engine.learn(timings(engine, memory=0.0, disk=1e-12, objects=1e-12))
+        engine.timings.learn(timings(engine, memory=0.0, disk=1e-12, objects=1e-12))
         ingest(engine)
         entries = engine.store.entries()
         assert {entry.tier for entry in entries} - {"memory"} == homes
@@ -195,7 +195,7 @@ def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(tin
 
 def test_a_deadline_that_cannot_be_met_is_said(engine):
     ingest(engine)
-    engine.learn(timings(engine, memory=0.0, disk=1e-9))
+    engine.timings.learn(timings(engine, memory=0.0, disk=1e-9))
     assert engine.plan(messages(), Ask(deadline_s=1e-9)).forecast.is_late
     assert not engine.plan(messages(), Ask(deadline_s=60.0)).forecast.is_late
 
@@ -206,7 +206,9 @@ def test_measuring_is_learned_with_a_further_folder(tiny_settings, tmp_path, mon
     )
     with Engine(tiny_settings) as engine:
         ingest(engine)
-        found = engine.measure([str(tmp_path / "further")])
+        found = engine.timings.measure(
+            engine.model, engine.store, engine.settings, [str(tmp_path / "further")], lambda *what: None
+        )
         assert set(found.tiers) == {"memory", "disk", "disk-2"}
         assert engine.plan(messages()).forecast is not None
 

@@ -122,7 +122,7 @@ def test_it_brings_each_text_s_own_entry_and_nothing_else(tiny_settings, filler_
     with Engine(settings) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
-        assert set(in_memory(engine)) == {engine.key(engine.tokens(text), context) for text in CHUNKS}
+        assert set(in_memory(engine)) == {engine.runtime.encoder.key(engine.tokens(text), context) for text in CHUNKS}
 
 
 def test_nothing_is_encoded_and_nothing_counted_as_a_hit_or_a_miss(old):
@@ -148,7 +148,9 @@ def test_one_text_is_one_text(old):
     with again(old) as engine:
         engine.prefetch(CHUNKS[3])
         engine.flush()
-        assert {key.tokens for key in in_memory(engine)} >= {engine.key(engine.tokens(CHUNKS[3])).tokens}
+        assert {key.tokens for key in in_memory(engine)} >= {
+            engine.runtime.encoder.key(engine.tokens(CHUNKS[3])).tokens
+        }
 
 
 def test_an_entry_whose_file_is_lost_costs_itself_alone(old):
@@ -193,7 +195,7 @@ def test_what_is_pinned_leaves_it_less_room(old):
         room = 6 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
         first = engine.prompt(messages()).segments[1].keys[0]
-        rest = [engine.key(engine.tokens(text), filler_context("")) for text in CHUNKS[3:]]
+        rest = [engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS[3:]]
         for key in rest:
             engine.store.warm([key])
         engine.store.pin(*rest)
@@ -253,7 +255,9 @@ def test_a_question_does_not_wait_for_it_and_what_it_reads_is_not_read_again(old
         assert set(tiers(answer.trace)) == {"disk"}
         gate.open.set()
         engine.flush()
-        assert gate.keys == [engine.key(engine.tokens(CHUNKS[0]), filler_context(""))]  # the one at hand
+        assert gate.keys == [
+            engine.runtime.encoder.key(engine.tokens(CHUNKS[0]), filler_context(""))
+        ]  # the one at hand
 
 
 def test_the_newest_wish_comes_first_and_the_oldest_is_dropped(old, monkeypatch):
@@ -266,7 +270,7 @@ def test_the_newest_wish_comes_first_and_the_oldest_is_dropped(old, monkeypatch)
         engine.prefetch(CHUNKS[5:])
         gate.open.set()
         engine.flush()
-        newest = engine.key(engine.tokens(CHUNKS[5])).tokens
+        newest = engine.runtime.encoder.key(engine.tokens(CHUNKS[5])).tokens
         assert gate.keys[1].tokens == newest
         assert len(set(gate.keys)) == len(gate.keys)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.types.keys import token_digest
+from tests.store.redis_server import until
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, messages
 
 SYSTEM = ("system", "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words.")
@@ -90,7 +93,7 @@ def test_what_was_computed_behind_a_blended_row_is_never_kept(cached):
     asked(cached, messages())  # all of it is computed, and kept
     first = asked(cached, messages(CHUNKS[::-1]))
     assert any(chunk_hits(first.trace))
-    cached._stages.prefixes.flush()
+    cached._saves.flush()
     begun = asked(cached, messages(CHUNKS[::-1], "Question: When?"))
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
 
@@ -210,42 +213,22 @@ def test_an_answer_behind_a_beginning_that_grew_by_a_few_tokens_is_reused(cached
     assert rows <= 3 * len(text) + 60
 
 
-def test_an_entry_that_cannot_be_made_costs_no_answer(cached, monkeypatch, caplog):
-    def broken(*args):
-        raise RuntimeError("no memory")
-
-    wanted = cached.answer("Once there was a harbour.", Ask(reuse=False))
-    monkeypatch.setattr("ragfuse.engine.prefix_cache._rows", broken)
-    monkeypatch.setattr("ragfuse.engine.prefix_cache._parts", broken)
-    assert cached.answer("Once there was a harbour.").token_ids == wanted.token_ids
-    assert "was not saved for reuse. Answers are not affected: no memory" in caplog.text
-
-
-def test_a_prompt_that_holds_the_model_waits_for_what_is_being_saved_a_moment_only(cached, monkeypatch):
-    gate, waited = threading.Event(), list[float]()
-    write = cached._stages.prefixes._write
-    monkeypatch.setattr(cached._stages.prefixes, "_write", lambda *given: gate.wait(30) and write(*given))
+def test_of_prompts_that_begin_alike_and_come_together_the_second_reads_what_the_first_computes(cached):
     text = "Once there was a harbour in which forty ships lay, and "
-    cached.answer(text)
-    wait_for = threading.Condition.wait_for
-
-    def noted(self, predicate, timeout=None):
-        if self is cached._stages.prefixes._changed and not predicate():
-            waited.append(timeout)
-            return False
-        return wait_for(self, predicate, timeout)
-
-    monkeypatch.setattr(threading.Condition, "wait_for", noted)
-    with cached.model.lock:
-        cached.plan(f"{text}one")
-    monkeypatch.undo()
-    gate.set()
-    assert waited
-    assert max(waited) < 1
+    with ThreadPoolExecutor(2) as pool, cached.model.lock:
+        first = pool.submit(cached.answer, f"{text}one of them")
+        until(lambda: cached.model.lock.waiting)
+        second = pool.submit(cached.answer, f"{text}two of them")
+        time.sleep(0.05)
+        assert cached.model.lock.waiting == 1
+        cached.model.lock.release()
+        assert first.result(60).trace.tokens_prefix == 0
+        assert second.result(60).trace.tokens_prefix >= len(text)
+        cached.model.lock.acquire()
 
 
 def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cached, monkeypatch):
-    prefixes = cached._stages.prefixes
+    prefixes = cached.prefixes
     monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
     tenant = prefixes._tenants[cached.digest]
     tenant.sweep_at = 1
@@ -271,7 +254,7 @@ def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cac
 def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(cached, monkeypatch):
     monkeypatch.setattr("ragfuse.engine.prefix_cache.MAX_BEFORE", len(SYSTEM[1]))
     seen: list[int] = []
-    monkeypatch.setattr(cached._stages.prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
+    monkeypatch.setattr(cached.prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
     for system, is_short in (("Be short.", True), (SYSTEM[1] + SYSTEM[1], False)):
         cached.ingest([(CHUNKS[0], "")])
         for _ in range(2):
@@ -282,9 +265,9 @@ def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(
 
 def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
     ids = cached.tokens("Once there was a harbour in which forty ships lay.")
-    cached._stages.prefixes.extend(ids, 20)
-    assert len(cached._stages.prefixes._tenants[cached.digest].tree.keys) == 0
-    assert cached.store.lookup([cached.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
+    cached.prefixes.extend(ids, 20)
+    assert len(cached.prefixes._tenants[cached.digest].tree.keys) == 0
+    assert cached.store.lookup([cached.runtime.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
 
 
 def test_with_reuse_false_nothing_is_read_and_nothing_kept(cached):

@@ -51,7 +51,7 @@ ALL_LINES = '<prompt schema="lines"><two/><three/>What is said here?</prompt>'
 
 @pytest.fixture
 def trip(engine: Engine) -> Engine:
-    engine.register(TRIP)
+    engine.schemas.register(TRIP)
     return engine
 
 
@@ -78,18 +78,18 @@ def logits_off(one, other) -> float:
 
 def test_a_schema_is_encoded_once(engine: Engine) -> None:
     seen = []
-    first = engine.register(TRIP, seen.append)
+    first = engine.schemas.register(TRIP, seen.append)
     runs = first.layout.runs
     assert first.name == "trip"
     assert (first.done.chunks, first.done.encoded) == (len(runs), len(runs))
     assert [done.chunks for done in seen] == list(range(1, len(runs) + 1))
     assert first.done.tokens == sum(len(run.tokens) for run in runs)
-    assert engine.register(TRIP).done.encoded == 0
+    assert engine.schemas.register(TRIP).done.encoded == 0
 
 
 def test_an_edit_encodes_what_it_changes_alone(trip: Engine) -> None:
     before = trip.schemas.show("trip")
-    changed = trip.register(TRIP.replace("Oslo and its fjords", "Oslo and the sea"))
+    changed = trip.schemas.register(TRIP.replace("Oslo and its fjords", "Oslo and the sea"))
     assert changed.done.encoded == 1
     assert changed.layout.places["diet"] == before.places["diet"]
 
@@ -97,9 +97,9 @@ def test_an_edit_encodes_what_it_changes_alone(trip: Engine) -> None:
 def test_an_edit_that_moves_what_comes_behind_it_encodes_the_text_around_it_anew(trip: Engine) -> None:
     before = trip.schemas.show("trip")
     longer = "Lisbon and its trams, which are yellow, and its seven hills, and the river that is as wide as a sea"
-    changed = trip.register(TRIP.replace("Lisbon and its trams, which are yellow", longer))
+    changed = trip.schemas.register(TRIP.replace("Lisbon and its trams, which are yellow", longer))
     assert changed.layout.places["diet"].start > before.places["diet"].start
-    keys, had = ([trip.encoder.key_of(run) for run in layout.runs] for layout in (changed.layout, before))
+    keys, had = ([trip.runtime.encoder.key_of(run) for run in layout.runs] for layout in (changed.layout, before))
     new = {place for run, key in zip(changed.layout.runs, keys, strict=True) if key not in had for place in run.members}
     assert new == {"", "plan", "plan/abroad", "plan/abroad/lisbon"}
     assert changed.done.encoded == len(set(keys) - set(had))
@@ -117,7 +117,7 @@ def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> Non
 def test_a_file_and_nodes_are_taken_as_well_as_text(engine: Engine, tmp_path) -> None:
     path = tmp_path / "trip.xml"
     path.write_text(TRIP, "utf-8")
-    layouts = [engine.register(schema).layout for schema in (TRIP, path, str(path), parse_schema(TRIP))]
+    layouts = [engine.schemas.register(schema).layout for schema in (TRIP, path, str(path), parse_schema(TRIP))]
     runs = [[(run.tokens, run.positions, run.start) for run in layout.runs] for layout in layouts]
     assert runs[1:] == [runs[0]] * 3
     assert [layout.root.at.file for layout in layouts] == ["", str(path), str(path), ""]
@@ -125,11 +125,11 @@ def test_a_file_and_nodes_are_taken_as_well_as_text(engine: Engine, tmp_path) ->
 
 
 def test_what_is_registered_is_listed_shown_and_removed_with_its_kv(trip: Engine) -> None:
-    trip.register(LINES)
+    trip.schemas.register(LINES)
     assert [info.name for info in trip.schemas.ls()] == ["lines", "trip"]
     assert trip.schemas.show("lines").places["two"].start > 0
     trip.flush()
-    keys = {trip.encoder.key_of(run) for run in trip.schemas.show("trip").runs}
+    keys = {trip.runtime.encoder.key_of(run) for run in trip.schemas.show("trip").runs}
     assert set(trip.store.lookup(keys)) == keys
     assert trip.schemas.remove("trip") > 0
     assert trip.store.lookup(keys) == {}
@@ -147,7 +147,7 @@ def test_what_another_process_removed_is_there_no_more(trip: Engine, tiny_settin
 
 
 def test_what_two_schemas_share_stays_with_the_one_that_is_left(trip: Engine) -> None:
-    trip.register(TRIP.replace('name="trip"', 'name="voyage"'))
+    trip.schemas.register(TRIP.replace('name="trip"', 'name="voyage"'))
     trip.flush()
     trip.schemas.remove("trip")
     assert trip.answer(parse_prompt(PROMPT.replace("trip", "voyage"))).trace.modules[-1] == "plan/abroad/oslo"
@@ -163,7 +163,7 @@ def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engin
 
 def test_a_schema_that_the_model_cannot_take_is_refused(engine: Engine) -> None:
     with pytest.raises(InputError, match=r"'long' does not fit: .* takes at most 4,096 tokens"):
-        engine.register(f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>')
+        engine.schemas.register(f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>')
     assert engine.schemas.ls() == []
 
 
@@ -174,7 +174,7 @@ def test_a_salt_has_schemas_of_its_own(trip: Engine, tiny_settings) -> None:
 
 def test_without_a_book_schemas_live_in_the_process(tiny_settings) -> None:
     with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
-        engine.register(TRIP)
+        engine.schemas.register(TRIP)
         assert engine.answer(parse_prompt(PROMPT)).trace.modules[0] == "."
         assert engine.schemas.remove("trip") > 0
         assert engine.schemas.ls() == []
@@ -196,11 +196,11 @@ def test_a_prompt_takes_its_modules_from_the_store_at_the_schemas_positions(trip
 
 
 def test_a_scaffold_that_covers_the_prompt_equals_full_prefill(engine: Engine) -> None:
-    engine.register(LINES)
+    engine.schemas.register(LINES)
     prompt = engine.prompt(parse_prompt(ALL_LINES))
     ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False))
     assert {fetch.key for fetch in ready.plan.fetches} == {
-        engine.encoder.key_of(engine.schemas.show("lines").scaffolds[0])
+        engine.runtime.encoder.key_of(engine.schemas.show("lines").scaffolds[0])
     }
     assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
     assert logits_off(ready.prefill, whole.prefill) < 1e-4
@@ -209,7 +209,9 @@ def test_a_scaffold_that_covers_the_prompt_equals_full_prefill(engine: Engine) -
 
 
 def test_a_single_module_at_the_start_equals_full_prefill(engine: Engine) -> None:
-    engine.register('<schema name="one"><module name="m">The only module of all stands right here.</module></schema>')
+    engine.schemas.register(
+        '<schema name="one"><module name="m">The only module of all stands right here.</module></schema>'
+    )
     prompt = parse_prompt('<prompt schema="one"><m/>And a question.</prompt>')
     ready = engine.prepare(engine.prompt(prompt))
     assert len(ready.plan.fetches) == 1
@@ -223,8 +225,10 @@ def test_a_single_module_at_the_start_equals_full_prefill(engine: Engine) -> Non
 @pytest.mark.embedded
 def test_a_scaffold_and_a_first_module_equal_full_prefill_on_a_trained_model(smollm_path, tmp_path) -> None:
     with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
-        engine.register(LINES)
-        engine.register('<schema name="one"><module name="m">The only module of all stands here.</module></schema>')
+        engine.schemas.register(LINES)
+        engine.schemas.register(
+            '<schema name="one"><module name="m">The only module of all stands here.</module></schema>'
+        )
         for text in (ALL_LINES, '<prompt schema="one"><m/>And a question.</prompt>'):
             prompt = engine.prompt(parse_prompt(text))
             ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False))
@@ -261,12 +265,12 @@ def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> No
 def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Engine) -> None:
     trip.flush()
     run = trip.schemas.show("trip").modules["plan"]
-    trip.store.drop([trip.encoder.key_of(run)])
+    trip.store.drop([trip.runtime.encoder.key_of(run)])
     answer = trip.answer(parse_prompt(PROMPT))
     assert answer.trace.modules == (".", "plan/abroad", "plan/abroad/oslo")
     assert {s.why for s in answer.trace.segments if not s.hit} == {"not in the store"}
     trip.flush()
-    assert trip.store.lookup([trip.encoder.key_of(run)])
+    assert trip.store.lookup([trip.runtime.encoder.key_of(run)])
     assert trip.answer(parse_prompt(PROMPT)).trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
 
 
@@ -350,9 +354,9 @@ def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_s
     with Engine(tiny_settings) as later:
         later.answer(parse_prompt(PROMPT))
         later.flush()
-        lisbon = later.encoder.key_of(later.schemas.show("trip").modules["plan/abroad/lisbon"])
+        lisbon = later.runtime.encoder.key_of(later.schemas.show("trip").modules["plan/abroad/lisbon"])
         assert later.store.lookup([lisbon])[lisbon].tier == "memory"
-        diet = later.encoder.key_of(later.schemas.show("trip").modules["diet"])
+        diet = later.runtime.encoder.key_of(later.schemas.show("trip").modules["diet"])
         assert later.store.lookup([diet])[diet].tier == "disk"
 
 
@@ -382,7 +386,7 @@ def test_what_a_prompt_of_modules_cannot_do_is_told(trip: Engine, ask: Ask) -> N
 
 def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> None:
     """All modules together are what the template makes of the same messages."""
-    engine.register(
+    engine.schemas.register(
         '<schema name="talk"><system>Be brief, as ever.</system><user>What is this?</user>'
         "<assistant>A harbour, I think.</assistant></schema>"
     )
@@ -396,11 +400,11 @@ def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(engine
     words = engine.model.tokenizer
     monkeypatch.setattr(words, "chat_template", words.chat_template.removeprefix("<s>"))
     monkeypatch.setattr(HFModel, "bos", (words.bos_token_id,))
-    engine.register('<schema name="talk"><system>Be brief, as ever.</system></schema>')
+    engine.schemas.register('<schema name="talk"><system>Be brief, as ever.</system></schema>')
     mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
     assert mine.token_ids == engine.prompt([("system", "Be brief, as ever."), ("user", "And that?")]).token_ids
     assert mine.token_ids[0] != words.bos_token_id
-    engine.register('<schema name="told">All that is told is a text.</schema>')
+    engine.schemas.register('<schema name="told">All that is told is a text.</schema>')
     text = engine.prompt(parse_prompt('<prompt schema="told"> And more.</prompt>'))
     assert text.token_ids == engine.prompt("All that is told is a text. And more.").token_ids
     assert text.token_ids[0] == words.bos_token_id
@@ -426,14 +430,14 @@ def of(tiny_settings):
 @pytest.mark.parametrize("name", ["llama", "deepseek-latent", "smollm3-some-nope", "bloom-alibi", "gpt2", "gptj"])
 def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_read(of, name: str) -> None:
     engine = of(name)
-    engine.register(LINES)
+    engine.schemas.register(LINES)
     engine.flush()
     prompt = parse_prompt(ALL_LINES)
     ready = engine.prepare(engine.prompt(prompt))
     assert {fetch.tier for fetch in ready.plan.fetches} == {"disk"}
     whole = engine.prepare(engine.prompt(prompt), Ask(reuse=False)).prefill
     assert off(states(ready.prefill), states(whole)) < 1e-4
-    engine.register(TRIP)
+    engine.schemas.register(TRIP)
     trace = engine.answer(parse_prompt(PROMPT)).trace
     assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
     assert trace.fallback_reason == ""
@@ -441,7 +445,7 @@ def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_rea
 
 def test_a_refused_model_answers_by_full_prefill(of) -> None:
     engine = of("llama-dynamic")
-    assert engine.register(LINES).done.encoded == 0
+    assert engine.schemas.register(LINES).done.encoded == 0
     answer = engine.answer(parse_prompt(ALL_LINES))
     assert "dynamic" in answer.trace.fallback_reason
     assert answer.token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
@@ -449,7 +453,7 @@ def test_a_refused_model_answers_by_full_prefill(of) -> None:
 
 def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
     engine = of("gpt2")
-    engine.register(LINES)
+    engine.schemas.register(LINES)
     long = parse_prompt(f'<prompt schema="lines"><two/>{"word " * 30}<three/>What?</prompt>')
     with pytest.raises(PMLError, match="cannot be moved"):
         engine.answer(long)
@@ -473,7 +477,7 @@ def test_what_another_model_encoded_after_an_answer_goes_with_the_schema(trip: E
     other = of("llama")
     other.answer(parse_prompt(PROMPT))
     other.flush()
-    keys = {other.encoder.key_of(run) for run in other.schemas.show("trip").runs}
+    keys = {other.runtime.encoder.key_of(run) for run in other.schemas.show("trip").runs}
     assert other.store.lookup(keys)
     assert not other.schemas.has(parse_schema(TRIP))
     other.schemas.remove("trip")
@@ -482,11 +486,11 @@ def test_what_another_model_encoded_after_an_answer_goes_with_the_schema(trip: E
 
 def test_a_text_that_another_models_process_edited_is_not_encoded_for_this_one(trip: Engine, of) -> None:
     other, edited = of("llama"), parse_schema(EDITED)
-    other.register(edited)
+    other.schemas.register(edited)
     assert (other.schemas.has(edited), trip.schemas.has(edited)) == (True, False)
     trip.answer(parse_prompt(PROMPT))
     trip.flush()
-    runs = [trip.encoder.key_of(run) for run in trip.schemas.show("trip").runs]
+    runs = [trip.runtime.encoder.key_of(run) for run in trip.schemas.show("trip").runs]
     assert len(trip.store.lookup(runs)) == len(runs)  # what the edit changed came after the answer
     assert not trip.schemas.has(edited)
     assert trip.schemas.ensure(edited) is not None
@@ -505,7 +509,7 @@ READERS = [f'<prompt schema="book"><sea/><land/>What does reader {name} see?</pr
 
 
 def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(engine: Engine, monkeypatch) -> None:
-    engine.register(BOOK)
+    engine.schemas.register(BOOK)
     prompts = [parse_prompt(text) for text in READERS]
     alone = [engine.answer(prompt).token_ids for prompt in prompts]
     met = []
@@ -521,5 +525,5 @@ def test_sharing_can_be_switched_off(tiny_settings, monkeypatch) -> None:
 
     monkeypatch.setattr(SharedKV, "share", refuse)
     with Engine(tiny_settings.model_copy(update={"share": False})) as engine:
-        engine.register(BOOK)
+        engine.schemas.register(BOOK)
         assert len(engine.batch([parse_prompt(text) for text in READERS])) == 4

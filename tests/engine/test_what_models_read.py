@@ -157,7 +157,7 @@ def test_a_conversation_goes_on_with_the_ids_of_its_answers_and_reads_as_its_tem
 
 def test_a_prompt_over_a_schema_reads_as_the_template_writes_it(spaced: Engine) -> None:
     schema = f"<schema name='s'><user>Read this. <module name='m'>{CHUNKS[0]}</module></user></schema>"
-    spaced.register(schema)
+    spaced.schemas.register(schema)
     for pml, tail in (("<prompt schema='s'><m/> Who?</prompt>", " Who?"),):
         prompt = spaced.prompt(_request(pml))
         told = [{"role": "user", "content": f"Read this. {CHUNKS[0]}{tail}"}]

@@ -50,7 +50,7 @@ def engine(tiny_path: Path) -> Iterator[Engine]:
 def branches(engine: Engine) -> BranchModel:
     """Its forwards, with a new adapter beside it, which changes nothing."""
     LoraAdapter(engine.model.model, 4, 0, "tiny")
-    return BranchModel(engine.model.model, engine.model.profile, engine.encoder.filler(160))
+    return BranchModel(engine.model.model, engine.model.profile, engine.runtime.encoder.filler(160))
 
 
 def asked(found: Sequence[Prompt]) -> tuple[ContextTokens, list[Branch]]:
@@ -82,7 +82,7 @@ def test_with_a_chunk_adapter_the_student_is_the_engine_that_has_it(tiny_path: P
         before = engine.model.full_prefill(context.token_ids).logits
         adapter = filled(LoraAdapter(engine.model.model, 4, 0, str(tiny_path)))
         adapter.save(tmp_path / CHUNK_ADAPTER)
-        model = BranchModel(engine.model.model, engine.model.profile, engine.encoder.filler(160), adapter)
+        model = BranchModel(engine.model.model, engine.model.profile, engine.runtime.encoder.filler(160), adapter)
         student = model.blockwise(context, each).logits
         teacher = model.full(context, each).logits
         _, taught = model.taught(context, [b.question for b in each], 3, (), (), [b.answer for b in each], kv=True)
@@ -145,7 +145,7 @@ def test_gradients_reach_a_chunk_adapter_through_the_chunks_alone(tiny_path: Pat
     with Engine(settings, load_model(tiny_path, "float32", pack=False), KVStore([MemoryTier(1, lru)])) as engine:
         context, each = asked(prompts(engine))
         adapter = filled(LoraAdapter(engine.model.model, 4, 0, "tiny"))
-        model = BranchModel(engine.model.model, engine.model.profile, engine.encoder.filler(160), adapter)
+        model = BranchModel(engine.model.model, engine.model.profile, engine.runtime.encoder.filler(160), adapter)
         loss = model.blockwise(context, each).logits.float().square().mean()
         assert not model.full(context, each).logits.requires_grad
     loss.backward()

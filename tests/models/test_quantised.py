@@ -161,7 +161,7 @@ def test_variants_of_the_embedded_model_pass_verify_and_compute_fewer_rows(
                 weight.data.normal_(0.0, 0.01)
     settings = Settings(store=tmp_path / "store", home=tmp_path, learn="retrieved", prefix_cache=False, max_tokens=1)
     with Engine(settings, model=model, tokenizer=words) as engine:
-        verdict = engine.verify()
+        verdict = engine.runtime.verify()
         assert verdict.passed, [check for check in verdict.checks if not check.passed]
         engine.ingest([(part, "book") for part in PARTS])
         began = time.process_time()

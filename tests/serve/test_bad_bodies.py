@@ -167,7 +167,7 @@ def test_what_can_never_fit_the_model_is_told_before_it_is_searched_or_tokenised
     assert longest is not None
     assert longest < most < 4 << 20
     looked: list[int] = []
-    monkeypatch.setattr(engine._stages.prompts, "pieces", lambda content, digest: looked.append(len(content)))
+    monkeypatch.setattr(engine.prompts, "pieces", lambda content, digest: looked.append(len(content)))
     text = "a b " * (longest * 3)
     for path, fields in (
         ("/v1/chat/completions", {"messages": [said(text)]}),

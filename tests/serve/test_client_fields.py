@@ -27,7 +27,7 @@ def test_tokens_are_those_of_the_model(served: Served) -> None:
     special = served.post("/v1/ragfuse/tokens", {"text": "A door <s>", "special": True}).json()["tokens"]
     assert special == engine.tokens("A door <s>", special=True) != found
     whole = served.post("/v1/ragfuse/tokens", {"messages": [said("Which door?")]}).json()["tokens"]
-    assert whole == engine.ids([("user", "Which door?")])
+    assert whole == list(engine.prompt([("user", "Which door?")]).token_ids)
 
 
 @pytest.mark.parametrize(

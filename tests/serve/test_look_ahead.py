@@ -58,7 +58,7 @@ def filled(engine: Engine, conversations: int) -> None:
     for number in range(10_000):
         if number * kv.nbytes >= wanted:
             return
-        engine.store.put(engine.key((1, number)), kv, tier="memory")
+        engine.store.put(engine.runtime.encoder.key((1, number)), kv, tier="memory")
 
 
 def test_what_a_waiting_turn_reads_stays_in_memory_by_look_ahead_alone(narrow: Served) -> None:

@@ -130,7 +130,7 @@ def test_a_file_of_the_machine_is_not_told_to_whom_its_schema_fails(served: Serv
     path = tmp_path / "secret" / "trip.xml"
     path.parent.mkdir()
     path.write_text(TRIP)
-    engine_of(served).register(path)
+    engine_of(served).schemas.register(path)
     for answer in (served.get(SCHEMAS, **bearer(BLUE)), served.get(f"{SCHEMAS}/trip", **bearer(BLUE))):
         assert answer.status_code == 200
         assert "secret" not in answer.text
@@ -157,7 +157,7 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
     settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
     with serving(settings) as served, pytest.MonkeyPatch.context() as patched:
         engine = engine_of(served)
-        keep = engine.encoder.__class__.keep_run
+        keep = engine.runtime.encoder.__class__.keep_run
 
         def slowly(*args: Any) -> int:
             if is_late:
@@ -167,14 +167,14 @@ def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
             return keep(*args)
 
         patched.setattr("ragfuse.serve.service.time", clock)
-        patched.setattr(engine.encoder.__class__, "keep_run", slowly)
+        patched.setattr(engine.runtime.encoder.__class__, "keep_run", slowly)
         answer = served.post(SCHEMAS, {"pml": TRIP})
         wait_for(lambda: served.service.admission.is_idle)
         patched.undo()
         assert answer.status_code == status
         assert "is not computed again" in answer.json()["error"]["message"]
         assert engine.schemas.names() == []
-        assert engine.register(TRIP).done.encoded == len(engine.schemas.show("trip").runs) - 1
+        assert engine.schemas.register(TRIP).done.encoded == len(engine.schemas.show("trip").runs) - 1
 
 
 # prompts

@@ -57,7 +57,10 @@ def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
     assert narrow.chat(max_tokens=2, **with_documents()).status_code == 200
     engine = narrow.service.engine(narrow.service.keys.tenants[0])
     engine.flush()
-    memory, chunks = engine.store.tier("memory"), {engine.key(engine.tokens(text)).tokens for text in CHUNKS[:3]}
+    memory, chunks = (
+        engine.store.tier("memory"),
+        {engine.runtime.encoder.key(engine.tokens(text)).tokens for text in CHUNKS[:3]},
+    )
     memory.delete([entry.key for entry in memory.list()])
     with raw(narrow.port) as first, raw(narrow.port) as second:
         send(first, long_request(narrow))

@@ -49,8 +49,8 @@ def test_the_texts_noted_first_are_forgotten_with_their_kv_and_no_other_tenant_s
     assert (use.texts, keeper.evicted["texts"]) == (3, 2)
     assert sources(one) == ["book-2", "book-3", "book-4"]
     assert len(on_disk(one)) == 3
-    assert [piece.kind for piece in one.pieces(f"{CHUNKS[0]}\n\nWho?")] == ["fresh"]
-    assert one.pieces(f"{CHUNKS[4]}\n\nWho?")[0].kind == "chunk"
+    assert [piece.kind for piece in one.prompts.pieces(f"{CHUNKS[0]}\n\nWho?")] == ["fresh"]
+    assert one.prompts.pieces(f"{CHUNKS[4]}\n\nWho?")[0].kind == "chunk"
     assert len(sources(other)) == len(on_disk(other)) == 5
     assert keeper.enforce().texts == 3
     assert keeper.evicted["texts"] == 2

@@ -153,9 +153,9 @@ def test_scores_do_not_depend_on_how_many_tokens_are_computed_at_once(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(served)
-    whole = [score for _, score in engine.score(PROMPT)]
+    whole = [score for _, score in engine.runtime.score(PROMPT)]
     monkeypatch.setattr("ragfuse.hf.scores.PIECE", 5)
-    parts = [score for _, score in engine.score(PROMPT)]
+    parts = [score for _, score in engine.runtime.score(PROMPT)]
     assert [each[0] for each in parts[1:] if each] == pytest.approx([each[0] for each in whole[1:] if each], abs=1e-4)
 
 

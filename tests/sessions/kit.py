@@ -52,4 +52,4 @@ def is_full_prefill(engine: Engine, ready: Any, bound: float = 1e-4) -> bool:
 
 def built(engine, question, ask):
     """The prompt of a question, with what is known of its conversation."""
-    return engine._stages.build.build(engine._request(question, ask))
+    return engine._build.build(engine._request(question, ask))

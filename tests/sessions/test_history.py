@@ -141,9 +141,9 @@ def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_na
 
 
 def test_a_turn_waits_for_no_other_conversation_s_saves(engine, monkeypatch):
-    go, real = threading.Event(), engine._stages.history._save
+    go, real = threading.Event(), engine.history._save
     monkeypatch.setattr(conversing, "TURN_SAVE_WAIT_S", 60.0)
-    monkeypatch.setattr(engine._stages.history, "_save", lambda *given: go.wait(60) and real(*given))
+    monkeypatch.setattr(engine.history, "_save", lambda *given: go.wait(60) and real(*given))
     talk(engine, QUESTIONS[:1], session="slow")
     other = threading.Thread(target=talk, args=(engine, QUESTIONS[1:2]), kwargs={"session": "other"})
     other.start()
@@ -319,7 +319,7 @@ def test_a_store_without_memory_reads_its_history_from_disk(tiny_settings: Setti
 
 
 def test_a_model_that_must_not_be_blended_still_has_its_history_and_nothing_is_said_of_it(engine, caplog):
-    engine.learn(replace(engine.profile, safe=False))
+    engine.runtime.learn(replace(engine.runtime.profile, safe=False))
     first, second = talk(engine, QUESTIONS[:2])
     assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
     assert "calibrate" not in caplog.text

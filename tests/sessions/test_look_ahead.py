@@ -102,13 +102,13 @@ def test_a_prompt_says_which_conversation_it_goes_on_with(tiny_settings):
 
     def asked(engine: Engine, text: str, *before: tuple[str, str]) -> tuple[str | None, str]:
         prompt = [*before, ("user", text)]
-        name = engine.session_of(prompt)
+        name = engine.history.name_of(prompt)
         return name, engine.answer(prompt, Ask(max_tokens=4 + next(numbers))).text
 
     with Engine(tiny_settings) as engine:
-        assert engine.session_of([("user", "Who?")], Ask(session="one")) == "one"
+        assert engine.history.name_of([("user", "Who?")], Ask(session="one")) == "one"
         nobody, answer = asked(engine, "Who kept it?")
         assert nobody is None
         known, _ = asked(engine, "And when?", ("user", "Who kept it?"), ("assistant", answer))
         assert known in {info.id for info in engine.sessions.ls()}
-        assert engine.session_of("Who kept it?") is None
+        assert engine.history.name_of("Who kept it?") is None

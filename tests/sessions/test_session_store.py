@@ -102,7 +102,7 @@ def test_an_answer_that_fails_leaves_nothing(engine, monkeypatch):
     def failing(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine._stages.history, "after", failing)
+    monkeypatch.setattr(engine.history, "after", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         talk(engine, QUESTIONS[1:2])
     assert keys_kept(engine) == kept
@@ -255,16 +255,16 @@ def test_looking_after_sessions_means_the_tenant_whose_salt_is_set(tiny_settings
 def test_of_two_questions_that_go_on_at_once_one_is_the_next_turn(engine, caplog):
     talk(engine, QUESTIONS[:1])
     at_once = threading.Barrier(2)
-    engine._stages.history.after = lambda *given: (
+    engine.history.after = lambda *given: (
         at_once.wait(20),
-        ConversationHistory.after(engine._stages.history, *given),
+        ConversationHistory.after(engine.history, *given),
     )[1]
     threads = [threading.Thread(target=talk, args=(engine, [question])) for question in QUESTIONS[1:3]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    del engine._stages.history.after
+    del engine.history.after
     session = engine.sessions.show("one")
     assert len(session.turns) == 2
     assert "continued session one first" in caplog.text

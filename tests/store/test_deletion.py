@@ -9,7 +9,7 @@ from ragfuse import Ask, Engine
 from ragfuse.engine.background import EncodeJob
 from ragfuse.store.deletion import LEARNT
 from tests.store.redis_server import RedisServer
-from tests.tiny import CHUNKS, QUESTION, chunk_hits, ingest, messages
+from tests.tiny import CHUNKS, QUESTION, chunk_hits, ingest, known_texts, messages
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def filled(engine):
 
 
 def chunk(engine, text):
-    return engine.key(engine.tokens(text)).tokens
+    return engine.runtime.encoder.key(engine.tokens(text)).tokens
 
 
 def entries_of(engine, text):
@@ -104,7 +104,7 @@ def test_what_is_still_being_saved_does_not_come_in(filled):
     disk, gate = filled.store.tier("disk"), threading.Event()
     write = disk.put
     disk.put = lambda *given: gate.wait(60) and write(*given)
-    key = filled.key(filled.tokens("A text that is on its way to the disk just now."))
+    key = filled.runtime.encoder.key(filled.tokens("A text that is on its way to the disk just now."))
     kv = filled.model.encode(filled.tokens("A text that is on its way to the disk just now."))
     filled.store.put(key, kv, tier="disk")
     forgetting = threading.Thread(target=lambda: filled.forget(["A text that is on its way to the disk just now."]))
@@ -144,30 +144,30 @@ def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_d
             assert "Tier redis does not answer" in caplog.text
             assert entries_of(engine, CHUNKS[1]) == []
             assert not is_known(engine, CHUNKS[1])
-            assert engine.known_texts("book-1") == [CHUNKS[1]]
+            assert known_texts(engine, "book-1") == [CHUNKS[1]]
         server.signal(signal.SIGCONT)
         with Engine(tiny_settings.model_copy(update=given)) as engine:
             assert {entry.tier for entry in entries_of(engine, CHUNKS[1])} == {"redis"}
             assert engine.forget([CHUNKS[1]]) > 0
-            assert entries_of(engine, CHUNKS[1]) == engine.known_texts("book-1") == []
+            assert entries_of(engine, CHUNKS[1]) == known_texts(engine, "book-1") == []
     finally:
         server.kill()
 
 
 def test_known_texts_are_told_by_source(filled):
     filled.ingest([(CHUNKS[0], "book-1"), (CHUNKS[5], "book-11")])
-    assert sorted(filled.known_texts("book-1")) == sorted([CHUNKS[1], CHUNKS[0]])
-    assert filled.known_texts("book") == []
+    assert sorted(known_texts(filled, "book-1")) == sorted([CHUNKS[1], CHUNKS[0]])
+    assert known_texts(filled, "book") == []
     filled.forget([CHUNKS[1]])
-    assert filled.known_texts("book-1") == [CHUNKS[0]]
+    assert known_texts(filled, "book-1") == [CHUNKS[0]]
 
 
 def learn(engine, text, persistent=True):
     """Learn a passage as the background does, from its ids."""
     ids = tuple(engine.tokens(text))
-    engine._stages.remember._text = (lambda tokens: text) if persistent else (lambda tokens: "")
-    engine._stages.remember._do(EncodeJob("chunk", ids, source=LEARNT))
-    del engine._stages.remember._text
+    engine._remember._text = (lambda tokens: text) if persistent else (lambda tokens: "")
+    engine._remember._do(EncodeJob("chunk", ids, source=LEARNT))
+    del engine._remember._text
     return ids
 
 
@@ -182,7 +182,7 @@ def test_passages_that_were_learnt_from_a_text_go_with_it(engine, persistent):
     assert [bool(entries_of(engine, text)) for text in (inside, across, other)] == [False, False, True]
     found = engine.prompt(plain(f"{inside}\n{across}\n{other}")).segments
     assert sum(len(each.tokens) for each in found if each.kind == "chunk") <= len(other) + 2
-    assert all(inside not in text for text in engine.known_texts(LEARNT))
+    assert all(inside not in text for text in known_texts(engine, LEARNT))
 
 
 def test_a_passage_that_no_later_process_can_find_is_kept_in_memory_alone(engine):
@@ -197,6 +197,9 @@ def test_what_memory_alone_has_is_written_to_disk_when_it_is_ingested_or_kept(en
     engine.ingest([(CHUNKS[3], "a.txt")])
     assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory", "disk"}
     ids = engine.tokens(CHUNKS[2])
-    engine.store.put(engine.key(ids), engine.model.encode(ids), tier="memory")
+    engine.store.put(engine.runtime.encoder.key(ids), engine.model.encode(ids), tier="memory")
     engine.ingest([], prefix=ids)
-    assert {entry.tier for entry in engine.store.entries() if entry.key == engine.key(ids)} == {"memory", "disk"}
+    assert {entry.tier for entry in engine.store.entries() if entry.key == engine.runtime.encoder.key(ids)} == {
+        "memory",
+        "disk",
+    }

@@ -120,7 +120,7 @@ def test_loading_stands_beside_fusing_and_ends_with_its_last_read(warm, spans):
 
 
 def test_a_plan_and_an_answer_tell_what_was_foreseen_on_a_measured_machine(warm, spans):
-    warm.learn(timings(warm, memory=0.0, disk=1e-9))
+    warm.timings.learn(timings(warm, memory=0.0, disk=1e-9))
     answer = warm.answer(asking("Who?"))
     found = named(spans())
     assert answer.trace.predicted_ttft_s is not None

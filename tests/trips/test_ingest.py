@@ -14,8 +14,8 @@ SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
 
 def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone(engine):
     ingest(engine)
-    wanted = {engine.key(engine.tokens(text), filler_context("")) for text in CHUNKS}
-    wanted.add(engine.key(engine.prefix(messages())))
+    wanted = {engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS}
+    wanted.add(engine.runtime.encoder.key(engine.prefix(messages())))
     assert {entry.key for entry in engine.store.entries()} == wanted
     assert {entry.tier for entry in engine.store.entries()} == {"memory", "disk"}
 
@@ -77,7 +77,7 @@ def test_what_was_lost_of_an_ingest_is_encoded_again_and_nothing_else(engine):
     engine.ingest([(text, "one book") for text in CHUNKS])
     lost = (1, 2, 4)
     for number in lost:
-        engine.store.delete(engine.key(engine.tokens(CHUNKS[number]), filler_context("")))
+        engine.store.delete(engine.runtime.encoder.key(engine.tokens(CHUNKS[number]), filler_context("")))
     again = engine.ingest([(text, "one book") for text in CHUNKS])
     assert again.encoded == 3
     assert again.tokens == sum(len(engine.tokens(CHUNKS[number])) for number in lost)
@@ -103,9 +103,12 @@ def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
 def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
     ingest(engine)
     with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
-        assert other.store.lookup([other.key(other.tokens(text), filler_context("")) for text in CHUNKS]) == {}
+        assert (
+            other.store.lookup([other.runtime.encoder.key(other.tokens(text), filler_context("")) for text in CHUNKS])
+            == {}
+        )
         assert list(other.catalog.file.texts(other.digest)) == []
-        assert [piece.kind for piece in other.pieces(CHUNKS[0])] == ["fresh"]
+        assert [piece.kind for piece in other.prompts.pieces(CHUNKS[0])] == ["fresh"]
 
 
 def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_and_the_prefix_is_exact(engine):
@@ -121,7 +124,7 @@ def test_equal_chunks_of_a_document_are_encoded_once(engine):
     done = engine.ingest([(text, "one long book") for text in [*texts, texts[3]]], engine.prefix(messages()))
     assert (done.chunks, done.encoded) == (31, 30)
     for text in texts:
-        entry = engine.store.lookup([engine.key(engine.tokens(text), filler_context(""))])
+        entry = engine.store.lookup([engine.runtime.encoder.key(engine.tokens(text), filler_context(""))])
         assert [found.n_tokens for found in entry.values()] == [len(engine.tokens(text))]
     assert len({entry.key for entry in engine.store.entries()}) == 30 + 1
 
@@ -136,7 +139,7 @@ def test_a_chunk_is_encoded_behind_as_much_other_text_as_the_model_has_room_for(
     assert engine.ingest([(text, "a")]).encoded == 1
     others = engine.tokens(filler_text() + GAP)
     assert [list(before) for before in behind] == [others[len(others) - other :]]
-    assert engine.store.lookup([engine.key(engine.tokens(text), filler_context(""))])
+    assert engine.store.lookup([engine.runtime.encoder.key(engine.tokens(text), filler_context(""))])
 
 
 def test_a_prefix_longer_than_the_model_is_refused(engine):
@@ -145,7 +148,7 @@ def test_a_prefix_longer_than_the_model_is_refused(engine):
 
 
 def test_what_was_ingested_without_the_prompts_beginning_is_all_that_there_is_to_encode(engine):
-    engine.learn(engine.profile.calibrated(True, "lego", 0.06))
+    engine.runtime.learn(engine.runtime.profile.calibrated(True, "lego", 0.06))
     engine.ingest([(text, "one book") for text in CHUNKS])
     kept = {entry.key for entry in engine.store.entries()}
     for _ in range(3):
@@ -162,7 +165,7 @@ def test_a_chunk_has_the_same_kv_whether_it_was_ingested_or_met_in_a_prompt(engi
         other.answer(messages())
         other.flush()
         for text in CHUNKS:
-            key = engine.key(engine.tokens(text), filler_context(""))
+            key = engine.runtime.encoder.key(engine.tokens(text), filler_context(""))
             mine, theirs = (each.store.read_layers(key, 0, engine.model.n_layers) for each in (engine, other))
             pairs = list(zip(mine, theirs, strict=True))
             assert all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)

@@ -54,7 +54,7 @@ def test_a_missing_chunk_is_encoded_after_the_answer_and_its_text_is_known(engin
 def test_a_beginning_that_is_new_is_not_encoded_and_its_chunks_are_once_each(engine):
     engine.answer(messages([*CHUNKS, CHUNKS[2]]))
     engine.flush()
-    wanted = {engine.key(engine.tokens(text), filler_context("")) for text in CHUNKS}
+    wanted = {engine.runtime.encoder.key(engine.tokens(text), filler_context("")) for text in CHUNKS}
     assert {entry.key for entry in engine.store.entries()} == wanted
 
 

@@ -57,7 +57,7 @@ def engine_over(settings: Settings, model: HFModel, place: Place = "host") -> It
 @contextmanager
 def registered(engine: Engine, schema: Schema) -> Iterator[None]:
     """With a schema's modules in the store, which forgets them afterwards."""
-    engine.register(schema)
+    engine.schemas.register(schema)
     engine.flush()
     try:
         yield

@@ -121,7 +121,7 @@ def measured(engine: Engine, batch: Batch) -> dict[str, Any]:
     """Bytes before the batch and at its most, what the module's KV takes, and what was answered."""
     texts = [" ".join(notes(engine, batch.tokens))]
     schema = long_schema("shared", texts)
-    engine.register(schema)
+    engine.schemas.register(schema)
     engine.flush()
     asked = [QUESTIONS[at % len(QUESTIONS)] for at in range(batch.prompts)]
     prompts = [over_all(schema, 1, f"{question} ({at})") for at, question in enumerate(asked, 1)]

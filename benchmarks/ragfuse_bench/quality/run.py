@@ -98,7 +98,7 @@ def _stamp(plan: Plan, lab: Lab, case: Case) -> str:
         plan.options.chunk_tokens,
         plan.options.context_tokens,
         plan.options.passages,
-        lab.engine("filler").encoder.filler_tokens,
+        lab.engine("filler").runtime.encoder.filler_tokens,
         settings.min_chunk_tokens,
     )
     parts = case.dataset, case.id, case.question, *case.answers, *case.chunks

@@ -86,7 +86,7 @@ class Rig:
         self.engines = {name: self._engine(alone.get(name, self.store)) for name in METHODS}
         machine = self._measured(codecs)
         for engine in self.engines.values():
-            engine.learn(machine)
+            engine.timings.learn(machine)
         self.texts = self._texts()
         self.scale = Scale(mean(text.sizes["int8"] for text in self.texts), self._text_s())
         self._worth: dict[object, Worth] = {}

@@ -143,7 +143,7 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
         if not isinstance(llm, RagFuseModel):
             raise InputError(f"Wanted a ChatRagFuse or RagFuseLLM to register with, found a {type(llm).__name__}.")
         with shown(progress, None, "Encoding modules") as report:
-            return llm.get_engine().register(self.template.schema, report).done
+            return llm.get_engine().schemas.register(self.template.schema, report).done
 
     def format_prompt(self, **kwargs: Any) -> PromptValue:
         """Return the prompt with these values, for `ChatRagFuse` or `RagFuseLLM`."""

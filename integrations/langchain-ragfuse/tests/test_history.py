@@ -26,8 +26,8 @@ def reused(message: AIMessage) -> int:
 def test_a_later_turn_of_a_message_history_reuses_the_turns_before(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, read = engine._stages.planner.plan, list[tuple[int, ...]]()
-    monkeypatch.setattr(engine._stages.planner, "plan", lambda *given: read.append(given[0].token_ids) or plan(*given))
+    plan, read = engine._planner.plan, list[tuple[int, ...]]()
+    monkeypatch.setattr(engine._planner, "plan", lambda *given: read.append(given[0].token_ids) or plan(*given))
     history = InMemoryChatMessageHistory()
     prompt = ChatPromptTemplate.from_messages(
         [("system", "Answer in one word."), MessagesPlaceholder("history"), ("human", "{question}")]

@@ -49,7 +49,7 @@ async def test_a_pipe_answers_as_the_engine_does_and_says_what_was_reused(
 async def test_the_text_model_answers_it_too(template: PMLPromptTemplate, engine: Engine) -> None:
     llm = RagFuseLLM(engine=engine)
     chain = template | llm
-    engine.register(TRIP)
+    engine.schemas.register(TRIP)
     text = engine.answer(parse_prompt(WHOLE)).text
     assert chain.invoke(VALUES) == await chain.ainvoke(VALUES) == text
     assert "".join(chain.stream(VALUES)) == "".join([piece async for piece in chain.astream(VALUES)]) == text

@@ -167,4 +167,4 @@ def _registered(engine: Answerer, schema: Any, shown: bool, progress: Progress |
         if once:
             found = engine.schemas.ensure(schema, report)
             return Ingested() if found is None else found.done
-        return engine.register(schema, report).done
+        return engine.schemas.register(schema, report).done
