@@ -12,7 +12,7 @@ import sys
 MODULES = (
     "ragfuse.cli",
     "ragfuse.cli.library",
-    "ragfuse.cli.loaded",
+    "ragfuse.cli.engine",
     "ragfuse.demo.run",
     "ragfuse.serve.run",
     "ragfuse.serve.app",

@@ -39,7 +39,7 @@ from pydantic_settings import SettingsError as PydanticSettingsError
 from ragfuse.errors import SettingsError
 from ragfuse.process.folders import can_be_written, temporary_folder
 from ragfuse.types.arguments import meant, refused_arguments
-from ragfuse.types.eviction import EVICTION_NAMES
+from ragfuse.types.eviction import EVICTION_POLICIES
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.load_options import LOADING, LoadingOptions
 from ragfuse.types.places import model_placed, placed_folder, server_address, tier_placed
@@ -368,8 +368,8 @@ class Settings(BaseSettings):
     @classmethod
     def _known_eviction(cls, given: str) -> str:
         """Refuse a policy that tiers do not have."""
-        if given not in EVICTION_NAMES:
-            raise ValueError(f"wanted one of: {', '.join(EVICTION_NAMES)}")
+        if given not in EVICTION_POLICIES:
+            raise ValueError(f"wanted one of: {', '.join(EVICTION_POLICIES)}")
         return given
 
     @field_validator("home", "store", mode="after")

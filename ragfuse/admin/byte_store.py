@@ -63,7 +63,7 @@ class ByteStore:
             if not self._tier.put(key, *as_entry(name, value)):
                 raise StoreError(
                     f"'{name}' ({len(value):,} bytes) could not be stored in tier {self._tier.name}: the tier does not "
-                    f"answer, or has too little space left. See: ragfuse store stats"
+                    f"answer, or has too little space left. See: ragfuse store ls"
                 )
             if self._pinned:
                 self._tier.pin([key], True)

@@ -7,7 +7,7 @@ people is in the command line.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,9 @@ from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.deletion import (
     Chunk,
-    ForgottenTexts,
     chunk_named,
     chunk_of,
     dropped,
-    forget_sources,
     forget_texts,
     sources_in_order,
 )
@@ -304,10 +302,6 @@ class StoreAdmin:
         texts = 0 if result.silent or result.unknown else self._delete_texts(chunks, entry_filter)
         return Cleared(removed, stayed, texts, result.silent, result.unknown)
 
-    def forget_sources(self, texts: Mapping[str, str], sources: Collection[str]) -> ForgottenTexts:
-        """Delete chunks of documents that are gone, as `store.deletion.forget_sources` does for the settings' salt."""
-        return forget_sources(self.store, self.catalog.strict, self._salt, texts, sources)
-
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
         tenants = self._tenants()
@@ -319,13 +313,6 @@ class StoreAdmin:
         return sum(self.catalog.strict.delete_texts(model) for model in self.text_models(entry_filter)) + forget_texts(
             self.catalog.strict, chunks
         )
-
-    def move(self, rows: Sequence[EntryRow], tier: str, progress: Progress | None = None) -> Outcome:
-        """Move entries to one tier, deleting them from all others. StoreError if that tier does not answer."""
-        self._check_tier(tier)
-        if tier in self.store.silent():
-            raise StoreError(unanswered([tier], "nothing was moved"))
-        return bulk.move(self.store, [row.entry.key for row in rows], tier, progress)
 
     def export(self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
         """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""

@@ -16,10 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 
 from ragfuse.cli.checks import calibrate_engine
-from ragfuse.cli.entries import counted
+from ragfuse.cli.engine import tell_loaded
 from ragfuse.cli.files import find_files
-from ragfuse.cli.ingest import print_skipped, split_documents
-from ragfuse.cli.loaded import require_writable, tell_loaded
+from ragfuse.cli.ingest import split_documents
 from ragfuse.cli.options import (
     Device,
     Documents,
@@ -31,9 +30,11 @@ from ragfuse.cli.options import (
     console_for,
     option,
     prepare_model,
+    require_writable,
     settings_of,
     write_json,
 )
+from ragfuse.cli.show import counted
 from ragfuse.errors import ModelError
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text
@@ -78,9 +79,9 @@ def adapt_model(
     if plot is not None:
         require_plotting()
     settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
-    console, documents = console_for(json), find_files(docs)
+    console = console_for(json)
+    find_files(docs)
     tune_malloc(console)
-    print_skipped(console, documents)
     if out is not None:
         from ragfuse.adapt.checkpoint import require_place
 
@@ -95,8 +96,8 @@ def adapt_model(
         adaptation = Adaptation(settings)
     try:
         tell_loaded(time.perf_counter() - began, settings.model)
-        with console.status("reading the documents"):
-            texts = split_documents(documents.files, settings, adaptation.plain.tokenizer, console)
+        split = split_documents(docs, settings, adaptation.plain.tokenizer, console)
+        texts = list(split.documents.items())
         folder = (out or default_folder(settings, texts)).expanduser()
         _state_memory(adaptation, rank, console)
         with console.status("preparing"):

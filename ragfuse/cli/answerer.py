@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 
 from rich.console import Console
 
-from ragfuse.cli.loaded import loaded_engine
+from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.options import default_of, option
-from ragfuse.errors import InputError, RagFuseError
+from ragfuse.errors import RagFuseError
 
 if TYPE_CHECKING:
     from ragfuse.engine.answerer import Answerer
@@ -41,15 +41,6 @@ _FIELDS = re.compile(rf"\b({'|'.join(OPTIONS)})(?:=|(?= (?:is|holds)\b))")
 def in_options(message: str) -> str:
     """Return an error of a client, which names parameters of a framework's model, with the options for them."""
     return _FIELDS.sub(lambda found: OPTIONS[found[1]], message)
-
-
-def refuse_with_server(server: str | None, **given: Any) -> None:
-    """Raise InputError for an option that has no effect on a server's model; its name is given with underscores."""
-    named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False)]
-    if server is not None and named:
-        raise InputError(
-            f"{named[0]} has no effect on the model of a server: leave it out, or give it to `ragfuse serve`."
-        )
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,13 +16,10 @@ from ragfuse.cli.answerer import (
     is_local,
     open_answerer,
     options_for_server,
-    refuse_with_server,
     tokenizer_for,
 )
-from ragfuse.cli.files import FilesToIngest, find_files
-from ragfuse.cli.gone import forget_absent
-from ragfuse.cli.ingest import add_files, encode, print_skipped
-from ragfuse.cli.notices import tell_late, tell_sources, warn_of_unfinished
+from ragfuse.cli.files import find_files
+from ragfuse.cli.ingest import encode, forget_left, index_documents
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -41,16 +37,17 @@ from ragfuse.cli.options import (
     TopK,
     console_for,
     option,
-    refuse_without,
     settings_of,
     write_json,
 )
+from ragfuse.cli.show import WrappedOutput, show_trace, tell_sources
 from ragfuse.errors import InputError
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.answerer import Answerer
-    from ragfuse.engine.engine import Ask
+    from ragfuse.engine.engine import Ask, Engine
+    from ragfuse.settings import Settings
     from ragfuse.types.answer import Answer
 
 
@@ -82,18 +79,17 @@ def ask(
         str | None,
         option("--session", "Continue the conversation of this name, or start it; see `ragfuse sessions`.", "none"),
     ] = None,
-    no_kv: Annotated[
-        bool, typer.Option("--no-kv", help="With --docs: only index; compute KV when a question needs it.")
-    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Also answer by full prefill, for comparison.")] = False,
     json: Json = None,
 ) -> None:
     """Answer a question over ingested documents; the answer is printed while it is generated."""
-    _check_combination(question, docs, pml, blend, index, session, policy, ratio, top_k)
-    refuse_without("--docs", docs is not None, no_kv=no_kv)
-    refuse_without("--server", server is not None, api_key=api_key)
-    refuse_with_server(server, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, no_kv=no_kv)
+    if not question.strip() and pml is None:
+        raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
+    if pml is not None and (docs is not None or session is not None):
+        raise InputError(
+            "--pml cannot be combined with --docs or --session, as its text is in a schema: leave them out."
+        )
     settings = settings_of(
         model=model,
         dtype=dtype,
@@ -107,112 +103,87 @@ def ask(
         overflow=overflow,
         api_key=api_key,
     ).usable()
-    console, documents = console_for(json), find_files([docs]) if docs else None
+    console = console_for(json)
     from ragfuse.engine.ask import Ask
+    from ragfuse.schemas.pml import read_prompt
 
     how = Ask(deadline_s=deadline, session=session, blend=blend)
     if server is not None:
         how = options_for_server(how, settings, policy, ratio, max_tokens, overflow)
-    options = QuestionOptions(console, explain, compare, how)
+    written, library = None, None
     if pml is not None:
-        asked = pml_prompt(pml, question)
-        with open_answerer(settings, console, server, model, lambda engine: engine.schemas.check(asked)) as engine:
-            write_json(_result(question, *_answers(engine, asked, options)), json)
-        return
+        written = read_prompt(pml)
+        written = written.asking(question) if question.strip() else written
+    else:
+        library = library_for(settings, index, docs)
+
+    def check(engine: Engine) -> None:
+        if written is not None:
+            engine.schemas.check(written)
+
+    with open_answerer(settings, console, server, model, check) as engine:
+        prompt: Any = written
+        sources: list[str] = []
+        if library is not None:
+            if docs is not None:
+                add_documents(library, engine, docs, console)
+            prompt, sources = prompt_for(engine, library, question, console)
+        full = _full_prefill(engine, prompt, console, how) if compare else None
+        if compare:
+            console.print("[bold]ragfuse:[/] ", end="")
+        output = WrappedOutput(console, len("ragfuse: ") if compare else 0)
+        with engine.stream(prompt, how) as stream:
+            for text in stream:
+                output.write(text)
+            answer = stream.answer
+        output.write(_ttft_note(answer) if compare else "")
+        console.print()
+    tell_sources(sources)
+    trace = answer.trace
+    if trace.is_late:
+        late = f"Wanted the first token within {trace.deadline_s:g} s, got it after {trace.ttft_s:.3f} s."
+        Console(stderr=True).print(late, style="yellow", highlight=False, soft_wrap=True)
+    if explain or compare:
+        show_trace(console, trace)
+    result: dict[str, Any] = {"question": question, "answer": answer.text, "trace": trace.as_dict()}
+    if full is not None:
+        speedup = full.trace.ttft_s / trace.ttft_s
+        faster = f"{speedup:.1f} times faster than" if speedup >= 1 else f"{1 / speedup:.1f} times slower than"
+        why = "Nothing was reused, so both did the same work." if trace.fallback_reason else ""
+        console.print(why or f"First token [bold]{faster}[/] full prefill, both in a warm process.", highlight=False)
+        result |= {"answer_full": full.text, "ttft_full_s": full.trace.ttft_s, "ttft_fused_s": trace.ttft_s}
+    write_json(result, json)
+
+
+def library_for(settings: Settings, index: str, docs: Path | None) -> Library:
+    """Return the index that questions are asked over.
+
+    Raises:
+        InputError: Nothing was ingested into it, or there are no documents at `docs`.
+    """
     from ragfuse.cli.library import Library, index_of
 
-    library = Library(settings, index if docs is None else index_of(docs))
-    if documents is None:
-        warn_of_unfinished(library)
+    if docs is None:
+        library = Library(settings, index)
         library.require()
-    with open_answerer(settings, console, server, model) as engine:
-        if docs is not None and documents is not None:
-            _ingest(library, engine, docs, documents, console, no_kv)
-        prompt, retrieved = prompt_for(engine, library, question, console)
-        answer, full = _answers(engine, prompt, options, retrieved)
-    write_json(_result(question, answer, full), json)
+        return library
+    if index != "default":
+        raise InputError("--docs builds its own index: leave out --index, or run `ragfuse ingest` into that index.")
+    library = Library(settings, index_of(docs))
+    find_files([docs], library.sources())
+    return library
 
 
-def _check_combination(
-    question: str,
-    docs: Path | None,
-    pml: Path | None,
-    blend: bool,
-    index: str,
-    session: str | None,
-    policy: str | None,
-    ratio: float | None,
-    top_k: int | None,
-) -> None:
-    """Raise InputError for options that have no meaning together."""
-    if not question.strip() and pml is None:
-        raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
-    if pml is not None and (docs is not None or index != "default" or session is not None):
-        raise InputError(
-            "--pml cannot be combined with --docs, --index or --session, as its text is in a schema: leave these out."
-        )
-    if blend and pml is None:
-        raise InputError("--blend works only with --pml: add --pml, or leave out --blend.")
-    if pml is not None and not blend and (policy is not None or ratio is not None):
-        raise InputError("With --pml, --policy and --ratio have no effect alone: add --blend, or leave them out.")
-    if pml is not None and top_k is not None:
-        raise InputError("With --pml nothing is retrieved, so --top-k has no effect: leave it out.")
-    if docs is not None and index != "default":
-        raise InputError(
-            "--docs builds its own index, so --index cannot be given too: leave out --index, or run `ragfuse ingest` "
-            "into that index and leave out --docs."
-        )
+def add_documents(library: Library, answerer: Answerer, path: Path, console: Console) -> int:
+    """Bring an index up to date with a file or folder, and encode its chunks; return how many these are.
 
-
-def _ingest(
-    library: Library, engine: Answerer, docs: Path, documents: FilesToIngest, console: Console, no_kv: bool
-) -> None:
-    """Bring the index up to date with a folder, and encode its chunks, unless a server will after its answers."""
-    print_skipped(console, documents)
-    before = library.sources()
-    chunks, _ = add_files(library, tokenizer_for(engine, library.settings), [docs], documents.files, console)
-    forget_absent(library, engine, [docs], documents, console, before, whole=True)
-    if not no_kv and is_local(engine):  # a server encodes what a question brings, after its answer
-        encode(engine, chunks, console)
-
-
-def pml_prompt(pml: Path, question: str) -> Any:
-    """Return the prompt in a PML file, with a question appended if there is one."""
-    from ragfuse.engine.question import read_prompt
-
-    found = read_prompt(pml)
-    return found.asking(question) if question.strip() else found
-
-
-@dataclass(frozen=True)
-class QuestionOptions:
-    """The options of `ragfuse ask`: how to answer, and what to show."""
-
-    console: Console
-    explain: bool
-    compare: bool
-    ask: Ask
-
-
-def _answers(
-    engine: Answerer, prompt: Any, options: QuestionOptions, retrieved: Sequence[str] = ()
-) -> tuple[Answer, Answer | None]:
-    """Print the answer while it is generated; return it, with full prefill's answer for --compare.
-
-    The names of the documents that passages were retrieved from are printed under it, on standard error.
+    A server encodes what a question brings, after its answer.
     """
-    console = options.console
-    full = _full_prefill(engine, prompt, console, options.ask) if options.compare else None
-    answer = _stream(engine, prompt, console, options.compare, options.ask)
-    tell_sources(retrieved)
-    tell_late(answer.trace)
-    if options.explain or options.compare:
-        from ragfuse.cli.show import show_trace
-
-        show_trace(console, answer.trace)
-    if full is not None:
-        _print_which_was_faster(console, full, answer)
-    return answer, full
+    split, left = index_documents(library, tokenizer_for(answerer, library.settings), [path], console)
+    if is_local(answerer):
+        encode(answerer, split.chunks, console)
+    forget_left(answerer, library, left, console)
+    return len(split.chunks)
 
 
 def prompt_for(engine: Answerer, library: Library, question: str, console: Console) -> tuple[Any, list[str]]:
@@ -238,38 +209,5 @@ def _full_prefill(engine: Answerer, prompt: Any, console: Console, ask: Ask) -> 
     return full
 
 
-def _stream(engine: Answerer, prompt: Any, console: Console, heading: bool, ask: Ask) -> Answer:
-    from ragfuse.cli.show import WrappedOutput
-
-    if heading:
-        console.print("[bold]ragfuse:[/] ", end="")
-    output = WrappedOutput(console, len("ragfuse: ") if heading else 0)
-    with engine.stream(prompt, ask) as stream:
-        for text in stream:
-            output.write(text)
-        if heading:
-            output.write(_ttft_note(stream.answer))
-        console.print()
-        return stream.answer
-
-
 def _ttft_note(answer: Answer) -> str:
     return f" (first token after {answer.trace.ttft_s:.2f} s)"
-
-
-def _print_which_was_faster(console: Console, full: Answer, answer: Answer) -> None:
-    speedup = full.trace.ttft_s / answer.trace.ttft_s
-    if answer.trace.fallback_reason:
-        console.print("Nothing was reused, so both did the same work.")
-    elif speedup >= 1:
-        warm = " Both in a warm process; its first question takes longer."
-        console.print(f"First token [bold]{speedup:.1f} times faster[/] than full prefill.{warm}", highlight=False)
-    else:
-        console.print(f"First token {1 / speedup:.1f} times slower than full prefill: too little was reused.")
-
-
-def _result(question: str, answer: Answer, full: Answer | None) -> dict[str, Any]:
-    result: dict[str, Any] = {"question": question, "answer": answer.text, "trace": answer.trace.as_dict()}
-    if full is not None:
-        result |= {"answer_full": full.text, "ttft_full_s": full.trace.ttft_s, "ttft_fused_s": answer.trace.ttft_s}
-    return result

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
+import os
+import secrets
 import signal
-import threading
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,22 +17,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ragfuse.cli.answerer import (
-    APIKey,
-    Server,
-    in_options,
-    is_local,
-    open_answerer,
-    options_for_server,
-    refuse_with_server,
-    tokenizer_for,
-)
-from ragfuse.cli.document_chat import DocumentChat, common_sources, earlier_messages, new_session
-from ragfuse.cli.entries import counted
+from ragfuse.cli.answerer import APIKey, Server, in_options, is_local, open_answerer, options_for_server
+from ragfuse.cli.ask import add_documents, library_for
 from ragfuse.cli.files import find_files
-from ragfuse.cli.gone import documents_named, forget_absent, forget_documents, found_for, say_forgotten, say_quoted
-from ragfuse.cli.ingest import add_files, encode, print_skipped
-from ragfuse.cli.notices import tell_sources, warn_of_unfinished
 from ragfuse.cli.options import (
     Device,
     DocsFirst,
@@ -46,20 +34,20 @@ from ragfuse.cli.options import (
     Store,
     TopK,
     option,
-    refuse_without,
     settings_of,
 )
-from ragfuse.cli.typed import typed_lines
+from ragfuse.cli.show import WrappedOutput, counted, show_trace, tell_sources
 from ragfuse.errors import InputError, RagFuseError
 
 if TYPE_CHECKING:
+    from ragfuse.cli.library import Library
     from ragfuse.engine.answerer import Answerer
+    from ragfuse.engine.ask import Ask
     from ragfuse.types.answer import Answer
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "/docs": "list the first documents of the index; /docs all lists all, /docs add PATH adds a file or folder, "
-        "/docs remove NAME forgets one",
+        "/docs": "list the documents of the index; /docs add PATH adds a file or folder",
         "/compare": "answer the last question by full prefill, too: is it the same, and how much later does it begin?",
         "/why": "show what the last answer reused, and why the rest was computed",
         "/ratio": "/ratio 0.2 recomputes 20% of the reused tokens from now on; /ratio auto leaves it to ragfuse",
@@ -69,6 +57,10 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """What each command of a chat does."""
+SHORT_WORDS = 4
+"""A question of so few words, such as "And when?", is searched for together with the one before it."""
+MAX_HISTORY = 1000
+"""Most lines of the history."""
 
 
 def chat(
@@ -100,10 +92,6 @@ def chat(
     Lines that begin with / are commands, /help lists them. Ctrl-C stops an answer, Ctrl-D ends. Where standard input
     is no terminal, each of its lines is a question or a command; exit status 1 if one of them failed.
     """
-    if docs is not None and index != "default":
-        raise InputError("--docs has an index of its own: leave out --index, or run `ragfuse ingest` into that index.")
-    refuse_without("--server", server is not None, api_key=api_key)
-    refuse_with_server(server, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
     settings = settings_of(
         model=model,
         dtype=dtype,
@@ -118,27 +106,28 @@ def chat(
         api_key=api_key,
     ).usable()
     console = Console()
-    if docs is not None:
-        find_files([docs])  # it raises for a wrong path before the model is loaded
-    from ragfuse.cli.library import Library, index_of
+    from ragfuse.cli.library import Library
     from ragfuse.engine.ask import Ask
 
-    library, name = Library(settings, index if docs is None else index_of(docs)), session or new_session()
+    library = Library(settings, index) if docs is None else library_for(settings, index, docs)
+    name = session or f"chat-{secrets.token_hex(8)}"
     how = Ask(session=name)
     if server is not None:
         how = options_for_server(how, settings, policy, ratio, max_tokens, overflow)
+    for ending in ("SIGHUP", "SIGTERM"):  # as Ctrl-D does, so that nothing of the chat stays behind
+        if hasattr(signal, ending):
+            signal.signal(getattr(signal, ending), lambda number, _: sys.exit(128 + number))
     with open_answerer(settings, console, server, model) as answerer:
         if not answerer.card.has_chat_template:
             how = Ask()  # a plain text has no turns
-        talk = Talk(console, DocumentChat(answerer, library, how, earlier_messages(answerer, name)))
+        talk = Talk(console, answerer, library, how)
         if docs is not None:
-            talk.add(docs, whole=True)
+            talk.add(docs)
         try:
             talk.begin(session)
-            with _ended_by_signals(), typed_lines("> ", settings.home / "chat_history", [*COMMANDS]) as lines:
-                for line in lines:
-                    if not talk.take(line.strip()):
-                        break
+            for line in typed_lines("> ", settings.home / "chat_history"):
+                if not talk.take(line.strip()):
+                    break
         finally:
             if session is None:
                 _forget(answerer, name)
@@ -147,74 +136,91 @@ def chat(
 
 def _forget(answerer: Answerer, session: str) -> None:
     """Delete a conversation that was not given a name; a server that is gone keeps it until it evicts it."""
+    from ragfuse.remote.remote_engine import RemoteEngine
+
     if is_local(answerer):
         answerer.flush()
         if session in {info.id for info in answerer.sessions.ls()}:
             answerer.sessions.delete(session)
-        return
-    from ragfuse.remote.remote_engine import RemoteEngine
-
-    if isinstance(answerer, RemoteEngine):
+    elif isinstance(answerer, RemoteEngine):
         with suppress(RagFuseError):
             answerer.delete_session(session)
 
 
-def _unquoted(named: str) -> str:
-    """Return a name without the quotes around it, if it has some."""
-    try:
-        return shlex.split(named)[0] if named[0] in "'\"" else named
-    except ValueError:
-        raise InputError(f"Wanted a name in quotes, found {named}: the closing quote is missing.") from None
+def typed_lines(prompt: str, history: Path) -> Iterator[str]:
+    """Yield the lines of a terminal until Ctrl-D, or those of a pipe; Ctrl-C at the prompt gives an empty line.
 
+    On a terminal, arrow keys bring back earlier lines, those of earlier processes too.
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let a terminal that is closed, or a SIGTERM, end the chat as Ctrl-D does, so that nothing of it stays behind."""
-
-    def end(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    Args:
+        prompt: What is shown before each line, on a terminal.
+        history: The file of earlier lines, readable by its owner alone.
+    """
+    if not sys.stdin.isatty():
+        yield from sys.stdin
         return
-    names = [name for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]  # Windows has no SIGHUP
-    before = {name: signal.signal(getattr(signal, name), end) for name in names}
+    import readline
+
+    from ragfuse.store.access import make_root, open_file
+
+    with suppress(OSError):
+        readline.read_history_file(history)
+    readline.set_history_length(MAX_HISTORY)
     try:
-        yield
+        while True:
+            try:
+                line = input(prompt)
+            except KeyboardInterrupt:
+                print()
+                continue
+            yield line
+    except EOFError:
+        print()
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        with suppress(OSError):
+            make_root(history.parent)
+            os.close(open_file(history, os.O_WRONLY))
+            readline.write_history_file(history)
 
 
 @dataclass
 class Talk:
-    """Takes the lines of a chat, one by one, and prints what comes of them.
+    """A conversation whose turns keep their KV in a session: it takes lines, and prints what comes of them.
 
     Args:
         console: Where it is printed.
-        conversation: The conversation so far.
+        answerer: Who answers.
+        library: The index that chunks are retrieved from.
+        how: The options of the next answer; they name the session, for a model that has a chat template.
+        messages: What was said: (role, content) of each message.
+        has_documents: Whether the index has chunks.
+        answer: The last answer; None before the first.
         failed: How many lines failed.
         truncated: Tokens of the oldest turns that the last prompt left out.
     """
 
     console: Console
-    conversation: DocumentChat
+    answerer: Answerer
+    library: Library
+    how: Ask
+    messages: list[tuple[str, Any]] = field(default_factory=list)
+    has_documents: bool = False
+    answer: Answer | None = None
     failed: int = 0
     truncated: int = 0
+    _prompt: Any = None
+    _question: str = ""
 
     def begin(self, session: str | None) -> None:
-        """Say with what one talks, and how."""
-        conversation = self.conversation
-        sources = conversation.library.sources()
-        conversation.has_documents = bool(sources)
-        over = (
-            f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')} (/docs lists them)"
-            if sources
-            else "no documents yet (/docs add PATH adds some)"
-        )
-        going_on = f" Going on with '{session}'." if session and conversation.messages else ""
-        self._say(f"{conversation.answerer.card.name}, over {over}.{going_on}")
-        warn_of_unfinished(conversation.library)
+        """Say with what one talks, and how; `session` is one that goes on."""
+        sessions = self.answerer.sessions if is_local(self.answerer) else None
+        if session and sessions is not None and session in {info.id for info in sessions.ls()}:
+            self.messages = [(message.role, message.text) for message in sessions.show(session).messages]
+            self._say(f"Going on with '{session}'.")
+        sources = self.library.sources()
+        self.has_documents = bool(sources)
+        over = f"{counted(sum(sources.values()), 'chunk')} of {counted(len(sources), 'document')} (/docs lists them)"
+        self._say(f"{self.answerer.card.name}, over {over if sources else 'no documents yet: /docs add PATH'}.")
         self._say("/help lists the commands, Ctrl-D ends.")
 
     def take(self, line: str) -> bool:
@@ -222,9 +228,19 @@ class Talk:
         word, _, rest = line.partition(" ")
         if word in ("/quit", "/exit"):
             return False
+        commands: dict[str, Callable[[str], None]] = {
+            "/docs": self._docs,
+            "/compare": self._compare,
+            "/why": lambda _: show_trace(self.console, self._answered().trace),
+            "/ratio": lambda given: self._change("ratio", given),
+            "/policy": lambda given: self._change("policy", given),
+            "/help": self._help,
+        }
         try:
-            if line.startswith("/"):
-                self._obey(word, rest.strip())
+            if word in commands:
+                commands[word](rest.strip())
+            elif line.startswith("/"):
+                raise InputError(f"There is no command '{word}'; there are {', '.join(COMMANDS)}.")
             elif line:
                 self._ask(line)
         except KeyboardInterrupt:
@@ -232,83 +248,48 @@ class Talk:
             self._say("Stopped.")
         except (RagFuseError, ImportError) as error:
             self.failed += 1
-            message = str(error) if is_local(self.conversation.answerer) else in_options(str(error))
+            message = str(error) if is_local(self.answerer) else in_options(str(error))
             self.console.print(Text.assemble((f"{type(error).__name__}: ", "bold red"), message), soft_wrap=True)
         return True
 
-    def add(self, path: Path, whole: bool = False) -> None:
-        """Ingest a file or folder into the index; `whole`: the index has nothing else."""
-        conversation = self.conversation
-        library, answerer = conversation.library, conversation.answerer
-        documents, before = found_for(library, [path]), library.sources()
-        print_skipped(self.console, documents)
-        if not documents.files:
-            forget_absent(library, answerer, [path], documents, self.console, before, whole)
-            conversation.has_documents = bool(library.sources())
-            return
-        chunks, _ = add_files(library, tokenizer_for(answerer, library.settings), [path], documents.files, self.console)
-        forget_absent(library, answerer, [path], documents, self.console, before, whole)
-        if is_local(answerer):
-            encode(answerer, chunks, self.console)
-        conversation.has_documents = True
-        n_files = len({source for _, source in chunks})
-        self._say(f"Added: {counted(len(chunks), 'chunk')} of {counted(n_files, 'document')}.")
+    def add(self, path: Path) -> None:
+        """Ingest a file or folder into the index."""
+        find_files([path], self.library.sources())
+        n_chunks = add_documents(self.library, self.answerer, path, self.console)
+        self.has_documents = True
+        self._say(f"{path.name} has {counted(n_chunks, 'chunk')} in the index now.")
 
     def _ask(self, question: str) -> None:
-        from ragfuse.cli.show import WrappedOutput
+        is_short = len(question.split()) <= SHORT_WORDS and bool(self._question)
+        searched = f"{self._question} {question}" if is_short else question
+        self._question = self._question if is_short else question
+        prompt: Any = [("user", question)]
+        sources = list[str]()
+        if self.has_documents or not self.answerer.card.has_chat_template:
+            from ragfuse.cli.prompts import rag_prompt
 
-        conversation = self.conversation
-        with self.console.status("searching"):
-            prompt = conversation.prompt(question)
+            with self.console.status("searching"):
+                found = self.library.search(searched) if self.has_documents else []
+            prompt, sources = rag_prompt(self.answerer, question, found), [source for _, source in found]
         output = WrappedOutput(self.console)
         try:
-            with conversation.asking(prompt) as stream:
+            with self.answerer.stream(prompt, self.how) as stream:
                 for text in stream:
                     output.write(text)
+                answer = stream.answer
         except KeyboardInterrupt:
             self.console.print()
             self._say("Stopped: this question and its answer are not part of the conversation.")
             return
+        self.answer, self._prompt = answer, prompt
+        self.messages += [*(prompt if isinstance(prompt, list) else []), ("assistant", answer.text)]
         self.console.print()
-        tell_sources(conversation.retrieved)
-        if conversation.answer is not None:
-            self._say(conversation.answer.trace.summary)
-            self._say_truncated(conversation.answer.trace.truncated)
-
-    def _say_truncated(self, n_tokens: int) -> None:
-        """Say how much of the conversation the last prompt left out, where that is more than was said before."""
-        if n_tokens > self.truncated:
-            left_out = counted(n_tokens, "token")
-            self._say(
-                f"The window is full: {left_out} of the oldest turns {'was' if n_tokens == 1 else 'were'} left "
-                "out. A new chat begins anew: /quit ends this one."
-            )
-        self.truncated = n_tokens
-
-    def _remove(self, name: str) -> None:
-        """Forget a document of the index."""
-        conversation = self.conversation
-        library, before = conversation.library, conversation.library.sources()
-        sources = documents_named(library, name)
-        forgotten = forget_documents(library, sources, conversation.answerer)
-        say_forgotten(self.console, sources, sum(before.get(source, 0) for source in sources), forgotten)
-        say_quoted(self.console, library.settings, sources, conversation.answerer, conversation.how.session)
-        if not is_local(conversation.answerer):
-            self._say("What the server keeps of it stays there until it is deleted or evicted there.")
-        conversation.has_documents = bool(library.sources())
-
-    def _obey(self, word: str, rest: str) -> None:
-        commands: dict[str, Callable[[str], None]] = {
-            "/docs": self._docs,
-            "/compare": self._compare,
-            "/why": self._why,
-            "/ratio": self._ratio,
-            "/policy": self._policy,
-            "/help": self._help,
-        }
-        if word not in commands:
-            raise InputError(f"There is no command '{word}'; there are {', '.join(COMMANDS)}.")
-        commands[word](rest)
+        tell_sources(sources)
+        self._say(answer.trace.summary)
+        left_out = answer.trace.truncated
+        if left_out > self.truncated:
+            self._say(f"The window is full: {counted(left_out, 'token')} of the oldest turns left out.")
+        self.truncated = left_out
 
     def _help(self, _: str) -> None:
         for word, meaning in COMMANDS.items():
@@ -316,60 +297,40 @@ class Talk:
         self._say("Anything else is a question.")
 
     def _docs(self, rest: str) -> None:
-        word, _, rest_of = rest.partition(" ")
-        named = rest_of.strip()
-        if named and word in ("add", "remove"):
-            given = _unquoted(named)
-            if word == "add":
-                self.add(Path(given).expanduser())
-            else:
-                self._remove(given)
-        elif rest not in ("", "all"):
-            raise InputError(f"Wanted /docs, /docs all, /docs add PATH or /docs remove NAME; found '/docs {rest}'.")
-        else:
-            sources = self.conversation.library.sources()
-            lines = common_sources(sources, len(sources)) if rest else common_sources(sources)
-            for line in lines or ["No documents yet: /docs add PATH."]:
-                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-            warn_of_unfinished(self.conversation.library)
+        word, _, named = rest.partition(" ")
+        if word == "add" and named:
+            self.add(Path(named.strip().strip("'\"")).expanduser())
+            return
+        for source, n in self.library.sources().items():
+            line = f"{counted(n, 'chunk'):>12}  {source}"
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._say("/docs add PATH adds a file or folder.")
 
     def _compare(self, _: str) -> None:
-        with self.console.status("full prefill"):
-            full = self.conversation.by_full_prefill()
         answer = self._answered()
-        self.console.print(Text.assemble(("full prefill: ", "bold"), full.text.strip()), soft_wrap=True)
-        self.console.print(Text.assemble(("ragfuse: ", "bold"), answer.text.strip()), soft_wrap=True)
+        everything = self.messages[:-1] if isinstance(self._prompt, list) else self._prompt
+        with self.console.status("full prefill"):
+            full = self.answerer.answer(everything, replace(self.how, reuse=False, session=None))
+        for name, each in (("full prefill: ", full), ("ragfuse: ", answer)):
+            self.console.print(Text.assemble((name, "bold"), each.text.strip()), soft_wrap=True)
         same = "The answers are the same" if full.text == answer.text else "The answers differ"
         times = f"full prefill {full.trace.ttft_s:.2f} s, ragfuse {answer.trace.ttft_s:.2f} s"
-        is_first = len(self.conversation.messages) <= 2 and is_local(self.conversation.answerer)
-        note = " A process's first question takes longer: compare a later one, too." if is_first else ""
-        self._say(f"{same}. First token: {times}.{note}")
+        self._say(f"{same}. First token: {times}. A process's first question takes longer.")
 
-    def _why(self, _: str) -> None:
-        from ragfuse.cli.show import show_trace
-
-        show_trace(self.console, self._answered().trace)
-
-    def _ratio(self, rest: str) -> None:
-        self._change("ratio", rest, float)
-
-    def _policy(self, rest: str) -> None:
-        self._change("policy", rest, str)
-
-    def _change(self, name: str, given: str, read: Callable[[str], Any]) -> None:
+    def _change(self, name: str, given: str) -> None:
         if given:
             try:
-                value = None if given == "auto" else read(given)
+                value: Any = None if given == "auto" else float(given) if name == "ratio" else given
             except ValueError:
                 raise InputError(f"Wanted a number from 0 to 1, or auto; found '/{name} {given}'.") from None
-            self.conversation.change(**{name: value})
-        value = getattr(self.conversation.how, name)
+            self.how = replace(self.how, **{name: value})
+        value = getattr(self.how, name)
         self._say(f"{name}: {'auto' if value is None else value}")
 
     def _answered(self) -> Answer:
-        if self.conversation.answer is None:
+        if self.answer is None:
             raise InputError("There is no answer yet. Ask something first.")
-        return self.conversation.answer
+        return self.answer
 
     def _say(self, text: str) -> None:
         self.console.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)

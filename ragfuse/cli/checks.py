@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.files import find_files
-from ragfuse.cli.ingest import print_skipped, split_documents
-from ragfuse.cli.loaded import loaded_engine, require_writable
+from ragfuse.cli.ingest import split_documents
 from ragfuse.cli.options import (
     Device,
     Documents,
@@ -26,6 +26,7 @@ from ragfuse.cli.options import (
     console_for,
     default_of,
     option,
+    require_writable,
     settings_of,
     write_json,
 )
@@ -94,9 +95,9 @@ def calibrate_model(
     from ragfuse.calibration.runner import tune_malloc
 
     settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
-    console, documents = console_for(json), find_files(docs)
+    console = console_for(json)
+    find_files(docs)
     tune_malloc(console)
-    print_skipped(console, documents)
     require_writable(plot)
     with console.status("starting"):
         from ragfuse.calibration.calibrate import draw_calibration, show_calibration
@@ -104,8 +105,8 @@ def calibrate_model(
     if plot is not None:
         require_plotting()
     with loaded_engine(settings, console) as engine:
-        with console.status("reading the documents"):
-            texts = split_documents(documents.files, settings, engine.model.tokenizer, console)
+        split = split_documents(docs, settings, engine.model.tokenizer, console)
+        texts = list(split.documents.items())
         result = calibrate_engine(engine, texts, questions, console, settings.model)
     show_calibration(result, console)
     if plot is not None:

@@ -9,13 +9,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ragfuse.cli.loaded import loaded_engine, require_writable
+from ragfuse.cli.engine import loaded_engine
 from ragfuse.cli.options import (
     Device,
     Dtype,
     Model,
     Policy,
     Ratio,
+    require_writable,
     settings_of,
     write_json,
 )

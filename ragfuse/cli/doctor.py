@@ -25,8 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.check import Check, CheckResult, State, guarded
-from ragfuse.cli.entries import counted
 from ragfuse.cli.options import Device, Dtype, Json, Model, ModelKwargs, Store, console_for, settings_of, write_json
+from ragfuse.cli.show import counted
 from ragfuse.errors import SettingsError
 from ragfuse.models import list_models
 from ragfuse.settings import Settings

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from ragfuse.cli.ask import prompt_for
-from ragfuse.cli.loaded import loaded_engine
-from ragfuse.cli.notices import warn_of_unfinished
+from ragfuse.cli.engine import loaded_engine
+from ragfuse.cli.ingest import target_tiers
 from ragfuse.cli.options import (
     Deadline,
     Device,
@@ -32,7 +32,6 @@ from ragfuse.cli.options import (
     settings_of,
     write_json,
 )
-from ragfuse.cli.room import target_tiers
 from ragfuse.errors import InputError
 from ragfuse.telemetry.progress import progress
 
@@ -113,15 +112,14 @@ def explain(
     from ragfuse.engine.ask import Ask
 
     library = Library(settings, index)
-    warn_of_unfinished(library)
     library.require()
     with loaded_engine(settings, console) as engine:
         prompt, _ = prompt_for(engine, library, question, console)
         plan = engine.plan(prompt, Ask(deadline_s=deadline))
-    from ragfuse.cli.show import printable
+    from ragfuse.cli.show import plain
     from ragfuse.plan.explanation import as_dict, in_words
 
-    words = in_words(plan, name_of=lambda source: printable(Path(source).name))
+    words = in_words(plan, name_of=lambda source: plain(Path(source).name))
     console.print(words, markup=False, highlight=False, soft_wrap=True)
     write_json({"question": question, **as_dict(plan), "words": words}, json)
 

@@ -9,12 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.cli.options import Json, console_for, settings_of, write_json
-from ragfuse.cli.words import HintingGroup
 from ragfuse.models import list_models, prepare
 from ragfuse.types.sizes import size_text
 
 models = typer.Typer(
-    cls=HintingGroup,
     no_args_is_help=True,
     help="The embedded models: LLMs and embedders that come in Python packages, without a download from a hub.",
 )

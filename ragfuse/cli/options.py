@@ -104,11 +104,6 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 
 
-def index_option(name: str) -> str:
-    """Return what a command needs so that it takes this index, with a space before it; "" for the default one."""
-    return "" if name == "default" else f" --index {name}"
-
-
 ONE_LINE = 320
 """Most characters of a JSON value that is written on one line."""
 
@@ -126,22 +121,6 @@ def settings_of(**given: Any) -> Settings:
         if given.get(name) is None or f"RAGFUSE_{name.upper()}" in told:
             raise
         raise SettingsError(f"{told.removesuffix('.')} (--{name.replace('_', '-')}).", name) from None
-
-
-def refuse_without(needed: str, is_given: bool, **given: Any) -> None:
-    """Refuse options that have no effect where another one is missing.
-
-    Args:
-        needed: The option that they need, such as "--ray".
-        is_given: Whether it is there.
-        given: The options' values by name, with underscores; None, False and []: not given.
-
-    Raises:
-        InputError: One of them is given, and what it needs is not.
-    """
-    named = [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False, [])]
-    if named and not is_given:
-        raise InputError(f"{named[0]} needs {needed}, which was not given: add {needed}, or leave out {named[0]}.")
 
 
 def prepare_model(settings: Settings) -> None:
@@ -188,13 +167,14 @@ def console_for(json_target: Path | None) -> Console:
     Raises:
         InputError: The file for the JSON cannot be written.
     """
-    if json_target is not None and str(json_target) != "-":
-        folder = json_target.parent
-        if json_target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            found = (
-                "a folder" if json_target.is_dir() else "a file in a folder that does not exist or cannot be written to"
-            )
-            raise InputError(
-                f"Wanted a file to write the result to, found {found}: '{json_target}'. Name another file."
-            )
+    if str(json_target) != "-":
+        require_writable(json_target)
     return Console(stderr=str(json_target) == "-")
+
+
+def require_writable(*targets: Path | None) -> None:
+    """Raise InputError for a file that cannot be written, before hours of work for it; None is skipped."""
+    for target in targets:
+        if target is not None and (target.is_dir() or not os.access(target.expanduser().parent, os.W_OK)):
+            found = "a folder" if target.is_dir() else "a folder that does not exist or cannot be written to"
+            raise InputError(f"Wanted a file to write to, found {found}: '{target}'. Name another file.")

@@ -11,9 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.table import Table
 from rich.text import Text
 
-from ragfuse.cli.entries import counted, plain
-from ragfuse.cli.loaded import loaded_engine, require_writable
-from ragfuse.cli.opened import open_admin
+from ragfuse.cli.engine import loaded_engine
+from ragfuse.cli.open_store import open_admin
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -23,17 +22,16 @@ from ragfuse.cli.options import (
     Store,
     console_for,
     option,
+    require_writable,
     settings_of,
     write_json,
 )
-from ragfuse.cli.show import short
-from ragfuse.cli.words import HintingGroup
-from ragfuse.engine.question import read_schema
+from ragfuse.cli.show import counted, plain, short
+from ragfuse.schemas.pml import read_schema
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text
 
 schema = typer.Typer(
-    cls=HintingGroup,
     no_args_is_help=True,
     help="Look after schemas in PML (Prompt Markup Language): texts in modules, which prompts import "
     "(`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",

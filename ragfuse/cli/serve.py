@@ -24,10 +24,9 @@ from ragfuse.cli.options import (
     default_of,
     option,
     prepare_model,
-    refuse_without,
     settings_of,
 )
-from ragfuse.errors import InputError, StoreError
+from ragfuse.errors import InputError
 
 
 def serve(
@@ -75,21 +74,6 @@ def serve(
             default_of("served_model_name", "the last part of --model"),
         ),
     ] = None,
-    together: Annotated[
-        int | None, option("--together", "Requests answered at the same time.", default_of("serve_together"), min=1)
-    ] = None,
-    waiting: Annotated[
-        int | None,
-        option("--waiting", "Requests that may wait in the queue; more get a 429.", default_of("serve_waiting"), min=1),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        option(
-            "--timeout",
-            "Most seconds that a request may take, including its time in the queue.",
-            default_of("serve_timeout_s"),
-        ),
-    ] = None,
     decode_at: Annotated[
         str | None,
         option(
@@ -108,7 +92,6 @@ def serve(
     ray_cpus: RayCPUs = None,
 ) -> None:
     """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending writes."""
-    refuse_without("--ray", ray is not None, replicas=replicas, ray_cpus=ray_cpus)
     folder = next((each for each in store or () if "://" not in each), None)
     given = {
         "model": model,
@@ -124,9 +107,6 @@ def serve(
         store=Path(folder) if folder else None,
         tiers=[each for each in store or () if each != folder] or None,
         served_model_name=",".join(served_model_name or ()) or None,
-        serve_together=together,
-        serve_waiting=waiting,
-        serve_timeout_s=timeout,
         decode_at=decode_at,
     ).usable()
     try:
@@ -165,20 +145,11 @@ def serve(
             run_on_ray(settings, accepted, host, port, allow_origin or (), options, ray, tell, partial(_say, console))
         return
     with console.status("loading the model") as status:
-        from ragfuse.admin.unkeyed import in_words, unkeyed
         from ragfuse.serve.server import serve as run
         from ragfuse.serve.service import Service
         from ragfuse.store.urls import shown
 
         service = Service(settings, keys)
-
-        def tell_unkeyed() -> None:
-            engine = service.engine(service.keys.tenants[0])
-            with contextlib.suppress(StoreError):  # nobody waits for this hint
-                salts = [tenant.salt for tenant in service.keys.tenants]
-                found = unkeyed(engine.store, engine.catalog.strict, service.settings.model, salts)
-                if told := in_words(found):
-                    console.print(told, highlight=False, markup=False, soft_wrap=True)
 
         def announce(url: str) -> None:
             status.stop()
@@ -188,9 +159,6 @@ def serve(
                 place = shown(service.settings.transfer_url)
                 message = f"vLLM at {service.settings.decode_at} {how}; KV is handed over in {place}."
                 console.print(message, highlight=False, markup=False, soft_wrap=True)
-
-            if len(service.keys):
-                service.threads.upkeep.submit(tell_unkeyed)  # a large remote store takes a while to list
 
         run(service, host, port, allow_origin or (), announce, partial(_say, console))
 

@@ -9,16 +9,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ragfuse.cli.entries import counted, plain
-from ragfuse.cli.opened import confirm, open_admin
+from ragfuse.cli.open_store import confirm, open_admin
 from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
-from ragfuse.cli.words import HintingGroup
+from ragfuse.cli.show import counted, plain
 from ragfuse.errors import InputError
 from ragfuse.settings import SINKS
 from ragfuse.types.sizes import size_text
 
 sessions = typer.Typer(
-    cls=HintingGroup,
     no_args_is_help=True,
     help="Look after stored conversations (`ragfuse chat --session`, `ragfuse ask --session`).\n\nIf a salt is set "
     "(RAGFUSE_SALT), commands apply to the sessions of its tenant, else to those of all tenants. Running processes "
@@ -71,7 +69,6 @@ def export(
 
 @sessions.command("rm")
 def rm(
-    context: typer.Context,
     names: Annotated[list[str] | None, typer.Argument(help="Names of sessions.", show_default="none")] = None,
     unused: Annotated[
         float | None, option("--unused", "Delete all sessions unused for this many days.", "none", min=0)
@@ -85,7 +82,7 @@ def rm(
         raise InputError("Say what to delete: either names of sessions, or --unused DAYS, not both.")
     console = console_for(json)
     with open_admin(store, console) as admin:
-        confirm("Delete these conversations for good?", yes, context)
+        confirm("Delete these conversations for good?", yes)
         session_store = admin.sessions
         deleted = session_store.delete(*names) if names else session_store.expire(86400 * (unused or 0.0))
     kv = f"{counted(deleted.entries, 'entry', 'entries')} of KV ({size_text(deleted.nbytes)})"

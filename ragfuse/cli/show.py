@@ -118,9 +118,14 @@ NAMED = 5
 """Most names in a list of files; what follows is counted."""
 
 
-def printable(name: str) -> str:
-    """Return a name with spaces for control characters, which a terminal would interpret."""
-    return "".join(c if c.isprintable() else " " for c in name)
+def plain(text: str) -> str:
+    """Return a text on one line, without control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+
+
+def counted(n: int, noun: str, nouns: str = "") -> str:
+    """Return a number with its noun, such as "1 text" or "2 texts"."""
+    return f"{n:,} {noun if n == 1 else nouns or noun + 's'}"
 
 
 def names_of(sources: Iterable[str]) -> list[str]:
@@ -128,7 +133,7 @@ def names_of(sources: Iterable[str]) -> list[str]:
     paths = [Path(source) for source in dict.fromkeys(sources) if Path(source).name]
     n_named = Counter(path.name for path in paths)
     names = (path.name if n_named[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths)
-    return list(dict.fromkeys(map(printable, names)))
+    return list(dict.fromkeys(map(plain, names)))
 
 
 def listed(sources: Iterable[str]) -> str:
@@ -169,3 +174,11 @@ def strip(trace: Trace, width: int) -> Text:
             style = RECOMPUTED if sum(row in recomputed for row in rows) * 4 >= len(rows) else REUSED
         text.append("█", style)
     return text
+
+
+def tell_sources(sources: Iterable[str]) -> None:
+    """Say on standard error which documents the passages of a prompt were retrieved from."""
+    names = names_of(sources)
+    if names:
+        line = f"From {', '.join(names)}."
+        Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)

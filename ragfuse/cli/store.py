@@ -1,43 +1,33 @@
-"""`ragfuse store`: list, delete, pin, move and archive stored entries, without loading a model."""
+"""`ragfuse store`: list, delete, pin and archive stored entries, without loading a model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ragfuse.cli.entries import (
-    by_tenant,
-    cleared_dict,
-    counted,
-    describe,
-    outcome_dict,
-    plain,
-    print_cleared,
-    print_outcome,
-    show_entries,
-    tier_row,
-    use_in_words,
-)
-from ragfuse.cli.opened import confirm, entry_filter_of, open_admin, progress_bar, refuse, select_entries
+from ragfuse.cli.entries import describe, print_outcome, show_entries, show_tiers
+from ragfuse.cli.open_store import confirm, open_admin
 from ragfuse.cli.options import Json, Store, Yes, console_for, option, write_json
-from ragfuse.cli.words import HintingGroup
-from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.sizes import capacity_text, size_text
+from ragfuse.cli.show import counted, plain
+from ragfuse.errors import InputError, StoreError
+from ragfuse.telemetry.progress import progress
+from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
-    from ragfuse.admin.store_admin import EntryFilter
+    from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
 
 store = typer.Typer(
-    cls=HintingGroup,
     no_args_is_help=True,
     help="Look after the stored KV, without loading a model.\n\nChanges apply to all processes at once, except to KV "
-    "that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its "
-    "tenant unless --tenant names another; without a salt, to all tenants. stats, gc and import apply to the "
-    "whole store.",
+    "that they hold in memory. If a salt is set (RAGFUSE_SALT), ls, rm, pin and export apply to its tenant unless "
+    "--tenant names another; without a salt, to all tenants. gc and import apply to the whole store.",
 )
 
 Keys = Annotated[
@@ -57,10 +47,6 @@ Tenant_ = Annotated[
 ]
 All = Annotated[bool, typer.Option("--all", help="All entries: of one tenant if a salt is set, else of all tenants.")]
 
-_MOVED = "Nothing is lost: what was copied is in both tiers. Run the same command again to continue."
-_EXPORTED = "Nothing was written; an existing file is unchanged."
-_IMPORTED = "What was imported so far stays. Run the same command again to continue."
-
 
 @store.command("ls")
 def ls(
@@ -73,60 +59,33 @@ def ls(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """List entries with their text, tier, size and hits, and the totals of each tenant. --json lists all entries."""
+    """List entries with their text, tier, size and hits, and the totals of tiers and tenants. --json lists all."""
     console = console_for(json)
     with open_admin(store, console) as admin:
-        entry_filter = admin.within_tenant(entry_filter_of(keys, tier, source, model, tenant))
-        rows = select_entries(admin, console, entry_filter)
-        uses = admin.uses(rows, entry_filter)
+        entry_filter = _entry_filter(keys, tier, source, model, tenant)
+        rows = _select(admin, console, entry_filter)
+        uses = admin.uses(rows, admin.within_tenant(entry_filter))
+        tiers = admin.store.tiers
     shown = rows[: limit or None]
     if rows:
         show_entries(console, shown)
     if len(shown) < len(rows):
         console.print(f"{len(rows) - len(shown):,} more: --limit 0 shows all.", highlight=False)
-    nbytes, in_all = sum(row.entry.nbytes for row in rows), ""
-    if rows and not entry_filter.selects_tenants:
-        in_all = " in all"
-        console.print(f"Selected: {counted(len(rows), 'entry', 'entries')}, {size_text(nbytes)}.", highlight=False)
+    totals = show_tiers(console, tiers, rows)
     for owner, use in uses:
-        console.print(Text(f"{plain(owner.name)}{in_all}: {use_in_words(use)}"))
+        sizes = " and ".join(f"{size_text(nbytes)} in {name}" for name, nbytes in use.nbytes.items()) or "nothing"
+        kept = f"{sizes}, {counted(use.texts, 'text')}, {counted(use.sessions, 'session')}"
+        console.print(Text(f"{plain(owner.name)} in all: {kept}"))
     tenants = [
         {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, **use.as_dict()} for owner, use in uses
     ]
-    write_json({"entries": [row.as_dict() for row in rows], "nbytes": nbytes, "tenants": tenants}, json)
+    nbytes = sum(row.entry.nbytes for row in rows)
+    entries = [row.as_dict() for row in rows]
+    write_json({"entries": entries, "nbytes": nbytes, "tiers": totals, "tenants": tenants}, json)
 
 
-@store.command("stats")
-def stats(store: Store = None, json: Json = None) -> None:
-    """Show entries, bytes and hits of each tier, and the totals of each model."""
-    console = console_for(json)
-    with open_admin(store, console) as admin:
-        rows = select_entries(admin, console, None)
-        tiers = [tier_row(tier.name, tier.capacity, rows) for tier in admin.store.tiers]
-    models = by_tenant(rows)
-    table = Table("tier", box=None)
-    for heading in ("entries", "size", "of", "pinned", "hits"):
-        table.add_column(heading, justify="right")
-    for totals in tiers:
-        sizes = (size_text(totals["nbytes"]), capacity_text(totals["capacity"]))
-        table.add_row(totals["tier"], f"{totals['entries']:,}", *sizes, str(totals["pinned"]), f"{totals['hits']:,}")
-    console.print(table)
-    for totals in tiers:
-        if set(totals["levels"]) - {LEVEL_NAMES[0]}:
-            by_level = ", ".join(f"{level} {size_text(nbytes)}" for level, nbytes in totals["levels"].items())
-            console.print(Text(f"{totals['tier']}: {by_level}"))
-    for owner, entries, nbytes in models:
-        console.print(Text(f"{plain(owner.name)}: {counted(entries, 'entry', 'entries')}, {size_text(nbytes)}"))
-    models_json = [
-        {"model": owner.model, "tenant": owner.tenant, "digest": owner.digest, "entries": entries, "nbytes": nbytes}
-        for owner, entries, nbytes in models
-    ]
-    write_json({"tiers": tiers, "models": models_json}, json)
-
-
-@store.command("clear")
-def clear(
-    context: typer.Context,
+@store.command("rm")
+def rm(
     keys: Keys = None,
     tier: Tier = None,
     source: Source = None,
@@ -142,18 +101,31 @@ def clear(
     If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one; without a salt, --all
     deletes those of all tenants.
 
-    Exit status 1 if nothing matches, or if a tier could not be cleared: then its entries stay, and so do all texts.
+    Exit status 1 if nothing matches, or if a tier does not answer: then what it holds stays, and so do all texts.
     """
-    entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
+    entry_filter, console = _entry_filter(keys, tier, source, model, tenant, all_, "delete"), console_for(json)
     with open_admin(store, console) as admin:
         entry_filter = admin.within_tenant(entry_filter)
-        rows = select_entries(admin, console, entry_filter)
+        rows = _select(admin, console, entry_filter)
         if rows or admin.text_models(entry_filter):
-            what = describe(rows) if rows else "all texts of chunks that no tier stores"
-            confirm(f"Delete {what}?", yes, context)
+            confirm(f"Delete {describe(rows) if rows else 'all texts of chunks that no tier stores'}?", yes)
         cleared = admin.clear(rows, entry_filter)
-    print_cleared(console, cleared)
-    write_json(cleared_dict(cleared), json)
+    dropped = cleared.dropped
+    if dropped or cleared.texts:
+        what = f"{describe(dropped) if dropped else '0 entries'}, {counted(cleared.texts, 'text')}"
+        console.print(f"Deleted {what}.", highlight=False, markup=False)
+    for name in (*cleared.silent, *cleared.unknown):
+        message = f"Tier {name} does not answer: what it holds stays there, and all texts stay. Delete again later."
+        console.print(message, highlight=False, markup=False, soft_wrap=True)
+    result = {
+        "dropped": len(dropped),
+        "nbytes": sum(row.entry.nbytes for row in dropped),
+        "texts": cleared.texts,
+        "stayed": len(cleared.stayed),
+        "silent": list(cleared.silent),
+        "unknown": list(cleared.unknown),
+    }
+    write_json(result, json)
     found = rows or cleared.texts or not (keys or source)  # whole tiers and tenants may be empty
     raise typer.Exit(1 if cleared.silent or not found else 0)
 
@@ -166,6 +138,7 @@ def pin(
     model: Model = None,
     tenant: Tenant_ = None,
     all_: All = False,
+    off: Annotated[bool, typer.Option("--off", help="Take pins off, so that chunks can be evicted again.")] = False,
     store: Store = None,
     json: Json = None,
 ) -> None:
@@ -173,54 +146,25 @@ def pin(
 
     Exit status 1 if nothing matches, or a tier concerned does not answer.
     """
-    _pin(True, entry_filter_of(keys, tier, source, model, tenant, all_, "pin"), store, json)
-
-
-@store.command("unpin")
-def unpin(
-    keys: Keys = None,
-    tier: Tier = None,
-    source: Source = None,
-    model: Model = None,
-    tenant: Tenant_ = None,
-    all_: All = False,
-    store: Store = None,
-    json: Json = None,
-) -> None:
-    """Unpin chunks, so that they can be evicted again. Exit status 1 if nothing matches, or a tier does not answer."""
-    _pin(False, entry_filter_of(keys, tier, source, model, tenant, all_, "unpin"), store, json)
-
-
-@store.command("move")
-def move(
-    to: Annotated[str, typer.Option("--to", help="The tier to move chunks to.")],
-    keys: Keys = None,
-    tier: Tier = None,
-    source: Source = None,
-    model: Model = None,
-    tenant: Tenant_ = None,
-    all_: All = False,
-    store: Store = None,
-    json: Json = None,
-) -> None:
-    """Move chunks to one tier and delete them from all others. Chunks that do not fit stay where they are.
-
-    Exit status 1 if nothing matches, or if some were not moved, or may be in a tier that does not answer.
-    """
-    entry_filter, console = entry_filter_of(keys, tier, source, model, tenant, all_, "move"), console_for(json)
+    entry_filter, console = _entry_filter(keys, tier, source, model, tenant, all_, "pin"), console_for(json)
     with open_admin(store, console) as admin:
-        rows = select_entries(admin, console, entry_filter, "moved")
-        with progress_bar(console, "moving", _MOVED) as report:
-            outcome = admin.move(rows, to, report)
+        rows = _select(admin, console, entry_filter, "nothing was changed")
+        pinning = {tier.name for tier in admin.store.tiers if tier.pins}  # other media decide what they keep
+        rows = [row for row in rows if row.entry.tier in pinning]
+        changing = [row for row in rows if row.entry.pinned is off]
+        keys_of = list(dict.fromkeys(row.entry.key for row in changing))
+        (admin.store.unpin if off else admin.store.pin)(*keys_of)
         silent = admin.silent(entry_filter)
-    print_outcome(console, outcome, f"in tier {to} now")
-    write_json({**outcome_dict(outcome), "silent": silent}, json)
-    raise typer.Exit(1 if outcome.failed or silent or not (rows or entry_filter.selects_all) else 0)
+    word = "unpinned" if off else "pinned"
+    changed = f"{describe(changing)} {word}" if changing else f"Nothing {word}"
+    if rows:
+        console.print(f"{changed}, {len(rows) - len(changing):,} were so before.", highlight=False, markup=False)
+    write_json({word: len(keys_of), "already": len(rows) - len(changing), "silent": silent}, json)
+    raise typer.Exit(1 if silent or not (rows or entry_filter.selects_all) else 0)
 
 
 @store.command("export")
 def export(
-    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="The archive to write.")],
     keys: Keys = None,
     tier: Tier = None,
@@ -243,22 +187,19 @@ def export(
 
     Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left unchanged.
     """
-    entry_filter, console = entry_filter_of(keys, tier, source, model, tenant), console_for(json)
+    entry_filter, console = _entry_filter(keys, tier, source, model, tenant), console_for(json)
     with open_admin(store, console) as admin:
-        rows = select_entries(admin, console, entry_filter, f"written to '{file}'")
+        consequence = f"nothing was written to '{file}'"
+        rows = _select(admin, console, entry_filter, consequence)
         silent = admin.silent(entry_filter)
-        exists = file.exists() and not file.is_dir()
-        if silent and exists:
-            refuse(silent, f"nothing was written, and '{file}' is unchanged")
-        if exists:
-            confirm(f"'{file}' exists already. Overwrite it?", yes, context)
-        with progress_bar(console, "exporting", _EXPORTED) as report:
+        if file.is_file():
+            if silent:
+                raise StoreError(_unanswered(silent, consequence))
+            confirm(f"'{file}' exists already. Overwrite it?", yes)
+        with _progress_bar(console, "exporting", "Nothing was written; an existing file is unchanged.") as report:
             outcome = admin.export(rows, file, texts, report)
-    print_outcome(console, outcome, f"written to {file}")
-    for name in silent:
-        message = f"Tier {name} does not answer: its entries are not in {file}. Export again once it answers."
-        console.print(message, highlight=False, markup=False, soft_wrap=True)
-    write_json({**outcome_dict(outcome), "file": str(file), "silent": silent}, json)
+    result = print_outcome(console, outcome, f"written to {file}")
+    write_json({**result, "file": str(file), "silent": silent}, json)
     raise typer.Exit(1 if outcome.failed or silent else 0)
 
 
@@ -275,16 +216,13 @@ def import_(
     if some of it could not be imported.
     """
     console = console_for(json)
-    with open_admin(store, console, may_be_new=True) as admin:
-        before = {row.tenant.digest for row in admin.list_entries()}
-        with progress_bar(console, "importing", _IMPORTED) as report:
-            outcome = admin.import_(file, tier, report)
-        new_tenants = {row.tenant.digest: row.tenant for row in admin.list_entries() if row.tenant.digest not in before}
-    print_outcome(console, outcome, f"imported, {outcome.known} were there already")
-    for owner in new_tenants.values():
-        if not owner.model:
-            console.print(f"New in this store: chunks of a model (or tenant) that it did not have, {owner.digest[:8]}.")
-    write_json(outcome_dict(outcome), json)
+    stopped = "What was imported so far stays. Run the same command again to continue."
+    with (
+        open_admin(store, console, may_be_new=True) as admin,
+        _progress_bar(console, "importing", stopped) as report,
+    ):
+        outcome = admin.import_(file, tier, report)
+    write_json(print_outcome(console, outcome, f"imported, {outcome.known} were there already"), json)
     raise typer.Exit(1 if outcome.failed else 0)
 
 
@@ -299,32 +237,73 @@ def gc(store: Store = None, json: Json = None) -> None:
         freed = admin.gc()
         silent = [tier.name for tier in admin.store.tiers if tier.name not in freed]
     for name, removed in freed.items():
-        rests = counted(removed.orphans, "leftover")
-        console.print(
-            f"{name}: {removed.expired:,} expired, {rests}, {size_text(removed.nbytes)} freed", highlight=False
-        )
-    tiers = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
+        counts = f"{removed.expired:,} expired, {counted(removed.orphans, 'leftover')}"
+        console.print(f"{name}: {counts}, {size_text(removed.nbytes)} freed", highlight=False)
     for name in silent:
         console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)
+    tiers = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
     write_json({"tiers": tiers, "silent": silent}, json)
     raise typer.Exit(1 if silent else 0)
 
 
-def _pin(pinned: bool, entry_filter: EntryFilter, store: Path | None, json: Path | None) -> None:
-    console, word = console_for(json), "pinned" if pinned else "unpinned"
-    with open_admin(store, console) as admin:
-        rows = select_entries(admin, console, entry_filter, word)
-        pinning = {tier.name for tier in admin.store.tiers if tier.pins}
-        rows = [row for row in rows if row.entry.tier in pinning]  # other media decide what they keep
-        changing = [row for row in rows if row.entry.pinned is not pinned]
-        keys = list(dict.fromkeys(row.entry.key for row in changing))
-        (admin.store.pin if pinned else admin.store.unpin)(*keys)
+def _entry_filter(
+    keys: Sequence[str] | None,
+    tier: str | None,
+    source: str | None,
+    model: str | None,
+    tenant: str | None,
+    all_: bool = False,
+    verb: str = "",
+) -> EntryFilter:
+    """Return the filter that the options describe.
+
+    Raises:
+        InputError: The command, of which `verb` is the verb, needs either conditions or --all.
+    """
+    from ragfuse.admin.store_admin import EntryFilter
+
+    entry_filter = EntryFilter(tuple(keys or ()), tier, model, tenant, source)
+    if verb and entry_filter.selects_all != all_:
+        raise InputError(
+            f"Say what to {verb}: first characters of keys, --tier, --source, --model or --tenant; or --all alone."
+        )
+    return entry_filter
+
+
+def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter, consequence: str = "") -> list[EntryRow]:
+    """Return the selected entries, of one tenant if a salt is set; print which tiers do not answer.
+
+    Raises:
+        StoreError: Nothing was found, a selected tier does not answer, and that has a `consequence`.
+    """
+    entry_filter = admin.within_tenant(entry_filter)
+    with console.status("reading the store"):
+        rows = admin.list_entries(entry_filter)
         silent = admin.silent(entry_filter)
-    n_same = len(rows) - len(changing)
-    same = f"{counted(n_same, 'entry was', 'entries were')} {word} already." if n_same else ""
-    if changing:
-        same = f"{word.capitalize()} {describe(changing)}. {same}".rstrip()
-    if rows:
-        console.print(same, highlight=False, markup=False)
-    write_json({word: len(keys), "already": n_same, "silent": silent}, json)
-    raise typer.Exit(1 if silent or not (rows or entry_filter.selects_all) else 0)
+    if consequence and silent and not rows:
+        raise StoreError(_unanswered(silent, consequence))
+    for name in admin.silent():
+        console.print(f"Tier {name} does not answer: its entries are not listed.", highlight=False, markup=False)
+    if not rows and not silent:
+        nothing = "Nothing in the store matches; `ragfuse store ls` lists all, of one tenant if a salt is set."
+        empty = "The store is empty: ragfuse ingest PATH."
+        console.print(empty if entry_filter.selects_all else nothing, highlight=False)
+    return rows
+
+
+def _unanswered(silent: Sequence[str], consequence: str) -> str:
+    from ragfuse.admin.store_admin import unanswered
+
+    return unanswered(silent, consequence)
+
+
+@contextmanager
+def _progress_bar(console: Console, label: str, stopped: str) -> Iterator[Callable[[int, int], object]]:
+    """Yield a function (done, total) that updates a progress bar; `stopped` is the message after Ctrl-C."""
+    columns = (TextColumn(label), BarColumn(20), DownloadColumn(), TimeRemainingColumn())
+    with progress(console, *columns) as bar:
+        task = bar.add_task(label, total=None)
+        try:
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(stopped) from stop

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ragfuse.process.worker import Worker, close_at_exit
@@ -17,7 +17,6 @@ from ragfuse.schemas.layout import SchemaRun
 from ragfuse.store.radix import holds
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
-from ragfuse.types.prompt import Prompt
 
 log = logging.getLogger("ragfuse.engine")
 
@@ -44,13 +43,13 @@ class EncodeJob:
 
     Args:
         kind: The work, which says which of the other fields are set.
-        tokens: Token ids of a "chunk", a "run", or the entry of a "copy"; for "prefix", the ids of prefix and chunk.
+        tokens: Token ids of a "chunk", a "run", the entry of a "copy", or the prompt to "learn" from; for "prefix", the
+            ids of prefix and chunk.
         text: The text of a "chunk"; "" where only its ids are known.
         source: Where the text of a "chunk" came from, for people.
         keys: Key of the entry of a "copy".
         run: The run of a schema, for "run".
-        prompt: The prompt to "learn" from.
-        nothing_reused: For "learn", whether nothing of the prompt was reused.
+        plan: The plan of that prompt.
         n_prefix: For "prefix", how many of `tokens` are in the prefix cache already.
     """
 
@@ -60,8 +59,7 @@ class EncodeJob:
     source: str = ""
     keys: tuple[ChunkKey, ...] = ()
     run: SchemaRun | None = None
-    prompt: Prompt | None = None
-    nothing_reused: bool = False
+    plan: LoadPlan | None = field(default=None, compare=False)
     n_prefix: int = 0
 
 
@@ -117,14 +115,9 @@ class BackgroundEncoder:
                 self._waiting.clear()
 
     def forget(self, runs: Collection[tuple[int, ...]]) -> None:
-        """Remove jobs with tokens or a prompt that contains one of these runs, and wait for the current job to end."""
-
-        def stays(job: EncodeJob) -> bool:
-            ids = job.tokens if job.prompt is None else job.prompt.token_ids
-            return not any(holds(ids, run) for run in runs)
-
+        """Remove jobs with tokens that contain one of these runs, and wait for the current job to end."""
         with self._worker.changed:
-            self._waiting = deque(filter(stays, self._waiting))
+            self._waiting = deque(job for job in self._waiting if not any(holds(job.tokens, run) for run in runs))
             current = self._current
             self._worker.changed.wait_for(lambda: current is None or self._current is not current)
 

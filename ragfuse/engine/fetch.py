@@ -18,7 +18,6 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import Timing
-from ragfuse.errors import InputError
 from ragfuse.fuse.fusor import LayerSource
 from ragfuse.hf.lock import FairLock
 from ragfuse.load.layers import LayerReader
@@ -173,8 +172,7 @@ class FetchStage:
                     self._read_ahead(fetched.ahead, plan)
             held.enter_context(lock)
             fetched.ahead.lock.close()
-            if any(end.is_set() for end in request.ends):
-                raise InputError("The stream was closed or finished before the answer began. Ask again.")
+            request.check_open()
             fetched.began_s = time.perf_counter()
             yield fetched
 

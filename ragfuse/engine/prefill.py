@@ -29,6 +29,7 @@ class PrefillStage:
         """Return the prefilled prompt.
 
         Raises:
+            InputError: The request was cancelled; the prefill ends before its next layer.
             OverlongError: The prompt does not fit the model's context.
         """
         request = fetched.plan.request
@@ -37,7 +38,7 @@ class PrefillStage:
         while True:
             chosen = fetched.chosen()
             try:
-                with fetched.layers(chosen) as (reader, layers):
+                with fetched.layers(chosen) as (reader, layers), model.before_layers(request.check_open):
                     states = self.prefixes.kept_states() if ask.reuse and model.profile.state else None
                     prefill = _prefill(model, chosen, layers, states)
             except LostRun as lost:

@@ -171,13 +171,14 @@ class PrefixCache:
 
         Returns:
             The prompt's ids up to the end of its first chunk, and how many of them are exact already. No ids where the
-            first chunk was not blended.
+            first chunk was not blended, or where what is before it was computed: it may be another one each time.
         """
         n_exact, prompt = exact_rows(ready), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
             is_first = 0 < lo == n_exact == prompt.first_chunk and segment.kind == "chunk"
             if is_first and lo <= MAX_BEFORE and hi - lo >= self._settings.min_chunk_tokens and self._can_save(ready):
-                return prompt.token_ids[:hi], lo
+                has_recurred = not any(_computed(list(_parts(ready, n_exact)), n_exact))
+                return (prompt.token_ids[:hi], lo) if has_recurred else ((), 0)
         return (), 0
 
     def extend(self, token_ids: Sequence[int], n_exact: int) -> None:

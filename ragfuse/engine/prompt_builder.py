@@ -38,6 +38,7 @@ from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.keys import digest as digest_of
 from ragfuse.types.prompt import Prompt
+from ragfuse.types.reasons import CODE
 
 __all__ = ["PromptBuilder"]
 
@@ -108,7 +109,8 @@ class PromptBuilder:
         passages = dict[tuple[int, ...], str]()
         for text in texts:
             ids = self._runtime.model.tokens(text.strip())
-            passages |= {span.tokens: span.text for span in self._spans.sharing(ids, LEARNT)}
+            shared = (*self._spans.sharing(ids, LEARNT), *self._spans.sharing(ids, CODE))
+            passages |= {span.tokens: span.text for span in shared}
             self._drop(ids, text.strip())
         for run, passage in passages.items():
             self._drop(run, passage)

@@ -1,7 +1,7 @@
 """Recurring passages: unmarked text that several prompts contain, and that is therefore worth keeping as a chunk.
 
-No text is remembered: a passage is recognised by a digest of its token ids, for a limited time. A passage that a second
-prompt contains is encoded from that prompt's ids, and is a known chunk from then on.
+No text is remembered: a line is recognised by a digest of its token ids, for a limited time. A passage of lines that a
+second prompt contains is encoded from that prompt's ids, and is a known chunk from then on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 from cachetools import TTLCache
 
@@ -18,7 +19,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.text.passages import BorderOf, last_paragraph, passages
 from ragfuse.types.keys import token_digest
-from ragfuse.types.prompt import Prompt
+from ragfuse.types.plan import LoadPlan
 
 log = logging.getLogger("ragfuse")
 
@@ -44,27 +45,35 @@ class RecurringPassages:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lock = threading.Lock()
-        # fingerprint -> the prompt that held it last
+        # fingerprint of a line -> the prompt that held it first
         self._met: TTLCache[str, str] = TTLCache(max_fingerprints, ttl_s, clock)
 
     def __len__(self) -> int:
         return len(self._met)
 
-    def met_again(self, prompt: Prompt, border_of: BorderOf) -> list[tuple[int, ...]]:
-        """Return the token ids of passages that an earlier, different prompt contained too; remember the others.
+    def met_again(self, plan: LoadPlan, border_of: BorderOf) -> list[tuple[int, ...]]:
+        """Return the token ids of passages whose lines an earlier, different prompt had too; remember the others.
 
-        Text found in the store, and the question itself, are not passages.
+        Text found in the store, and the question itself, are not learnt.
         """
-        prompt_digest, found = token_digest(prompt.token_ids), list[tuple[int, ...]]()
-        for run in _runs(prompt, border_of):
-            fingerprint = token_digest(run)
+        prompt, read = plan.prompt, {fetch.segment for fetch in (*plan.fetches, *plan.unread)}
+        prompt_digest, ids = token_digest(prompt.token_ids), prompt.token_ids
+        lo_question, hi_question = prompt.last_user_rows
+        lo_question += last_paragraph(ids[lo_question:hi_question], border_of)
+
+        def recurs(begin: int, rows: tuple[int, int]) -> bool:
+            lo, hi = rows[0] + begin, rows[1] + begin
+            if lo < hi_question and lo_question < hi:
+                return False
             with self._lock:
-                before = self._met.get(fingerprint)
-                if before is None or before == prompt_digest:
-                    self._met[fingerprint] = prompt_digest
-                    continue
-                del self._met[fingerprint]
-            found.append(run)
+                return self._met.setdefault(token_digest(ids[lo:hi]), prompt_digest) != prompt_digest
+
+        found = list[tuple[int, ...]]()
+        for index, (segment, (begin, _)) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
+            if segment.kind in ("fresh", "prefix") and index not in read:
+                found += [
+                    segment.tokens[lo:hi] for lo, hi in passages(segment.tokens, border_of, partial(recurs, begin))
+                ]
         return found
 
 
@@ -95,20 +104,3 @@ class RecurrenceHint:
             n_passages,
             advice,
         )
-
-
-def _runs(prompt: Prompt, border_of: BorderOf) -> Iterator[tuple[int, ...]]:
-    """Yield the token ids of the passages in a prompt's fresh segments, without the question."""
-    lo_question, hi_question = _question(prompt, border_of)
-    for segment, (lo, _) in zip(prompt.segments, prompt.spans, strict=True):
-        if segment.kind != "fresh":
-            continue
-        for first, stop in passages(segment.tokens, border_of):
-            if lo + stop <= lo_question or lo + first >= hi_question:
-                yield segment.tokens[first:stop]
-
-
-def _question(prompt: Prompt, border_of: BorderOf) -> tuple[int, int]:
-    """Return the rows lo, hi of the question: the last paragraph of the last message."""
-    lo, hi = prompt.last_user_rows
-    return lo + last_paragraph(prompt.token_ids[lo:hi], border_of), hi

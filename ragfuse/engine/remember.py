@@ -21,7 +21,8 @@ from ragfuse.schemas.bind import SchemaUse
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.deletion import LEARNT
-from ragfuse.text.passages import is_prose
+from ragfuse.text.passages import is_code
+from ragfuse.types.reasons import CODE
 
 
 class RememberStage:
@@ -81,7 +82,7 @@ class RememberStage:
             if prefix:
                 self.jobs.submit(EncodeJob("prefix", tuple(prefix), n_prefix=n_exact))
         if self._settings.learn != "off" and schema_use is None:
-            self.jobs.submit(EncodeJob("learn", prompt=plan.prompt, nothing_reused=not plan.fetches))
+            self.jobs.submit(EncodeJob("learn", plan.prompt.token_ids, plan=plan))
         if isinstance(schema_use, SchemaUse):
             self._prefetcher.submit_keys(schema_use.others)  # of the unions used: the next prompt may want another one
 
@@ -98,15 +99,17 @@ class RememberStage:
 
     def _learn(self, job: EncodeJob) -> None:
         """Encode passages that an earlier prompt contained too; where that is off, log once that it would help."""
-        assert job.prompt is not None
+        assert job.plan is not None
         model = self._runtime.model
-        runs = self._passages.met_again(job.prompt, model.border)
+        runs = self._passages.met_again(job.plan, model.border)
         why = refusal_of(self._runtime.profile, self._settings.policy)
         if self._settings.learn == "text" and not why:
             for run in runs:
-                if is_prose(model.text(run)):
+                if is_code(model.text(run)):
+                    self._prompts.note(self._runtime.digest, "", CODE, run)
+                else:
                     self.jobs.submit(EncodeJob("chunk", run, source=LEARNT))
-        elif runs and job.nothing_reused and not self._runtime.profile.refusal:
+        elif runs and not job.plan.fetches and not self._runtime.profile.refusal:
             hint = shared(("recurs", self._settings.model), RecurrenceHint)
             hint.log_once(len(runs), self._settings, model, why)
 

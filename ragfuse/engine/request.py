@@ -12,6 +12,7 @@ from ragfuse.engine.decoder import Decoder
 from ragfuse.engine.question import Question, is_ids
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
+from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.types.answer import Thought
@@ -50,6 +51,11 @@ class Request:
     has_company: bool = False
     prefilled: Prefilled = None
     decoder: Decoder | None = None
+
+    def check_open(self) -> None:
+        """Raise InputError once one of `ends` is set."""
+        if any(end.is_set() for end in self.ends):
+            raise InputError("The stream was closed or finished before the answer began. Ask again.")
 
     @property
     def profile(self) -> ModelProfile:

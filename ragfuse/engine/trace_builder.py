@@ -14,6 +14,7 @@ from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, LoadPlan, is_exact
 from ragfuse.types.prompt import Segment
+from ragfuse.types.reasons import CODE
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
     segments = tuple(
         _segment(plan, index, segment, rows)
         for index, segment in enumerate(plan.prompt.segments)
-        if segment.kind != "fresh"
+        if segment.kind != "fresh" or segment.source == CODE
     )
     segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a missed prefix is new text
     if prefill.n_before:
@@ -137,6 +138,8 @@ def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> Strea
 
 def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:
     told = SegmentTrace(segment.source, segment.kind, len(segment.tokens), segment.start, hit=False)
+    if segment.source == CODE:
+        return replace(told, source="", kind="chunk", why=CODE)
     fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
     told = replace(told, goes_on=_goes_on(plan.prompt.segments, index))
     if fetch is None or plan.fallback_reason:

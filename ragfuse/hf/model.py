@@ -7,14 +7,15 @@ Retrieval, storage and the choice of what to reuse are not part of this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import FixedError, ModelError, RefusedError
@@ -241,6 +242,16 @@ class HFModel(OneProcess):
             while len(self._contexts) > CONTEXTS:
                 del self._contexts[next(iter(self._contexts))]
         return found
+
+    @contextmanager
+    def before_layers(self, check: Callable[[], object]) -> Iterator[None]:
+        """Hold the model and call `check` before each of its layers, whose forward ends where it raises."""
+        lists = (each for each in self.model.modules() if isinstance(each, nn.ModuleList))
+        with self.lock, ExitStack() as hooked:
+            for layer in chain.from_iterable(lists):
+                hook = layer.register_forward_pre_hook(lambda module, inputs: check())
+                hooked.callback(hook.remove)
+            yield
 
     def full_prefill(self, token_ids: Sequence[int], positions: Tensor | None = None) -> Prefill:
         """Prefill a whole prompt without reuse.

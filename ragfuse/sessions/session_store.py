@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -165,12 +165,6 @@ class SessionStore:
         info, session = self._one(id), self.show(id)
         messages = [{"role": message.role, "content": message.text} for message in session.messages]
         return {"model": info.model, "used": info.used, "messages": messages, **session.as_dict()}
-
-    def quoting(self, sources: Collection[str]) -> list[str]:
-        """Return the names of the sessions whose messages hold chunks from some sources, the last used first."""
-        found = ((info.id, self.get(info.model, info.id)) for info in self.ls())
-        quoting = (id for id, held in found if held is not None and not held[1].sources.isdisjoint(sources))
-        return list(dict.fromkeys(quoting))
 
     def delete(self, *ids: str) -> Deleted:
         """Delete sessions and, in every tier, the KV entries that no other session uses.

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ragfuse.store import KVStore
 from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import CatalogQueries
-from ragfuse.store.tenants import tenants_in
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 from ragfuse.types.whole_text import whole_text
@@ -84,7 +83,7 @@ def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
 def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> int:
     """Delete chunks everywhere: stored KV, pending saves and texts. Return the bytes freed.
 
-    If a tier does not answer, the texts stay in the catalog, so that `ragfuse store clear` still finds what it holds.
+    If a tier does not answer, the texts stay in the catalog, so that `ragfuse store rm` still finds what it holds.
     """
     if not chunks:
         return 0
@@ -124,46 +123,3 @@ def leave_source(
 def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
     """Return the sources of a text, each once: the one that brought it first, and last what was learnt from prompts."""
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
-
-
-@dataclass(frozen=True)
-class ForgottenTexts:
-    """The result of `forget_sources`.
-
-    Args:
-        texts: The texts of the chunks that were deleted.
-        nbytes: Bytes of KV that were freed.
-    """
-
-    texts: frozenset[str] = frozenset()
-    nbytes: int = 0
-
-
-def forget_sources(
-    store: KVStore, catalog: CatalogQueries, salt: str, texts: Mapping[str, str], sources: Collection[str]
-) -> ForgottenTexts:
-    """Delete the chunks of documents that are gone, unless another document holds the same text.
-
-    Args:
-        store: The store.
-        catalog: Its catalog, which may know a chunk from several documents.
-        salt: The tenant's salt; its chunks alone are deleted, for each of its models.
-        texts: The chunks' texts, each with a document that still holds it, "" for none that the caller knows.
-        sources: The documents that are gone.
-    """
-    found, nbytes = set[str](), 0
-    for model in [digest for digest, each in tenants_in(catalog).items() if each.is_of(salt)]:
-        known = list(catalog.texts(model))
-        rows = [row for row in known if row.source in sources and row.text in texts]
-        catalog.add_texts(model, [(row.key, row.text, texts[row.text]) for row in rows if texts[row.text]])
-        free = {row.key: row.text for row in rows if not texts[row.text]}
-        shared = {row.key for row in known if row.key in free and row.source not in sources}
-        for source in sources:
-            others = [row for row in rows if row.source == source and texts[row.text] != source]
-            stale = [row.key for row in others if row.key in shared or texts[row.text]]
-            if stale:
-                catalog.delete_texts(model, source=source, keys=stale)
-        alone = free.keys() - shared
-        nbytes += forget_chunks(store, catalog, {chunk_named(key) for key in alone})
-        found |= {free[key] for key in alone}
-    return ForgottenTexts(frozenset(found), nbytes)

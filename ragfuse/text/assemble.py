@@ -21,6 +21,7 @@ from ragfuse.text.rendered import Chars, Rendered, rendered
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, spelled
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt, Segment
+from ragfuse.types.reasons import CODE
 
 Message = tuple[str, Content] | ChatMessage
 """(role, content) or a `ChatMessage`; the content is one text or a list of texts and pieces."""
@@ -186,14 +187,20 @@ class Assembler:
     def _segments(self, ids: tuple[int, ...]) -> Iterator[Segment]:
         """Yield segments without positions yet: the prefix if there is one, the chunks, and the ids between them."""
         at, matches = 0, [match for match in self.find(ids) if match.hi < len(ids)]
-        begin = matches[0].lo - (matches[0].row == 1) if matches else 0  # a merged first token is not shared
+        first = next((match for match in matches if match.span.source != CODE), None)
+        begin = first.lo - (first.row == 1) if first else 0  # a merged first token is not shared
         if begin >= self.min_tokens:
             at = begin
             yield Segment(ids[:at], 0, "prefix", (self.key_of(ids[:at], ""),))
         for match in matches:
+            if match.lo < at:  # code in the prefix
+                continue
             if at < match.lo:
                 yield Segment(ids[at : match.lo], 0)
             span, at = match.span, match.hi
+            if span.source == CODE:
+                yield Segment(ids[match.lo : at], 0, source=CODE)
+                continue
             key = self.key_of(span.tokens, self.context)
             tokens = ids[match.lo : match.hi]
             rows, stored = ((match.row, match.row + len(tokens)), span.tokens) if tokens != span.tokens else (None, ())

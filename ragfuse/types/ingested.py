@@ -17,10 +17,6 @@ class Ingested:
         seconds: Time since the start.
         of: Number of chunks in all; None: unknown.
         short: Those that are too short to be stored.
-        unsaved: Those that no tier that outlives the process has, as it refused them; 0 where nobody looked.
-        repeated: Those that have the text of another one and are not short; 0 where nobody looked.
-        elsewhere: Those that were stored meanwhile by another process: a worker that died, or another run; 0 where
-            nobody looked.
     """
 
     chunks: int = 0
@@ -30,18 +26,9 @@ class Ingested:
     seconds: float = 0.0
     of: int | None = None
     short: int = 0
-    unsaved: int = 0
-    repeated: int = 0
-    elsewhere: int = 0
-
-    @property
-    def stored(self) -> int:
-        """Those that were stored before, as far as was looked."""
-        others = self.encoded + self.short + self.unsaved + self.repeated + self.elsewhere
-        return max(0, self.chunks - others)
 
     def plus(self, tokens: int, nbytes: int, seconds: float, is_short: bool = False) -> Ingested:
         """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before or is too short."""
         new = bool(nbytes)
         found = self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes
-        return Ingested(*found, seconds, self.of, self.short + is_short, self.unsaved)
+        return Ingested(*found, seconds, self.of, self.short + is_short)

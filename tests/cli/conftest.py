@@ -27,20 +27,14 @@ def made_once() -> Iterator[None]:
 
     def embeddings(library: Library) -> Any:
         name = str(library.settings.embedder)
-        if library._embeddings is None and name not in kept:
-            kept[name] = own.fget(library)
-        return library._embeddings or kept[name]
+        if name not in kept:
+            kept[name] = own.func(library)
+        return kept[name]
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(typer.testing, "_get_command", cache(typer.testing._get_command))
         patched.setattr(Library, "embeddings", property(embeddings))
         yield
-
-
-@pytest.fixture(scope="session")
-def embeddings(minilm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The embedded embedder, as LangChain takes it."""
-    return Library(Settings(home=tmp_path_factory.mktemp("home"))).embeddings
 
 
 @pytest.fixture
@@ -53,12 +47,10 @@ def book(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def library(embeddings: Any, tiny_settings: Settings) -> Callable[..., Library]:
+def library(minilm_path: Path, tiny_settings: Settings) -> Callable[..., Library]:
     """Makes an index of the test's own home; changes are settings."""
 
     def make(name: str = "default", **changes: object) -> Library:
-        made = Library(tiny_settings.model_copy(update=changes), name)
-        made._embeddings = embeddings
-        return made
+        return Library(tiny_settings.model_copy(update=changes), name)
 
     return make

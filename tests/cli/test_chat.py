@@ -80,7 +80,7 @@ def test_a_chat_without_a_name_is_gone_at_its_end_and_one_with_a_name_goes_on(ru
 def test_documents_are_added_while_one_talks(run, book):
     result = run("chat", lines=["Hello?", f"/docs add {book}", "/docs", "What was counted in 1812?", "/why"])
     assert "no documents yet" in result.stdout
-    assert re.search(r"Added: \d+ chunks of 1 document\.", result.stdout)
+    assert re.search(r"documents has \d+ chunks in the index now", result.stdout)
     assert re.search(r"\d+ chunks  .*lighthouses\.txt", result.stdout)
     assert "2 of 2 chunks" in summaries(result)[1][1]
     assert "recomputed" in result.stdout
@@ -89,23 +89,10 @@ def test_documents_are_added_while_one_talks(run, book):
 def test_turns_that_the_window_has_no_room_for_are_told_where_they_grow(run):
     questions = [f"How many ships passed lighthouse {n} in the year 18{n}0, and who counted them?" for n in range(1, 6)]
     result = run("chat", lines=questions, RAGFUSE_WINDOW_TOKENS="260")
-    told = [
-        int(n) for n in re.findall(r"window is full: (\d+) tokens of the oldest turns were left out", result.stdout)
-    ]
+    told = [int(n) for n in re.findall(r"window is full: (\d+) tokens of the oldest turns left out", result.stdout)]
     assert told, result.stdout
     assert told == sorted(set(told))
     assert "window is full" not in run("chat", lines=questions[:1], RAGFUSE_WINDOW_TOKENS="260").stdout
-
-
-def test_all_documents_are_listed_where_that_is_asked_for(run, book):
-    for number in range(14):
-        (book / f"note-{number:02d}.txt").write_text(f"Note {number} says that lighthouse {number} was painted green.")
-    run("ingest", book, "--no-kv")
-    first, every = (run("chat", lines=[line]).stdout for line in ("/docs", "/docs all"))
-    assert len(re.findall(r"^ *\d+ chunks?  /", first, re.MULTILINE)) == 12
-    assert "... and 3 more: /docs all lists them" in first
-    assert all(f"note-{number:02d}.txt" in every for number in range(14))
-    assert "more: /docs all" not in every
 
 
 def test_ratio_and_policy_hold_from_then_on(run, book):
@@ -125,11 +112,8 @@ def test_ratio_and_policy_hold_from_then_on(run, book):
         ("/ratio 2", "ratio is 2.0; wanted a number from 0 to 1"),
         ("/policy nope", "No selection policy 'nope'"),
         ("/docs add /nowhere", "found nothing at '/nowhere'"),
-        ("/docs forget x", "Wanted /docs, /docs all, /docs add PATH or /docs remove NAME; found '/docs forget x'"),
-        ("/docs remove x", "Wanted a document of the index 'default', found none named 'x'. It is empty."),
-        ("/docs add 'x", "the closing quote is missing"),
         ("/why", "There is no answer yet"),
-        ("/compare", "There is no answer to compare yet"),
+        ("/compare", "There is no answer yet"),
         ("/dance", "There is no command '/dance'; there are /docs"),
     ],
 )
@@ -228,9 +212,7 @@ def test_on_a_terminal_lines_have_a_history_and_ctrl_d_ends(terminal, environmen
     child.expect("What was counted in 1812")
     child.sendintr()  # Ctrl-C at the prompt takes the line away, and nothing else
     child.expect("> $")
-    child.send("/qu\t")
-    child.expect("/quit")
-    child.send("\x15\x04")  # the line is emptied; Ctrl-D
+    child.sendeof()
     child.expect(pexpect.EOF)
     child.wait()
     assert child.exitstatus == 0

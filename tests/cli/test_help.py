@@ -9,8 +9,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer.main
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from ragfuse.cli.main import app
@@ -74,15 +76,14 @@ app()
         ("schema show x --png /nowhere/x.png", "InputError: Wanted a file to write to"),
         ("calibrate --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("adapt --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
-        ("ask Who? --server http://127.0.0.1:1 --store x", "InputError: --store has no effect on the model of a"),
         ("ask Who? --server nowhere", "SettingsError: --server is 'nowhere'; wanted the address of a server"),
     ],
 )
 def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_path):
-    index = tmp_path / "indexes" / "default"
-    index.mkdir(parents=True)
-    part = {"file": "a", "part": 0, "parts": 1, "source": "/a.txt", "recipe": [], "texts": ["a"]}
-    (index / "some.json").write_text(json.dumps(part))
+    head = json.dumps({"embedder": "minilm-l6", "chunks": [["1", "a", "/a.txt"]]}).encode()
+    (tmp_path / "indexes").mkdir()
+    empty = {"index": np.zeros(0, np.uint8), "chunks": np.frombuffer(head, np.uint8)}
+    save_file(empty, tmp_path / "indexes" / "default.safetensors")
     kept = {**os.environ, "PYTHONPATH": str(ROOT), "RAGFUSE_HOME": str(tmp_path), "COLUMNS": "200"}
     run = subprocess.run(
         [sys.executable, "-c", LATE, *shlex.split(command)], env=kept, capture_output=True, text=True, cwd=tmp_path

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pty
-import shlex
 import subprocess
 import sys
 import time
@@ -17,12 +16,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
-from ragfuse.cli.entries import counted, show_entries
+from ragfuse.cli.entries import show_entries
 from ragfuse.cli.main import app
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
-from ragfuse.store import CatalogFile, DiskTier, KVStore
+from ragfuse.store import CatalogFile, DiskTier, KVStore, bulk
 from ragfuse.store.deletion import LEARNT
 from ragfuse.store.tenants import Tenant, hidden, remember_tenant
 from ragfuse.types.keys import ChunkKey, filler_context
@@ -35,8 +34,7 @@ from tests.store.s3_server import S3Server
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
 FILLER = ChunkKey(OURS[0].model, OURS[0].tokens, filler_context("abc"))
-COMMANDS = [("ls",), ("stats",), ("clear", "--all"), ("pin", "--all"), ("unpin", "--all"), ("gc",)]
-COMMANDS += [("move", "--all", "--to", "disk"), ("export", "a.tar")]
+COMMANDS = [("ls",), ("rm", "--all"), ("pin", "--all"), ("gc",), ("export", "a.tar")]
 
 
 @pytest.fixture
@@ -152,7 +150,7 @@ def test_ls_says_what_its_words_mean_and_no_others(run, filled):
     assert "seen again: learnt from prompts that held it" in run("ls").stdout.splitlines()
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 130])
+@pytest.mark.parametrize("width", [80, 100, 130])
 def test_ls_never_cuts_a_number_or_a_tier_and_shortens_texts(width):
     def line(i, tier, name):
         used = time.time() - 24.2 * 60 - 3600 * i
@@ -171,7 +169,7 @@ def test_ls_never_cuts_a_number_or_a_tier_and_shortens_texts(width):
     assert " objects-2 alone " in first
     assert "Huggi" in first
     assert "…" in first
-    assert width < 80 or max(map(len, (heading, first, second))) <= width
+    assert max(map(len, (heading, first, second))) <= width
     alike = io.StringIO()
     show_entries(Console(file=alike, width=width), [line(0, "objects-2", name), line(1, "redis", name)])
     assert "model" not in alike.getvalue().splitlines()[0]
@@ -184,7 +182,7 @@ def test_a_text_of_two_sources_is_found_by_both_and_cleared_with_either(run, tol
     assert (mine["source"], mine["sources"]) == ("/docs/Lighthouse.md", ["/docs/Lighthouse.md", "/docs/copy.md"])
     monkeypatch.setenv("COLUMNS", "160")
     assert "Lighthouse.md +1" in run("ls").output
-    assert told("clear", "--source", "copy", "--yes")["dropped"] == 2
+    assert told("rm", "--source", "copy", "--yes")["dropped"] == 2
     assert told("ls", "--source", "copy")["entries"] == []
     assert OURS[0] not in left(filled)
 
@@ -192,7 +190,7 @@ def test_a_text_of_two_sources_is_found_by_both_and_cleared_with_either(run, tol
 def test_one_is_said_as_one(run, filled):
     assert "(2.2 KB) written" in run("export", "a.tar", "--source", "ships").output
     assert "1 entry and 1 text (" in " ".join(run("export", "b.tar", "--source", "ships").output.split())
-    assert " and 1 text." in " ".join(run("clear", "--source", "ships", "--yes").output.split())
+    assert ", 1 text." in " ".join(run("rm", "--source", "ships", "--yes").output.split())
 
 
 @pytest.mark.parametrize(
@@ -218,19 +216,16 @@ def test_filters_choose_what_matches_all_of_them(told, filled, filters, wanted):
 
 
 def test_looking_with_smaller_settings_drops_nothing(told, filled):
-    for command in (("ls",), ("stats",), ("gc",), ("pin", "--source", "ships")):
+    for command in (("ls",), ("gc",), ("pin", "--source", "ships")):
         told(*command, DISK_BYTES=1)
     assert len(told("ls")["entries"]) == 6
 
 
-def test_stats_sums_up_tiers_and_models(told, run, filled):
-    found = told("stats")
-    (tier,) = found["tiers"]
+def test_ls_sums_up_tiers(told, filled):
+    (tier,) = told("ls")["tiers"]
     nbytes = sum(path.stat().st_size for path in files(filled))
     sums = {"tier": "disk", "entries": 6, "nbytes": nbytes, "capacity": 10 * MB, "pinned": 0, "hits": 1}
     assert tier == {**sums, "levels": {"raw": nbytes}}
-    assert {(model["model"], model["entries"]) for model in found["models"]} == {("smol", 4), ("", 2)}
-    assert f"smol (tenant {hidden('acme')[:8]}): 4 entries" in run("stats").output
 
 
 def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, tmp_path):
@@ -239,8 +234,8 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
     assert not (tmp_path / "store").exists()
     DiskTier(tmp_path / "store", MB, lru).close()
     assert "The store is empty" in run("ls").output
-    assert told("ls") == {"entries": [], "nbytes": 0, "tenants": []}
-    assert "is empty" in run("clear", "--all").output or "Nothing" in run("clear", "--all").output
+    assert (told("ls")["entries"], told("ls")["tenants"]) == ([], [])
+    assert "is empty" in run("rm", "--all").output
 
 
 # tenants
@@ -256,27 +251,25 @@ def shared(filled):
 
 @pytest.mark.parametrize("filters", [("--all",), ("--source", "s.md"), ("--tier", "disk"), ("--model", "smol")])
 def test_a_salt_limits_clear_to_its_tenant(told, shared, filters):
-    told("clear", *filters, "--yes", SALT="other")
+    told("rm", *filters, "--yes", SALT="other")
     assert {one for one in left(shared) if one.model == OURS[0].model} == {*OURS, FILLER}
     assert not set(THEIRS[:1]) & left(shared)
     assert len(texts(shared, OURS[0].model)) == 2
     assert texts(shared, THEIRS[0].model) == []
 
 
-def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_named(run, told, shared, two_tiers):
+def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_named(run, told, shared):
     assert {entry["digest"] for entry in told("ls", SALT="acme")["entries"]} == {OURS[0].model}
     assert told("pin", "--all", SALT="acme")["pinned"] == 4
-    assert told("unpin", "--tier", "disk", SALT="other") == {"unpinned": 0, "already": 2, "silent": []}
+    assert told("pin", "--off", "--tier", "disk", SALT="other") == {"unpinned": 0, "already": 2, "silent": []}
     assert told("export", "a.tar", SALT="other")["texts"] == 1
-    assert told("move", "--all", "--to", "cold", SALT="acme")["entries"] == 4
-    assert told("move", "--all", "--to", "cold", SALT="nobody")["entries"] == 0
-    assert "for the salt that is set" in " ".join(run("clear", "--all", "--yes", SALT="nobody").output.split())
-    assert told("clear", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
-    assert told("stats", SALT="nobody")["tiers"][1]["entries"] == 4
+    assert "Nothing in the store matches" in run("rm", "--all", "--yes", SALT="nobody").output
+    assert told("rm", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
+    assert left(shared) == {*OURS, FILLER}
 
 
 def test_without_a_salt_all_is_all(told, shared):
-    assert told("clear", "--all", "--yes", SALT="")["dropped"] == 6
+    assert told("rm", "--all", "--yes", SALT="")["dropped"] == 6
     assert left(shared) == set()
 
 
@@ -284,19 +277,19 @@ def test_without_a_salt_all_is_all(told, shared):
 
 
 def test_clear_of_one_tenant_leaves_the_others_and_their_texts(told, filled):
-    assert told("clear", "--tenant", "acme", "--yes")["dropped"] == 4
+    assert told("rm", "--tenant", "acme", "--yes")["dropped"] == 4
     assert left(filled) == set(THEIRS)
     assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
 
 
 def test_clear_of_one_chunk_drops_it_in_all_company_and_its_text(told, filled):
-    assert told("clear", OURS[0].tokens[:16], "--tenant", "acme", "--yes")["dropped"] == 2
+    assert told("rm", OURS[0].tokens[:16], "--tenant", "acme", "--yes")["dropped"] == 2
     assert left(filled) == {*OURS[1:], *THEIRS}
     assert len(texts(filled, OURS[0].model)) == 1
 
 
 def test_clear_of_everything_drops_everything_and_all_texts(told, filled):
-    assert told("clear", "--all", "--yes")["dropped"] == 6
+    assert told("rm", "--all", "--yes")["dropped"] == 6
     assert left(filled) == set()
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
 
@@ -310,11 +303,19 @@ def server(tmp_path):
     server.kill()
 
 
+def moved(told, far, *filters):
+    """Lets a further tier alone hold what is selected; returns how many entries these are."""
+    assert told("export", "moved.tar", "--yes", *filters, **far)["entries"]
+    n = told("import", "moved.tar", "--tier", json.loads(far["TIERS"])[0].partition(":")[0], **far)["entries"]
+    assert told("rm", "--tier", "disk", "--yes", *filters, **far)["dropped"] == n
+    return n
+
+
 @pytest.fixture
 def far(told, filled, server):
     """Settings with a Redis that holds everything, and is down."""
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
-    assert told("move", "--all", "--to", "redis", **far)["entries"] == 6
+    assert moved(told, far) == 6
     assert told("export", "keep.tar", **far)["entries"] == 6
     server.kill()
     return far
@@ -324,7 +325,7 @@ def far(told, filled, server):
 def half_far(told, filled, server):
     """Settings with a Redis that holds one chunk of six, and is down."""
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
-    assert told("move", "--source", "ships", "--to", "redis", **far)["entries"] == 1
+    assert moved(told, far, "--source", "ships") == 1
     server.kill()
     return far
 
@@ -342,12 +343,17 @@ def test_an_export_of_what_a_silent_tier_holds_writes_nothing_and_keeps_the_file
 
 def test_an_export_that_would_lack_what_a_silent_tier_holds_goes_to_a_new_file_alone(run, half_far):
     Path("old.tar").write_bytes(b"old")
-    refused(run("export", "old.tar", "--yes", **half_far), "StoreError", "does not answer", "'old.tar' is unchanged")
+    refused(
+        run("export", "old.tar", "--yes", **half_far),
+        "StoreError",
+        "does not answer",
+        "nothing was written to 'old.tar'",
+    )
     assert Path("old.tar").read_bytes() == b"old"
     result = run("export", "new.tar", "--json", "-", **half_far)
     assert result.exit_code == 1
     assert (json.loads(result.stdout)["entries"], json.loads(result.stdout)["silent"]) == (5, ["redis"])
-    assert "Tier redis does not answer: its entries are not in new.tar" in " ".join(result.stderr.split())
+    assert "Tier redis does not answer" in result.stderr
     assert run("export", "old.tar", "--tier", "disk", "--yes", **half_far).exit_code == 0  # nothing that is meant lacks
 
 
@@ -369,22 +375,19 @@ def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_statu
 
 
 def test_what_a_silent_tier_holds_is_never_said_to_be_nothing(run, far):
-    for command in (("move", "--all", "--to", "disk"), ("pin", "--all"), ("unpin", "--tier", "redis")):
+    for command in (("pin", "--all"), ("pin", "--off", "--tier", "redis")):
         result = run(*command, **far)
         refused(result, "StoreError", "Tier redis does not answer", "nothing was")
         assert "empty" not in result.output
     assert "empty" not in run("ls", **far).output
-    assert "empty" not in run("clear", "--all", "--yes", **far).output
+    assert "empty" not in run("rm", "--all", "--yes", **far).output
 
 
-def test_moving_into_a_silent_tier_is_refused_and_pinning_beside_one_gives_a_status(run, half_far, filled):
-    refused(run("move", "--all", "--to", "redis", **half_far), "StoreError", "Tier redis does not", "nothing was moved")
+def test_pinning_beside_a_silent_tier_gives_a_status(run, half_far, filled):
     result = run("pin", "--all", **half_far)
     assert result.exit_code == 1
-    assert "Pinned 5 entries" in result.output
-    assert run("unpin", "--tier", "disk", **half_far).exit_code == 0
-    assert run("move", "--all", "--to", "disk", **half_far).exit_code == 1
-    assert len(left(filled)) == 5
+    assert "5 entries" in result.output
+    assert run("pin", "--off", "--tier", "disk", **half_far).exit_code == 0
 
 
 def test_a_bucket_that_does_not_answer_is_no_empty_one(run, told, filled):
@@ -392,7 +395,8 @@ def test_a_bucket_that_does_not_answer_is_no_empty_one(run, told, filled):
     try:
         far = {"TIERS": json.dumps([server.new_url()]), "TIER_TIMEOUT_S": 2.0}
         with server.reachable():
-            assert told("move", "--all", "--to", "objects", **far)["entries"] == 6
+            assert told("export", "all.tar")["entries"] == 6
+            assert told("import", "all.tar", "--tier", "objects", **far)["entries"] == 6
             assert told("export", "keep.tar", "--tier", "objects", **far)["entries"] == 6
             good = Path("keep.tar").read_bytes()
             server.stop()
@@ -417,22 +421,22 @@ def test_gc_says_which_tier_it_has_not_looked_at(run, half_far):
 
 def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
-    assert told("move", "--source", "ships", "--to", "redis", **far)["entries"] == 1
+    assert moved(told, far, "--source", "ships") == 1
     server.kill()
     assert "Tier redis does not answer" in run("ls", **far).output
-    result = run("clear", "--all", "--yes", **far)
+    result = run("rm", "--all", "--yes", **far)
     assert result.exit_code == 1
     said = " ".join(result.output.split())
     assert "Deleted 5 entries" in said
-    assert "Tier redis could not be cleared" in said
+    assert "Tier redis does not answer: what it holds stays" in said
     assert left(filled) == set()
     assert (len(texts(filled, OURS[0].model)), len(texts(filled, THEIRS[0].model))) == (2, 1)
-    again = run("clear", "--all", "--yes", "--json", "-", **far)  # nothing is listed any more
+    again = run("rm", "--all", "--yes", "--json", "-", **far)  # nothing is listed any more
     assert again.exit_code == 1
     counts = {"dropped": 0, "nbytes": 0, "texts": 0, "stayed": 0}
     assert json.loads(again.stdout) == {**counts, "silent": ["redis"], "unknown": []}
     server.start()
-    assert told("clear", "--all", "--yes", **far)["texts"] == 3
+    assert told("rm", "--all", "--yes", **far)["texts"] == 3
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
 
 
@@ -441,23 +445,22 @@ def test_clear_of_one_tier_is_done_whatever_another_does_and_keeps_the_texts_of_
 ):
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
     server.kill()
-    result = run("clear", "--tier", "disk", "--yes", **far)
+    result = run("rm", "--tier", "disk", "--yes", **far)
     said = " ".join(result.output.split())
     assert result.exit_code == 0, said
     assert "Deleted 6 entries" in said
-    assert "could not be cleared" not in said
-    assert "Tier redis does not answer: its entries are not known, so all texts stay" in said
+    assert "Tier redis does not answer: what it holds stays there, and all texts stay" in said
     assert left(filled) == set()
     assert len(texts(filled, OURS[0].model)) == 2
-    again = told("clear", "--tier", "disk", "--yes", **far)
+    again = told("rm", "--tier", "disk", "--yes", **far)
     assert (again["silent"], again["unknown"], again["texts"]) == ([], ["redis"], 0)
-    assert run("clear", "--tier", "redis", "--yes", **far).exit_code == 1
+    assert run("rm", "--tier", "redis", "--yes", **far).exit_code == 1
 
 
 def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
     settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),))
     with StoreAdmin(settings) as admin:
-        assert admin.move(admin.list_entries(EntryFilter(source="ships")), "redis").chunks == 1
+        assert bulk.move(admin.store, [OURS[1]], "redis").chunks == 1
         lines = admin.list_entries()
         server.kill()
         done = admin.clear(lines, EntryFilter())
@@ -484,13 +487,13 @@ def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
 def test_clear_of_a_tenant_whose_entries_are_gone_drops_the_texts_that_are_left(run, told, filled):
     with KVStore([DiskTier(filled, 10 * MB, lru)]) as store:
         store.clear(OURS[0].model)
-    refused(run("clear", "--tenant", "acme"), "InputError", "Delete all texts of chunks that no tier stores", "--yes")
-    done = told("clear", "--tenant", "acme", "--yes")
+    assert "Delete all texts of chunks that no tier stores" in run("rm", "--tenant", "acme").output
+    done = told("rm", "--tenant", "acme", "--yes")
     assert (done["dropped"], done["texts"]) == (0, 2)
     assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
 
 
-@pytest.mark.parametrize("command", [("pin",), ("unpin",), ("clear", "--yes"), ("move", "--to", "memory")])
+@pytest.mark.parametrize("command", [("pin",), ("pin", "--off"), ("rm", "--yes")])
 def test_what_matches_nothing_is_told_with_a_status(run, told, filled, command):
     result = run(*command, "--source", "no such document")
     assert result.exit_code == 1
@@ -498,9 +501,12 @@ def test_what_matches_nothing_is_told_with_a_status(run, told, filled, command):
 
 
 def test_clear_asks_and_without_a_terminal_wants_yes(run, filled, environment):
-    refused(run("clear", "--all"), "InputError", "Delete 6 entries", "--yes")
+    asked_in_vain = run("rm", "--all")
+    assert asked_in_vain.exit_code == 1
+    assert "Delete 6 entries" in asked_in_vain.output
+    assert "--yes" in asked_in_vain.output
     for answer, is_gone in (("n", False), ("y", True)):
-        status, said = on_a_terminal(environment, answer, "store", "clear", "--source", "ships")
+        status, said = on_a_terminal(environment, answer, "store", "rm", "--source", "ships")
         assert "Delete 1 entry" in said
         assert status == (0 if is_gone else 1)
         assert (OURS[1] in left(filled)) != is_gone
@@ -528,41 +534,19 @@ def on_a_terminal(environment, answer, *arguments) -> tuple[int, str]:
         os.close(theirs)
 
 
-@pytest.mark.parametrize("command", ["clear", "pin", "unpin", "move"])
+@pytest.mark.parametrize("command", ["rm", "pin"])
 def test_what_is_meant_must_be_said(run, filled, command):
-    to = ("--to", "disk") if command == "move" else ()
-    refused(run(command, *to), "InputError", f"Say what to {command}", "--all")
-    refused(run(command, "--all", "--source", "ships", *to), "InputError", "--all alone")
+    refused(run(command), "InputError", "Say what to", "--all")
+    refused(run(command, "--all", "--source", "ships"), "InputError", "--all alone")
     assert len(left(filled)) == 6
 
 
 def test_pins_are_kept_and_taken_off(told, filled):
     assert told("pin", "--source", "lighthouse")["pinned"] == 2
     assert {entry["key"] for entry in told("ls")["entries"] if entry["pinned"]} == {str(OURS[0]), str(FILLER)}
-    assert told("stats")["tiers"][0]["pinned"] == 2
-    assert told("unpin", "--all") == {"unpinned": 2, "already": 4, "silent": []}
+    assert told("ls")["tiers"][0]["pinned"] == 2
+    assert told("pin", "--off", "--all") == {"unpinned": 2, "already": 4, "silent": []}
     assert not any(entry["pinned"] for entry in told("ls")["entries"])
-
-
-@pytest.fixture
-def two_tiers(monkeypatch):
-    """The settings' store with a second folder behind it."""
-
-    def opened(settings, evict, codecs, evict_behind):
-        folder = settings.store_path
-        disk = DiskTier(folder, settings.disk_bytes, evict)
-        return KVStore([disk, DiskTier(folder.with_name("cold"), 20 * MB, evict_behind, name="cold")], codecs)
-
-    monkeypatch.setattr("ragfuse.engine.store_opener.open_store", opened)
-
-
-def test_chunks_are_moved_between_tiers(run, told, filled, two_tiers):
-    done = told("move", "--tenant", "acme", "--to", "cold")
-    assert (done["entries"], done["failed"]) == (4, 0)
-    assert {(e["model"], e["tier"]) for e in told("ls")["entries"]} == {("smol", "cold"), ("", "disk")}
-    assert told("clear", "--tier", "cold", "--source", "ships", "--yes")["dropped"] == 1
-    assert len(told("ls", "--tier", "cold")["entries"]) == 3
-    refused(run("move", "--all", "--to", "tape"), "StoreError", "no tier 'tape'", "disk, cold")
 
 
 def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
@@ -574,19 +558,15 @@ def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
     assert left(tmp_path / "other") == {*OURS, FILLER}
     assert texts(tmp_path / "other", OURS[0].model) == texts(filled, OURS[0].model)
     assert told("import", "a.tar", **away)["known"] == 4
-    said = " ".join(run("import", "a.tar", STORE=tmp_path / "third").output.split())
-    assert "4 entries and 2 texts" in said
-    assert f"did not have, {OURS[0].model[:8]}" in said
+    assert "4 entries and 2 texts" in run("import", "a.tar", STORE=tmp_path / "third").output
 
 
 def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(told, run, filled):
     assert told("export", "a.tar", "--no-texts")["texts"] == 0
     assert b"Theirs." not in Path("a.tar").read_bytes()
-    refused(run("export", "a.tar"), "InputError", "exists already", "ragfuse store export a.tar --yes")
-    Path("an archive.tar").touch()
-    given = ("an archive.tar", "--no-texts", "--source", "ships", "--store", filled)
-    again = f"ragfuse store export 'an archive.tar' --source ships --no-texts --store {filled} --yes"
-    refused(run("export", *given), "InputError", "exists already", again)
+    asked_in_vain = run("export", "a.tar")
+    assert asked_in_vain.exit_code == 1
+    assert "exists already" in asked_in_vain.output
     assert told("export", "a.tar", "--yes")["texts"] == 3
 
 
@@ -627,22 +607,15 @@ def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
 # one readable line
 
 
-def test_with_a_gpu_in_the_settings_nothing_is_moved_into_a_tier_that_ends_with_the_command(run, told, filled):
-    assert [tier["tier"] for tier in told("stats", DEVICE="cuda")["tiers"]] == ["disk"]
-    refused(run("move", "--all", "--to", "gpu", DEVICE="cuda"), "InputError", "'gpu'", "memory of the process", "disk")
-    assert left(filled) == {*OURS, FILLER, *THEIRS}
-
-
 def test_tiers_and_keys_that_are_none_are_named_with_those_there_are(run, filled):
     refused(run("ls", "--tier", "tape"), "StoreError", "no tier 'tape'", "it has: disk")
     refused(run("ls", "--tier", "memory"), "InputError", "'memory'", "process", "disk")
-    refused(run("move", "--all", "--to", "memory"), "InputError", "'memory'")
     refused(run("ls", "--tier", "gpu"), "InputError", "'gpu'", "process", "disk")
     refused(run("ls", "zzzz"), "InputError", "begins with 'zzzz'", "ragfuse store ls")
     refused(run("pin", ""), "InputError", "begins with ''")
     assert OURS[0].tokens == THEIRS[0].tokens
     refused(
-        run("clear", OURS[0].tokens[:12], "--yes"),
+        run("rm", OURS[0].tokens[:12], "--yes"),
         "InputError",
         "2 chunks",
         f"smol (tenant {hidden('acme')[:8]})",
@@ -670,13 +643,12 @@ def test_a_folder_without_permission_is_refused(tmp_path):
 
     status, said = asked(work)
     assert status == 1
-    assert said.startswith("StoreError: ")
     assert "permission" in said.lower()
 
 
 def test_no_command_loads_or_even_imports_a_model(environment, filled):
     code = (
-        "import sys; sys.argv = ['ragfuse', 'store', 'stats']\n"
+        "import sys; sys.argv = ['ragfuse', 'store', 'ls']\n"
         "from ragfuse.cli import app\n"
         "try:\n    app()\nexcept SystemExit as end:\n    assert not end.code\n"
         "print(sorted({'transformers', 'peft', 'langchain_core'} & set(sys.modules)))"
@@ -734,14 +706,6 @@ def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_set
         assert len(admin.list_entries(EntryFilter(source="b.txt"))) == 1
 
 
-def test_the_command_that_needs_no_terminal_is_quoted_as_a_shell_reads_it(run, filled):
-    with CatalogFile(filled) as book:
-        book.add_texts(THEIRS[1].model, [(str(THEIRS[1]), "Again.", "/docs/two words.md")])
-    said = run("clear", "--source", "two words", "--tier", "disk").stderr
-    command = said.replace("\n", " ").partition("Add --yes: ")[2]
-    assert shlex.split(command) == [*["ragfuse", "store", "clear", "--tier", "disk", "--source"], "two words", "--yes"]
-
-
 def test_ls_says_what_each_tenant_keeps_in_all(run, told, filled):
     uses = {use["digest"]: use for use in told("ls")["tenants"]}
     mine = uses[OURS[0].model]
@@ -750,8 +714,6 @@ def test_ls_says_what_each_tenant_keeps_in_all(run, told, filled):
     assert set(uses) == {OURS[0].model, THEIRS[0].model}
     assert f"KB in disk, {mine['texts']} texts, 0 sessions" in " ".join(run("ls").output.split())
     assert [use["digest"] for use in told("ls", "--model", "smol")["tenants"]] == [OURS[0].model]
-    assert "Selected" not in run("ls").output
-    assert "in all" not in run("ls", "--model", "smol").output
 
 
 @pytest.mark.parametrize("narrow", [("--source", "ships"), (OURS[1].tokens[:12], "--tenant", "acme")])
@@ -761,6 +723,4 @@ def test_ls_tells_what_is_selected_apart_from_what_the_tenant_keeps(run, told, f
     assert found["tenants"] == [whole]
     assert 0 < found["nbytes"] < sum(whole["nbytes"].values())
     said = run("ls", *narrow).output
-    n = len(found["entries"])
-    assert f"Selected: {counted(n, 'entry', 'entries')}, {size_text(found['nbytes'])}.\n" in said
     assert f" in all: {size_text(whole['nbytes']['disk'])} in disk, {whole['texts']} texts, 0 sessions" in said

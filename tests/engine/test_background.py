@@ -35,7 +35,7 @@ class Desk:
     def save(self, work: EncodeJob) -> None:
         self.begun.set()
         assert self.gate.wait(60)
-        self.done.append(work.tokens[0] if work.tokens else work.prompt.token_ids[0])
+        self.done.append(work.tokens[0])
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_what_is_forgotten_is_neither_encoded_nor_learnt_from(desk):
     waiting = [
         EncodeJob("chunk", run),
         EncodeJob("prefix", (5, 6, *run, 3), n_prefix=2),
-        *(EncodeJob("learn", prompt=prompt) for prompt in prompts),
+        *(EncodeJob("learn", prompt.token_ids, plan=LoadPlan(prompt, 0.1, "hkvd", ())) for prompt in prompts),
         work(2),
     ]
     for each in waiting:
@@ -157,11 +157,9 @@ def test_what_is_forgotten_is_neither_encoded_nor_learnt_from(desk):
 )
 def test_a_run_waits_only_in_jobs_of_its_own_tokens(desk, kind: JobKind, is_encoded: bool):
     saver, run = BackgroundEncoder(desk.save), (1, 2, 3)
-    prompt = Prompt((Segment(run, 0),))
-    fields = {"learn": {"prompt": prompt}}.get(kind, {"tokens": run})
     saver.submit(EncodeJob("chunk", (0,)))
     assert desk.begun.wait(60)
-    saver.submit(EncodeJob(kind, **fields))
+    saver.submit(EncodeJob(kind, run))
     assert saver.is_waiting(run) is is_encoded
     desk.gate.set()
     saver.close()
@@ -174,7 +172,7 @@ def test_a_run_waits_only_in_jobs_of_its_own_tokens(desk, kind: JobKind, is_enco
         (EncodeJob("run", (3, 4), run=SchemaRun(("m",), ())), ["wait_idle", "keep_run"]),
         (EncodeJob("prefix", (3, 4), n_prefix=1), ["wait_idle", "extend"]),
         (EncodeJob("copy", (3, 4), keys=(KEY,)), ["store"]),
-        (EncodeJob("learn", prompt=Prompt((Segment((3, 4), 0),))), ["learn"]),
+        (EncodeJob("learn", plan=LoadPlan(Prompt((Segment((3, 4), 0),)), 0.1, "hkvd", ())), ["learn"]),
     ],
     ids=lambda each: each.kind if isinstance(each, EncodeJob) else "",
 )

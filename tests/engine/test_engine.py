@@ -363,6 +363,26 @@ def test_streams_that_are_closed_while_they_wait_for_the_model_compute_nothing(f
     assert len(computed) == 1
 
 
+@pytest.mark.parametrize("reuse", [True, False], ids=["fused", "full"])
+def test_a_stream_that_is_cancelled_during_its_prefill_computes_no_further_layer(filled, reuse):
+    filled.answer(messages())
+    layers, computed = filled.model.wiring.layers, []
+
+    def cancel(*given):
+        computed.append(given)
+        stream.cancel()
+
+    hooks = [layer.register_forward_hook(cancel) for layer in layers]
+    with filled.model.lock:
+        stream = filled.stream(messages(), Ask(reuse=reuse))
+    with pytest.raises(InputError, match="closed"):
+        list(stream)
+    for hook in hooks:
+        hook.remove()
+    assert len(computed) == 1 < len(layers)
+    assert filled.answer(messages(), Ask(reuse=reuse)).text
+
+
 def test_what_fails_in_a_stream_is_raised_to_the_reader_every_time(filled):
     stream = filled.stream(messages(), Ask(options={"use_cache": False}))
     for _ in range(2):

@@ -11,7 +11,9 @@ from ragfuse import Ask, Engine, Settings
 from ragfuse.engine.model_profiles import calibrate_command
 from ragfuse.engine.recurrence import RecurrenceHint, RecurringPassages
 from ragfuse.process.shared import forget, shared
+from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
+from ragfuse.types.reasons import CODE
 from tests.tiny import CHUNKS, adds_up, chunk_hits
 
 SYSTEM = ("system", "Answer from the passages.")
@@ -138,7 +140,7 @@ def test_threads_that_learn_at_the_same_time_answer_and_learn(learner):
 
 
 def test_it_remembers_fingerprints_alone_and_only_so_many(learner):
-    prompt = Prompt((Segment(tuple(range(10, 2010)), 0),))
+    prompt = LoadPlan(Prompt((Segment(tuple(range(10, 2010)), 0),)), 0.1, "hkvd", ())
     sightings = RecurringPassages(max_fingerprints=3)
     assert sightings.met_again(prompt, lambda token: (2 if token % 50 == 0 else 0, token % 50 != 0)) == []
     assert len(sightings) == 3
@@ -149,18 +151,52 @@ def test_a_passage_is_forgotten_after_a_while():
     now = [0.0]
     sightings = RecurringPassages(ttl_s=10.0, clock=lambda: now[0])
     border = lambda token: (0, True)  # noqa: E731
-    first, second = (Prompt((Segment(tuple(range(10, 60)), 0), Segment((token,), 50))) for token in (1, 2))
+    prompts = (Prompt((Segment(tuple(range(10, 60)), 0), Segment((token,), 50))) for token in (1, 2))
+    first, second = (LoadPlan(prompt, 0.1, "hkvd", ()) for prompt in prompts)
     assert sightings.met_again(first, border) == []
     now[0] = 11.0
     assert sightings.met_again(second, border) == []
     assert len(sightings.met_again(first, border)) == 1
 
 
-def test_programs_are_not_learnt_from_text_alone(learner):
+def test_programs_are_reused_behind_an_equal_beginning_alone_and_the_trace_says_so(learns):
     program = "def counted(ships): return {ship['name']: [ship.lamps[0]] for ship in ships if ship.lamps != []}"
-    for question in ("Question: Who?", "Question: When?", "Question: Why?"):
-        last = ask(learner, [program, question + " Say it."], question)
-    assert not last.trace.tokens_reused
+    with Engine(learns.model_copy(update={"prefix_cache": True})) as engine:
+        for name in ("Ann", "Bob", "Eve"):
+            last = ask(engine, [f"My name is {name}.", program], "Question: Who?").trace
+        assert not last.tokens_chunks
+        assert [segment.why for segment in last.segments if not segment.hit] == [CODE]
+        assert ask(engine, ["My name is Eve.", program], "Question: When?").trace.tokens_prefix > len(program)
+
+
+def test_a_line_that_changes_is_lost_alone_wherever_it_stands(learner):
+    lines = [line for text in CHUNKS for line in text.split(". ")]
+    for at in (0, 3, len(lines)):
+        for stamp in ("a81f", "77c0", "93bb"):
+            said = "\n".join([*lines[:at], f"cch={stamp}{at};", *lines[at:]])
+            answer = learner.answer([("system", said), ("user", "Who?")])
+            learner.flush()
+        found = sum(segment.n_tokens for segment in answer.trace.segments if segment.hit)
+        assert found >= len("\n".join(lines)) - len(lines)
+        assert answer.trace.tokens_reused + answer.trace.tokens_recomputed == found
+
+
+def test_nothing_is_encoded_behind_a_beginning_that_did_not_recur(learns):
+    with Engine(learns.model_copy(update={"prefix_cache": True})) as engine:
+        engine.ingest([(text, "book") for text in CHUNKS[:2]])
+        jobs = record(engine)
+        for stamp in ("a81f", "77c0", "93bb"):
+            engine.answer([("system", f"It is {stamp}."), ("user", "\n\n".join([*CHUNKS[:2], "Who?"]))])
+        assert "prefix" not in jobs
+        engine.answer([("system", "It is 93bb."), ("user", "\n\n".join([*CHUNKS[:2], "When?"]))])
+        assert "prefix" in jobs
+
+
+def record(engine):
+    """Return a list that gets the kind of each job from now on."""
+    kinds, submit = [], engine._stages.remember.jobs.submit
+    engine._stages.remember.jobs.submit = lambda job: (kinds.append(job.kind), submit(job))
+    return kinds
 
 
 def test_it_is_said_once_where_long_passages_recur_and_are_not_reused(tiny_settings, caplog):

@@ -11,9 +11,8 @@ import pytest
 
 from ragfuse import Engine, InputError, Settings, SettingsError
 from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
-from ragfuse.admin.unkeyed import in_words, unkeyed
 from ragfuse.serve.keys import Keys, check_host, read_keys
-from tests.serve.kit import Served, process, serving, wait_for, with_documents
+from tests.serve.kit import Served, serving, with_documents
 from tests.tiny import CHUNKS
 
 BLUE, OTHER_BLUE, GREEN = "blue-key-of-a-test-1", "blue-key-of-a-test-2", "green-key-of-a-test-1"
@@ -44,31 +43,6 @@ def test_a_key_behind_a_colon_alone_is_the_tenants_without_a_salt(varied_path: P
             for answer in (served.post("/v1/chat/completions", body, **bearer(key)).json() for key in (BLUE, GREEN))
         ]
     assert hits == [[True] * 3, [False] * 3]
-
-
-def test_the_start_tells_of_entries_that_no_key_finds(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=3)
-    for salt, n in (("", 3), ("salt-of-blue", 2), ("salt-of-red", 1)):
-        with Engine(settings.model_copy(update={"salt": salt})) as engine:
-            engine.ingest([(text, "book") for text in CHUNKS[:n]])
-    log = list[str]()
-    with process(settings, log=log, RAGFUSE_API_KEYS=f"salt-of-blue:{BLUE},{GREEN}"):
-        wait_for(lambda: any("SALT:KEY" in line for line in log))
-    told = next(line for line in log if "SALT:KEY" in line)
-    assert "No key finds 3 entries of this store ingested without a salt" in told
-    assert ":KEY." in told
-    assert "No key finds 1 entry of this store under other salts" in told
-
-
-def test_nothing_is_told_where_keys_find_all(varied_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=3)
-    with Engine(settings) as engine:
-        engine.ingest([(CHUNKS[0], "book")])
-        for keys, n in (([f":{BLUE}", GREEN], 0), ([GREEN], 1)):
-            salts = [tenant.salt for tenant in Keys(keys).tenants]
-            found = unkeyed(engine.store, engine.catalog.strict, settings.model, salts)
-            assert found.total() == n
-            assert bool(in_words(found)) == bool(n)
 
 
 @pytest.mark.parametrize("told", ["", "Bearer", f"Basic {BLUE}", f"Bearer {BLUE[:-1]}", "Bearer salt-of-blue"])

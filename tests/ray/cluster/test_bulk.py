@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import ray
 from ragfuse_bench.ray.bulk import contents, texts
-from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse import Engine, InputError, Settings, SettingsError
-from ragfuse.cli.ingest import encode_on_ray
 from ragfuse.cli.main import app
 from ragfuse.errors import OverlongError
 from ragfuse.ray import encode
@@ -82,30 +80,6 @@ def test_the_command_encodes_on_the_cluster(
     assert contents(settings.model_copy(update={"store": tmp_path / "store"}))
     told = json.loads((tmp_path / "r.json").read_text())
     assert told["encoded"] == told["ray"]["encoded"] > 0
-    assert (told["stored"], told["elsewhere"]) == (0, 0)
-    again = CliRunner().invoke(app, [*words, "--json", str(tmp_path / "r.json")])
-    assert again.exit_code == 0, again.output
-    assert "Ray is not needed" in again.output
-    later = json.loads((tmp_path / "r.json").read_text())
-    assert (later["stored"], later["ray"]["workers"]) == (told["encoded"], [])
-
-
-def test_what_a_dead_worker_stored_was_not_stored_before(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without_its_first(chunks: Any, here: Settings, **given: Any) -> BulkSummary:
-        with Engine(here) as engine:  # as a worker that told nothing
-            engine.ingest(chunks[:3])
-        return BulkSummary(len(chunks), len(chunks) - 5, short=1)
-
-    monkeypatch.setattr("ragfuse.ray.bulk.encode", without_its_first)
-    mine = settings.model_copy(update={"store": tmp_path / "store"})
-    with Engine(mine) as engine:
-        engine.ingest(CHUNKS[-1:])
-        chunks = [*CHUNKS, CHUNKS[0], ("x", "short")]
-        _, done = encode_on_ray(engine, chunks, Console(), "local", None, None)
-    assert (done.chunks, done.encoded, done.elsewhere, done.repeated) == (len(chunks), len(CHUNKS) - 4, 3, 1)
-    assert (done.stored, done.short) == (1, 1)
 
 
 def test_nodes_that_see_nothing_of_a_place_do_not_write_there(settings: Settings, tmp_path: Path) -> None:

@@ -1,18 +1,15 @@
-"""Models of commands: loaded once everything else that the command was given is known to be there."""
+"""The engine of a command, loaded once everything else that the command was given is known to be there."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from ragfuse.cli.options import prepare_model
-from ragfuse.errors import InputError
 
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
@@ -49,19 +46,3 @@ def tell_loaded(seconds: float, what: str) -> None:
     """Say on standard error how long a model took to load, and which one it is."""
     line = f"Model loaded in {seconds:.1f} s: {what}."
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def require_writable(*targets: Path | None) -> None:
-    """Raise InputError for a file that cannot be written, before hours of work for it; None is skipped."""
-    for target in targets:
-        if target is None:
-            continue
-        folder, found = target.expanduser().parent, ""
-        if target.is_dir():
-            found = "a folder"
-        elif not folder.is_dir():
-            found = "a file in a folder that does not exist"
-        elif not os.access(folder, os.W_OK):
-            found = "a file in a folder that cannot be written to"
-        if found:
-            raise InputError(f"Wanted a file to write to, found {found}: '{target}'. Name another file.")

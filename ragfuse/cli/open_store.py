@@ -1,0 +1,40 @@
+"""The store of the settings, opened for commands that need no model; and what they ask before they delete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from ragfuse.cli.options import settings_of
+from ragfuse.errors import InputError
+
+if TYPE_CHECKING:
+    from ragfuse.admin.store_admin import StoreAdmin
+
+
+@contextmanager
+def open_admin(folder: Path | None, console: Console, may_be_new: bool = False) -> Iterator[StoreAdmin]:
+    """Open the store of the settings; InputError if it does not exist yet, unless `may_be_new`."""
+    settings = settings_of(store=folder)
+    if not may_be_new and not settings.tiers and settings.disk_bytes and not settings.store_path.exists():
+        raise InputError(
+            f"There is no store at '{settings.store_path}' yet. Fill it with `ragfuse ingest PATH`, or "
+            "choose another folder with --store."
+        )
+    with console.status("opening the store"):
+        from ragfuse.admin.store_admin import StoreAdmin
+
+        admin = StoreAdmin(settings)
+    with admin:
+        yield admin
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask for confirmation, unless `yes`; without a terminal the command ends there."""
+    if not yes:
+        typer.confirm(f"{question} (--yes does not ask)", abort=True, err=True)
