@@ -100,8 +100,7 @@ class FetchedKV:
         streamed, lost = self.streamed, self.plan.lost
         if streamed is not None and (streamed.stream is not None or not lost):
             return streamed.plan
-        counts = self.ahead.plan is None or bool(lost)
-        return self.fetcher.noted(self.plan.make(time.perf_counter() - self.since_s, counts))
+        return self.fetcher.noted(self.plan.make(time.perf_counter() - self.since_s))
 
     @contextmanager
     def layers(self, chosen: LoadPlan) -> Iterator[tuple[LayerReader, LayerSource]]:

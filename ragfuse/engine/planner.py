@@ -56,15 +56,10 @@ class RevisablePlan:
         self._planner, self.prompt, self.request = planner, prompt, request
         self.lost = frozenset[int]()
 
-    def make(self, spent_s: float = 0.0, counts: bool = True) -> LoadPlan:
-        """Return a plan for the current state of the store.
-
-        Args:
-            spent_s: Seconds of the deadline that have passed.
-            counts: Whether hits and misses are counted; True once per question.
-        """
+    def make(self, spent_s: float = 0.0) -> LoadPlan:
+        """Return a plan for the current state of the store, with `spent_s` seconds of the deadline passed."""
         ask = with_remaining_deadline(self.request.ask, spent_s)
-        return planned(self._planner.plan)(self.prompt, self.request, ask, self.lost, counts)
+        return planned(self._planner.plan)(self.prompt, self.request, ask, self.lost)
 
     def lose(self, segment: int, prompt: Prompt) -> None:
         """Leave this segment out of all later plans.
@@ -105,9 +100,7 @@ class Planner:
         """Return the plan of a prompt; `RevisablePlan.make` computes it."""
         return RevisablePlan(self, prompt, request)
 
-    def plan(
-        self, prompt: Prompt, request: Request, ask: Ask, lost: frozenset[int] = frozenset(), counts: bool = True
-    ) -> LoadPlan:
+    def plan(self, prompt: Prompt, request: Request, ask: Ask, lost: frozenset[int] = frozenset()) -> LoadPlan:
         """Decide what to read and what to compute for a prompt.
 
         Args:
@@ -115,7 +108,6 @@ class Planner:
             request: The request.
             ask: The request's options, with the rest of its deadline.
             lost: Indices of segments whose entries could not be read.
-            counts: Whether hits and misses are counted.
 
         Returns:
             The plan. Its prompt has segments of kind "prefix" where the prefix cache has a hit.
@@ -138,7 +130,7 @@ class Planner:
             full = controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
         keys = [key for segment in prompt.segments for key in segment.keys if key not in unused]
-        entries = self._store.lookup(keys, counts=counts)
+        entries = self._store.lookup(keys)
         others = self._store.copies(entries) if machine is not None else {}
         found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
         # A prefix that is not in the store is new text, not a miss.
