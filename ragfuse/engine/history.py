@@ -374,7 +374,7 @@ class ConversationHistory:
         store, fast = encoder.store, [tier.name for tier in encoder.store.tiers if not tier.slow]
         if not (persistent or fast):
             return
-        if store.lookup([kv_span.key], counts=False) and (not persistent or store.is_persistent(kv_span.key)):
+        if store.lookup([kv_span.key]) and (not persistent or store.is_persistent(kv_span.key)):
             return
         run = gathered(kv, rows, encoder.model.profile.rope)
         if not persistent:

@@ -165,7 +165,7 @@ class Prefetcher:
 
     def _found(self, keys: Sequence[tuple[ChunkKey, ...]]) -> list[Entry]:
         """Return the stored entry of each tuple of alternative keys, in the given order."""
-        found = self._store.lookup((key for alternatives in keys for key in alternatives), counts=False)
+        found = self._store.lookup(key for alternatives in keys for key in alternatives)
         best = (next((found[key] for key in alternatives if key in found), None) for alternatives in keys)
         return list({entry.key: entry for entry in best if entry is not None}.values())
 
@@ -206,7 +206,7 @@ def entries_to_prefetch(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name]
     found: dict[Hashable, list[Entry]] = {}
 
     def nbytes(name: Any) -> int | None:
-        found[name] = list(store.lookup(keys_of(name), counts=False).values())
+        found[name] = list(store.lookup(keys_of(name)).values())
         return sum(_occupied(entry, fast.values()) for entry in found[name]) or None
 
     room = min((int(_free(tier) - free_share * tier.capacity) for tier in fast.values()), default=0)

@@ -101,7 +101,7 @@ class PrefixCache:
             found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids) if each.hi > n_past]
             found = [each for each in found if each.hi - each.lo > 0]
             keys = {each.key for each in found}
-        entries = self._store.lookup(keys, counts=False) if keys else {}
+        entries = self._store.lookup(keys) if keys else {}
         if evicted := keys - set(entries):
             with self._changed:
                 tree.discard(evicted - self._pending.among(evicted))
@@ -205,7 +205,7 @@ class PrefixCache:
         if not known or _chained(known)[-1:] != known[-1:] or known[-1].hi < n_exact:
             return  # no match would reach the new entry
         key = encoder.key(run, token_digest(before))
-        if not self._store.lookup([key], counts=False):
+        if not self._store.lookup([key]):
             kv = encoder.model.encode(run, before)
             self._store.put(key, kv, tier=tier, levels={tier: LEVEL_NAMES[:1]})
         self.note(token_ids, n_exact, key)
@@ -280,7 +280,7 @@ class PrefixCache:
     def _sweep(self, tenant: _Tenant) -> None:
         with self._changed:
             keys = tenant.tree.keys
-        evicted = keys - self._pending.among(keys) - set(self._store.lookup(keys, counts=False))
+        evicted = keys - self._pending.among(keys) - set(self._store.lookup(keys))
         with self._changed:
             tenant.tree.discard(evicted)
             tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
@@ -305,7 +305,7 @@ class PrefixCache:
     def _write(self, rows: RowsOf, new: Sequence[Rows]) -> None:
         tier = self._fast[-1]
         for each in new:
-            if not self._store.lookup([each.key], counts=False):
+            if not self._store.lookup([each.key]):
                 self._store.put(each.key, rows(each.lo, each.hi), tier=tier, levels={tier: LEVEL_NAMES[:1]})
 
 

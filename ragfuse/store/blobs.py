@@ -211,32 +211,27 @@ class BlobTier(Tier):
 
     def _get(self, key: ChunkKey, layers: range, level: str | None) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
         """Read layers. If they do not fit the known header, the entry may have been rewritten: read that again, too."""
-        why = ValueError("")
-        for _ in range(2):
-            header = self._headers.get(key)
-            if header is None:
-                head = self._head(str(key), self._head_nbytes)
-                header = self._header(key, head) if head else None
-            wanted = header.meta.pieces(layers, level) if header is not None else None
-            if header is None or wanted is None:
-                return None
-            try:
-                return header.meta, *self._pieces(key, header, wanted)
-            except FileNotFoundError:
-                self._headers.discard([key])
-                return None
-            except ValueError as error:
-                why = error
-                self._headers.discard([key])
-        self._drop(key, why)
-        return None
-
-    def _pieces(self, key: ChunkKey, header: Header, wanted: range) -> Sequence[Tensor]:
+        header = known = self._headers.get(key)
+        if header is None:
+            head = self._head(str(key), self._head_nbytes)
+            header = self._header(key, head) if head else None
+        wanted = header.meta.pieces(layers, level) if header is not None else None
+        if header is None or wanted is None:
+            return None
         begin, end = header.span(wanted)
-        data = self._read(str(key), begin, end)
-        if len(data) < end - begin:
-            raise ValueError("it ends too early")
-        return header.cut(torch.frombuffer(bytearray(data), dtype=torch.uint8), wanted)
+        try:
+            data = self._read(str(key), begin, end)
+            if len(data) < end - begin:
+                raise ValueError("it ends too early")
+            return header.meta, *header.cut(torch.frombuffer(bytearray(data), dtype=torch.uint8), wanted)
+        except FileNotFoundError:
+            self._headers.discard([key])
+        except ValueError as error:
+            self._headers.discard([key])
+            if known is not None:
+                return self._get(key, layers, level)
+            self._drop(key, error)
+        return None
 
     def _drop(self, key: ChunkKey, why: ValueError) -> None:
         """Delete an entry that cannot be read."""

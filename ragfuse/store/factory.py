@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from ragfuse.errors import StoreError
 from ragfuse.settings import AUTO_LEVEL, Settings
@@ -16,25 +16,6 @@ from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Evictor, Tier
 from ragfuse.store.urls import shown
 from ragfuse.types.tiers import kind_of_scheme
-
-
-class OpenedByURL(Protocol):
-    """The class of a tier that can be opened from a URL; every one named in `TIER_KINDS` is one."""
-
-    @classmethod
-    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Tier:
-        """Open the tier at a URL.
-
-        Args:
-            url: Its URL, or a folder.
-            settings: Its capacity, timeouts and the like.
-            evict: The eviction policy.
-            name: The name that it gets in the store.
-
-        Raises:
-            StoreError: It cannot be used.
-        """
-        ...
 
 
 def open_store(
@@ -99,8 +80,9 @@ def open_tier(url: str, settings: Settings, evict: Evictor, names_in_use: list[s
         raise StoreError(f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'.")
     kind = kind_of_scheme(scheme.group(1).lower() if scheme is not None else "")
     module, _, name = kind.home.partition(":")
-    tier: type[OpenedByURL] = getattr(import_module(module), name)
-    return tier.open(url, settings, evict, free_name(kind.name, names_in_use))
+    kind_of_tier: Any = getattr(import_module(module), name)
+    tier: Tier = kind_of_tier.open(url, settings, evict, free_name(kind.name, names_in_use))
+    return tier
 
 
 def free_name(kind: str, in_use: list[str] | None) -> str:

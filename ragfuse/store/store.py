@@ -20,7 +20,7 @@ from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
 from ragfuse.store.levels import Codecs, EncodedLayers, EntryContent, TierLevels, joined, loss_of, tableless
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import Counts, EntryMeta, Expired, Tier, Whole
+from ragfuse.store.tier import EntryMeta, Expired, Tier, Whole
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
@@ -32,24 +32,18 @@ class StoreStats:
     """Counters since the store was opened, and the current size and capacity of each tier in bytes.
 
     Args:
-        hits: Keys that a counted `lookup` found.
-        misses: Keys that it did not find.
         corrupt: Entries that were dropped because they could not be read.
         evicted: Entries that were dropped to make room.
         dropped_writes: Writes that were skipped: the queue was full, no room could be made, or the medium failed.
         nbytes: Bytes stored now, by tier name.
         capacity: Bytes that fit, by tier name.
-        expired: Entries that a `lookup` found too old.
     """
 
-    hits: int
-    misses: int
     corrupt: int
     evicted: int
     dropped_writes: int
     nbytes: Mapping[str, int]
     capacity: Mapping[str, int]
-    expired: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counters as plain JSON types."""
@@ -92,19 +86,18 @@ class KVStore:
         self.levels = TierLevels(codecs, levels)
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
-        self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue, self.levels), Counts(), False
+        self._saves, self._closed = Saves(self.tiers, writer_queue, self.levels), False
         self.report_every_s = report_every_s
 
     # finding and reading
 
-    def lookup(self, keys: Iterable[ChunkKey], counts: bool = True) -> dict[ChunkKey, Entry]:
+    def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
         """Find which of `keys` are stored, with at most one query per tier.
 
         An expired entry is a miss, and is deleted in the background.
 
         Args:
             keys: The keys to look for.
-            counts: Whether `stats()` counts these hits and misses.
 
         Returns:
             By key, the entry in the fastest tier that has it. Entries list only the codec levels that can be decoded
@@ -117,8 +110,6 @@ class KVStore:
             missing = [key for key in wanted if key not in found]
             if missing:
                 found.update(self._fresh(tier, self.levels.readable(tier.stat(missing))))
-        self._counts.add("hits", counts * len(found))
-        self._counts.add("misses", counts * (len(wanted) - len(found)))
         return {key: found[key] for key in wanted if key in found}
 
     def copies(self, found: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, list[Entry]]:
@@ -202,14 +193,11 @@ class KVStore:
         """Return the counters since opening and the current sizes."""
         refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
         return StoreStats(
-            hits=self._counts["hits"],
-            misses=self._counts["misses"],
             corrupt=sum(tier.counts["corrupt"] for tier in self.tiers),
             evicted=sum(tier.counts["evicted"] for tier in self.tiers),
             dropped_writes=self._saves.dropped + refused,
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
             capacity={tier.name: tier.capacity for tier in self.tiers},
-            expired=self._counts["expired"],
         )
 
     def is_persistent(self, key: ChunkKey) -> bool:
@@ -235,7 +223,6 @@ class KVStore:
         kv: ChunkKV,
         tier: str | None = None,
         wait: bool = False,
-        fast: bool = True,
         slow_tier: str | None = None,
         pace_s: float = 0.0,
         levels: Mapping[str, Sequence[str]] | None = None,
@@ -247,7 +234,6 @@ class KVStore:
             kv: Its KV, on any device.
             tier: Name of the only tier to save to; None: all tiers.
             wait: Whether to return only once the slow tiers are written (all of them in parallel).
-            fast: Whether fast tiers get it now. Otherwise they get it when it is read, or if no slow tier takes it.
             slow_tier: Name of the only slow tier to save to; the others get it if that one refuses it. None: all.
             pace_s: Without `wait`, seconds to wait for the first slow tier to finish, so that a caller that saves many
                 chunks does not run far ahead of the tiers.
@@ -269,14 +255,9 @@ class KVStore:
         raw = EntryMeta.of(kv, RAW.name, blobs), blobs
         with self._saves.begin(EntryContent(self.levels, key, raw, wanted)) as save:
             write = partial(self._saves.write, save, wait=wait, pace_s=pace_s)
-            is_fast_stored = fast and write(quick)
+            is_fast_stored = write(quick)
             others = [each for each in slow if each not in targets]
-            is_slow_stored = write(later=targets) or write(later=others)
-            return is_fast_stored or is_slow_stored or (not fast and write(quick))
-
-    def delete(self, key: ChunkKey) -> bool:
-        """Delete one chunk from all tiers, cancel its pending saves, and return whether there was one."""
-        return self._delete({key}) > 0
+            return write(later=targets) or write(later=others) or is_fast_stored
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> int:
         """Delete chunks from all tiers, or from the one named `tier`, and cancel their pending saves.
@@ -287,12 +268,13 @@ class KVStore:
         Raises:
             StoreError: There is no tier of that name.
         """
-        keys = set(keys)
-        if tier is None:
-            return self._delete(keys)
-        target = self.tier(tier)
-        self._saves.cancel(keys, tier)
-        return target.delete(keys)
+        doomed = set(keys)
+        targets = self.tiers if tier is None else (self.tier(tier),)
+        there = self._saves.cancel(doomed, tier)  # first, or they would come back
+        there = there.union(*(target.stat(doomed) for target in targets))
+        for target in targets:
+            target.delete(doomed)
+        return len(there)
 
     def drop(self, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
         """Delete chunks like `forget`, and report what may be left.
@@ -325,7 +307,7 @@ class KVStore:
         """Delete every chunk of a model digest (which is one tenant's, if salted), or all chunks; return how many."""
         keys = self.under_way()
         keys.update(entry.key for entry in self.entries())
-        return self._delete({key for key in keys if model in (None, key.model)})
+        return self.forget(key for key in keys if model in (None, key.model))
 
     def pin(self, *keys: ChunkKey) -> None:
         """Protect chunks from eviction in every tier that has them or gets them later.
@@ -380,7 +362,7 @@ class KVStore:
 
     def warm(self, keys: Iterable[ChunkKey]) -> None:
         """Read chunks, so that the tiers before those that have them get a copy."""
-        for key, entry in self.lookup(keys, counts=False).items():
+        for key, entry in self.lookup(keys).items():
             self.read_layers(key, 0, entry.n_layers, entry.tier)
 
     def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
@@ -411,14 +393,5 @@ class KVStore:
         """Return the entries that have not expired; delete the others in the background, so that no answer waits."""
         old = self.too_old(entries.values())
         if old:
-            self._counts.add("expired", len(old))
             self._saves.submit(tier, lambda: tier.delete(self.too_old(tier.stat(old).values())))
         return {key: entry for key, entry in entries.items() if key not in old}
-
-    def _delete(self, keys: Collection[ChunkKey]) -> int:
-        """Delete chunks and return how many there were. Pending saves are cancelled first, or they would come back."""
-        under_way = self._saves.cancel(keys)
-        there = under_way.union(*(tier.stat(keys) for tier in self.tiers))
-        for tier in self.tiers:
-            tier.delete(keys)
-        return len(there)

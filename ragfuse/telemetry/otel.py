@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, wraps
-from importlib.metadata import PackageNotFoundError, version
+from functools import wraps
 from time import perf_counter, time_ns
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ragfuse.settings import Settings
-from ragfuse.telemetry.counters import AnswerCounters
 from ragfuse.types.answer import Answer
 from ragfuse.types.plan import LoadPlan
 
@@ -28,64 +26,14 @@ Tracer = Any
 """An OpenTelemetry tracer, which makes spans."""
 P = ParamSpec("P")
 R = TypeVar("R")
+_SUMS = ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh", "nbytes")
 Attributes = dict[str, str | bool | int | float | list[str]]
 
 
-class TracedEngine(Protocol):
-    """An engine, as far as spans need it."""
-
-    settings: Settings
-    counters: AnswerCounters
-
-
-class Options(Protocol):
-    """The options of an answer: an `Ask`."""
-
-    @property
-    def max_tokens(self) -> int | None:
-        """Most tokens of the answer."""
-        ...
-
-    @property
-    def reuse(self) -> bool:
-        """Whether cached KV may be used."""
-        ...
-
-    @property
-    def seed(self) -> int | None:
-        """The seed for sampling."""
-        ...
-
-
-class Reader(Protocol):
-    """What reads the layers of a load plan, as far as tracing needs it: how long it loaded and waited, in seconds."""
-
-    load_s: float
-    wait_s: float
-    last_s: float
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> Any: ...
-
-
-class PrefillResult(Protocol):
-    """A prefilled prompt."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Its token ids."""
-        ...
-
-    @property
-    def mean_ratio(self) -> float:
-        """The share of cached rows that were recomputed, on average over the layers."""
-        ...
-
-
-E = TypeVar("E", bound=TracedEngine)
-Q = TypeVar("Q", bound=Options)
-L = TypeVar("L", bound=Reader)
+E = TypeVar("E")
+"""An engine, which has settings and counters."""
+Q = TypeVar("Q")
+"""The request for an answer, or its options: an `Ask`."""
 
 
 @contextmanager
@@ -116,37 +64,13 @@ def spanned(name: str, attributes_of: Callable[[Any], Attributes]) -> Callable[[
     return decorate
 
 
-class TracedRequest(Protocol):
-    """The request for an answer."""
-
-    @property
-    def ask(self) -> Options:
-        """Its options."""
-        ...
-
-    @property
-    def say(self) -> object | None:
-        """Receives the answer as it is streamed; None where it is not streamed."""
-        ...
-
-
-R2 = TypeVar("R2", bound=TracedRequest)
-
-
-def answered(method: Callable[[E, R2], Answer]) -> Callable[[E, R2], Answer]:
+def answered(method: Callable[[E, Q], Answer]) -> Callable[[E, Q], Answer]:
     """Decorate an engine's answer method: give it the root span, and count and log its answers."""
 
     @wraps(method)
-    def call(engine: E, request: R2) -> Answer:
-        with _root_span("answer", engine, request.ask, request.say is not None) as current:
-            answer = method(engine, request)
-            engine.counters.add(answer)
-            log.info(answer.trace.summary)
-            if current is not None:
-                current.set_attributes(answer_attributes([answer]))
-                if request.say is not None:
-                    current.set_attribute("gen_ai.response.time_to_first_chunk", answer.trace.ttft_s)
-            return answer
+    def call(engine: Any, request: Any) -> Answer:
+        streams = request.say is not None
+        return _counted("answer", engine, request.ask, streams, lambda: [method(engine, request)])[0]
 
     return call
 
@@ -157,24 +81,37 @@ def batched(
     """Decorate an engine's method that answers several prompts as one batch, like `answered`."""
 
     @wraps(method)
-    def call(engine: E, prompts: Any, ask: Q, /, *args: P.args, **kwargs: P.kwargs) -> list[Answer]:
-        with _root_span("batch", engine, ask, False) as current:
-            answers = method(engine, prompts, ask, *args, **kwargs)
+    def call(engine: Any, prompts: Any, ask: Any, /, *args: P.args, **kwargs: P.kwargs) -> list[Answer]:
+        return _counted("batch", engine, ask, False, lambda: method(engine, prompts, ask, *args, **kwargs))
+
+    return call
+
+
+def _counted(name: str, engine: Any, ask: Any, streams: bool, call: Callable[[], list[Answer]]) -> list[Answer]:
+    """Call under the root span of a request; count the answers, or the request as failed if it raises an error."""
+    try:
+        with span(name) as current:
+            if current is not None:
+                current.set_attributes(_request_attributes(engine.settings, ask, streams))
+            answers = call()
             for answer in answers:
                 engine.counters.add(answer)
                 log.info(answer.trace.summary)
             if current is not None and answers:
                 current.set_attributes(answer_attributes(answers))
+                if streams:
+                    current.set_attribute("gen_ai.response.time_to_first_chunk", answers[0].trace.ttft_s)
             return answers
-
-    return call
+    except Exception:
+        engine.counters.fail()
+        raise
 
 
 @contextmanager
-def loading(reader: L, plan: LoadPlan) -> Iterator[L]:
-    """Open a reader, with a span that lasts until its last layer is read; it runs beside the span of the prefill."""
+def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
+    """Open a reader of layers, with a span that lasts until its last layer is read, beside the span of the prefill."""
     tracer = _tracer() if plan.fetches else None
-    load_span = tracer.start_span("ragfuse.load", attributes=read_attributes(plan)) if tracer is not None else None
+    load_span = tracer.start_span("ragfuse.load", attributes=_reads(plan)) if tracer is not None else None
     try:
         with reader:
             yield reader
@@ -203,18 +140,17 @@ def plan_attributes(plan: LoadPlan) -> Attributes:
     return attributes
 
 
-def read_attributes(plan: LoadPlan) -> Attributes:
-    """Return span attributes of the reads of a plan."""
+def prefill_attributes(prefill: Any) -> Attributes:
+    """Return span attributes of a prefilled prompt."""
+    return {"ragfuse.tokens": len(prefill.token_ids), "ragfuse.mean_ratio": prefill.mean_ratio}
+
+
+def _reads(plan: LoadPlan) -> Attributes:
     return {
         "ragfuse.tiers": sorted({fetch.tier for fetch in plan.fetches}),
         "ragfuse.nbytes": sum(fetch.nbytes for fetch in plan.fetches),
         "ragfuse.hits": len(plan.fetches),
     }
-
-
-def prefill_attributes(prefill: PrefillResult) -> Attributes:
-    """Return span attributes of a prefill."""
-    return {"ragfuse.tokens": len(prefill.token_ids), "ragfuse.mean_ratio": prefill.mean_ratio}
 
 
 def answer_attributes(answers: Sequence[Answer]) -> Attributes:
@@ -229,11 +165,7 @@ def answer_attributes(answers: Sequence[Answer]) -> Attributes:
         "gen_ai.usage.input_tokens": sum(trace.tokens for trace in traces),
         "gen_ai.usage.output_tokens": sum(len(answer.token_ids) for answer in answers),
         "gen_ai.usage.cache_read.input_tokens": sum(trace.tokens_reused for trace in traces),
-        "ragfuse.tokens": sum(trace.tokens for trace in traces),
-        "ragfuse.tokens_reused": sum(trace.tokens_reused for trace in traces),
-        "ragfuse.tokens_recomputed": sum(trace.tokens_recomputed for trace in traces),
-        "ragfuse.tokens_fresh": sum(trace.tokens_fresh for trace in traces),
-        "ragfuse.nbytes": sum(trace.nbytes for trace in traces),
+        **{f"ragfuse.{name}": sum(getattr(trace, name) for trace in traces) for name in _SUMS},
         "ragfuse.tiers": sorted({segment.tier for segment in segments if segment.hit}),
         "ragfuse.hits": sum(segment.hit and not segment.goes_on for segment in segments),
         "ragfuse.misses": sum(not (each.hit or each.goes_on) for each in segments),
@@ -257,20 +189,7 @@ planned, fused = spanned("plan", plan_attributes), spanned("fuse", prefill_attri
 """Decorators that give spans to functions that return a plan, and to functions that return a prefill."""
 
 
-@contextmanager
-def _root_span(name: str, engine: TracedEngine, ask: Options, streams: bool) -> Iterator[Span | None]:
-    """Open the root span of a request; count the request as failed if it raises an error."""
-    try:
-        with span(name) as current:
-            if current is not None:
-                current.set_attributes(_request_attributes(engine.settings, ask, streams))
-            yield current
-    except Exception:
-        engine.counters.fail()
-        raise
-
-
-def _request_attributes(settings: Settings, ask: Options, streams: bool) -> Attributes:
+def _request_attributes(settings: Settings, ask: Any, streams: bool) -> Attributes:
     attributes: Attributes = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "ragfuse",
@@ -284,25 +203,9 @@ def _request_attributes(settings: Settings, ask: Options, streams: bool) -> Attr
 
 def _tracer() -> Tracer | None:
     """Return the current tracer; None without opentelemetry-api, or until an SDK is set up."""
-    api = _api()
-    if api is None:
-        return None
-    provider = api.get_tracer_provider()
-    return None if isinstance(provider, api.ProxyTracerProvider) else provider.get_tracer("ragfuse", _version())
-
-
-@lru_cache(1)
-def _api() -> Any:
     try:
         from opentelemetry import trace
     except ImportError:
         return None
-    return trace
-
-
-@lru_cache(1)
-def _version() -> str:
-    try:
-        return version("ragfuse-kv")
-    except PackageNotFoundError:  # from a folder that was never installed
-        return ""
+    provider = trace.get_tracer_provider()
+    return None if isinstance(provider, trace.ProxyTracerProvider) else provider.get_tracer("ragfuse")

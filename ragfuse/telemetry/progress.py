@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with an estimate of the time left on a terminal and in a notebook, elsewhere lines."""
+"""Progress of long work: a bar with an estimate of the time left on a terminal, elsewhere lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
-    Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
@@ -29,10 +28,8 @@ LINE_EVERY_S = 10.0
 class LineProgress(Progress):
     """A progress bar that prints one plain line every `LINE_EVERY_S` seconds where no bar can be shown.
 
-    A bar can be shown on a terminal, and in a notebook, where it is tqdm's, as rich's needs more packages there.
-
     Args:
-        columns: The columns of the bar; `DEFAULT_COLUMNS` if there are none.
+        columns: The columns of the bar; those of steps if there are none.
         console: Where it is shown. A quiet console shows nothing.
         get_time: A clock in seconds.
     """
@@ -41,24 +38,20 @@ class LineProgress(Progress):
         self, *columns: ProgressColumn, console: Console, get_time: Callable[[], float] = time.monotonic
     ) -> None:
         shown = console.is_terminal
-        super().__init__(
-            *(columns or default_columns()), console=console, transient=True, disable=not shown, get_time=get_time
-        )
-        self._in_notebook = console.is_jupyter and not shown and not console.quiet
-        prints_lines = not (shown or console.quiet or self._in_notebook)
-        self._last_line_s: float | None = get_time() if prints_lines else None
-        self._bars = dict[TaskID, Any]()
+        steps = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
+        super().__init__(*(columns or steps), console=console, transient=True, disable=not shown, get_time=get_time)
+        self._last_line_s: float | None = None if shown or console.quiet else get_time()
         self._begun = dict[TaskID, tuple[float, float]]()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         """Count `advance` more steps of a task as done."""
         super().advance(task_id, advance)
-        self._tell(task_id)
+        self._print_line(task_id)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """Change a task; `changes` are those of `rich.progress.Progress.update`."""
         super().update(task_id, **changes)
-        self._tell(task_id)
+        self._print_line(task_id)
 
     def track(
         self,
@@ -78,34 +71,10 @@ class LineProgress(Progress):
             task_id = self.add_task(description, total=total, completed=completed)
         else:
             self.update(task_id, total=total, completed=completed)
-        self._tell(task_id)
+        self._print_line(task_id)
         for item in sequence:
             yield item
             self.advance(task_id)
-
-    def stop(self) -> None:
-        """End the display; a notebook's bars disappear."""
-        super().stop()
-        while self._bars:
-            self._bars.popitem()[1].close()
-
-    def _tell(self, task_id: TaskID) -> None:
-        if self._in_notebook:
-            self._show_in_notebook(self._tasks.get(task_id))
-        else:
-            self._print_line(task_id)
-
-    def _show_in_notebook(self, task: Task | None) -> None:
-        if task is None:
-            return
-        if task.id not in self._bars:
-            from tqdm.auto import tqdm
-
-            self._bars[task.id] = tqdm(total=task.total, leave=False)
-        bar = self._bars[task.id]
-        bar.total = task.total
-        bar.set_description_str(task.description, refresh=False)
-        bar.update(task.completed - bar.n)
 
     def _print_line(self, task_id: TaskID) -> None:
         task, now = self._tasks.get(task_id), self.get_time()
@@ -114,20 +83,11 @@ class LineProgress(Progress):
         begun_s, begun_at = self._begun.setdefault(task_id, (now, task.completed))
         if now - self._last_line_s < LINE_EVERY_S:
             return
-        self._last_line_s, done = now, task.completed - begun_at
-        left_s = (now - begun_s) * (task.total - task.completed) / done if done > 0 else None
-        self.console.print(_line(task, left_s), highlight=False, markup=False, soft_wrap=True)
-
-
-def default_columns() -> tuple[ProgressColumn, ...]:
-    """Return the columns of a bar that counts steps: what is being done, the bar, steps done, time left."""
-    return TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn()
-
-
-def _line(task: Task, left_s: float | None) -> str:
-    """Return what is done of a task, and how long the rest will take; work done before the first step counts not."""
-    share = f"{task.description}: {task.percentage:.0f}% done"
-    return share if left_s is None or left_s < 1 else f"{share}, about {duration_text(left_s)} left"
+        self._last_line_s, done = now, task.completed - begun_at  # what was done before does not tell the speed
+        left_s = (now - begun_s) * (task.total - task.completed) / done if done > 0 else 0.0
+        left = f", about {duration_text(left_s)} left" if left_s >= 1 else ""
+        line = f"{task.description}: {task.percentage:.0f}% done{left}"
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def progress(console: Console, *columns: ProgressColumn) -> Progress:

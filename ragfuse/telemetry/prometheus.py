@@ -7,13 +7,13 @@ kinds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
-from ragfuse.process.shared import forget, shared
+from ragfuse.process.shared import shared
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.tier import Tier
@@ -26,48 +26,35 @@ Metric = Any
 Rows = dict[tuple[str, ...], float]
 """Values by their labels, without the label of the engine."""
 
-ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[CounterSnapshot], Rows]]] = (
+ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[Mapping[str, int]], Rows]]] = (
     (
         "ragfuse_answers",
         "Answers, fused or by full prefill.",
         ("how",),
-        lambda snapshot: {
-            ("fused",): snapshot.sums["fused"],
-            ("full",): sum(snapshot.sums[f"full {why}"] for why in FALLBACK_KINDS),
-        },
+        lambda sums: {("fused",): sums["fused"], ("full",): sum(sums[f"full {why}"] for why in FALLBACK_KINDS)},
     ),
     (
         "ragfuse_answers_refused",
         "Answers by full prefill, and why nothing was fused.",
         ("why",),
-        lambda snapshot: {(why,): snapshot.sums[f"full {why}"] for why in FALLBACK_KINDS},
+        lambda sums: {(why,): sums[f"full {why}"] for why in FALLBACK_KINDS},
     ),
-    (
-        "ragfuse_answers_failed",
-        "Questions that ended in an error.",
-        (),
-        lambda snapshot: {(): snapshot.sums["failed"]},
-    ),
+    ("ragfuse_answers_failed", "Questions that ended in an error.", (), lambda sums: {(): sums["failed"]}),
     (
         "ragfuse_catalog_failures",
         "Times that the store's catalog could not be read or written, and the engine went on from memory.",
         (),
-        lambda snapshot: {(): snapshot.sums["catalog_failures"]},
+        lambda sums: {(): sums["catalog_failures"]},
     ),
     (
         "ragfuse_prompt_tokens",
         "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh.",
         ("kind",),
-        lambda snapshot: {(kind,): snapshot.sums[kind] for kind in TOKEN_FATES},
+        lambda sums: {(kind,): sums[kind] for kind in TOKEN_FATES},
     ),
-    (
-        "ragfuse_answer_tokens",
-        "Tokens of answers.",
-        (),
-        lambda snapshot: {(): snapshot.sums["written"]},
-    ),
+    ("ragfuse_answer_tokens", "Tokens of answers.", (), lambda sums: {(): sums["written"]}),
 )
-"""Counters of answers: name, help text, labels, and a function that returns the values."""
+"""Counters of answers: name, help text, labels, and a function that returns the values from the sums of a snapshot."""
 TIER_COUNTS = MappingProxyType(
     {
         "evicted": ("ragfuse_tier_evictions", "Entries evicted for others."),
@@ -123,50 +110,42 @@ def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str =
             "Metrics need the package prometheus-client, which is not installed: pip install 'ragfuse-kv[telemetry]'"
         ) from error
     target = REGISTRY if registry is None else registry
-    name = name or Path(engine.settings.model).name
-    while not shared(("metrics", target), lambda: _Collector(target)).add(engine, name, shares):
-        pass
+    collector = shared(("metrics", target), lambda: _Collector(target))
+    collector.add(engine, name or Path(engine.settings.model).name, shares)
 
 
 class _Collector:
     """The collector of all engines in one registry; they share it, as a registry accepts each metric name once."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry, self._lock, self._is_unregistered = registry, threading.Lock(), False
+        self._lock = threading.Lock()
         self._engines: dict[str, MeteredEngine] = {}
         self._shares = set[str]()
+        registry.register(self)
 
-    def add(self, engine: MeteredEngine, name: str, shares: bool) -> bool:
-        """Add an engine under this name, numbered if taken; return False if the collector was just unregistered."""
+    def add(self, engine: MeteredEngine, name: str, shares: bool) -> None:
+        """Add an engine under this name, numbered if taken, until it is closed."""
         with self._lock:
-            if self._is_unregistered or engine in self._engines.values():
-                return not self._is_unregistered
+            if engine in self._engines.values():
+                return
             names = (name, *(f"{name}-{number}" for number in range(2, len(self._engines) + 3)))
             name = next(candidate for candidate in names if candidate not in self._engines)
-            if not self._engines:
-                self._registry.register(self)
             self._engines[name] = engine
             if shares:
                 self._shares.add(name)
         engine.counters.when_closed(lambda: self._hide(name))
-        return True
 
-    def describe(self) -> Iterable[Metric]:
-        """Return the metrics without values, for registration; no tier is queried."""
-        return self._read({})
-
-    def collect(self) -> Iterable[Metric]:
-        """Return all metrics with their current values."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics with their current values."""
         with self._lock:
             engines = dict(self._engines)
-        return self._read(engines)
-
-    def _read(self, engines: Mapping[str, MeteredEngine]) -> Iterator[Metric]:
+        if not engines:
+            return
         snapshots = {name: engine.counters.now() for name, engine in engines.items()}
         yield from _answer_metrics(snapshots)
         yield _ttft_histogram(snapshots)
         yield from _tier_metrics(engines, snapshots, self._shares)
-        waiting = _gauge("ragfuse_waiting", "Runs of tokens that wait to be encoded in the background.", ())
+        waiting = _family("Gauge", "ragfuse_waiting", "Runs of tokens that wait to be encoded in the background.", ())
         for name, engine in engines.items():
             waiting.add_metric([name], engine.counters.waiting)
         yield waiting
@@ -175,26 +154,20 @@ class _Collector:
         with self._lock:
             del self._engines[name]
             self._shares.discard(name)
-            self._is_unregistered = not self._engines
-            if self._is_unregistered:
-                self._registry.unregister(self)
-                forget(self)
 
 
 def _answer_metrics(snapshots: Mapping[str, CounterSnapshot]) -> Iterator[Metric]:
     for name, help_text, labels, values_of in ANSWERS:
-        metric = _counter(name, help_text, labels)
+        metric = _family("Counter", name, help_text, labels)
         for engine, snapshot in snapshots.items():
-            for label_values, n in values_of(snapshot).items():
+            for label_values, n in values_of(snapshot.sums).items():
                 metric.add_metric([engine, *label_values], n)
         yield metric
 
 
 def _ttft_histogram(snapshots: Mapping[str, CounterSnapshot]) -> Metric:
     """Return the histogram of the time to first token."""
-    from prometheus_client.core import HistogramMetricFamily
-
-    metric = HistogramMetricFamily("ragfuse_ttft_seconds", "Time to the first token.", labels=["engine"])
+    metric = _family("Histogram", "ragfuse_ttft_seconds", "Time to the first token.", ())
     for engine, snapshot in snapshots.items():
         bounds = [*map(str, TTFT_S), "+Inf"]
         metric.add_metric(
@@ -209,20 +182,23 @@ def _tier_metrics(
     """Yield the metrics of tiers; `shares` names the engines that share slow tiers with other tenants."""
     tiers = [(name, tier) for name, engine in engines.items() for tier in engine.store.tiers]
     for count, (metric_name, help_text) in TIER_COUNTS.items():
-        metric = _counter(metric_name, help_text, ("tier",))
+        metric = _family("Counter", metric_name, help_text, ("tier",))
         for name, tier in tiers:
             metric.add_metric([name, tier.name], tier.counts[count])
         yield metric
     for metric_name, help_text, value in TIER_STATES:
-        gauge = _gauge(metric_name, help_text, ("tier",))
+        gauge = _family("Gauge", metric_name, help_text, ("tier",))
         for name, tier in tiers:
             is_hidden = tier.remote or (name in shares and tier.slow)  # a remote medium has metrics of its own
             if not (is_hidden and metric_name in SIZE_GAUGES):
                 gauge.add_metric([name, tier.name], float(value(tier)))
         yield gauge
-    hits = _counter("ragfuse_tier_hits", "Segments of prompts that were read from a tier.", ("tier",))
-    misses = _counter(
-        "ragfuse_tier_misses", "Segments of prompts that were looked up in a tier without success.", ("tier",)
+    hits = _family("Counter", "ragfuse_tier_hits", "Segments of prompts that were read from a tier.", ("tier",))
+    misses = _family(
+        "Counter",
+        "ragfuse_tier_misses",
+        "Segments of prompts that were looked up in a tier without success.",
+        ("tier",),
     )
     for name, engine in engines.items():
         tier_misses = snapshots[name].sums["missed"]
@@ -234,13 +210,7 @@ def _tier_metrics(
     yield from (hits, misses)
 
 
-def _counter(name: str, help_text: str, labels: Sequence[str]) -> Any:
-    from prometheus_client.core import CounterMetricFamily
+def _family(kind: str, name: str, help_text: str, labels: Sequence[str]) -> Any:
+    from prometheus_client import core
 
-    return CounterMetricFamily(name, help_text, labels=["engine", *labels])
-
-
-def _gauge(name: str, help_text: str, labels: Sequence[str]) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
-    return GaugeMetricFamily(name, help_text, labels=["engine", *labels])
+    return getattr(core, f"{kind}MetricFamily")(name, help_text, labels=["engine", *labels])

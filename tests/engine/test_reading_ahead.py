@@ -62,7 +62,7 @@ def until_it_waits(engine: Engine, count: int = 1) -> None:
 
 
 def test_all_is_read_once_and_ahead_and_the_answer_is_the_same(slow, reads, threads):
-    alone, hits = slow.answer(messages()), slow.store.stats().hits
+    alone = slow.answer(messages())
     wanted = sorted(map(str, reads))
     reads.clear()
     with slow.model.lock:
@@ -72,7 +72,6 @@ def test_all_is_read_once_and_ahead_and_the_answer_is_the_same(slow, reads, thre
     answer = asked.result(WAIT_S)
     assert (answer.text, answer.trace.segments) == (alone.text, alone.trace.segments)
     assert sorted(map(str, reads)) == wanted
-    assert slow.store.stats().hits == 2 * hits
 
 
 def test_with_the_model_at_hand_nothing_is_planned_twice(slow, monkeypatch):

@@ -190,7 +190,7 @@ def test_without_a_thread_to_be_had_layers_are_read_when_asked_for(store, monkey
 
 
 def test_a_chunk_that_is_gone_is_none_and_the_others_are_there(store):
-    store.delete(key(1))
+    store.forget([key(1)])
     with LayerReader(store, fetches("disk", "disk", "disk"), LAYERS) as reader:
         found = reader.read(0)
     assert found[2] is None

@@ -105,9 +105,8 @@ def test_a_chunk_whose_home_does_not_take_it_goes_to_the_other_slow_tiers(tmp_pa
         assert disk.stat([key("a")])
 
 
-@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("home", ["home", "disk", None])
-def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, fast, home):
+def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, home):
     encoded = []
 
     class Counting(UniformCodec):
@@ -120,27 +119,24 @@ def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, fast, home):
     disk, full = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
     tiers, levels = [MemoryTier(1 << 20, lru), disk, full], dict.fromkeys(("memory", "disk", "home"), ("int8",))
     with KVStore(tiers, lambda level, model: packed if level == "int8" else RAW, levels) as store:
-        assert store.put(key("a"), kv(), wait=True, fast=fast, slow_tier=home)
+        assert store.put(key("a"), kv(), wait=True, slow_tier=home)
     assert encoded == [0, 1, 2]
 
 
-def test_a_chunk_without_a_home_goes_to_all_slow_tiers_also_where_it_need_not_be_fast(tmp_path):
-    slow = [DiskTier(tmp_path / name, 1 << 20, lru, name=name) for name in ("one", "two")]
-    with KVStore([MemoryTier(1 << 20, lru), *slow]) as store:
-        assert store.put(key("a"), kv(), wait=True, fast=False)
-        assert [entry.tier for entry in store.entries()] == ["one", "two"]
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_chunk_has_one_home_among_the_slow_tiers(tmp_path, fast):
+def test_a_chunk_has_one_home_among_the_slow_tiers(tmp_path):
     disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), DiskTier(tmp_path / "b", 1 << 20, lru, name="home")
     with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
-        assert store.put(key("a"), kv(), wait=True, fast=fast, slow_tier="home")
-        assert [tier.name for tier in store.tiers if tier.list()] == (["memory", "home"] if fast else ["home"])
+        assert store.put(key("a"), kv(), wait=True, slow_tier="home")
+        assert [tier.name for tier in store.tiers if tier.list()] == ["memory", "home"]
+
+
+def test_what_is_warmed_enters_the_faster_tiers(tmp_path):
+    disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), DiskTier(tmp_path / "b", 1 << 20, lru, name="home")
+    with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
+        assert store.put(key("a"), kv(), wait=True, tier="home")
         store.warm([key("a"), key("strange")])
         store.flush()
-        expected = ["memory", "home"] if fast else ["memory", "disk", "home"]
-        assert [tier.name for tier in store.tiers if tier.list()] == expected
+        assert [tier.name for tier in store.tiers if tier.list()] == ["memory", "disk", "home"]
 
 
 def test_settings_show_neither_urls_nor_salt():

@@ -142,7 +142,7 @@ def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
         assert store.read_layers(A, 0) is None
         assert store.why_not(A) == "it cannot be decoded: this store has no codec tables for level int8"
         assert (store.why_not(B), levels_of(store)) == ("", {"disk": ["int8"]})
-        store.delete(A)
+        store.forget([A])
         store.lookup([A])
         assert store.why_not(A) == ""
 

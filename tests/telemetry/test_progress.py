@@ -1,14 +1,11 @@
 """Progress: a bar on a terminal, a line now and then elsewhere, nothing where the console is quiet."""
 
 import io
-import os
-import textwrap
 
 import pytest
 from rich.console import Console
 
 from ragfuse.telemetry.progress import LINE_EVERY_S, LineProgress
-from tests.tiny import ROOT
 
 
 class Clock:
@@ -82,32 +79,3 @@ def test_on_a_terminal_there_is_a_bar_and_no_line() -> None:
     lines_of(Console(file=output, force_terminal=True, width=80), 10, LINE_EVERY_S)
     assert "10/10" in output.getvalue()
     assert "% done" not in output.getvalue()
-
-
-def test_in_a_notebook_a_bar_of_tqdm_is_shown_and_taken_away() -> None:
-    """In a real kernel: what the cell shows while it runs, and no line besides."""
-    from nbclient import NotebookClient
-    from nbformat.v4 import new_code_cell, new_notebook
-
-    code = """
-    from rich.console import Console
-    from ragfuse.telemetry.progress import progress
-    shown = []
-    with progress(Console()) as bar:
-        task = bar.add_task("encoding", total=10)
-        for n in range(10):
-            bar.advance(task)
-            shown += [(each.n, each.total, each.desc) for each in bar._bars.values()]
-    print(len(bar._bars), shown[0], shown[-1])
-    """
-    notebook = new_notebook(cells=[new_code_cell(textwrap.dedent(code))])
-    kept = os.environ.get("PYTHONPATH", "")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{kept}")
-        NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    outputs = notebook.cells[0].outputs
-    printed = "".join(each.text for each in outputs if each.get("name") == "stdout")
-    assert "0 (1, 10, 'encoding') (10, 10, 'encoding')" in printed
-    assert "% done" not in printed
-    bars = "".join(each.get("text", "") for each in outputs if each.get("name") == "stderr")
-    assert "encoding" in bars + str(outputs)

@@ -77,7 +77,7 @@ def test_what_was_lost_of_an_ingest_is_encoded_again_and_nothing_else(engine):
     engine.ingest([(text, "one book") for text in CHUNKS])
     lost = (1, 2, 4)
     for number in lost:
-        engine.store.delete(engine.runtime.encoder.key(engine.tokens(CHUNKS[number]), filler_context("")))
+        engine.store.forget([engine.runtime.encoder.key(engine.tokens(CHUNKS[number]), filler_context(""))])
     again = engine.ingest([(text, "one book") for text in CHUNKS])
     assert again.encoded == 3
     assert again.tokens == sum(len(engine.tokens(CHUNKS[number])) for number in lost)

@@ -146,7 +146,7 @@ class Rig:
                 kv = self.model.encode(reading.token_ids)
                 for key, piece in cut.pieces(kv, self.model):
                     self.store.put(key, piece, wait=True)
-                found = self.store.lookup(cut.keys, counts=False)
+                found = self.store.lookup(cut.keys)
                 if len(found) < len(cut.keys):
                     raise ModelError("Redis did not keep every piece: give it more memory, or take fewer tokens.")
                 sizes = {level: sum(entry.sizes[level] for entry in found.values()) for level in options.levels}
