@@ -28,7 +28,7 @@ def embedding_routes(service: Service) -> APIRouter:
         """Return the vectors of texts. Waits in the request queue."""
         embedder = service.embedder
         check_embedder(service, body.model)
-        texts = _texts(body)
+        texts = [body.input] if isinstance(body.input, str) else body.input
         counts = token_counts_of(request)
 
         def embed(_: object, check: Callable[[object], None]) -> dict[str, Any]:
@@ -54,32 +54,10 @@ def check_embedder(service: Service, name: str) -> None:
         )
 
 
-def _texts(body: EmbeddingRequest) -> list[str]:
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    found = [each for each in texts if isinstance(each, str)]
-    if len(found) < len(texts):
-        raise APIError(
-            400,
-            "input has token ids; wanted texts, as the ids of another tokenizer mean nothing here. With LangChain's "
-            "OpenAIEmbeddings: check_embedding_ctx_length=False.",
-            "unusable",
-            "input",
-        )
-    return found
-
-
 def _embed(
     embedder: Embedder, texts: list[str], body: EmbeddingRequest, check: Callable[[object], None]
 ) -> tuple[list[Any], int]:
     """Return the vectors in the wanted form, and the number of tokens that were read."""
-    if body.truncate_prompt_tokens not in (None, -1):
-        raise APIError(
-            400,
-            f"truncate_prompt_tokens is {body.truncate_prompt_tokens}; wanted -1 (as many as the embedder reads) "
-            "or null.",
-            "unusable",
-            "truncate_prompt_tokens",
-        )
     limit, lengths = embedder.max_tokens, list[int]()
     for at in range(0, len(texts), BATCH_TEXTS):
         check(None)

@@ -12,7 +12,7 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import InputError
 from ragfuse.serve.logprobs import LogprobRecorder
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
     ChatRequest,
@@ -92,11 +92,6 @@ def text_requests(request: TextRequest, n_tokens: int | None = None) -> list[Ans
                 answer_request = replace(answer_request, echo=echo, n_top=request.logprobs)
             answer_requests.append(replace(answer_request, writes=request.max_tokens != 0))
     return answer_requests
-
-
-def unusable(param: str, message: str) -> APIError:
-    """Return the error (400) for a field that cannot be honoured."""
-    return APIError(400, message, "unusable", param)
 
 
 def _prompts(given: Any) -> list[str | list[int] | list[ContentPart]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import unusable
 from ragfuse.serve.requests import pieces_of
 from ragfuse.serve.response_schema import InputItem, ResponseRequest
 from ragfuse.serve.schema import ChatRequest, ContentPart, RequestMessage, RequestToolCall
@@ -26,9 +26,7 @@ def items_of(body: ResponseRequest) -> list[InputItem]:
         return items
     last = max((at for at, item in enumerate(items) if item.role == "user"), default=None)
     if last is None:
-        raise APIError(
-            400, "documents are placed before the last user message, found none. Add one.", "unusable", "documents"
-        )
+        raise unusable("documents", "documents are placed before the last user message, found none. Add one.")
     parts = list[dict[str, Any]]()
     for piece in pieces_of(body.documents):
         parts.append({"type": "text-plain", "text": piece.text, "title": piece.source})
@@ -84,10 +82,10 @@ def _messages(items: Sequence[InputItem]) -> Iterator[RequestMessage]:
         pending = []
         if item.type == "function_call_output":
             if not item.call_id or item.output is None:
-                raise _unusable("An item of type function_call_output needs call_id and output; give both.")
+                raise unusable("input", "An item of type function_call_output needs call_id and output; give both.")
             yield RequestMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id)
         elif item.role is None or item.content is None:
-            raise _unusable("A message needs role and content; give both.")
+            raise unusable("input", "A message needs role and content; give both.")
         else:
             yield RequestMessage(role=item.role, content=_content(item.content))
     yield from _assistant(pending)
@@ -98,14 +96,14 @@ def _assistant(items: Sequence[InputItem]) -> Iterator[RequestMessage]:
     for item in items:
         if item.type == "function_call":
             if not item.call_id or not item.name:
-                raise _unusable("An item of type function_call needs call_id and name; give both.")
+                raise unusable("input", "An item of type function_call needs call_id and name; give both.")
             function = RequestToolCall.Function(name=item.name, arguments=item.arguments or "{}")
             calls.append(RequestToolCall(id=item.call_id, function=function))
         elif item.type == "reasoning":
             texts = item.content if isinstance(item.content, list) else []
             reasoning += "".join(str(each.get("text") or "") for each in texts)
         elif item.content is None:
-            raise _unusable("A message needs role and content; give both.")
+            raise unusable("input", "A message needs role and content; give both.")
         else:
             parts += _content(item.content)
     if parts or calls:
@@ -124,9 +122,10 @@ def _content(given: str | Sequence[dict[str, Any]]) -> list[ContentPart]:
         if kind == "refusal":
             continue
         if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise _unusable(
+            raise unusable(
+                "input",
                 f"A content part of type {kind!r:.40} cannot be read: this model takes only text. Wanted parts of type "
-                "'input_text', 'output_text' or 'text-plain' with their text; leave others out."
+                "'input_text', 'output_text' or 'text-plain' with their text; leave others out.",
             )
         is_document = kind == "text-plain"
         name = title[:256] if isinstance(title, str) else None
@@ -136,11 +135,9 @@ def _content(given: str | Sequence[dict[str, Any]]) -> list[ContentPart]:
 
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise APIError(
-            400,
-            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you call yourself.",
-            "unusable",
+        raise unusable(
             "tools",
+            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you call yourself.",
         )
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
@@ -157,7 +154,3 @@ def _form(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if given is None or given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
-
-
-def _unusable(message: str) -> APIError:
-    return APIError(400, message, "unusable", "input")
