@@ -27,7 +27,9 @@ def embedding_routes(service: Service) -> APIRouter:
     async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the vectors of texts. Waits in the request queue."""
         embedder = service.embedder
-        check_embedder(service, body.model)
+        if body.model not in (embedder.name, service.settings.embedder):
+            text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Ask for that one."
+            raise APIError(404, text, "model_not_found", "model")
         texts = [body.input] if isinstance(body.input, str) else body.input
         counts = token_counts_of(request)
 
@@ -41,17 +43,6 @@ def embedding_routes(service: Service) -> APIRouter:
         return await service.work_for(request, embed)
 
     return routes
-
-
-def check_embedder(service: Service, name: str) -> None:
-    """Raise APIError (404) for another model than the embedder."""
-    if name not in (service.embedder.name, service.settings.embedder):
-        raise APIError(
-            404,
-            f"This server embeds with '{service.embedder.name}', not '{name:.80}'. Ask for that one.",
-            "model_not_found",
-            "model",
-        )
 
 
 def _embed(

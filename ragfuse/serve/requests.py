@@ -75,7 +75,9 @@ def text_requests(request: TextRequest, n_tokens: int | None = None) -> list[Ans
     shared = replace(ask_of(request), max_tokens=request.max_tokens or None)
     documents = request.documents or ()
     answer_requests = []
-    for prompt in _prompts(request.prompt):
+    given: Any = request.prompt
+    is_one = isinstance(given, str) or isinstance(given[0], int | ContentPart)
+    for prompt in [given] if is_one else given:
         ask = with_documents(shared, pieces_of(documents))
         if isinstance(prompt, str):
             question: Any = text_of(request.pml, prompt, documents)
@@ -92,11 +94,6 @@ def text_requests(request: TextRequest, n_tokens: int | None = None) -> list[Ans
                 answer_request = replace(answer_request, echo=echo, n_top=request.logprobs)
             answer_requests.append(replace(answer_request, writes=request.max_tokens != 0))
     return answer_requests
-
-
-def _prompts(given: Any) -> list[str | list[int] | list[ContentPart]]:
-    """Return one prompt or several as a list."""
-    return [given] if isinstance(given, str) or isinstance(given[0], int | ContentPart) else given
 
 
 def with_documents(ask: Ask, pieces: Iterable[Piece]) -> Ask:
@@ -236,7 +233,7 @@ def question_of(
             raise unusable(
                 "messages", "pml cannot be used with tools; remove messages of role 'tool' and those with tool_calls."
             )
-        prompt = prompt.asking("".join(map(_plain, message.content)), cast(Any, message.role))
+        prompt = prompt.asking(message.text, cast(Any, message.role))
     return prompt
 
 
@@ -255,10 +252,6 @@ def _prompt(pml: str, documents: Sequence[str | Document]) -> PMLPrompt:
             "documents", "pml cannot be used with documents, as its texts are modules of a schema; give one."
         )
     return parse_prompt(pml)
-
-
-def _plain(part: str | Piece) -> str:
-    return part if isinstance(part, str) else part.text
 
 
 def chat_messages_of(messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()) -> list[ChatMessage]:

@@ -7,11 +7,8 @@ from typing import Any
 
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.requests import pieces_of
-from ragfuse.serve.response_schema import InputItem, ResponseRequest
+from ragfuse.serve.response_schema import InputItem, InputPart, ResponseRequest
 from ragfuse.serve.schema import ChatRequest, ContentPart, RequestMessage, RequestToolCall
-
-TEXT_PARTS = ("input_text", "output_text", "text", "text-plain")
-"""Types of content parts that hold text; a part of type text-plain is a document."""
 
 
 def items_of(body: ResponseRequest) -> list[InputItem]:
@@ -27,12 +24,12 @@ def items_of(body: ResponseRequest) -> list[InputItem]:
     last = max((at for at, item in enumerate(items) if item.role == "user"), default=None)
     if last is None:
         raise unusable("documents", "documents are placed before the last user message, found none. Add one.")
-    parts = list[dict[str, Any]]()
+    parts = list[InputPart]()
     for piece in pieces_of(body.documents):
-        parts.append({"type": "text-plain", "text": piece.text, "title": piece.source})
-        parts.append({"type": "input_text", "text": "\n\n"})
+        parts.append(InputPart(type="text-plain", text=piece.text, title=piece.source))
+        parts.append(InputPart(type="input_text", text="\n\n"))
     own = items[last].content or ""
-    parts += [{"type": "input_text", "text": own}] if isinstance(own, str) else own
+    parts += [InputPart(type="input_text", text=own)] if isinstance(own, str) else own
     items[last] = items[last].model_copy(update={"content": parts})
     return items
 
@@ -101,7 +98,7 @@ def _assistant(items: Sequence[InputItem]) -> Iterator[RequestMessage]:
             calls.append(RequestToolCall(id=item.call_id, function=function))
         elif item.type == "reasoning":
             texts = item.content if isinstance(item.content, list) else []
-            reasoning += "".join(str(each.get("text") or "") for each in texts)
+            reasoning += "".join(each.text for each in texts)
         elif item.content is None:
             raise unusable("input", "A message needs role and content; give both.")
         else:
@@ -112,25 +109,13 @@ def _assistant(items: Sequence[InputItem]) -> Iterator[RequestMessage]:
         )
 
 
-def _content(given: str | Sequence[dict[str, Any]]) -> list[ContentPart]:
-    """Return text as content parts; APIError for a part that holds no text."""
-    if isinstance(given, str):
-        return [ContentPart(type="text", text=given)]
-    found = []
-    for part in given:
-        kind, text, title = part.get("type"), part.get("text"), part.get("title")
-        if kind == "refusal":
-            continue
-        if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise unusable(
-                "input",
-                f"A content part of type {kind!r:.40} cannot be read: this model takes only text. Wanted parts of type "
-                "'input_text', 'output_text' or 'text-plain' with their text; leave others out.",
-            )
-        is_document = kind == "text-plain"
-        name = title[:256] if isinstance(title, str) else None
-        found.append(ContentPart(type="text-plain" if is_document else "text", text=text, title=name))
-    return found
+def _content(given: str | Sequence[InputPart]) -> list[ContentPart]:
+    parts = [InputPart(type="text", text=given)] if isinstance(given, str) else given
+    return [
+        ContentPart(type="text-plain" if part.type == "text-plain" else "text", text=part.text, title=part.title)
+        for part in parts
+        if part.type != "refusal"
+    ]
 
 
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
