@@ -192,8 +192,7 @@ class TenantDocuments:
             if document.is_deleted:
                 break
             texts = document.passages[at : at + BATCH_PASSAGES]
-            await self._turn(lambda engine, texts=texts: _ingest(engine, texts, document))
-            vectors += list(await self._turn(lambda _, texts=texts: self._service.embedder.embed(texts)))
+            vectors += await self._batch(document, texts)
             document.vectors = vectors
             document.encoded += len(texts)
             document.seconds = time.monotonic() - began_s
@@ -212,6 +211,11 @@ class TenantDocuments:
                 self.all.pop(each.id, None)
         if left:
             await self._turn(lambda engine: engine.forget(_left(engine, document.name, left)))
+
+    async def _batch(self, document: StoredDocument, texts: Sequence[str]) -> list[Any]:
+        """Encode some passages, and return their vectors."""
+        await self._turn(lambda engine: _ingest(engine, texts, document))
+        return list(await self._turn(lambda _: self._service.embedder.embed(list(texts))))
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:
         """Return the result of `do`, run when its turn in the request queue has come."""

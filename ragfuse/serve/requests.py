@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 from ragfuse.engine.ask import Ask
@@ -362,41 +361,32 @@ def _name_of(tool: Any) -> str:
     return str(inner.get("name")) if isinstance(inner, Mapping) else repr(tool)
 
 
+GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
+    {
+        "json": Grammar.json,
+        "json_object": lambda _: Grammar.json(None),
+        "regex": Grammar.regex,
+        "choice": Grammar.choice,
+        "grammar": Grammar.lark,
+    }
+)
+"""What makes grammars, by their names in vLLM's `structured_outputs`."""
+
+
 def grammar_of(request: CompletionRequest) -> Grammar | None:
-    """Return the grammar of the answer, from OpenAI's `response_format` or one of vLLM's fields; None: free text.
+    """Return the grammar of the answer, from OpenAI's `response_format` or vLLM's field; None: free text.
 
     Raises:
-        APIError: More than one of these fields is given, or its value cannot be used (400).
+        APIError: More than one is given, or its value cannot be used (400).
     """
-    structured = request.structured_outputs or {}
-    given = [("structured_outputs", kind, value) for kind, value in structured.items() if value is not None]
-    for kind in ("json", "regex", "choice", "grammar"):
-        if (value := getattr(request, f"guided_{kind}")) is not None:
-            given.append((f"guided_{kind}", kind, value))
-    found = [(name, _grammar(name, kind, value)) for name, kind, value in given]
+    given = request.structured_outputs
+    kinds = {} if given is None else given.model_dump(by_alias=True, exclude_none=True)
+    found = [GRAMMARS[kind](value) for kind, value in kinds.items()]
     response_grammar = _response_grammar(getattr(request, "response_format", None))
-    found += [("response_format", response_grammar)] if response_grammar is not None else []
+    found += [response_grammar] if response_grammar is not None else []
     if len(found) > 1:
-        raise unusable(found[1][0], "Several fields set the output format; give only one.")
-    return found[0][1] if found else None
-
-
-def _grammar(name: str, kind: str, value: Any) -> Grammar:
-    """Build a grammar of this kind from a field's value; `name` is the field in error messages."""
-    if kind == "json" and isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    if kind == "json_object" and value is True:
-        return Grammar.json(None)
-    if kind == "json" and isinstance(value, dict):
-        return Grammar.json(value)
-    if kind in ("regex", "grammar") and isinstance(value, str) and value:
-        return Grammar.regex(value) if kind == "regex" else Grammar.lark(value)
-    if kind == "choice" and isinstance(value, list) and value and all(isinstance(e, str) and e for e in value):
-        return Grammar.choice(value)
-    raise unusable(
-        name, f"{name}: wanted a JSON schema, a regex, texts to choose from, or a grammar; found {kind!r:.40}."
-    )
+        raise unusable("structured_outputs", "Several fields set the output format; give only one.")
+    return found[0] if found else None
 
 
 def _response_grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
