@@ -12,18 +12,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 
-def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
-    """Parse and validate a body as `model`.
-
-    Raises:
-        RequestValidationError: It is not JSON, or `model` does not accept it.
-    """
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False)) from None
-
-
 class ParsedRequest(Request):
     """A request whose body is already parsed and validated; FastAPI gets the result from `json`."""
 
@@ -51,8 +39,11 @@ class BodyRoute(APIRoute):
             return handler
 
         async def read_first(request: Request) -> Response:
-            threads = request.app.state.threads
-            body = await threads.run(threads.intake, read_as, model, await request.body())
+            threads, raw = request.app.state.threads, await request.body()
+            try:
+                body = await threads.run(threads.intake, model.model_validate_json, raw)
+            except ValidationError as error:
+                raise RequestValidationError(error.errors(include_url=False)) from None
             return await handler(ParsedRequest(request, body))
 
         return read_first

@@ -14,7 +14,7 @@ from pydantic import Base64Bytes, Field
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.document_records import StoredDocument
 from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, TenantDocuments, shown
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import unusable
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import DOCUMENTS_PATH, Service
@@ -74,7 +74,7 @@ def document_routes(service: Service) -> APIRouter:
     async def add(request: Request, body: DocumentRequest) -> dict[str, Any]:
         """Take a document and encode its passages in the background; ask for it again to see how far it is."""
         if (body.text is None) is (body.pdf is None):
-            raise APIError(400, "Give either text or pdf, found both or neither.", "unusable", "text")
+            raise unusable("text", "Give either text or pdf, found both or neither.")
         kind = (body.media_type or "").partition(";")[0].strip()
         suffix = guess_extension(kind) or "" if kind else PurePosixPath(body.name).suffix.lower()
         read = (

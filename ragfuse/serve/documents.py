@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -193,8 +192,7 @@ class TenantDocuments:
             if document.is_deleted:
                 break
             texts = document.passages[at : at + BATCH_PASSAGES]
-            await self._turn(partial(_ingest, texts=texts, document=document))
-            vectors += list(await self._turn(partial(self._embed, texts)))
+            vectors += await self._batch(document, texts)
             document.vectors = vectors
             document.encoded += len(texts)
             document.seconds = time.monotonic() - began_s
@@ -214,8 +212,10 @@ class TenantDocuments:
         if left:
             await self._turn(lambda engine: engine.forget(_left(engine, document.name, left)))
 
-    def _embed(self, texts: Sequence[str], _: Engine) -> Any:
-        return self._service.embedder.embed(texts)
+    async def _batch(self, document: StoredDocument, texts: Sequence[str]) -> list[Any]:
+        """Encode some passages, and return their vectors."""
+        await self._turn(lambda engine: _ingest(engine, texts, document))
+        return list(await self._turn(lambda _: self._service.embedder.embed(list(texts))))
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:
         """Return the result of `do`, run when its turn in the request queue has come."""

@@ -27,8 +27,10 @@ def embedding_routes(service: Service) -> APIRouter:
     async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the vectors of texts. Waits in the request queue."""
         embedder = service.embedder
-        check_embedder(service, body.model)
-        texts = _texts(body)
+        if body.model not in (embedder.name, service.settings.embedder):
+            text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Ask for that one."
+            raise APIError(404, text, "model_not_found", "model")
+        texts = [body.input] if isinstance(body.input, str) else body.input
         counts = token_counts_of(request)
 
         def embed(_: object, check: Callable[[object], None]) -> dict[str, Any]:
@@ -43,43 +45,10 @@ def embedding_routes(service: Service) -> APIRouter:
     return routes
 
 
-def check_embedder(service: Service, name: str) -> None:
-    """Raise APIError (404) for another model than the embedder."""
-    if name not in (service.embedder.name, service.settings.embedder):
-        raise APIError(
-            404,
-            f"This server embeds with '{service.embedder.name}', not '{name:.80}'. Ask for that one.",
-            "model_not_found",
-            "model",
-        )
-
-
-def _texts(body: EmbeddingRequest) -> list[str]:
-    texts = [body.input] if isinstance(body.input, str) else body.input
-    found = [each for each in texts if isinstance(each, str)]
-    if len(found) < len(texts):
-        raise APIError(
-            400,
-            "input has token ids; wanted texts, as the ids of another tokenizer mean nothing here. With LangChain's "
-            "OpenAIEmbeddings: check_embedding_ctx_length=False.",
-            "unusable",
-            "input",
-        )
-    return found
-
-
 def _embed(
     embedder: Embedder, texts: list[str], body: EmbeddingRequest, check: Callable[[object], None]
 ) -> tuple[list[Any], int]:
     """Return the vectors in the wanted form, and the number of tokens that were read."""
-    if body.truncate_prompt_tokens not in (None, -1):
-        raise APIError(
-            400,
-            f"truncate_prompt_tokens is {body.truncate_prompt_tokens}; wanted -1 (as many as the embedder reads) "
-            "or null.",
-            "unusable",
-            "truncate_prompt_tokens",
-        )
     limit, lengths = embedder.max_tokens, list[int]()
     for at in range(0, len(texts), BATCH_TEXTS):
         check(None)

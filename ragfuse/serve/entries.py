@@ -6,14 +6,14 @@ Only entries of the tenant's own digest are ever listed, pinned or deleted: anot
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.admission import RETRY_S
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import APIError, unusable
 from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks, leave_source, sources_in_order
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -39,7 +39,7 @@ class Selection:
     def checked(self) -> Selection:
         """Return it; APIError (400) unless exactly one condition is given."""
         if (bool(self.keys) + (self.source is not None) + self.all) != 1:
-            raise APIError(400, "Give one of keys, source and all; found none or several.", "unusable", "keys")
+            raise unusable("keys", "Give one of keys, source and all; found none or several.")
         return self
 
 
@@ -174,16 +174,11 @@ def pin(engine: Engine, selection: Selection, pinned: bool) -> int:
     now = StoredChunks.of(engine).entries
     refused = [entry for chunk in chunks for entry in now.get(chunk, ()) if entry.pinned != pinned]
     if refused:
-        names, what = _named(entry.tier for entry in refused), "pinned" if pinned else "unpinned"
-        n = len({chunk_of(entry.key) for entry in refused})
-        raise APIError(
-            503,
-            f"{n:,} of {len(chunks):,} chunks could not be {what} in {names}, which cannot be written now; the "
-            "server's log has the reason. Try again once that is mended.",
-            "store",
-            None,
-            RETRY_S,
+        n, names = len({chunk_of(entry.key) for entry in refused}), _named(entry.tier for entry in refused)
+        text = (
+            f"{n:,} of {len(chunks):,} chunks could not be {'' if pinned else 'un'}pinned in {names}, which cannot be"
         )
+        raise APIError(503, f"{text} written now. Try again once that is mended.", "store", None, RETRY_S)
     return len(chunks)
 
 
@@ -203,9 +198,9 @@ def delete(engine: Engine, selection: Selection) -> dict[str, Any]:
         kept = leave_source(engine.catalog.strict, engine.digest, texts, selection.source.__eq__)
     rest = {chunk for chunk in chunks if chunk not in stored.texts}
 
-    def forget() -> int:
-        nbytes = engine.forget(sorted(texts - kept)) if texts - kept else 0
-        return nbytes + forget_chunks(engine.store, engine.catalog.strict, rest)
+    def forget() -> None:
+        engine.forget(sorted(texts - kept))
+        forget_chunks(engine.store, engine.catalog.strict, rest)
 
     own = {chunk for chunk in chunks if chunk in rest or stored.texts[chunk][0][1] not in kept}
     done = freed(engine, forget, own)
@@ -229,48 +224,23 @@ def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
     }
 
 
-def freed(engine: Engine, forget: Callable[[], int], chunks: Set[Chunk]) -> dict[str, Any]:
-    """Run a deletion; return what it freed: `nbytes` of KV, each once, and in `tiers` the bytes of all copies.
-
-    Args:
-        engine: The tenant's engine.
-        forget: Deletes KV, and returns the bytes freed in all tiers.
-        chunks: The chunks that it deletes.
+def freed(engine: Engine, forget: Callable[[], object], chunks: Collection[Chunk]) -> dict[str, Any]:
+    """Run the deletion of chunks; return what it freed: `nbytes` of KV, each once, `tiers` the bytes of all copies.
 
     Raises:
-        StillStored: A tier cannot be written or does not answer, so that some of it may still be stored there.
+        APIError: A tier cannot be written or does not answer, so that some of it may still be stored there (503).
     """
-    before = StoredChunks.of(engine).entries
-    n_freed = forget()
-    after = StoredChunks.of(engine).entries if chunks or n_freed else {}
-    tiers = [entry.tier for chunk in chunks for entry in after.get(chunk, ())] + (
-        engine.store.silent() if chunks else []
-    )
+
+    def stored() -> list[Entry]:
+        return [entry for entry in engine.store.entries() if chunk_of(entry.key) in chunks]
+
+    before = stored()
+    forget()
+    tiers = [entry.tier for entry in stored()] + (engine.store.silent() if chunks else [])
     if tiers:
-        raise StillStored(_named(tiers))
-    if not n_freed:
-        return {"nbytes": 0, "tiers": {}}
-    left = {(entry.key, entry.tier) for entries in after.values() for entry in entries}
-    gone = [each for entries in before.values() for each in entries if (each.key, each.tier) not in left]
-    return {"nbytes": kv_nbytes(gone), "tiers": dict(_by_tier(gone))}
-
-
-class StillStored(APIError):
-    """KV that could not be deleted everywhere.
-
-    Args:
-        tiers: The tiers that may still have some of it, in words.
-    """
-
-    def __init__(self, tiers: str) -> None:
-        super().__init__(
-            503,
-            f"KV of what was to be deleted may still be stored in {tiers}, which cannot be written now; the server's "
-            "log has the reason. Delete it again once that is mended.",
-            "store",
-            None,
-            RETRY_S,
-        )
+        text = f"KV of what was to be deleted may still be stored in {_named(tiers)}, which cannot be written now."
+        raise APIError(503, f"{text} Delete it again once that is mended.", "store", None, RETRY_S)
+    return {"nbytes": kv_nbytes(before), "tiers": dict(_by_tier(before))}
 
 
 def _named(tiers: Iterable[str]) -> str:

@@ -77,12 +77,20 @@ class APIError(Exception):
         return {**after, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
 
 
+def unusable(param: str, message: str) -> APIError:
+    """Return the error (400) for a field that cannot be honoured."""
+    return APIError(400, message, "unusable", param)
+
+
 def api_error_of(error: BaseException) -> APIError:
     """Convert an exception into an APIError; errors that the client did not cause are logged, not disclosed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, PMLError):
-        return APIError(400, _over_http(error), "unusable", "pml")
+        # the schema's file name only, as paths are not disclosed, and advice for HTTP
+        name, advice = PurePath(error.file).name, SCHEMA_ADVICE if error.advice else ""
+        told = PMLError(error.found, error.wanted, name, error.line, error.column, advice)
+        return unusable("pml", str(told))
     if isinstance(error, NoSessionError):
         return APIError(404, f"{error.found} {SESSION_ADVICE}", "session_not_found", "id")
     if isinstance(error, OverlongError):
@@ -95,14 +103,10 @@ def api_error_of(error: BaseException) -> APIError:
         return APIError(503, text, "store", None, 30)
     if isinstance(error, TransferError):
         log.error("A request was answered with an error (503), as its KV cannot be handed over: %s", error)
-        return APIError(
-            503,
-            "The KV of this prompt cannot be handed over now. Retry later, or let the engine that decodes compute the "
-            "prompt; the server's log has the reason.",
-            "transfer",
-            None,
-            5,
+        text = (
+            "The KV of this prompt cannot be handed over now. Retry later, or let the other engine compute the prompt."
         )
+        return APIError(503, text, "transfer", None, 5)
     name = type(error).__name__
     log.error("A request failed with %s", name, exc_info=error)
     known = str(error) if isinstance(error, RagFuseError) else ""
@@ -117,9 +121,3 @@ def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
     name, what = ".".join(place), str(first["msg"])
     code = CODES.get(first["type"], "unusable")
     return APIError(400, f"{name}: {what}" if name else f"The body: {what}", code, name or None)
-
-
-def _over_http(error: PMLError) -> str:
-    """Return the message with the schema's file name only, as paths are not disclosed, and advice for HTTP."""
-    advice = SCHEMA_ADVICE if error.advice else ""
-    return str(PMLError(error.found, error.wanted, PurePath(error.file).name, error.line, error.column, advice))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import InputError
 from ragfuse.serve.logprobs import LogprobRecorder
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
     ChatRequest,
@@ -75,7 +74,9 @@ def text_requests(request: TextRequest, n_tokens: int | None = None) -> list[Ans
     shared = replace(ask_of(request), max_tokens=request.max_tokens or None)
     documents = request.documents or ()
     answer_requests = []
-    for prompt in _prompts(request.prompt):
+    given: Any = request.prompt
+    is_one = isinstance(given, str) or isinstance(given[0], int | ContentPart)
+    for prompt in [given] if is_one else given:
         ask = with_documents(shared, pieces_of(documents))
         if isinstance(prompt, str):
             question: Any = text_of(request.pml, prompt, documents)
@@ -92,16 +93,6 @@ def text_requests(request: TextRequest, n_tokens: int | None = None) -> list[Ans
                 answer_request = replace(answer_request, echo=echo, n_top=request.logprobs)
             answer_requests.append(replace(answer_request, writes=request.max_tokens != 0))
     return answer_requests
-
-
-def unusable(param: str, message: str) -> APIError:
-    """Return the error (400) for a field that cannot be honoured."""
-    return APIError(400, message, "unusable", param)
-
-
-def _prompts(given: Any) -> list[str | list[int] | list[ContentPart]]:
-    """Return one prompt or several as a list."""
-    return [given] if isinstance(given, str) or isinstance(given[0], int | ContentPart) else given
 
 
 def with_documents(ask: Ask, pieces: Iterable[Piece]) -> Ask:
@@ -241,7 +232,7 @@ def question_of(
             raise unusable(
                 "messages", "pml cannot be used with tools; remove messages of role 'tool' and those with tool_calls."
             )
-        prompt = prompt.asking("".join(map(_plain, message.content)), cast(Any, message.role))
+        prompt = prompt.asking(message.text, cast(Any, message.role))
     return prompt
 
 
@@ -260,10 +251,6 @@ def _prompt(pml: str, documents: Sequence[str | Document]) -> PMLPrompt:
             "documents", "pml cannot be used with documents, as its texts are modules of a schema; give one."
         )
     return parse_prompt(pml)
-
-
-def _plain(part: str | Piece) -> str:
-    return part if isinstance(part, str) else part.text
 
 
 def chat_messages_of(messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()) -> list[ChatMessage]:
@@ -374,41 +361,32 @@ def _name_of(tool: Any) -> str:
     return str(inner.get("name")) if isinstance(inner, Mapping) else repr(tool)
 
 
+GRAMMARS: Mapping[str, Callable[[Any], Grammar]] = MappingProxyType(
+    {
+        "json": Grammar.json,
+        "json_object": lambda _: Grammar.json(None),
+        "regex": Grammar.regex,
+        "choice": Grammar.choice,
+        "grammar": Grammar.lark,
+    }
+)
+"""What makes grammars, by their names in vLLM's `structured_outputs`."""
+
+
 def grammar_of(request: CompletionRequest) -> Grammar | None:
-    """Return the grammar of the answer, from OpenAI's `response_format` or one of vLLM's fields; None: free text.
+    """Return the grammar of the answer, from OpenAI's `response_format` or vLLM's field; None: free text.
 
     Raises:
-        APIError: More than one of these fields is given, or its value cannot be used (400).
+        APIError: More than one is given, or its value cannot be used (400).
     """
-    structured = request.structured_outputs or {}
-    given = [("structured_outputs", kind, value) for kind, value in structured.items() if value is not None]
-    for kind in ("json", "regex", "choice", "grammar"):
-        if (value := getattr(request, f"guided_{kind}")) is not None:
-            given.append((f"guided_{kind}", kind, value))
-    found = [(name, _grammar(name, kind, value)) for name, kind, value in given]
+    given = request.structured_outputs
+    kinds = {} if given is None else given.model_dump(by_alias=True, exclude_none=True)
+    found = [GRAMMARS[kind](value) for kind, value in kinds.items()]
     response_grammar = _response_grammar(getattr(request, "response_format", None))
-    found += [("response_format", response_grammar)] if response_grammar is not None else []
+    found += [response_grammar] if response_grammar is not None else []
     if len(found) > 1:
-        raise unusable(found[1][0], "Several fields set the output format; give only one.")
-    return found[0][1] if found else None
-
-
-def _grammar(name: str, kind: str, value: Any) -> Grammar:
-    """Build a grammar of this kind from a field's value; `name` is the field in error messages."""
-    if kind == "json" and isinstance(value, str):
-        with suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    if kind == "json_object" and value is True:
-        return Grammar.json(None)
-    if kind == "json" and isinstance(value, dict):
-        return Grammar.json(value)
-    if kind in ("regex", "grammar") and isinstance(value, str) and value:
-        return Grammar.regex(value) if kind == "regex" else Grammar.lark(value)
-    if kind == "choice" and isinstance(value, list) and value and all(isinstance(e, str) and e for e in value):
-        return Grammar.choice(value)
-    raise unusable(
-        name, f"{name}: wanted a JSON schema, a regex, texts to choose from, or a grammar; found {kind!r:.40}."
-    )
+        raise unusable("structured_outputs", "Several fields set the output format; give only one.")
+    return found[0] if found else None
 
 
 def _response_grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:

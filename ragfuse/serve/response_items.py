@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import unusable
 from ragfuse.serve.requests import pieces_of
-from ragfuse.serve.response_schema import InputItem, ResponseRequest
+from ragfuse.serve.response_schema import InputItem, InputPart, ResponseRequest
 from ragfuse.serve.schema import ChatRequest, ContentPart, RequestMessage, RequestToolCall
-
-TEXT_PARTS = ("input_text", "output_text", "text", "text-plain")
-"""Types of content parts that hold text; a part of type text-plain is a document."""
 
 
 def items_of(body: ResponseRequest) -> list[InputItem]:
@@ -26,15 +23,13 @@ def items_of(body: ResponseRequest) -> list[InputItem]:
         return items
     last = max((at for at, item in enumerate(items) if item.role == "user"), default=None)
     if last is None:
-        raise APIError(
-            400, "documents are placed before the last user message, found none. Add one.", "unusable", "documents"
-        )
-    parts = list[dict[str, Any]]()
+        raise unusable("documents", "documents are placed before the last user message, found none. Add one.")
+    parts = list[InputPart]()
     for piece in pieces_of(body.documents):
-        parts.append({"type": "text-plain", "text": piece.text, "title": piece.source})
-        parts.append({"type": "input_text", "text": "\n\n"})
+        parts.append(InputPart(type="text-plain", text=piece.text, title=piece.source))
+        parts.append(InputPart(type="input_text", text="\n\n"))
     own = items[last].content or ""
-    parts += [{"type": "input_text", "text": own}] if isinstance(own, str) else own
+    parts += [InputPart(type="input_text", text=own)] if isinstance(own, str) else own
     items[last] = items[last].model_copy(update={"content": parts})
     return items
 
@@ -84,10 +79,10 @@ def _messages(items: Sequence[InputItem]) -> Iterator[RequestMessage]:
         pending = []
         if item.type == "function_call_output":
             if not item.call_id or item.output is None:
-                raise _unusable("An item of type function_call_output needs call_id and output; give both.")
+                raise unusable("input", "An item of type function_call_output needs call_id and output; give both.")
             yield RequestMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id)
         elif item.role is None or item.content is None:
-            raise _unusable("A message needs role and content; give both.")
+            raise unusable("input", "A message needs role and content; give both.")
         else:
             yield RequestMessage(role=item.role, content=_content(item.content))
     yield from _assistant(pending)
@@ -98,14 +93,14 @@ def _assistant(items: Sequence[InputItem]) -> Iterator[RequestMessage]:
     for item in items:
         if item.type == "function_call":
             if not item.call_id or not item.name:
-                raise _unusable("An item of type function_call needs call_id and name; give both.")
+                raise unusable("input", "An item of type function_call needs call_id and name; give both.")
             function = RequestToolCall.Function(name=item.name, arguments=item.arguments or "{}")
             calls.append(RequestToolCall(id=item.call_id, function=function))
         elif item.type == "reasoning":
             texts = item.content if isinstance(item.content, list) else []
-            reasoning += "".join(str(each.get("text") or "") for each in texts)
+            reasoning += "".join(each.text for each in texts)
         elif item.content is None:
-            raise _unusable("A message needs role and content; give both.")
+            raise unusable("input", "A message needs role and content; give both.")
         else:
             parts += _content(item.content)
     if parts or calls:
@@ -114,33 +109,20 @@ def _assistant(items: Sequence[InputItem]) -> Iterator[RequestMessage]:
         )
 
 
-def _content(given: str | Sequence[dict[str, Any]]) -> list[ContentPart]:
-    """Return text as content parts; APIError for a part that holds no text."""
-    if isinstance(given, str):
-        return [ContentPart(type="text", text=given)]
-    found = []
-    for part in given:
-        kind, text, title = part.get("type"), part.get("text"), part.get("title")
-        if kind == "refusal":
-            continue
-        if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise _unusable(
-                f"A content part of type {kind!r:.40} cannot be read: this model takes only text. Wanted parts of type "
-                "'input_text', 'output_text' or 'text-plain' with their text; leave others out."
-            )
-        is_document = kind == "text-plain"
-        name = title[:256] if isinstance(title, str) else None
-        found.append(ContentPart(type="text-plain" if is_document else "text", text=text, title=name))
-    return found
+def _content(given: str | Sequence[InputPart]) -> list[ContentPart]:
+    parts = [InputPart(type="text", text=given)] if isinstance(given, str) else given
+    return [
+        ContentPart(type="text-plain" if part.type == "text-plain" else "text", text=part.text, title=part.title)
+        for part in parts
+        if part.type != "refusal"
+    ]
 
 
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise APIError(
-            400,
-            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you call yourself.",
-            "unusable",
+        raise unusable(
             "tools",
+            f"A tool of type {tool.get('type')!r:.40} cannot be used; wanted functions, which you call yourself.",
         )
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": function}
@@ -157,7 +139,3 @@ def _form(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if given is None or given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
-
-
-def _unusable(message: str) -> APIError:
-    return APIError(400, message, "unusable", "input")

@@ -7,11 +7,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragfuse.serve.schema import AnswerOptions, Document, FailFast, RequestBody, StreamOptions
+from ragfuse.types.request_limits import MAX_TITLE_CHARS
 
 MAX_ITEMS = 4096
 """Most items of one input."""
 MAX_METADATA = 16
 """Most pairs of `metadata`, as at OpenAI."""
+
+
+class InputPart(BaseModel):
+    """A part of an item's content: text, or a document where its type is text-plain."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["input_text", "output_text", "text", "text-plain", "refusal", "reasoning_text"]
+    text: str = ""
+    title: str | None = Field(default=None, max_length=MAX_TITLE_CHARS)
 
 
 class InputItem(BaseModel):
@@ -24,12 +35,11 @@ class InputItem(BaseModel):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Annotated[list[dict[str, Any]], FailFast] | None = None
-    """Of a message: its text, or parts of type input_text, output_text, refusal, or text-plain (a document)."""
+    content: str | Annotated[list[InputPart], FailFast] | None = None
     call_id: str | None = Field(default=None, max_length=256)
     name: str | None = Field(default=None, max_length=64)
     arguments: str | None = None
-    output: str | Annotated[list[dict[str, Any]], FailFast] | None = None
+    output: str | Annotated[list[InputPart], FailFast] | None = None
 
 
 class TextOptions(RequestBody):

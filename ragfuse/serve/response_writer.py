@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
@@ -15,6 +16,8 @@ from ragfuse.serve.run import Completed, TextDelta
 from ragfuse.types.answer import Answer
 
 Json = dict[str, Any]
+PARTS = MappingProxyType({"message": "response.output_text", "reasoning": "response.reasoning_text"})
+"""Where the names of events begin, by kind of item."""
 
 
 @dataclass
@@ -40,38 +43,40 @@ class ResponseEvents:
     def response(self, status: str, output: list[Json], answer: Answer | None = None) -> Json:
         """Return the response object; `answer` once there is one."""
         body = self.body
-        cut_off = status == "incomplete"
         found: Json = {
+            **body.model_dump(include={"instructions", "max_output_tokens", "previous_response_id", "user"}),
             "id": self.id,
             "object": "response",
             "created_at": self.created,
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": body.temperature or 0.0,
-            "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": [{"strict": True, "parameters": None, **tool} for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
-            "usage": usage_of_response(answer) if answer is not None else None,
-            "user": body.user,
+            "usage": None,
             "metadata": body.metadata or {},
         }
         if answer is not None:
-            trace = answer.trace.as_dict()
-            del trace["recomputed_rows"]
-            found["ragfuse"] = trace
+            trace, n = answer.trace, len(answer.token_ids)
+            found["ragfuse"] = {name: each for name, each in trace.as_dict().items() if name != "recomputed_rows"}
+            found["usage"] = {
+                "input_tokens": trace.tokens,
+                "input_tokens_details": {"cached_tokens": trace.tokens_reused, "cache_write_tokens": 0},
+                "output_tokens": n,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": trace.tokens + n,
+            }
         return found
 
     def whole(self, completed: Completed) -> Json:
@@ -93,8 +98,10 @@ class ResponseEvents:
         yield self._event("response.in_progress", response=started)
         try:
             async for item in items:
-                for event in self._item_events(item):
-                    yield event
+                thought, text = ("", item.rest) if isinstance(item, Completed) else (item.reasoning, item.text)
+                for kind, piece in (("reasoning", thought), ("message", text)):
+                    for event in self._piece(kind, piece) if piece else ():
+                        yield event
                 if isinstance(item, Completed):
                     for event in self._ending(item.answer):
                         yield event
@@ -109,40 +116,25 @@ class ResponseEvents:
 
     # inside
 
-    def _item_events(self, item: TextDelta | Completed) -> Iterator[bytes]:
-        thought = item.reasoning if isinstance(item, TextDelta) else ""
-        text = item.text if isinstance(item, TextDelta) else item.rest
-        if thought:
-            yield from self._piece("reasoning", thought)
-        if text:
-            yield from self._piece("message", text)
-
     def _piece(self, kind: str, text: str) -> Iterator[bytes]:
         """Yield the events of a piece of the message or of the reasoning before it."""
         if self._kind != kind:
             yield from self._close()
             self._kind, self._text = kind, ""
-            item = _message("", "in_progress") if kind == "message" else _reasoning("", "in_progress")
+            item = _item(kind, "", "in_progress")
             self._items.append(item)
             yield self._output_event("response.output_item.added", item={**item, "content": []})
             yield self._part_event("response.content_part.added", part=item["content"][0])
         self._text += text
-        if kind == "message":
-            yield self._part_event("response.output_text.delta", delta=text, logprobs=[])
-        else:
-            yield self._part_event("response.reasoning_text.delta", delta=text)
+        yield self._part_event(f"{PARTS[kind]}.delta", delta=text, **_logprobs(kind))
 
     def _close(self) -> Iterator[bytes]:
         """Yield the events that end the open item, if there is one."""
         if not self._kind:
             return
-        is_message = self._kind == "message"
         item = self._items[-1]
         item["content"][0]["text"], item["status"] = self._text, "completed"
-        if is_message:
-            yield self._part_event("response.output_text.done", text=self._text, logprobs=[])
-        else:
-            yield self._part_event("response.reasoning_text.done", text=self._text)
+        yield self._part_event(f"{PARTS[self._kind]}.done", text=self._text, **_logprobs(self._kind))
         yield self._part_event("response.content_part.done", part=item["content"][0])
         yield self._output_event("response.output_item.done", item=item)
         self._kind = ""
@@ -159,7 +151,7 @@ class ResponseEvents:
             yield self._event("response.function_call_arguments.done", **at, **done)
             yield self._output_event("response.output_item.done", item=call)
         if not self._items:  # an answer without any text
-            item = _message("", "completed")
+            item = _item("message", "", "completed")
             self._items.append(item)
             yield self._output_event("response.output_item.added", item=item)
             yield self._output_event("response.output_item.done", item=item)
@@ -177,34 +169,25 @@ class ResponseEvents:
         return f"event: {kind}\ndata: {data}\n\n".encode()
 
 
-def usage_of_response(answer: Answer) -> Json:
-    """Return the usage in this API's words; `cached_tokens` are those reused without recompute."""
-    trace, n = answer.trace, len(answer.token_ids)
-    return {
-        "input_tokens": trace.tokens,
-        "input_tokens_details": {"cached_tokens": trace.tokens_reused, "cache_write_tokens": 0},
-        "output_tokens": n,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": trace.tokens + n,
-    }
-
-
 def _output(answer: Answer) -> list[Json]:
     """Return the items of a whole answer: reasoning, message, calls."""
     calls = _calls(answer)
-    found = [_reasoning(answer.reasoning, "completed")] if answer.reasoning else []
-    found += [_message(answer.text, "completed")] if answer.text or not calls else []
+    found = [_item("reasoning", answer.reasoning, "completed")] if answer.reasoning else []
+    found += [_item("message", answer.text, "completed")] if answer.text or not calls else []
     return [*found, *calls]
 
 
-def _message(text: str, status: str) -> Json:
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "status": status, "content": content}
+def _item(kind: str, text: str, status: str) -> Json:
+    """Return a message, or the reasoning before it."""
+    item: Json = {"id": f"{kind[:3]}_{uuid4().hex}", "type": kind, "status": status}
+    if kind == "reasoning":
+        return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {**item, "role": "assistant", "content": [part]}
 
 
-def _reasoning(text: str, status: str) -> Json:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": f"rs_{uuid4().hex}", "type": "reasoning", "summary": [], "status": status, "content": content}
+def _logprobs(kind: str) -> Json:
+    return {"logprobs": []} if kind == "message" else {}
 
 
 def _calls(answer: Answer) -> list[Json]:

@@ -16,7 +16,7 @@ from ragfuse.engine.engine import Engine
 from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.logprobs import TokenLogprob
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import APIError, unusable
 from ragfuse.serve.replies import ResponseWriter
 from ragfuse.serve.request_state import tenant_of, token_counts_of, unless_disconnected
 from ragfuse.serve.requests import chat_requests, question_of, text_requests
@@ -124,7 +124,7 @@ async def _answer(
     """Return the response with the answers to the `AnswerRequest`s that `make` returns."""
     check_model(service, body.model)
     if body.stream_options is not None and not body.stream:
-        raise APIError(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
+        raise unusable("stream_options", "stream_options need stream: true; give both or neither.")
     tenant = tenant_of(request)
     if body.ragfuse.token_trace:
         make = _with_token_trace(make)
@@ -214,7 +214,7 @@ def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], Non
     if body.prompt is None:
         request = chat_requests(body, engine.constraints.template)[0]
     elif body.messages:
-        raise APIError(400, "Give either messages or prompt, found both.", "unusable", "messages")
+        raise unusable("messages", "Give either messages or prompt, found both.")
     else:
         fields = body.model_dump(include=TextRequest.model_fields.keys() - {"logprobs"}, exclude_unset=True)
         request = text_requests(TextRequest(**{**fields, "model": ""}), len(engine.model.tokenizer))[0]
@@ -227,7 +227,7 @@ def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], Non
 def _tokens(engine: Engine, body: TokensRequest) -> list[int]:
     is_text = body.text is not None
     if is_text is (body.messages is not None or body.pml is not None):
-        raise APIError(400, "Give either text, or messages or pml; found both or neither.", "unusable", "text")
+        raise unusable("text", "Give either text, or messages or pml; found both or neither.")
     if body.text is not None:
         return engine.tokens(body.text, body.special)
     question = question_of(body.pml, body.messages or ())

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 
 from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
 
@@ -143,6 +143,16 @@ class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
+class StructuredOutputs(RequestBody):
+    """The form of an answer in vLLM's words, of which one request may use one."""
+
+    json_schema: dict[str, Any] | Json[dict[str, Any]] | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = Field(default=None, min_length=1)
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1, max_length=1024)
+    grammar: str | None = Field(default=None, min_length=1)
+
+
 class RequestToolCall(BaseModel):
     """A tool call in a message of an earlier turn."""
 
@@ -229,12 +239,7 @@ class CompletionRequest(RequestBody):
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
     """vLLM's field for disaggregated prefill; with do_remote_decode the KV is handed over instead of decoded."""
 
-    # vLLM's fields for the form of an answer, of which one request may use one
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(default=None, max_length=1024)
-    guided_grammar: str | None = None
-    structured_outputs: dict[str, Any] | None = Field(default=None, max_length=16)
+    structured_outputs: StructuredOutputs | None = None
 
     # labels, which never change an answer
     user: str | None = None

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, outline, parse_schema
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import APIError, unusable
 from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
 from ragfuse.types.ingested import Ingested
@@ -71,12 +71,10 @@ def _checked(pml: str) -> str:
     text = pml.removeprefix("\ufeff")
     name = parse_schema(text).name
     if len(name) > MAX_NAME_CHARS or not name.isprintable() or not name.strip("./ "):
-        raise APIError(
-            400,
+        raise unusable(
+            "pml",
             f"The schema's name is {name!r:.80}; wanted at most {MAX_NAME_CHARS} printable characters, not only dots, "
             "slashes and spaces.",
-            "unusable",
-            "pml",
         )
     return text
 

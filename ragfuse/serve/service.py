@@ -63,8 +63,7 @@ class Service:
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
         self.names = settings.served_model_name or (Path(settings.model).name,)
         self.model = self.names[0]
-        share = 2 if len(self.keys.tenants) > 1 else 1
-        max_each = max(1, settings.serve_waiting // share) if share > 1 else None
+        max_each = max(1, settings.serve_waiting // 2) if len(self.keys.tenants) > 1 else None
         self.admission = AdmissionControl(settings.serve_together, settings.serve_waiting, max_each)
         self.counts = ServerCounts(self.admission.jobs)
         self.threads = Threads(settings.serve_together)
@@ -114,10 +113,20 @@ class Service:
         """Return a tenant's engine with its model loaded. It may block: do not call it on the event loop."""
         with self._lock:
             if tenant.salt not in self._engines:
-                engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), conversations=self._index)
+                settings, share = self.settings, len(self.keys.tenants)
+                limits = settings.serve_tenant_bytes, settings.serve_tenant_texts, settings.serve_tenant_sessions
+                quota = Quota(*limits, parts=share)
+                changes = {
+                    "salt": tenant.salt,
+                    "memory_bytes": settings.memory_bytes // share,
+                    "gpu_bytes": settings.gpu_bytes // share,
+                    "api_keys": (),
+                }
+                engine = Engine(settings.model_copy(update=changes), conversations=self._index)
+                self._engines[tenant.salt] = engine
                 name = f"{self.model}-{tenant.name}" if len(self.keys) and tenant.name else self.model
-                keeper = self.quotas[tenant.salt] = QuotaKeeper(engine, self._quota())
-                self.counts.show(engine, tenant.salt, name, keeper, shares=len(self.keys.tenants) > 1)
+                keeper = self.quotas[tenant.salt] = QuotaKeeper(engine, quota)
+                self.counts.show(engine, tenant.salt, name, keeper, shares=share > 1)
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # clients see no path of this machine
         return engine
@@ -253,12 +262,6 @@ class Service:
         if self.transfers is not None:
             self.transfers.close()
 
-    def _quota(self) -> Quota:
-        """Return the quota of each tenant."""
-        settings = self.settings
-        limits = settings.serve_tenant_bytes, settings.serve_tenant_texts, settings.serve_tenant_sessions
-        return Quota(*limits, parts=len(self.keys.tenants))
-
     def _deadline_s(self) -> float:
         """Return the deadline of a request that comes now, on the event loop's clock."""
         return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
@@ -304,7 +307,7 @@ class Service:
             return
         try:
             engine, requests = prepared.get()
-            prefetch(engine, requests)
+            engine.prefetch(_chunk_texts(engine, requests))
             question = requests[0].question
             name = None if isinstance(question, PMLPrompt) else engine.history.name_of(question, requests[0].ask)
             if name is not None:
@@ -312,12 +315,6 @@ class Service:
                 self.look_ahead()
         except Exception as error:
             log.debug("Nothing is prefetched for a waiting request: %s", error)
-
-    def _settings_of(self, tenant: APITenant) -> Settings:
-        share = max(1, len(self.keys.tenants))
-        settings = self.settings
-        changes = {"salt": tenant.salt, "memory_bytes": settings.memory_bytes // share, "api_keys": ()}
-        return settings.model_copy(update={**changes, "gpu_bytes": settings.gpu_bytes // share})
 
 
 class _PreparedRequests:
@@ -339,11 +336,6 @@ class _PreparedRequests:
 
 def _late() -> APIError:
     return APIError(504, "The server could not begin this request in time. Retry later.", "timeout", None, 5)
-
-
-def prefetch(engine: Engine, requests: Sequence[AnswerRequest]) -> None:
-    """Start copying the chunks in these questions to memory."""
-    engine.prefetch(_chunk_texts(engine, requests))
 
 
 def _chunk_texts(engine: Engine, requests: Sequence[AnswerRequest]) -> Iterable[str]:

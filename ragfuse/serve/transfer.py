@@ -14,7 +14,7 @@ from typing import Any
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.errors import ModelError, TransferError
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import CompletionRequest
 from ragfuse.transfer import UNKNOWN, TransferHandle, TransferModel, TransferPlace, sample_weights
@@ -51,18 +51,16 @@ class PromptTransfer:
         prefill = prepared.prefill
         positions = prefill.positions
         if positions is not None and positions.tolist() != list(range(len(prefill.token_ids))):
-            raise APIError(
-                400,
+            raise unusable(
+                FIELD,
                 "This prompt's positions have gaps, as those of schemas do; an engine that decodes wants 0, 1, 2 and "
                 f"so on. Leave out {FIELD}, or send the prompt without pml.",
-                "unusable",
-                FIELD,
             )
         try:
             kv = prefill.kv
             model = TransferModel.of(self._model, kv)
         except (ModelError, TransferError) as error:
-            raise APIError(400, f"{error} Leave out {FIELD}.", "unusable", FIELD) from error
+            raise unusable(FIELD, f"{error} Leave out {FIELD}.") from error
         self._token_ids = tuple(prefill.token_ids)
         self._handle = self._place.put(kv, self._token_ids, model, self._tenant, self._level, self._weights)
 
@@ -95,7 +93,7 @@ class PromptTransfer:
 
     def _prefill_only(self, made: Sequence[AnswerRequest], engine: Engine) -> list[AnswerRequest]:
         if len(made) != 1:
-            raise APIError(400, f"{FIELD} needs one prompt and n: 1, found {len(made)} answers.", "unusable", FIELD)
+            raise unusable(FIELD, f"{FIELD} needs one prompt and n: 1, found {len(made)} answers.")
         self._weights = sample_weights(engine.model.files)
         ask = made[0].ask
         choice = "none" if ask.tool_choice == "none" else "auto"
@@ -124,29 +122,20 @@ def transfer_of(
     """
     params = request.kv_transfer_params or {}
     if params.get("do_remote_prefill"):
-        raise APIError(
-            400,
+        raise unusable(
+            FIELD,
             f"{FIELD} ask this server to decode what another one has prefilled, which it cannot. Send this to the "
             'engine that decodes; here ask {"do_remote_decode": true}.',
-            "unusable",
-            FIELD,
         )
     if not params.get("do_remote_decode"):
         return None
     if place is None:
-        raise APIError(
-            400,
+        raise unusable(
+            FIELD,
             f"{FIELD} ask this server to hand KV over, but it has no place for it. Start it with RAGFUSE_TRANSFER_URL "
             "set to a folder or URL that the engine that decodes reaches, too.",
-            "unusable",
-            FIELD,
         )
     for name in ("stream", "session_id"):
         if getattr(request, name):
-            raise APIError(
-                400,
-                f"{name} cannot be used with {FIELD}: another engine writes the answer. Leave it out.",
-                "unusable",
-                name,
-            )
+            raise unusable(name, f"{name} cannot be used with {FIELD}: another engine writes the answer. Leave it out.")
     return PromptTransfer(place, model, salt, level)

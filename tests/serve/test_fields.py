@@ -43,10 +43,6 @@ BOTH: dict[str, tuple[Fields, Fields]] = {
     "pml": (PLAIN, {"pml": "<prompt schema='none'/>"}),
     "kv_transfer_params": (PLAIN, {"kv_transfer_params": {"do_remote_decode": True}}),  # this server has no place
     "ragfuse": (PLAIN, {"ragfuse": {"ratio": 0.5}}),
-    "guided_json": (PLAIN, {"guided_json": {"enum": ["yes"]}}),
-    "guided_regex": (PLAIN, {"guided_regex": "ab"}),
-    "guided_choice": (PLAIN, {"guided_choice": ["ab"]}),
-    "guided_grammar": (PLAIN, {"guided_grammar": 'start: "ab"'}),
     "structured_outputs": (PLAIN, {"structured_outputs": {"choice": ["ab"], "json": None}}),
 }
 """Of both kinds of completion, by field: what else is sent, and what makes a difference to that."""
@@ -217,28 +213,27 @@ def test_a_field_that_nobody_knows_is_refused_by_its_name(served: Served, name: 
     [
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"min_tokens": 3, "stop": "x"}, "min_tokens"),
-        ({"min_tokens": 3, "guided_regex": "a"}, "min_tokens"),
-        ({"stop_token_ids": [5], "guided_regex": "a"}, "stop_token_ids"),
+        ({"min_tokens": 3, "structured_outputs": {"regex": "a"}}, "min_tokens"),
+        ({"stop_token_ids": [5], "structured_outputs": {"regex": "a"}}, "stop_token_ids"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs"),
-        ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
-        ({"guided_json": "{no"}, "guided_json"),
-        ({"guided_json": "[1]"}, "guided_json"),
-        ({"guided_choice": []}, "guided_choice"),
-        ({"guided_choice": [""]}, "guided_choice"),
-        ({"guided_regex": "("}, "grammar"),
-        ({"guided_grammar": "no rules"}, "grammar"),
+        ({"structured_outputs": {"json": "{no"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "grammar"),
+        ({"structured_outputs": {"grammar": "no rules"}}, "grammar"),
     ],
     ids=str,
 )
 def test_what_cannot_be_held_together_or_at_all_is_told(served: Served, fields: Fields, param: str) -> None:
     for kind in PATHS:
         answer = asked(served, kind, fields)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith(param), answer.text
 
 
 def test_one_length_is_asked_for(served: Served) -> None:
