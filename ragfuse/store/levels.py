@@ -18,7 +18,7 @@ from ragfuse.process.lru import LRU
 from ragfuse.store.tier import EntryMeta, Whole
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, LayerKV
-from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.levels import LEVEL_NAMES, loss
 
 log = logging.getLogger("ragfuse.store")
 
@@ -60,10 +60,7 @@ def by_loss(levels: Iterable[str]) -> tuple[str, ...]:
 
 def loss_of(levels: Iterable[str]) -> int:
     """Return the rank of the least lossy of these levels: 0 for raw, more for lossier ones, most for unknown ones."""
-    return min(
-        (LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES) for level in levels),
-        default=len(LEVEL_NAMES),
-    )
+    return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
 class TierLevels:
