@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 
@@ -38,9 +37,9 @@ from ragfuse.plan.stream_level import (
     pieces,
 )
 from ragfuse.store import EncodedLayers, KVStore
-from ragfuse.store.levels import loss_of
 from ragfuse.types.answer import PieceTrace
 from ragfuse.types.kv import LayerKV
+from ragfuse.types.levels import loss
 from ragfuse.types.plan import Fetch
 
 log = logging.getLogger("ragfuse.load")
@@ -170,7 +169,7 @@ class Stream:
                 self._stream_piece(piece, self._pieces[number + 1 :])
             self._refine()
         for segment in self._decoding:
-            level = max(dict.fromkeys(self._levels[segment].values()), key=_loss)
+            level = max(dict.fromkeys(self._levels[segment].values()), key=loss)
             self.received[segment] = level, self._nbytes[segment]
             self.received |= dict.fromkeys(self._sharers[segment], (level, 0))
         self.last_s = self._clock()
@@ -188,7 +187,7 @@ class Stream:
 
     def _worst_loss(self) -> int:
         """Return the loss rank of the lossiest level that was read and has a better one stored; 0 if there is none."""
-        return max(map(_loss, {level for piece in self._pieces for level, _, _ in self._worse(piece)}), default=0)
+        return max(map(loss, {level for piece in self._pieces for level, _, _ in self._worse(piece)}), default=0)
 
     def _worse(self, piece: StreamPiece) -> Iterator[tuple[str, int, int]]:
         """Yield (level, segment, layer) of what was read of a piece at another level than its best stored one."""
@@ -274,14 +273,14 @@ class Stream:
             throughput, time_left_s = self._throughput, self._time_left_s()
             remaining, steps = list[StreamPiece](), list[tuple[tuple[int, ...], tuple[int, int]]]()
             for piece in self._pieces:
-                layers = {at for level, _, at in self._worse(piece) if _loss(level) == worst_loss}
+                layers = {at for level, _, at in self._worse(piece) if loss(level) == worst_loss}
                 if layers:
                     segments = tuple(segment for segment in piece.segments if segment in self._decoding)
                     remaining.append(piece.rest(segments, len(layers) / self._n_layers))
                     steps.append((segments, _first_of(layers)))
             if throughput is None:
                 return
-            better = [level for level in remaining[0].sizes if _loss(level) < worst_loss]
+            better = [level for level in remaining[0].sizes if loss(level) < worst_loss]
             level = better_level(remaining, better, throughput, time_left_s, self._link.sharing)
             if not level:
                 return
@@ -374,11 +373,6 @@ class Stream:
                 "Stored KV of segment %d cannot be decoded, so its text is computed instead: %s", segment, error
             )
             return None
-
-
-@lru_cache(64)
-def _loss(level: str) -> int:
-    return loss_of((level,))
 
 
 def _first_of(layers: Collection[int]) -> tuple[int, int]:

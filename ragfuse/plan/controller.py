@@ -13,8 +13,8 @@ from math import floor
 from types import MappingProxyType
 
 from ragfuse.plan.estimate import Blend, Estimate
-from ragfuse.plan.levels import MIN_GAIN, ReadOptions, fastest, least_lossy, lossier, read_options
 from ragfuse.plan.observed import corrected
+from ragfuse.plan.read_options import MIN_GAIN, ReadOptions, fastest, lossier, read_options
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 from ragfuse.types.plan import Bound, Fetch, Forecast, LoadPlan, is_blended
@@ -154,7 +154,7 @@ class LoadingController:
 
         The ratio is raised as far as loading hides the extra compute, and never falls below the one that keeps answers
         close to full prefill's. Segments stored at several levels are read at the least lossy one that hides behind
-        computing, see `plan.levels`.
+        computing, see `plan.read_options`.
 
         Args:
             prompt: The prompt.
@@ -282,7 +282,7 @@ def _at_levels(
     estimate: Estimate, options: ReadOptions, replan: Callable[[Mapping[int, Fetch]], LoadPlan]
 ) -> tuple[Mapping[int, Fetch], Timed]:
     """Return tier and level for each segment, and the plan with them: the least lossy unless others are much faster."""
-    ways, fastest_ways = least_lossy(options), fastest(estimate, options)
+    ways, fastest_ways = {at: found[0] for at, found in options.items()}, fastest(estimate, options)
     timed = Timed.of(estimate, replan(ways))
     if ways == fastest_ways:
         return ways, timed

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import ChunkKey, digest
 
-VERSION = 1
+VERSION = 2
 """Version of the stored form of a session; sessions of other versions are not read."""
 
 Part = tuple[str, str, str]
@@ -210,46 +212,21 @@ class Session:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the session in plain JSON types."""
-        turns = [
-            {
-                "messages": [asdict(message) for message in turn.messages],
-                "said": list(turn.answer_ids),
-                "stretches": [
-                    {"tokens": list(each.tokens), "key": str(each.key), "kept": [list(lo_hi) for lo_hi in each.kept]}
-                    for each in turn.kv_spans
-                ],
-            }
-            for turn in self.turns
-        ]
-        return {"version": VERSION, "id": self.id, "turns": turns}
+        fields: dict[str, Any] = _adapter().dump_python(self, mode="json")
+        return {"version": VERSION, **fields}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Session | None:
         """Read the result of `as_dict`; return None for another version, or a dict that is not a session."""
         try:
-            if fields["version"] != VERSION:
-                return None
-            return cls(str(fields["id"]), tuple(_turn(turn) for turn in fields["turns"]))
-        except (KeyError, TypeError, ValueError, IndexError):
+            return _adapter().validate_python(fields) if fields.get("version") == VERSION else None
+        except ValidationError:
             return None
 
 
-def _turn(fields: Mapping[str, Any]) -> Turn:
-    kv_spans = tuple(map(_kv_span, fields["stretches"]))
-    return Turn(tuple(map(_message, fields["messages"])), tuple(map(int, fields["said"])), kv_spans)
-
-
-def _kv_span(fields: Mapping[str, Any]) -> KVSpan:
-    kept = tuple((int(lo), int(hi)) for lo, hi in fields["kept"])
-    return KVSpan(tuple(map(int, fields["tokens"])), ChunkKey.parse(fields["key"]), kept)
-
-
-def _message(fields: Mapping[str, Any]) -> HistoryMessage:
-    parts = tuple((str(text), str(kind), str(source)) for text, kind, source in fields["parts"])
-    calls = tuple(ToolCall(c["name"], c["arguments"], c["id"]) for c in fields["tool_calls"])
-    return HistoryMessage(
-        fields["role"], parts, calls, fields["tool_call_id"], fields["name"], str(fields.get("reasoning", ""))
-    )
+@cache
+def _adapter() -> TypeAdapter[Session]:
+    return TypeAdapter(Session)
 
 
 def truncated(

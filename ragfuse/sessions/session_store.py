@@ -11,7 +11,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,12 +75,6 @@ class Deleted:
     entries: int = 0
     nbytes: int = 0
     silent: tuple[str, ...] = ()
-
-    def plus(self, other: Deleted) -> Deleted:
-        """Return the sum of both results."""
-        silent = tuple(dict.fromkeys((*self.silent, *other.silent)))
-        sessions, entries = self.sessions + other.sessions, self.entries + other.entries
-        return Deleted(sessions, entries, self.nbytes + other.nbytes, silent)
 
 
 @dataclass(frozen=True)
@@ -173,10 +168,9 @@ class SessionStore:
             InputError: There is no session of a name, or several tenants have one; nothing is deleted then.
             StoreError: The catalog does not answer.
         """
-        done, found = Deleted(), [self._one(id) for id in dict.fromkeys(ids)]
+        found = [self._one(id) for id in dict.fromkeys(ids)]
         self._settle()
-        for info in found:
-            done = done.plus(self._delete(info.model, info.id))
+        done = self._delete(found)
         if done.silent:
             log.warning(unanswered(done.silent, "what it holds of deleted sessions stays"))
         return done
@@ -197,15 +191,12 @@ class SessionStore:
     def expire(self, ttl_s: float) -> Deleted:
         """Delete all sessions that were not used for `ttl_s` seconds."""
         self._settle()
-        return self._expire(self.ls(), ttl_s)
+        return self._delete(self.ls(), self._clock() - ttl_s)
 
     def keep_latest(self, count: int) -> Deleted:
         """Delete persistent sessions, the least recently used ones, until at most `count` of them remain."""
         self._settle()
-        done = Deleted()
-        for info in [info for info in self.ls() if info.persistent][count:]:
-            done = done.plus(self._delete(info.model, info.id))
-        return done
+        return self._delete([info for info in self.ls() if info.persistent][count:])
 
     # for `engine/history.py`
 
@@ -223,7 +214,8 @@ class SessionStore:
             return None
         now = self._clock()
         if self._ttl_s is not None and min(held.used, now) < now - self._ttl_s:
-            self._delete_expired(model, id)
+            with _unless_silent("The overdue session stays for now"):
+                self._delete([SessionInfo(id, model, 0, 0, held.used)])
             return None
         return held.version, held.session
 
@@ -294,39 +286,15 @@ class SessionStore:
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
         """Drop the KV of those keys that no session uses; of none while the catalog does not answer."""
-        with self._lock:
-            unused = set(keys) - self._keys_in_memory()
-        try:
-            unused -= self._keys_in_catalog(unused)
-        except StoreError as error:
-            log.debug("The catalog does not say which sessions use this KV, so it stays: %s", error)
-            return
-        if unused:
-            self._store.drop(unused)
+        with _unless_silent("KV that sessions may use stays"):
+            self._store.drop(self._unused(set(keys)))
 
     # inside
 
-    def _sweep(self, ttl_s: float) -> Deleted:
+    def _sweep(self, ttl_s: float) -> None:
         """Delete the expired sessions of every tenant for which this process has written one."""
-        try:
-            return self._expire([info for info in self._all() if info.model in self._written], ttl_s)
-        except StoreError as error:
-            log.debug("Overdue sessions stay for now: %s", error)
-            return Deleted()
-
-    def _delete_expired(self, model: str, id: str) -> None:
-        """Delete an expired session; do nothing while the catalog does not answer."""
-        try:
-            self._delete(model, id)
-        except StoreError as error:
-            log.debug("The overdue session %s stays for now: %s", id, error)
-
-    def _expire(self, sessions: Iterable[SessionInfo], ttl_s: float) -> Deleted:
-        before, done = self._clock() - ttl_s, Deleted()
-        for info in sessions:
-            if info.used < before:
-                done = done.plus(self._delete(info.model, info.id, before))
-        return done
+        with _unless_silent("Overdue sessions stay for now"):
+            self._delete([info for info in self._all() if info.model in self._written], self._clock() - ttl_s)
 
     def _all(self) -> list[SessionInfo]:
         """Return all tenants' sessions, the most recently used first; raise StoreError for an unreadable catalog."""
@@ -362,31 +330,38 @@ class SessionStore:
             )
         raise NoSessionError(f"There is no session '{id}'.", "`ragfuse sessions ls` lists them.")
 
-    def _delete(self, model: str, id: str, before: float = math.inf) -> Deleted:
-        """Delete a session and its KV, if it was last used before the time `before`."""
-        with self._lock:
-            held = self._in_memory.get((model, id))
-            held = self._in_memory.pop((model, id)) if held is not None and held.used < before else None
-            others = self._keys_in_memory()
-        orphans: list[str] | None = self._catalog.strict.sessions.delete(model, id, before)
-        if held is None and orphans is None:
-            return Deleted()
-        self._index.forget((model, id))
-        keys = {ChunkKey.parse(key) for key in orphans or ()} | set(held.session.keys if held is not None else ())
-        in_catalog = self._keys_in_catalog(keys) if held is not None else set[ChunkKey]()
-        return self._drop(keys - others - in_catalog)
-
-    def _keys_in_memory(self) -> set[ChunkKey]:
-        return {key for held in self._in_memory.values() if held.is_alone for key in held.session.keys}
-
-    def _keys_in_catalog(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Return those keys that sessions in the catalog use; raise StoreError while it does not answer."""
-        names = [str(key) for key in keys]
-        found: list[str] = self._catalog.strict.sessions.in_use(names)
-        return {ChunkKey.parse(name) for name in found}
-
-    def _drop(self, keys: set[ChunkKey]) -> Deleted:
+    def _delete(self, sessions: Iterable[SessionInfo], before: float = math.inf) -> Deleted:
+        """Delete those of these sessions that were last used before a time, and the KV that no other session uses."""
+        keys, count = set[ChunkKey](), 0
+        for name in ((info.model, info.id) for info in sessions if info.used < before):
+            with self._lock:
+                held = self._in_memory.get(name)
+                held = self._in_memory.pop(name) if held is not None and held.used < before else None
+            orphans: list[str] | None = self._catalog.strict.sessions.delete(*name, before)
+            if held is None and orphans is None:
+                continue
+            self._index.forget(name)
+            keys |= {ChunkKey.parse(key) for key in orphans or ()} | set(held.session.keys if held is not None else ())
+            count += 1
+        keys = self._unused(keys)
         entries = [entry for tier in self._store.tiers for entry in tier.stat(keys).values()] if keys else []
         done = dropped(self._store, self._store.drop(keys))
         deleted = [entry for entry in entries if not done.has_left(entry)]
-        return Deleted(1, len(deleted), sum(entry.nbytes for entry in deleted), tuple(done.silent))
+        return Deleted(count, len(deleted), sum(entry.nbytes for entry in deleted), tuple(done.silent))
+
+    def _unused(self, keys: set[ChunkKey]) -> set[ChunkKey]:
+        """Return those keys that no session uses; raise StoreError while the catalog does not answer."""
+        with self._lock:
+            alone = (held.session.keys for held in self._in_memory.values() if held.is_alone)
+            unused = keys.difference(*alone)
+        found: list[str] = self._catalog.strict.sessions.in_use([str(key) for key in unused])
+        return unused - {ChunkKey.parse(name) for name in found}
+
+
+@contextmanager
+def _unless_silent(what_stays: str) -> Iterator[None]:
+    """Log instead of raising where the catalog does not answer."""
+    try:
+        yield
+    except StoreError as error:
+        log.debug("%s: %s", what_stays, error)

@@ -19,7 +19,7 @@ from ragfuse.process.lru import LRU
 from ragfuse.store.tier import EntryMeta, Tier, Whole
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
-from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.levels import LEVEL_NAMES, loss
 
 log = logging.getLogger("ragfuse.store")
 
@@ -50,8 +50,7 @@ def by_loss(levels: Iterable[str]) -> tuple[str, ...]:
 
 def loss_of(levels: Iterable[str]) -> int:
     """Return the rank of the least lossy of these levels: 0 for raw, more for lossier ones, most for unknown ones."""
-    most = len(LEVEL_NAMES)
-    return min((LEVEL_NAMES.index(level) if level in LEVEL_NAMES else most for level in levels), default=most)
+    return min(map(loss, levels), default=len(LEVEL_NAMES))
 
 
 @dataclass(frozen=True)

@@ -20,25 +20,6 @@ __all__ = ["checks_arguments"]
 T = TypeVar("T", bound=type)
 MAX_VALUE_CHARS = 80
 """Most characters of a value in a message."""
-WORDS = (
-    ("Value error, ", ""),
-    ("Input should be a valid integer, unable to parse string as an integer", "wanted a whole number"),
-    ("Input should be a valid integer", "wanted a whole number"),
-    ("Input should be a valid number, unable to parse string as a number", "wanted a number"),
-    ("Input should be a valid number", "wanted a number"),
-    ("Input should be a valid boolean, unable to interpret input", "wanted true or false"),
-    ("Input should be a valid boolean", "wanted true or false"),
-    ("Input should be a valid string", "wanted a text"),
-    ("Input should be a valid dictionary", "wanted a mapping"),
-    ("Input should be a valid list", "wanted a list"),
-    ("Input is not a valid path", "wanted a path"),
-    ("Input should be greater than or equal to", "wanted at least"),
-    ("Input should be less than or equal to", "wanted at most"),
-    ("Input should be greater than", "wanted more than"),
-    ("Input should be less than", "wanted less than"),
-    ("Input should be", "wanted"),
-)
-"""How pydantic says what it wanted, and how ragfuse does."""
 
 
 def checks_arguments(cls: T) -> T:
@@ -113,20 +94,9 @@ def refused_arguments(
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return SettingsError(f"{cls.__name__} needs the argument '{name}', which is missing.", name)
     field = next((field for known, field in cls.model_fields.items() if name in (known, field.alias)), None)
-    told = _told([each["msg"] for each in errors if each["loc"][:1] == first["loc"][:1]])
+    alternatives = [each["msg"].removeprefix("Value error, ") for each in errors if each["loc"][:1] == first["loc"][:1]]
+    told = " or ".join(dict.fromkeys(alternatives))
     is_secret = field is None or not field.repr
     found = "" if is_secret or "found" in told else f", found {first['input']!r:.{MAX_VALUE_CHARS}}"
     where = place(name)
     return SettingsError(f"{name}: {told}{found}{f' ({where})' if where and where not in told else ''}.", name)
-
-
-def _told(messages: Sequence[str]) -> str:
-    """Return what was wanted of one field, in words: any of what its alternatives wanted."""
-    wanted = list[str]()
-    for said in messages:
-        for theirs, ours in WORDS:
-            if said.startswith(theirs):
-                said = ours + said.removeprefix(theirs)
-                break
-        wanted.append(said.removeprefix("wanted ") if wanted else said)
-    return " or ".join(dict.fromkeys(wanted))

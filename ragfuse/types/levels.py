@@ -35,3 +35,8 @@ LEVELS = (
 """All levels, from the least to the most lossy; the first is lossless."""
 LEVEL_NAMES = tuple(level.name for level in LEVELS)
 """The names of all levels, from the least to the most lossy."""
+
+
+def loss(level: str) -> int:
+    """Return the rank of a level by loss, 0 for lossless; an unknown level counts as the lossiest."""
+    return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)

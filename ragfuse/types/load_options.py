@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
+
+from ragfuse.types.arguments import meant
 
 LOADING = (
     "revision",
@@ -43,20 +43,12 @@ class LoadingOptions(dict[str, Any]):
         Raises:
             ValueError: A name is not in `LOADING`, or it is neither.
         """
-        options = given
-        if isinstance(given, str):
-            try:
-                options = json.loads(given or "{}")
-            except ValueError:
-                options = None
-        if not isinstance(options, Mapping):
-            raise ValueError(
-                'wanted a JSON object of options by name, such as {"revision": "main"}, found something else (the '
-                "option --model-kwargs, the variable RAGFUSE_MODEL_KWARGS)"
-            )
-        strange = next((str(name) for name in options if name not in LOADING), None)
-        if strange is not None:
-            near = get_close_matches(strange, LOADING, 1)
-            meant = f"; did you mean {near[0]}?" if near else f"; the options are: {', '.join(LOADING)}"
-            raise ValueError(f"'{strange}' is not an option for loading a model{meant}")
-        return cls({str(name): value for name, value in options.items()})
+        try:
+            options = dict(json.loads(given or "{}") if isinstance(given, str) else given)
+        except (TypeError, ValueError):
+            raise ValueError('wanted a JSON object of options by name, such as {"revision": "main"}') from None
+        for name in options:
+            if name not in LOADING:
+                hint = meant(str(name), LOADING).rstrip(".")
+                raise ValueError(f"'{name}' is not an option for loading a model. {hint}")
+        return cls(options)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 
 from ragfuse.errors import SettingsError
+from ragfuse.types.arguments import meant
 from ragfuse.types.policy_cost import AUTO
 
 POLICY_NAMES = (
@@ -25,10 +25,6 @@ POLICY_NAMES = (
     "query-gradual",
 )
 """All policies of `fuse.select.POLICIES`, in order."""
-POLICY_SIMILARITY = 0.7
-"""Least similarity of a policy that may be meant by a name that is none's."""
-ALL_NAMES = ", ".join((AUTO, *POLICY_NAMES, "lego-N (N tokens: lego-16)"))
-"""What a setting may name, for people."""
 _COUNTED = re.compile(r"lego-0*[1-9][0-9]*")
 
 
@@ -38,14 +34,9 @@ def is_policy(name: str) -> bool:
 
 
 def no_policy(name: str) -> SettingsError:
-    """Return the error for a name that is no policy's: it says which there are, and which one may be meant."""
-    meant = f" Did you mean {near}?" if (near := nearest_policy(name)) else ""
-    return SettingsError(f"No selection policy '{name}'.{meant} It is one of: {ALL_NAMES}.", "policy")
-
-
-def nearest_policy(name: str) -> str:
-    """Return the policy that may be meant by a name that is none's; "" for none."""
-    return next(iter(get_close_matches(name.strip().lower(), (AUTO, *POLICY_NAMES), 1, POLICY_SIMILARITY)), "")
+    """Return the error for a name that is no policy's: it says which one may be meant, or which there are."""
+    known = (AUTO, *POLICY_NAMES, "lego-16")
+    return SettingsError(f"No selection policy '{name}'. {meant(name, known, 'It is one of')}", "policy")
 
 
 def known_policy(name: str) -> None:
@@ -55,8 +46,7 @@ def known_policy(name: str) -> None:
 
 
 def as_setting(name: str) -> str:
-    """Return the name of a selection policy as it is; ValueError, in the words of settings, for one that is none's."""
+    """Return the name of a selection policy as it is; ValueError for one that is none's, as pydantic wants it."""
     if not is_policy(name):
-        meant = f"; did you mean {near}?" if (near := nearest_policy(name)) else ""
-        raise ValueError(f"wanted one of: {ALL_NAMES}; found '{name}'{meant}")
+        raise ValueError(str(no_policy(name)).rstrip("."))
     return name

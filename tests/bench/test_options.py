@@ -134,7 +134,7 @@ def test_quick_quality_has_its_own_questions() -> None:
 
 def test_an_eviction_policy_that_there_is_not_cannot_be_simulated() -> None:
     assert SessionOptions(policies=("lru",)).policies == ("lru",)
-    with pytest.raises(SettingsError, match="--policies is 'lru,mru'; wanted some of lru, fifo, look-ahead"):
+    with pytest.raises(SettingsError, match="--policies is 'lru,mru'; wanted some of fifo, lru, look-ahead"):
         SessionOptions(policies=("lru", "mru"))
 
 

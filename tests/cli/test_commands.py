@@ -260,9 +260,9 @@ def test_files_without_text(run, tmp_path, data, name):
 @pytest.mark.parametrize(
     ("option", "value", "kind", "word"),
     [
-        ("--policy", "nope", "SettingsError", "wanted one of: auto"),
-        ("--ratio", "2", "SettingsError", "wanted at most 1, found 2.0 (--ratio)"),
-        ("--ratio", "-1", "SettingsError", "wanted at least 0, found -1.0 (--ratio)"),
+        ("--policy", "nope", "SettingsError", "Did you mean none"),
+        ("--ratio", "2", "SettingsError", "equal to 1, found 2.0 (--ratio)"),
+        ("--ratio", "-1", "SettingsError", "equal to 0, found -1.0 (--ratio)"),
         ("--dtype", "int8", "SettingsError", "bfloat16"),
         ("--device", "toaster", "ModelError", "--device cpu"),
         ("--device", "cuda:99", "ModelError", "--device cpu"),

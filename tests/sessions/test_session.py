@@ -142,7 +142,7 @@ def test_what_is_no_session_is_none() -> None:
         {},
         {**written, "version": 0},
         {**written, "turns": [1]},
-        {**written, "turns": [{**written["turns"][0], "stretches": [{"tokens": [1], "key": "no key", "kept": []}]}]},
+        {**written, "turns": [{**written["turns"][0], "kv_spans": [{"tokens": [1], "key": "no key", "kept": []}]}]},
     ):
         assert Session.from_dict(broken) is None
 

@@ -55,10 +55,14 @@ def test_a_misspelt_argument_of_a_public_class_is_told_with_the_class(kind):
         (Hazel, {"orign": "Piedmont"}, "Hazel has no argument 'orign'. Did you mean origin?"),
         (Purple, {"shad": 1, "origin": ""}, "Purple has no argument 'shad'. Did you mean shade?"),
         (Hazel, {}, "Hazel needs the argument 'origin', which is missing."),
-        (Hazel, {"grams": -1, "origin": ""}, "grams: wanted at least 0, found -1."),
-        (Hazel, {"weight": "many", "origin": ""}, "weight: wanted a whole number, found 'many'."),
-        (Hazel, {"key": 7, "origin": ""}, "key: wanted a text."),
-        (Purple, {"shade": [], "origin": ""}, "shade: wanted a number, found []."),
+        (Hazel, {"grams": -1, "origin": ""}, "grams: Input should be greater than or equal to 0, found -1."),
+        (
+            Hazel,
+            {"weight": 2.5, "origin": ""},
+            "weight: Input should be a valid integer, got a number with a fractional part, found 2.5.",
+        ),
+        (Hazel, {"key": 7, "origin": ""}, "key: Input should be a valid string."),
+        (Purple, {"shade": [], "origin": ""}, "shade: Input should be a valid number, found []."),
     ],
 )
 def test_what_is_refused_is_told_with_what_is_wanted(kind, given, told):

@@ -91,7 +91,11 @@ def test_fields_that_cannot_be_are_refused_at_once(tiny_settings: Settings) -> N
     [
         (RagFuseLLM, {"modle": "x"}, "RagFuseLLM has no argument 'modle'. Did you mean model?"),
         (RagFuseLLM, {"callback_manger": None}, "has no argument 'callback_manger'. Did you mean callback_manager?"),
-        (RagFuseLLM, {"dtype": "flot32"}, "dtype: wanted 'auto', 'float32', 'bfloat16' or 'float16', found 'flot32'."),
+        (
+            RagFuseLLM,
+            {"dtype": "flot32"},
+            "'bfloat16' or 'float16', found 'flot32'.",
+        ),
         (RagFuseLLM, {"engine": "x"}, "engine: wanted a ragfuse.Engine or a ragfuse.RemoteEngine, found a str."),
         (RagFuseSynthesizer, {"streming": True}, "has no argument 'streming'. Did you mean streaming?"),
         (KVPrecompute, {"llm": None, "colection": "a"}, "has no argument 'colection'. Did you mean collection?"),

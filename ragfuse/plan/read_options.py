@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from ragfuse.plan.estimate import Estimate
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
-from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.levels import loss
 from ragfuse.types.plan import Fetch
 
 ReadOptions = Mapping[int, Sequence[Fetch]]
@@ -22,47 +22,36 @@ LEVEL_STEPS = 8
 """Least number of steps in which all segments change from one level to the next."""
 
 
-def loss(level: str) -> int:
-    """Return the rank of a level by loss, 0 for lossless; an unknown level counts as the lossiest."""
-    return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
-
-
 def read_options(
     estimate: Estimate,
     fetches: Iterable[Fetch],
     entries: Mapping[ChunkKey, Entry],
     others: Mapping[ChunkKey, list[Entry]],
 ) -> ReadOptions:
-    """Return all ways to read these segments.
+    """Return all measured ways to read these segments.
 
     Args:
-        estimate: The estimate for this machine; ways that were not measured are left out, unless no other is left.
-        fetches: The segments, each with the way that was found first.
+        estimate: The estimate for this machine.
+        fetches: The segments, each with the way that was found first, which was measured.
         entries: The entries that were found first, by key.
         others: Entries of the same keys in further tiers.
     """
     found = {}
     for fetch in fetches:
-        copies = [entries[fetch.key], *others.get(fetch.key, ())]
         ways = [
             Fetch(fetch.segment, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
-            for entry in copies
+            for entry in (entries[fetch.key], *others.get(fetch.key, ()))
             for level, nbytes in entry.sizes.items()
             if entry.n_tokens == fetch.n_tokens
         ]
-        known = [way for way in ways if estimate.knows([way])]
-        found[fetch.segment] = sorted(known or [fetch], key=lambda way: (loss(way.level), _s(estimate, way)))
+        known = (way for way in ways if estimate.knows([way]))
+        found[fetch.segment] = sorted(known, key=lambda way: (loss(way.level), estimate.fetch_s(way)))
     return found
-
-
-def least_lossy(options: ReadOptions) -> dict[int, Fetch]:
-    """Return the least lossy way to read each segment."""
-    return {at: ways[0] for at, ways in options.items()}
 
 
 def fastest(estimate: Estimate, options: ReadOptions) -> dict[int, Fetch]:
     """Return the fastest way to read each segment; at equal times, the least lossy."""
-    return {at: min(ways, key=lambda way: _s(estimate, way)) for at, ways in options.items()}
+    return {at: min(ways, key=estimate.fetch_s) for at, ways in options.items()}
 
 
 def lossier(estimate: Estimate, options: ReadOptions, chosen: Mapping[int, Fetch]) -> dict[int, Fetch] | None:
@@ -72,14 +61,10 @@ def lossier(estimate: Estimate, options: ReadOptions, chosen: Mapping[int, Fetch
     """
     gains = dict[int, tuple[float, Fetch]]()
     for at, current in chosen.items():
-        current_s = _s(estimate, current)
-        lossier_ways = options[at][options[at].index(current) + 1 :]
-        faster = next((way for way in lossier_ways if _s(estimate, way) < current_s), None)
-        if faster is not None:
-            gains[at] = current_s - _s(estimate, faster), faster
+        current_s = estimate.fetch_s(current)
+        for way in options[at][options[at].index(current) + 1 :]:
+            if (saved_s := current_s - estimate.fetch_s(way)) > 0:
+                gains[at] = saved_s, way
+                break
     best = sorted(gains, key=lambda at: -gains[at][0])[: -(-len(chosen) // LEVEL_STEPS)]
     return {**chosen, **{at: gains[at][1] for at in best}} if best else None
-
-
-def _s(estimate: Estimate, way: Fetch) -> float:
-    return estimate.fetch_s(way) if estimate.knows([way]) else 0.0

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.explanation import in_words
-from ragfuse.plan.levels import loss
 from ragfuse.plan.tiers import choose_level, choose_tier
+from ragfuse.types.levels import loss
 from tests.plan.kit import NBYTES_PER_TOKEN, LoadingController, machine, prompt_of
 
 PACKED = {"int8": 0.5, "cg1": 0.25, "cg2": 0.12, "cg3": 0.08}
