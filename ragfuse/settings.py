@@ -39,10 +39,10 @@ from pydantic_settings import SettingsError as PydanticSettingsError
 from ragfuse.errors import SettingsError
 from ragfuse.process.folders import can_be_written, temporary_folder
 from ragfuse.types.arguments import meant, refused_arguments
-from ragfuse.types.eviction import EVICTION_NAMES
+from ragfuse.types.eviction import EVICTION_POLICIES
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.load_options import LOADING, LoadingOptions
-from ragfuse.types.places import model_placed, placed_folder, server_address, tier_placed
+from ragfuse.types.places import model_placed, placed_folder, tier_placed
 from ragfuse.types.selection import as_setting
 from ragfuse.types.tiers import TIER_KINDS
 
@@ -309,17 +309,6 @@ class Settings(BaseSettings):
         default=300.0, ge=1, description="Seconds after which KV that no engine has decoded is deleted."
     )
 
-    decode_at: str = Field(
-        default="",
-        repr=False,  # one that is refused may hold a password
-        description="Address of a vLLM server with the connector of vllm-ragfuse that decodes what a server prefills, "
-        "such as http://127.0.0.1:8001. Empty: it decodes itself.",
-    )
-    decode_key: str = Field(default="", repr=False, description="API key of that vLLM server; empty: none.")
-    decode_timeout_s: float = Field(
-        default=30.0, gt=0, description="Seconds without a token of that vLLM server, after which this one goes on."
-    )
-
     @field_validator("api_keys", "served_model_name", mode="before")
     @classmethod
     def _listed(cls, given: Any, info: ValidationInfo) -> Any:
@@ -368,8 +357,8 @@ class Settings(BaseSettings):
     @classmethod
     def _known_eviction(cls, given: str) -> str:
         """Refuse a policy that tiers do not have."""
-        if given not in EVICTION_NAMES:
-            raise ValueError(f"wanted one of: {', '.join(EVICTION_NAMES)}")
+        if given not in EVICTION_POLICIES:
+            raise ValueError(f"wanted one of: {', '.join(EVICTION_POLICIES)}")
         return given
 
     @field_validator("home", "store", mode="after")
@@ -388,20 +377,6 @@ class Settings(BaseSettings):
     def _absolute_transfer(cls, given: str) -> str:
         return tier_placed(given)
 
-    @field_validator("decode_at", mode="after")
-    @classmethod
-    def _server_address(cls, given: str) -> str:
-        return server_address(given) if given.strip() else ""
-
-    @field_validator("decode_key", mode="after")
-    @classmethod
-    def _header_value(cls, given: str) -> str:
-        """Refuse a key that no HTTP header can carry."""
-        key = given.strip()
-        if not key.isascii() or not key.isprintable():
-            raise ValueError("wanted an API key of printable ASCII characters, found others")
-        return key
-
     @field_validator("model", "embedder", mode="after")
     @classmethod
     def _absolute_model(cls, given: str) -> str:
@@ -414,7 +389,7 @@ class Settings(BaseSettings):
             SettingsError: One holds a secret (a salt, API keys, credentials in a tier's URL, a token for loading the
                 model), or an object without a JSON form.
         """
-        secret = [name for name in ("salt", "api_keys", "decode_key") if getattr(self, name)]
+        secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
         secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
         secret += ["transfer_url"] if _CREDENTIALS.search(self.transfer_url) else []
         secret += ["model_kwargs"] if isinstance(self.model_kwargs.get("token"), str) else []

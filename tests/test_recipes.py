@@ -104,8 +104,8 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = '    TierKind("toy", ("toy",), "ragfuse.store.toy:ToyTier"),\n'
     _insert(folder / "ragfuse/types/tiers.py", '    TierKind("objects"', line)
     (folder / "ragfuse/plan/evict_by_size.py").write_text(EVICTION, encoding="utf-8")
-    line = '    EvictionPolicy("by-size", "ragfuse.plan.evict_by_size:by_size"),\n'
-    _insert(folder / "ragfuse/types/eviction.py", '    EvictionPolicy("fifo"', line)
+    line = '        "by-size": "ragfuse.plan.evict_by_size:by_size",\n'
+    _insert(folder / "ragfuse/types/eviction.py", '        "look-ahead"', line)
     return folder
 
 

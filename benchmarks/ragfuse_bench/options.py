@@ -483,7 +483,7 @@ class SessionOptions:
     plot: Annotated[Path | None, plot_option("the hit rates")] = None
 
     def __post_init__(self) -> None:
-        known = [policy.name for policy in EVICTION_POLICIES]
+        known = ["fifo", *EVICTION_POLICIES]
         if not self.policies or not set(self.policies) <= set(known):
             raise SettingsError(f"--policies is '{','.join(self.policies)}'; wanted some of {', '.join(known)}.")
         _check_folder(self.data)

@@ -8,10 +8,11 @@ from zlib import crc32
 
 from kit import HERE, Picture
 
-from ragfuse.schemas.bind import Bound, bind
+from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import ModulePosition, SchemaLayout, Wrapping, lay_out
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.prompt import Prompt
 
 GUIDE = HERE.parent / "guides" / "pml.md"
 LEFT, TOP, ROW, HIGH = 130, 84, 34, 26
@@ -22,7 +23,7 @@ def positions() -> Picture:
     """Where the modules of a schema stand, and what a prompt takes of them."""
     layout, bound = _example()
     places = list(_walk(layout.root))
-    spans = [(segment.start, segment.stop) for segment in bound.prompt.segments]
+    spans = [(segment.start, segment.stop) for segment in bound.segments]
     last = max(layout.n_positions, spans[-1][1])
     p = Picture(860, TOP + ROW * len(places) + 166)
     scale = (p.width - LEFT - 24) / last
@@ -50,7 +51,7 @@ def positions() -> Picture:
     p.words(LEFT - 12, y + 24, "the prompt", 12.5, at="end")
     p.box(LEFT, y + 6, last * scale - 1.5, HIGH, "hint")
     for start, stop in spans:
-        kind = next(each.kind for each in bound.prompt.segments if each.start == start)
+        kind = next(each.kind for each in bound.segments if each.start == start)
         p.box(LEFT + start * scale, y + 6, (stop - start) * scale - 1.5, HIGH, "fresh" if kind == "fresh" else "reused")
     p.legend(
         24,
@@ -77,7 +78,7 @@ def positions() -> Picture:
     return p
 
 
-def _example() -> tuple[SchemaLayout, Bound]:
+def _example() -> tuple[SchemaLayout, Prompt]:
     page = GUIDE.read_text(encoding="utf-8")
     schema, prompt = (re.search(rf"<{tag} .*?</{tag}>", page, re.DOTALL) for tag in ("schema", "prompt"))
     if schema is None or prompt is None:

@@ -105,7 +105,7 @@ def ask(
     ).usable()
     console = console_for(json)
     from ragfuse.engine.ask import Ask
-    from ragfuse.engine.question import read_prompt
+    from ragfuse.schemas.pml import read_prompt
 
     how = Ask(deadline_s=deadline, session=session, blend=blend)
     if server is not None:

@@ -27,7 +27,7 @@ from ragfuse.cli.options import (
     write_json,
 )
 from ragfuse.cli.show import counted, plain, short
-from ragfuse.engine.question import read_schema
+from ragfuse.schemas.pml import read_schema
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.sizes import size_text
 

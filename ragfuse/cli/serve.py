@@ -74,16 +74,6 @@ def serve(
             default_of("served_model_name", "the last part of --model"),
         ),
     ] = None,
-    decode_at: Annotated[
-        str | None,
-        option(
-            "--decode-at",
-            "Address of a vLLM server with the connector of vllm-ragfuse: this server prefills, that one decodes. "
-            "Its API key is RAGFUSE_DECODE_KEY.",
-            default_of("decode_at", "nowhere"),
-            metavar="URL",
-        ),
-    ] = None,
     ray: Ray = None,
     replicas: Annotated[
         str | None,
@@ -107,11 +97,9 @@ def serve(
         store=Path(folder) if folder else None,
         tiers=[each for each in store or () if each != folder] or None,
         served_model_name=",".join(served_model_name or ()) or None,
-        decode_at=decode_at,
     ).usable()
     try:
         import fastapi  # noqa: F401
-        import httpx  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
@@ -124,10 +112,9 @@ def serve(
     keys = Keys(accepted, settings.salt)
     check_host(host, keys)
     if ray is not None:
-        from ragfuse.ray.application import ReplicaOptions, check_decoder
+        from ragfuse.ray.application import ReplicaOptions
         from ragfuse.ray.cluster import check_cluster
 
-        check_decoder(settings)
         options = ReplicaOptions.parse(replicas or "1", ray_cpus)
         check_cluster(settings, ray)
     prepare_model(settings)
@@ -147,18 +134,12 @@ def serve(
     with console.status("loading the model") as status:
         from ragfuse.serve.server import serve as run
         from ragfuse.serve.service import Service
-        from ragfuse.store.urls import shown
 
         service = Service(settings, keys)
 
         def announce(url: str) -> None:
             status.stop()
             _announce(console, service.model, url)
-            if service.decoder is not None:
-                how = "decodes" if service.decoder.is_up else "is to decode, and is awaited"
-                place = shown(service.settings.transfer_url)
-                message = f"vLLM at {service.settings.decode_at} {how}; KV is handed over in {place}."
-                console.print(message, highlight=False, markup=False, soft_wrap=True)
 
         run(service, host, port, allow_origin or (), announce, partial(_say, console))
 

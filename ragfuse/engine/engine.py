@@ -18,7 +18,6 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.build import BuildStage
 from ragfuse.engine.constraints import ConstraintCompiler, Tool, offered_tools
-from ragfuse.engine.decoder import Decoder
 from ragfuse.engine.fetch import FetchStage
 from ragfuse.engine.generate import GenerateStage
 from ragfuse.engine.history import ConversationHistory
@@ -186,7 +185,6 @@ class Engine(OneProcess):
         *,
         pml: Path | str | None = None,
         prefilled: Prefilled = None,
-        decoder: Decoder | None = None,
     ) -> AnswerStream:
         """Return an iterator over the answer's text as it is generated; arguments as for `answer`.
 
@@ -197,12 +195,11 @@ class Engine(OneProcess):
             ask: As for `answer`.
             pml: As for `answer`.
             prefilled: Called with the prefilled prompt before its answer is generated; what it raises ends the stream.
-            decoder: Another engine that writes the answer, as far as it can; None: this one does.
         """
         self._check_open()
         ask, question = ask or Ask(), question_of(prompt, pml)
         offered_tools(ask)  # raises for invalid tools here, not while the stream is read
-        return AnswerStream(partial(self._say, question, ask, prefilled, decoder))
+        return AnswerStream(partial(self._say, question, ask, prefilled))
 
     def batch(
         self, prompts: Sequence[Question], ask: Ask | None = None, cancelled: threading.Event | None = None
@@ -303,12 +300,11 @@ class Engine(OneProcess):
         question: Question,
         ask: Ask,
         prefilled: Prefilled,
-        decoder: Decoder | None,
         say: Say,
         stop: threading.Event,
     ) -> Answer:
         request = self._request(question, ask, say, (stop,), time.perf_counter())
-        return self._answer(replace(request, prefilled=prefilled, decoder=decoder))
+        return self._answer(replace(request, prefilled=prefilled))
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """Return what would be read and computed for a prompt, and how long that would take, without doing it."""

@@ -1,29 +1,23 @@
 """Stage 5, generate: decode the answer of a prefilled prompt, streaming it while it is generated.
 
-Answers that are generated at the same time are decoded in one batch by `hf.decode`. Another engine may write one
-(`engine.decoder`); where it does not, or stops, the answer is written here.
+Answers that are generated at the same time are decoded in one batch by `hf.decode`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
 
 from ragfuse.engine.answer_stream import StopSignal
 from ragfuse.engine.constraints import OutputConstraints
-from ragfuse.engine.decoder import decode_elsewhere
 from ragfuse.engine.options import is_streamable, options_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import PreparedPrompt, trace_of
 from ragfuse.hf.common import SharedKV, SharedSpan
-from ragfuse.hf.handover import Streamer, generate, sharing
+from ragfuse.hf.handover import generate, sharing
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.resume import ForcedTokens, ResumedStream
-from ragfuse.hf.stream import FirstToken, StopWhen
+from ragfuse.hf.stream import StopWhen
 from ragfuse.settings import Settings
 from ragfuse.telemetry.otel import span
 from ragfuse.types.answer import Answer, Thought, Trace
@@ -65,8 +59,10 @@ class GenerateStage:
         sink = constraints.sink(say, options)
         streamer = sink if is_streamable(options, model) else None
         with span("decode"):
-            ids, n_elsewhere = self._decode(prepared, request, constraints, options, streamer)
-        trace = replace(self._trace(prepared, request, sink.first_s), decoded_elsewhere=n_elsewhere)
+            full = constraints.options(dict(options))
+            stopping = [*map(StopWhen, request.ends), *constraints.stopping(options)]
+            ids = generate(model, prepared.prefill, full, streamer, stopping, ask.seed)[0]
+        trace = self._trace(prepared, request, sink.first_s)
         answer = constraints.read(ids, options, trace)
         is_whole = not any(map(_is_abandoned, request.ends))
         if streamer is None and say is not None:
@@ -74,35 +70,6 @@ class GenerateStage:
                 say(Thought(answer.reasoning))
             say(answer.text)
         return Generated(answer, ids, is_whole)
-
-    def _decode(
-        self,
-        prepared: PreparedPrompt,
-        request: Request,
-        constraints: OutputConstraints,
-        options: Mapping[str, Any],
-        sink: FirstToken | None,
-    ) -> tuple[Sequence[int], int]:
-        """Return the ids of the answer, or of the first of several, and how many of them another engine wrote.
-
-        `sink` receives them as they come.
-        """
-        n_elsewhere = 0
-        prefill, ends, full = prepared.prefill, request.ends, constraints.options(dict(options))
-        streamer: Streamer | None = sink
-        if request.decoder is not None and sink is not None:
-            sink.put(torch.tensor(prefill.token_ids))
-            ids, is_over = decode_elsewhere(request.decoder, prepared, options, constraints, sink.put, ends)
-            n_elsewhere = len(ids)
-            if is_over:
-                sink.end()
-                return ids, n_elsewhere
-            request.decoder.resume(len(ids))
-            forced = ForcedTokens(len(prefill.token_ids), ids)
-            full = {**full, "logits_processor": [*(full.get("logits_processor") or ()), *([forced] if ids else ())]}
-            streamer = ResumedStream(sink, len(ids))
-        stopping = [*map(StopWhen, ends), *constraints.stopping(options)]
-        return generate(request.model, prefill, full, streamer, stopping, request.ask.seed)[0], n_elsewhere
 
     def _share(self, prepared: PreparedPrompt, model: HFModel) -> None:
         (cache, wiring), plan = sharing(model, prepared.prefill), prepared.plan

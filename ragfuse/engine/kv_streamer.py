@@ -15,8 +15,8 @@ from ragfuse.engine.request import Request
 from ragfuse.hf.model import HFModel
 from ragfuse.load.link import Links
 from ragfuse.load.stream import BYTES_UNREADABLE, Stream, Terms
-from ragfuse.plan.estimate import Estimate
-from ragfuse.plan.pieces import base_s, parts_of, prior
+from ragfuse.plan.controller import blend_of
+from ragfuse.plan.stream_parts import parts_of
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.types.answer import StreamTrace
@@ -113,16 +113,15 @@ class KVStreamer:
         return streamed
 
     def _run(self, streamed: StreamedPlan, far: Sequence[Fetch], model: HFModel) -> None:
-        machine, plan, settings = self.timings.corrected(model), streamed.plan, self.settings
-        times, row_s = Estimate(machine) if machine is not None else None, self.timings.row_s(model)
+        plan, estimate, tier = streamed.plan, self.timings.estimate(model), far[0].tier
         streamed.terms = terms = Terms(
             streamed.began_s,
             streamed.deadline_s,
-            base_s(plan, times, row_s),
-            settings.piece_tokens,
-            prior(far, times),
+            estimate.fused_s(blend_of(plan)) if estimate is not None else 0.0,
+            self.settings.piece_tokens,
+            estimate.throughput(tier) if estimate is not None else None,
         )
-        parts, link = parts_of(plan, far, times, row_s), self.links.of(far[0].tier)
+        parts, link = parts_of(plan, far, estimate), self.links.of(tier)
         streamed.stream = stream = Stream(self.store, far, parts, model.n_layers, link, terms, model.device)
         try:
             stream.run()

@@ -20,14 +20,15 @@ import torch
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import blend_of
+from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.evict import lru
 from ragfuse.plan.observed import (
     MIN_PREFILL_ROWS,
     Seen,
+    by_rows,
     corrected,
     factors,
     forgotten_after,
-    row_s,
     rows_after,
     seen_after,
 )
@@ -145,13 +146,16 @@ class MachineTimings:
                 known.seen = seen_after(known.seen, known.machine, plan.fetches, plan.layers_a_read, load_s)
                 known.seen = forgotten_after(known.seen, [f.tier for f in plan.unread if f.tier not in read])
 
-    def row_s(self, model: HFModel) -> float | None:
-        """Return the seconds per computed row, from the last prefills; None before the first.
+    def estimate(self, model: HFModel) -> Estimate | None:
+        """Return the estimate for this machine, corrected by the times of real answers.
 
-        It serves machines that were not measured.
+        Where nothing was measured it goes by the seconds per row of the last prefills; None before the first of them.
         """
+        if (machine := self.corrected(model)) is not None:
+            return Estimate(machine)
         with self._lock:
-            return row_s(self._of(model).rows)
+            rows = self._of(model).rows
+        return by_rows(rows, model.n_layers) if rows else None
 
     def note_compute(self, model: HFModel, plan: LoadPlan, seconds: float) -> None:
         """Add a reading: computing this plan took `seconds`. The first one is written to the catalog as well."""

@@ -10,8 +10,8 @@ from typing import Any, TypeGuard, cast
 
 from ragfuse.engine.ask import Ask
 from ragfuse.errors import InputError
-from ragfuse.schemas.nodes import PMLPrompt, Schema
-from ragfuse.schemas.pml import parse_prompt, read
+from ragfuse.schemas.nodes import PMLPrompt
+from ragfuse.schemas.pml import read_prompt
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
 from ragfuse.text.mended import mended, mended_value
 from ragfuse.types.answer import ToolCall
@@ -139,32 +139,6 @@ def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
     if pml is not None and prompt is None:
         return read_prompt(pml)
     raise InputError(f"Give either a prompt or `pml`, found {'both' if pml is not None else 'neither'}.")
-
-
-def read_prompt(pml: Path | str) -> PMLPrompt:
-    """Read a prompt in PML: a text that begins with `<` is PML itself, any other names a file.
-
-    Raises:
-        PMLError: It is no valid PML, or a schema instead of a prompt.
-    """
-    if isinstance(pml, str) and pml.lstrip().startswith("<"):
-        return parse_prompt(pml)
-    found = read(Path(pml).expanduser())
-    if not isinstance(found, PMLPrompt):
-        raise found.at.error("<schema>", "<prompt>")
-    return found
-
-
-def read_schema(file: Path) -> Schema:
-    """Read a schema in a PML file.
-
-    Raises:
-        PMLError: It is no valid PML, or a prompt instead of a schema.
-    """
-    found = read(file.expanduser())
-    if isinstance(found, PMLPrompt):
-        raise found.at.error("<prompt>", "<schema>")
-    return found
 
 
 def _mended_part(part: str | Piece) -> str | Piece:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.constraints import OutputConstraints
-from ragfuse.engine.decoder import Decoder
 from ragfuse.engine.question import Question, is_ids
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
@@ -38,7 +37,6 @@ class Request:
         ends: Events that end the generation once one of them is set.
         has_company: Whether other answers will be generated at the same time.
         prefilled: Callback for the prompt once it is prefilled.
-        decoder: Another engine that writes the answer; None: it is written here.
     """
 
     question: Question
@@ -50,7 +48,6 @@ class Request:
     ends: tuple[threading.Event, ...] = ()
     has_company: bool = False
     prefilled: Prefilled = None
-    decoder: Decoder | None = None
 
     def after(self, spent_s: float) -> Request:
         """Return the request with its deadline shortened by `spent_s` seconds, as its prompt is planned again."""

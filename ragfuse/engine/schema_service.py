@@ -23,7 +23,8 @@ from ragfuse.errors import InputError, PMLError
 from ragfuse.schemas.bind import bind, check_names
 from ragfuse.schemas.layout import NO_WRAPPING, ModulePosition, SchemaLayout, Wrapping, lay_out
 from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, inner
-from ragfuse.schemas.pml import parse_prompt, parse_schema, read, to_pml
+from ragfuse.schemas.pml import parse_prompt, parse_schema, read_schema
+from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.schemas.registry import SchemaRegistry, StoredSchema
 from ragfuse.schemas.wrap_probe import wrapping_of
 from ragfuse.settings import Settings
@@ -205,7 +206,7 @@ class SchemaService(SchemaRegistry):
         stored, encoder = self._needed_by(request), self._runtime.encoder
         layout = self._layout_of(stored, request.over)
         self._note(stored, layout, encoder)
-        return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend).prompt
+        return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend)
 
     # inside
 
@@ -299,7 +300,4 @@ def _stored_schema(schema: Schema | Path | str) -> StoredSchema:
     if isinstance(schema, str) and schema.lstrip().startswith("<"):
         return StoredSchema(parse_schema(schema).name, schema)
     file = Path(schema).expanduser()
-    found = read(file)
-    if not isinstance(found, Schema):
-        raise found.at.error("<prompt>", "<schema>")
-    return StoredSchema(found.name, file.read_text("utf-8"), os.path.abspath(file))
+    return StoredSchema(read_schema(file).name, file.read_text("utf-8"), os.path.abspath(file))

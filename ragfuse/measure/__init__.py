@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from ragfuse.codec import Codec
 from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure.codec_speed import decoding
 from ragfuse.measure.fit import fitted_fused, fitted_prefill
-from ragfuse.measure.passes import fused_points, prefill_points
+from ragfuse.measure.medians import Progress
+from ragfuse.measure.passes import decoding, fused_points, prefill_points
 from ragfuse.measure.tiers import speed_of
 from ragfuse.store import Tier
 from ragfuse.types.profiles import MachineProfile
@@ -27,9 +26,6 @@ log = logging.getLogger("ragfuse.measure")
 
 MAX_TIMED_TOKENS = 3072
 """Tokens of the longest prompt that is timed, unless the model's context is shorter."""
-Progress = Callable[[str, float], object]
-"""Called with a description of the current timing, and the share of all timings that is done (0 to 1)."""
-_PREFILL, _FUSED, _DECODE = 0.3, 0.5, 0.05
 
 
 def measure(
@@ -60,17 +56,19 @@ def measure(
     """
     if model.profile.refusal:
         raise ModelError(f"{model.name} cannot reuse stored KV, so there is nothing to time: {model.profile.refusal}")
+    n_parts = 3 + len(tiers)
+
+    def part(number: int) -> Progress:
+        return lambda what, done: progress(what, (number + done) / n_parts)
+
     max_tokens = min(longest, model.max_context or longest)
-    prefill = prefill_points(model, max_tokens, rounds, _part(progress, 0.0, _PREFILL))
-    fused = fused_points(model, prefill[-1][0], rounds, _part(progress, _PREFILL, _FUSED))
-    decode, packed = decoding(model, codecs, rounds, _part(progress, _PREFILL + _FUSED, _DECODE))
-    done_share = _PREFILL + _FUSED + _DECODE
-    speeds, share = {}, (1 - done_share) / max(1, len(tiers))
-    sample = model.encode([0])
+    prefill = prefill_points(model, max_tokens, rounds, part(0))
+    fused = fused_points(model, prefill[-1][0], rounds, part(1))
+    decode, packed = decoding(model, codecs, rounds, part(2))
+    speeds, sample = {}, model.encode([0])
     for index, tier in enumerate(tiers):
-        part = _part(progress, done_share + index * share, share)
         try:
-            speeds[tier.name] = speed_of(tier, sample, rounds, part, cool, model.device)
+            speeds[tier.name] = speed_of(tier, sample, rounds, part(3 + index), cool, model.device)
         except StoreError as error:
             log.warning("Tier %s was not timed, so there are no timings of it: %s", tier.name, error)
     return MachineProfile(
@@ -86,12 +84,3 @@ def measure(
         decode=decode,
         packed=packed,
     )
-
-
-def _part(progress: Progress, before: float, share: float) -> Progress:
-    """Return a progress callback for a part that is `share` of the whole and begins when `before` is done."""
-
-    def report(what: str, done: float) -> Any:
-        return progress(what, before + share * done)
-
-    return report

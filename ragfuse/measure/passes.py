@@ -1,21 +1,22 @@
-"""Time full and fused prefills of random tokens, as the speed does not depend on the text."""
+"""Time full and fused prefills and the decoding of codecs with random tokens: speed does not depend on the text."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
+from ragfuse.codec import Codec, LayerMeta
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.measure.medians import Progress, medians
 from ragfuse.plan.estimate import Blend
-from ragfuse.store import KVStore, MemoryTier
-from ragfuse.types.keys import ChunkKey, digest
-from ragfuse.types.kv import ChunkKV
-from ragfuse.types.sizes import UNLIMITED
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.levels import LEVEL_NAMES
 
 LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Lengths at which full prefill is timed, as shares of the longest."""
@@ -35,54 +36,83 @@ BLENDS = (
     ("query", 0.3),
 )
 """(policy, ratio) of the fused prefills that are timed: some of each kind of policy."""
-
-Progress = Callable[[str, float], object]
+DECODED_TOKENS = 256
+"""Tokens of the chunk whose decoding is timed, unless the model's context is shorter."""
 
 
 def prefill_points(model: HFModel, max_tokens: int, rounds: int, progress: Progress) -> tuple[tuple[int, float], ...]:
-    """Time full prefills of up to `top` tokens; return (tokens, median seconds), shortest first."""
-    lengths = sorted({max(1, round(max_tokens * share)) for share in LENGTH_SHARES})
-    ids, cases = _ids(model, max_tokens), dict[str, Callable[[], object]]()
-    for length in lengths:  # the warm-up, which also shows which lengths would take too long
-        case = _prefill(model, ids[:length])
-        cases[str(length)] = case
-        if _seconds(model, case) > PASS_BUDGET_S and len(cases) >= MIN_LENGTHS:
+    """Time full prefills of up to `max_tokens` tokens; return (tokens, median seconds), shortest first."""
+    ids, cases, lengths = _ids(model, max_tokens), dict[str, Callable[[], float]](), list[int]()
+    for length in sorted({max(1, round(max_tokens * share)) for share in LENGTH_SHARES}):
+        case = partial(_seconds, model, partial(model.full_prefill, ids[:length]))
+        cases[f"full prefill, {length} tokens"] = case
+        lengths.append(length)
+        if case() > PASS_BUDGET_S and len(cases) >= MIN_LENGTHS:  # to warm up
             break
-    found = _medians(model, cases, rounds, lambda name, done: progress(f"full prefill, {name} tokens", done))
-    return tuple((int(name), seconds) for name, seconds in found.items())
+    return tuple(zip(lengths, medians(cases, rounds, progress).values(), strict=True))
 
 
 def fused_points(model: HFModel, max_tokens: int, rounds: int, progress: Progress) -> list[tuple[Blend, float]]:
     """Time fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's includes the copy).
 
+    The first of their chunks is a prefix, so its KV is exact.
+
     Returns:
         The rows that each computes, and its median seconds.
     """
-    cases, blends = dict[str, Callable[[], object]](), list[Blend]()
+    cases, blends = dict[str, Callable[[], float]](), list[Blend]()
     for share in FUSED_LENGTH_SHARES:
+        tokens = max(TIMED_CHUNKS + 2, round(max_tokens * share))
+        ids, positions = _ids(model, tokens), torch.arange(tokens)
         for number, (policy, ratio) in enumerate(BLENDS):
-            tokens = max(TIMED_CHUNKS + 2, round(max_tokens * share))
             question = max(1, min(QUESTION_TOKENS[number % len(QUESTION_TOKENS)], tokens // 4))
-            case, blend = _fused(model, tokens, question, policy, ratio)
-            cases[f"{policy} {ratio:.0%}, {tokens} tokens"] = case
-            blends.append(blend)
-    found = _medians(model, cases, rounds, lambda name, done: progress(f"fused prefill, {name}", done))
-    return list(zip(blends, found.values(), strict=True))
+            size = (tokens - question) // TIMED_CHUNKS
+            runs = [CachedRun(at, at * size, (at + 1) * size, at * size, blend=at > 0) for at in range(TIMED_CHUNKS)]
+            source = KVSource([_in_host_memory(model, ids[:size])] * TIMED_CHUNKS)
+            case = partial(model.fuse, ids, positions, runs, source, policy, ratio)
+            share_computed = min(1.0, case().mean_ratio)  # to warm up
+            cases[f"fused prefill, {policy} {ratio:.0%}, {tokens} tokens"] = partial(_seconds, model, case)
+            forced, candidates = tokens - TIMED_CHUNKS * size, (TIMED_CHUNKS - 1) * size
+            blends.append(Blend(cost_of(policy), tokens, forced, candidates, share_computed))
+    return list(zip(blends, medians(cases, rounds, progress).values(), strict=True))
 
 
-def at_hand(kv: ChunkKV) -> ChunkKV:
-    """Return KV as a memory tier returns it: in host memory, whatever device it was computed on."""
-    store, key = KVStore([MemoryTier(UNLIMITED, lambda entries: ())]), ChunkKey(digest("measure"), digest("at hand"))
-    store.put(key, kv)
-    layers = store.read_layers(key, 0, len(kv.layers))
-    return ChunkKV(layers) if layers is not None else kv
+def decoding(
+    model: HFModel, codecs: Callable[[str], Codec | None], rounds: int, progress: Progress
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Time the decoding of each level on this thread and from host memory, which is how entries are decoded.
+
+    Args:
+        model: The model whose KV is encoded.
+        codecs: Returns the codec of a level, or None.
+        rounds: Rounds of each timing, after one to warm up.
+        progress: Called as the timings proceed.
+
+    Returns:
+        By level, median seconds to decode one token's KV; and by level, encoded bytes over raw bytes. Levels without a
+        codec, or that cannot encode this model's KV, are left out.
+    """
+    kv = _in_host_memory(model, _ids(model, min(DECODED_TOKENS, model.max_context or DECODED_TOKENS)))
+    cases, packed = dict[str, Callable[[], float]](), dict[str, float]()
+    for level in LEVEL_NAMES[1:]:
+        if (codec := codecs(level)) is None:
+            continue
+        try:
+            blobs = [codec.encode(layer, at) for at, layer in enumerate(kv.layers)]
+        except ValueError:  # KV that only the raw codec can store
+            continue
+        metas = [LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True)]
+        cases[level] = partial(_seconds, model, partial(_decode, codec, blobs, metas))
+        cases[level]()  # to warm up
+        packed[level] = sum(blob.numel() for blob in blobs) / kv.nbytes
+    found = medians(cases, rounds, lambda level, done: progress(f"decoding {level}", done))
+    return {level: seconds / kv.n_tokens for level, seconds in found.items()}, packed
 
 
-def _prompt(model: HFModel, tokens: int, question: int) -> tuple[list[int], list[CachedRun], ChunkKV]:
-    """Return a prompt's token ids, its chunks (the first is a prefix, so its KV is exact), and the KV of a chunk."""
-    size, ids = (tokens - question) // TIMED_CHUNKS, _ids(model, tokens)
-    runs = [CachedRun(at, at * size, (at + 1) * size, at * size, blend=at > 0) for at in range(TIMED_CHUNKS)]
-    return ids, runs, at_hand(model.encode(ids[:size]))
+def _in_host_memory(model: HFModel, ids: list[int]) -> ChunkKV:
+    """Return the KV of a text as a memory tier returns it, whatever device it was computed on."""
+    layers = model.encode(ids).layers
+    return ChunkKV(tuple(LayerKV(kv.keys.cpu().contiguous(), kv.values.cpu().contiguous()) for kv in layers))
 
 
 def _ids(model: HFModel, count: int) -> list[int]:
@@ -91,32 +121,9 @@ def _ids(model: HFModel, count: int) -> list[int]:
     return [int(token) for token in torch.randint(vocabulary, (count,), generator=generator)]
 
 
-def _prefill(model: HFModel, ids: Sequence[int]) -> Callable[[], object]:
-    return lambda: model.full_prefill(ids)
-
-
-def _fused(model: HFModel, tokens: int, question: int, policy: str, ratio: float) -> tuple[Callable[[], object], Blend]:
-    """Return a fused prefill to be timed, run once to warm up, and the rows that it computes."""
-    (ids, runs, chunk), positions = _prompt(model, tokens, question), torch.arange(tokens)
-    source, size = KVSource([chunk] * TIMED_CHUNKS), chunk.n_tokens
-
-    def case() -> float:
-        return model.fuse(ids, positions, runs, source, policy, ratio).mean_ratio
-
-    forced, candidates = tokens - TIMED_CHUNKS * size, (TIMED_CHUNKS - 1) * size
-    return case, Blend(cost_of(policy), tokens, forced, candidates, min(1.0, case()))
-
-
-def _medians(
-    model: HFModel, cases: Mapping[str, Callable[[], object]], rounds: int, progress: Progress
-) -> dict[str, float]:
-    """Return the median seconds of each case; each round runs all cases once."""
-    timings: dict[str, list[float]] = {name: [] for name in cases}
-    for round_index in range(rounds):
-        for index, (name, case) in enumerate(cases.items()):
-            progress(name, (round_index + index / len(cases)) / rounds)
-            timings[name].append(_seconds(model, case))
-    return {name: median(seconds) for name, seconds in timings.items()}
+def _decode(codec: Codec, blobs: list[Tensor], metas: list[LayerMeta]) -> None:
+    for blob, meta in zip(blobs, metas, strict=True):
+        codec.decode(blob, meta)
 
 
 def _seconds(model: HFModel, case: Callable[[], object]) -> float:

@@ -7,10 +7,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
@@ -18,6 +16,7 @@ import torch
 from ragfuse.errors import StoreError
 from ragfuse.load.layers import CPU, is_far
 from ragfuse.measure.fit import fitted
+from ragfuse.measure.medians import Progress, medians
 from ragfuse.store import DiskTier, KVStore, Tier
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -30,25 +29,8 @@ ENTRY_SHARES = (1 / 16, 1 / 4, 1)
 """Sizes of the entries, as shares of the largest."""
 LAYERS = (4, 1, 0)
 """Layers that are read at a time; 0: all."""
-TIER_BUDGET_S, MIN_ENTRIES = 15.0, 4
-"""After TIER_BUDGET_S seconds no further entry is written, once there are MIN_ENTRIES."""
-
-Progress = Callable[[str, float], object]
-
-
-@dataclass(frozen=True)
-class TierTiming:
-    """The timing of one entry.
-
-    Args:
-        reads: How many reads it took.
-        nbytes: Its bytes.
-        seconds: Seconds to read it.
-    """
-
-    reads: int
-    nbytes: int
-    seconds: float
+TIER_BUDGET_S = 15.0
+"""Seconds after which no further round of reads begins."""
 
 
 def speed_of(
@@ -59,7 +41,7 @@ def speed_of(
     cool: Callable[[], object] | None = None,
     device: torch.device = CPU,
 ) -> TierSpeed:
-    """Time a tier.
+    """Time a tier with entries of several sizes, each read in several ways.
 
     Args:
         tier: The tier.
@@ -72,11 +54,19 @@ def speed_of(
     Raises:
         StoreError: The tier does not store what is written to it, or has no room.
     """
+    cases, table = dict[str, Callable[[], float]](), dict[str, tuple[int, int]]()
+    n_layers = len(sample.layers)
     with _scratch(tier) as (timed_tier, make_cold):
-        report = partial(progress, f"tier {tier.name}")
-        points = _points(timed_tier, sample, rounds, report, cool or make_cold)
-    table = [(timing.reads, timing.nbytes) for timing in points]
-    read_s, byte_s = fitted(table, [timing.seconds for timing in points])
+        largest = _largest(timed_tier, sample)
+        for n in [max(1, round(largest * share)) for share in ENTRY_SHARES]:
+            kv = _random(sample, n)
+            for count in (min(count, n_layers) or n_layers for count in LAYERS):
+                name = f"tier {tier.name}, {n} tokens, {count} layers a read"
+                cases[name] = partial(_timed, timed_tier, kv, count, cool or make_cold)
+                table[name] = -(-n_layers // count), kv.nbytes
+        next(iter(cases.values()))()  # to warm up
+        seconds = medians(cases, rounds, progress, TIER_BUDGET_S)
+    read_s, byte_s = fitted(list(table.values()), list(seconds.values()))
     return TierSpeed(read_s, byte_s, is_far(tier, device))
 
 
@@ -111,25 +101,6 @@ def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
             scratch.close()
 
 
-def _points(
-    tier: Tier, sample: ChunkKV, rounds: int, progress: Callable[[float], object], cool: Callable[[], object]
-) -> list[TierTiming]:
-    """Time entries of all sizes, smallest first, each read in several ways; return the medians over the rounds."""
-    largest, began = _largest(tier, sample), time.perf_counter()
-    sizes = [max(1, round(largest * share)) for share in ENTRY_SHARES]
-    chunks = {n: _random(sample, n) for n in sizes}
-    cases = [(n, count or len(sample.layers)) for n in sizes for count in LAYERS]
-    timings: dict[tuple[int, int], list[TierTiming]] = {}
-    _timed(tier, chunks[sizes[0]], 1, cool)  # to warm up
-    for round_index in range(rounds):
-        for index, (n, count) in enumerate(cases):
-            if len(timings) >= MIN_ENTRIES and time.perf_counter() - began > TIER_BUDGET_S:
-                break
-            progress((round_index + index / len(cases)) / rounds)
-            timings.setdefault((n, count), []).append(_timed(tier, chunks[n], count, cool))
-    return [replace(each[0], seconds=median(timing.seconds for timing in each)) for each in timings.values()]
-
-
 def _largest(tier: Tier, sample: ChunkKV) -> int:
     """Return the tokens of the largest entry; raise StoreError if even a small one would evict others."""
     free = tier.capacity - tier.nbytes
@@ -151,7 +122,7 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
     return ChunkKV(tuple(LayerKV(like(layer.keys), like(layer.values)) for layer in sample.layers))
 
 
-def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> TierTiming:
+def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> float:
     """Write an entry, read it `count` layers at a time (cold, if possible), and delete it in any case."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
@@ -167,4 +138,4 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> T
         raise StoreError(
             f"Tier {tier.name} did not store {kv.nbytes:,} bytes: it may be full or down. See: ragfuse store ls"
         )
-    return TierTiming(len(firsts), kv.nbytes, seconds)
+    return seconds

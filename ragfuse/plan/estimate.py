@@ -135,6 +135,11 @@ class Estimate:
         reads = len(steps(layers, layers_a_read(nbytes, layers))) if n_reads is None else n_reads
         return speed.read_s * reads + speed.byte_s * nbytes
 
+    def throughput(self, tier: str) -> float | None:
+        """Return the bytes per second that a tier gives; None where it was not measured."""
+        speed = self.machine.tiers.get(tier)
+        return 1 / speed.byte_s if speed is not None and speed.byte_s > 0 else None
+
     def decode_s(self, level: str, n_tokens: int) -> float:
         """Return the time to decode `n_tokens` of a level."""
         return self.machine.decode.get(level, 0.0) * n_tokens

@@ -1,8 +1,6 @@
 """Eviction: what to drop when a tier is full, or an entry too old. Decisions only, no clock, file or tensor is read.
 
-An eviction policy is an order over the stored items (`Rank`). `ConversationEvictor` sorts the entries of a
-tier by it; `EvictionOrder` (`eviction_order.py`) maintains the same order while items change one by one. Windows and
-prefetching are in `look_ahead.py`.
+An eviction policy is an order over the stored items (`Rank`); `ConversationEvictor` sorts the entries of a tier by it.
 """
 
 from __future__ import annotations
@@ -10,12 +8,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from math import inf
 from types import MappingProxyType
 
-from ragfuse.errors import SettingsError
 from ragfuse.plan.eviction_item import EvictionItem, Rank
-from ragfuse.plan.ranks import rank_named
+from ragfuse.types.eviction import EVICTION_POLICIES
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -26,31 +24,30 @@ ConversationOf = Callable[[ChunkKey], Hashable]
 """A function from a key to the name of its conversation; None for a key that belongs to none."""
 
 
-def _no_conversation(key: ChunkKey) -> Hashable:
-    return None
+def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
+    """Rank items by last use: least recently used first."""
+    return 0, item.last_used
 
 
-def _arrived_at_zero(key: ChunkKey) -> float:
-    return 0.0
+def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
+    """Rank items by next use: first those that no job waits for, least recently used first; then from tail to head.
+
+    AttentionStore, section 3.3.2: items in the look-ahead window are exempt; where all are, its tail goes first.
+    """
+    return (0, item.last_used) if place is None else (1, -place)
 
 
-def _no_clock() -> float:
-    return 0.0
+def rank_named(name: str) -> Rank:
+    """Return the rank function of a policy, one of `EVICTION_POLICIES`."""
+    module, _, function = EVICTION_POLICIES[name].partition(":")
+    found: Rank = getattr(import_module(module), function)
+    return found
 
 
-def items(
-    entries: Iterable[Entry],
-    conversation_of: ConversationOf = _no_conversation,
-    arrived: Callable[[ChunkKey], float] = _arrived_at_zero,
-) -> list[EvictionItem]:
-    """Group entries into items that are evicted together, in order of first appearance.
+def items(entries: Iterable[Entry], conversation_of: ConversationOf) -> list[EvictionItem]:
+    """Group the entries of a tier into items that are evicted together, in order of first appearance.
 
     Items with a pinned entry are left out.
-
-    Args:
-        entries: Entries of a tier.
-        conversation_of: The conversation of a key.
-        arrived: When a key was stored, in seconds.
     """
     groups: dict[Hashable, list[Entry]] = {}
     for entry in entries:
@@ -59,13 +56,12 @@ def items(
     return [
         EvictionItem(
             name,
-            tuple(entry.key for entry in group_entries),
-            sum(entry.nbytes for entry in group_entries),
-            max(entry.last_used for entry in group_entries),
-            min(arrived(entry.key) for entry in group_entries),
+            tuple(entry.key for entry in found),
+            sum(entry.nbytes for entry in found),
+            max(entry.last_used for entry in found),
         )
-        for name, group_entries in groups.items()
-        if not any(entry.pinned for entry in group_entries)
+        for name, found in groups.items()
+        if not any(entry.pinned for entry in found)
     ]
 
 
@@ -92,32 +88,28 @@ def nobody_waits() -> Mapping[Hashable, float]:
 class ConversationEvictor:
     """An `Evict` that drops whole conversations, one after the other, in the order of a policy.
 
-    The tier must pass all of its entries, not only the least recently used ones, because fifo and look-ahead rank the
-    others too. `together` returns the keys that must be dropped with a given key.
+    The tier must pass all of its entries, not only the least recently used ones, because look-ahead ranks the others
+    too. `together` tells which keys must be dropped with a given key.
 
     Args:
         rank: The policy.
         conversation_of: The conversation of a key.
-        places: Gives the current queue position of each conversation's first job (`plan.look_ahead.places`).
-        arrived: When a key was stored, in seconds; needed by fifo.
+        places: Gives the current queue position of each conversation's first job.
         ttl_s: Conversations unused for longer are dropped before all others.
         now: The current time in seconds since the epoch.
     """
 
     rank: Rank
-    conversation_of: ConversationOf = _no_conversation
+    conversation_of: ConversationOf
     places: Callable[[], Mapping[Hashable, float]] = nobody_waits
-    arrived: Callable[[ChunkKey], float] = _arrived_at_zero
     ttl_s: float = inf
-    now: Callable[[], float] = _no_clock
+    now: Callable[[], float] = lambda: 0.0
 
     def __call__(self, entries: Sequence[Entry]) -> Iterator[ChunkKey]:
         """Yield keys to drop, in order; none of a conversation with a pinned entry."""
-        now_s = self.now()
-        expired_items: list[EvictionItem] = []
-        kept: list[EvictionItem] = []
-        for item in items(entries, self.conversation_of, self.arrived):
-            (expired_items if now_s - item.last_used > self.ttl_s else kept).append(item)
+        found, oldest_s = items(entries, self.conversation_of), self.now() - self.ttl_s
+        expired_items = [item for item in found if item.last_used < oldest_s]
+        kept = (item for item in found if item.last_used >= oldest_s)
         for item in (*expired_items, *ranked(kept, self.rank, self.places())):
             yield from item.keys
 
@@ -125,35 +117,6 @@ class ConversationEvictor:
         """Return whether two keys belong to one conversation, so that both are dropped or neither."""
         name = self.conversation_of(one)
         return name is not None and name == self.conversation_of(other)
-
-
-def evictor(
-    name: str,
-    conversation_of: ConversationOf | None = None,
-    places: Callable[[], Mapping[Hashable, float]] | None = None,
-    arrived: Callable[[ChunkKey], float] | None = None,
-) -> Evict:
-    """Return the eviction policy of a name, as an `Evict`.
-
-    Args:
-        name: One of `RANKS`; `fifo` needs `arrived`, `look-ahead` needs `places`.
-        conversation_of: The conversation of a key; None: entries are dropped one by one.
-        places: Gives the queue position of each conversation's first job.
-        arrived: When a key was stored, in seconds.
-
-    Raises:
-        SettingsError: There is no such policy, or what it needs is not given.
-    """
-    rank = rank_named(name)
-    if name == "fifo" and arrived is None:
-        raise SettingsError("The policy fifo needs `arrived`, which returns when a key was stored. Give it.")
-    if name == "look-ahead" and places is None:
-        raise SettingsError("The policy look-ahead needs `places`, which returns who waits at which place. Give it.")
-    if name == "lru" and conversation_of is None:
-        return lru
-    return ConversationEvictor(
-        rank, conversation_of or _no_conversation, places or nobody_waits, arrived or _arrived_at_zero
-    )
 
 
 def lru(entries: Iterable[Entry]) -> Iterator[ChunkKey]:

@@ -1,4 +1,4 @@
-"""Look-ahead decisions from the queue of waiting jobs: window sizes, prefetching and buffers (AttentionStore 3.3).
+"""Look-ahead decisions from the queue of waiting jobs: prefetching and read buffers (AttentionStore 3.2.1, 3.3).
 
 Jobs are known before they run, so that KV they will read can be prefetched, and KV that none of them reads can be
 evicted. Decisions only: the queue is an argument, as names of conversations from head to tail.
@@ -6,44 +6,9 @@ evicted. Decisions only: the queue is an argument, as names of conversations fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 
-from ragfuse.plan.eviction_item import EvictionItem
 from ragfuse.types.plan import LoadPlan
-
-
-def prefetch_window(memory_bytes: int, kv_bytes: float) -> int:
-    """Return L_pw, how many waiting jobs' KV fits in memory: C_mem / S_kv, rounded down (section 3.3.1).
-
-    Args:
-        memory_bytes: C_mem.
-        kv_bytes: S_kv, the average bytes of a conversation; less than 1 counts as 1.
-    """
-    return int(memory_bytes // max(kv_bytes, 1))
-
-
-def eviction_window(memory_bytes: int, disk_bytes: int, kv_bytes: float) -> int:
-    """Return how many waiting jobs' KV fits in all tiers: (C_mem + C_disk) / S_kv, rounded down (section 3.3.2)."""
-    return prefetch_window(memory_bytes + disk_bytes, kv_bytes)
-
-
-def places(waiting: Iterable[Hashable], window: int | None = None) -> dict[Hashable, float]:
-    """Return the queue position of each conversation's first job among the first `window` jobs (None: among all).
-
-    Jobs without a conversation (None) count as positions.
-    """
-    found: dict[Hashable, float] = {}
-    for place, name in enumerate(islice(waiting, window)):
-        if name is not None:
-            found.setdefault(name, float(place))
-    return found
-
-
-def exempt(item: EvictionItem, waiting: Mapping[Hashable, float]) -> bool:
-    """Return whether a waiting job will read the item, which exempts it from eviction while others remain (section
-    3.3.2)."""
-    return item.name in waiting
 
 
 def to_prefetch(
@@ -105,32 +70,3 @@ def layers_before(plan: LoadPlan, n_layers: int) -> int:
     token_load_s, token_prefill_s = forecast.load_s / past_tokens, forecast.recompute_s / new_tokens
     buffer_bytes = read_buffer(token_load_s, past_tokens, token_prefill_s, new_tokens, bytes_per_s)
     return min(n_layers, -(-buffer_bytes * n_layers // nbytes))
-
-
-def buffer_excess(used_bytes: int, capacity_bytes: int, free_share: float) -> int:
-    """Return the bytes to evict so that `free_share` of a tier is free for what is fetched next (section 3.3.1)."""
-    return max(0, used_bytes - int(capacity_bytes * (1 - free_share)))
-
-
-def taken_until(found: Iterable[EvictionItem], excess_bytes: int) -> Iterator[EvictionItem]:
-    """Yield the first items until their bytes reach `excess_bytes`; all of them where they have fewer.
-
-    `found` is advanced no further than that, because its items may be dropped as they are yielded.
-    """
-    remaining = iter(found)
-    while excess_bytes > 0 and (item := next(remaining, None)) is not None:
-        excess_bytes -= item.nbytes
-        yield item
-
-
-def cache_capacity(sessions_per_ttl: float, window_tokens: int, token_bytes: float) -> float:
-    """Return CCpUT: bytes that hold every conversation of one TTL period at full length (section 4.3.5).
-
-    DSpUT (distinct conversations in that time) times CCpS (the context window times a token's KV bytes).
-    """
-    return sessions_per_ttl * window_tokens * token_bytes
-
-
-def required_capacity(ratio: float, sessions_per_ttl: float, window_tokens: int, token_bytes: float) -> int:
-    """Return RCC, the bytes for a ratio RCC/CCpUT, rounded up; the paper's best hit rate is at 0.25 (figure 23)."""
-    return -int(-ratio * cache_capacity(sessions_per_ttl, window_tokens, token_bytes) // 1)

@@ -13,7 +13,7 @@ from statistics import median
 
 from ragfuse.plan.estimate import Estimate
 from ragfuse.types.plan import Fetch
-from ragfuse.types.profiles import MachineProfile
+from ragfuse.types.profiles import FusedCost, MachineProfile
 
 READINGS = 5
 """Number of last readings of a tier that count. Their median is used, so that one or two outliers change nothing."""
@@ -72,12 +72,13 @@ def rows_after(readings: Sequence[float], rows: float, seconds: float) -> tuple[
     return (*readings, seconds / rows)[-READINGS:] if usable else tuple(readings)
 
 
-def row_s(readings: Sequence[float]) -> float | None:
-    """Return the seconds to compute a row; None without readings.
+def by_rows(readings: Sequence[float], n_layers: int) -> Estimate:
+    """Return the estimate of computing for a machine that was not measured, from the seconds per row of prefills.
 
-    It is the smallest of the last readings, because other load on the machine only adds to them.
+    The smallest of the readings counts, because other load on the machine only adds to them.
     """
-    return min(readings, default=None)
+    row_s = min(readings)
+    return Estimate(MachineProfile("", "", 1, "", n_layers, (0.0, row_s, 0.0), FusedCost(0.0, row_s, 0.0, 0.0)))
 
 
 def factor(readings: Sequence[float]) -> float:

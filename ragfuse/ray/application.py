@@ -69,15 +69,6 @@ class ReplicaOptions:
             ) from None
 
 
-def check_decoder(settings: Settings) -> None:
-    """Raise SettingsError where another server is to decode: each replica decodes what it prefills."""
-    if settings.decode_at:
-        raise SettingsError(
-            f"Wanted replicas that decode themselves, found decode_at '{settings.decode_at}'. Leave out --decode-at "
-            "and RAGFUSE_DECODE_AT, or serve without --ray."
-        )
-
-
 def serve(
     settings: Settings,
     api_keys: Sequence[str],
@@ -104,10 +95,9 @@ def serve(
 
     Raises:
         SettingsError: Ray is missing, the cluster does not answer, its nodes do not share the store, or others could
-            reach the server without an API key; or another server is to decode.
+            reach the server without an API key.
     """
     check_host(host, Keys(api_keys, settings.salt))
-    check_decoder(settings)
     places_of(settings)
     stop = threading.Event()
     with connected(address):

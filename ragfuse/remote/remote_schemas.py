@@ -12,7 +12,8 @@ from ragfuse.errors import PMLError, ServerError
 from ragfuse.remote.connection import Connection
 from ragfuse.remote.request_body import encoded
 from ragfuse.schemas.nodes import Schema
-from ragfuse.schemas.pml import parse_schema, read, to_pml
+from ragfuse.schemas.pml import parse_schema, read_schema
+from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.types.ingested import Ingested
 
 ROUTE = "ragfuse/schemas"
@@ -56,22 +57,12 @@ class RemoteSchemas:
             schema: The schema; a text that begins with `<` is PML, any other names a file of this machine.
             progress: Called once, at the end.
         """
-        found = self._connection.post(ROUTE, encoded({"pml": to_pml(_parsed(schema))}))
+        parsed = schema if isinstance(schema, Schema) else read_schema(schema)
+        found = self._connection.post(ROUTE, encoded({"pml": to_pml(parsed)}))
         done = Ingested(*(_count(found, name) for name in ("runs", "encoded", "tokens", "nbytes")))
         if progress is not None:
             progress(done)
         return RemoteSchema(str(found.get("name")), done)
-
-
-def _parsed(schema: Schema | Path | str) -> Schema:
-    if isinstance(schema, Schema):
-        return schema
-    if isinstance(schema, str) and schema.lstrip().startswith("<"):
-        return parse_schema(schema)
-    found = read(Path(schema).expanduser())
-    if not isinstance(found, Schema):
-        raise found.at.error("<prompt>", "<schema>")
-    return found
 
 
 def _count(found: dict[str, Any], name: str) -> int:

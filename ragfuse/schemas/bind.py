@@ -10,7 +10,7 @@ prompt; no room is left for modules at the schema's end that are not imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 from ragfuse.schemas.layout import (
@@ -42,7 +42,7 @@ class SchemaUse:
         modules: (path, key of the run that it is reused from) in order of positions. "." is the schema's own text; a
             key of None means that the module is computed.
         runs: The runs by key.
-        others: Keys of `Bound.others`.
+        others: Keys of the runs of the other modules of the used unions, which the next prompt may import.
     """
 
     schema: str
@@ -51,26 +51,7 @@ class SchemaUse:
     others: tuple[ChunkKey, ...] = ()
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A `Prompt` over a schema, and the runs that it needs.
-
-    Args:
-        prompt: The prompt.
-        imported: Paths of the imported modules, in order of positions.
-        runs: The runs that the prompt reuses rows of.
-        others: Runs of the other modules of the used unions, which the next prompt may import.
-        moved: Positions by which the end was shifted to make room for the prompt's own texts.
-    """
-
-    prompt: Prompt
-    imported: tuple[str, ...]
-    runs: tuple[SchemaRun, ...]
-    others: tuple[SchemaRun, ...]
-    moved: int = 0
-
-
-def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf, blend: bool = False) -> Bound:
+def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf, blend: bool = False) -> Prompt:
     """Make the Prompt of a PML prompt over its schema's layout.
 
     It ends with a fresh segment: the request's ending; else the generation prompt, if there are messages; else the
@@ -93,9 +74,8 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
     placing.scope(layout.root)
     ending = tuple(encode(request.ending, False)) if request.ending else _generation_prompt(request, layout, encode)
     placing.free(_Free(ending, request.at))
-    prompt, others = placing.prompt(request.at), tuple(dict.fromkeys(_others(layout, contents.imports)))
-    prompt = replace(prompt, schema_use=placing.schema_use(tuple(map(key_of, others))))
-    return Bound(prompt, tuple(placing.imported), tuple(placing.used), others, placing.moved)
+    others = dict.fromkeys(map(key_of, _others(layout, contents.imports)))
+    return placing.prompt(request.at, tuple(others))
 
 
 def check_names(request: PMLPrompt, schema: Schema) -> None:
@@ -116,16 +96,17 @@ def _contents(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> _Cont
     """Return the contents of a PML prompt, checked against the layout of its schema."""
     contents = _Contents(layout, encode)
     contents.scope(layout.root, request.items, request.args, request.at)
-    check_together(contents.imports.items(), layout.forks)
+    check_together(contents.imports, layout.forks)
     return contents
 
 
 @dataclass(frozen=True, slots=True)
 class _Free:
-    """Tokens of a text that the prompt adds."""
+    """Tokens of a text that the prompt adds; those of a message have its role."""
 
     tokens: tuple[int, ...]
     at: SourcePosition
+    role: str = ""
 
 
 class _Contents:
@@ -150,40 +131,36 @@ class _Contents:
         items = _stripped(items)
         self.arguments[place.path] = self._arguments(place, args, at)
         children = {child.name: child for child in place.places()}
-        following, previous, waiting, has_ended = _following(items), None, list[_Free](), False
+        last_import = max((i for i, item in enumerate(items) if isinstance(item, Import)), default=-1)
+        waiting = list[_Free]()
+        behind: list[_Free] | None = None
         for i, item in enumerate(items):
             if isinstance(item, Import):
-                previous = self._import(item, place, children, waiting)
+                path = self._import(item, place, children)
+                self.before[path] = waiting
+                behind = self.behind[path] = []
                 waiting = []
                 continue
-            has_ended = has_ended or (following[i] is None and isinstance(item, MessageNode))
+            if i > last_import and isinstance(item, MessageNode):
+                behind = None
             if free := self._free(item, is_last=i == len(items) - 1):
-                has_no_import = has_ended or previous is None
-                (waiting if has_no_import else self.behind.setdefault(previous or "", [])).append(free)
-                if isinstance(item, MessageNode) and not has_ended:
-                    self._check_message(item, previous, following[i], children)
+                (waiting if behind is None else behind).append(free)
         self.at_end[place.path] = waiting
 
-    def _import(
-        self, item: Import, place: ModulePosition, children: Mapping[str, ModulePosition], waiting: list[_Free]
-    ) -> str:
+    def _import(self, item: Import, place: ModulePosition, children: Mapping[str, ModulePosition]) -> str:
         child = children.get(item.name)
         if child is None:
             raise self._unknown(item, place, children)
         if child.path in self.imports:
             raise item.at.error(f"module '{item.name}' imported twice", "each module once")
         self.imports[child.path] = item.at
-        self.before[child.path] = waiting
         self.scope(child, item.items, item.args, item.at)
         return child.path
 
     def _unknown(self, item: Import, place: ModulePosition, children: Mapping[str, ModulePosition]) -> Exception:
-        where = f"'{place.path}'" if place.path else f"schema '{self._layout.schema.name}'"
-        parents = [each.rpartition("/")[0] for each in self._layout.places if each.rpartition("/")[2] == item.name]
-        if parents:
-            inside = one_of(item.name, parents) if any(parents) else "the schema itself"
-            return item.at.error(f"module '{item.name}' in {where}", f"it in {inside}, as in the schema")
-        return item.at.error(f"unknown module '{item.name}' in {where}", one_of(item.name, children))
+        elsewhere = [path for path in self._layout.places if path.rpartition("/")[2] == item.name]
+        wanted = one_of(item.name, elsewhere or children)
+        return item.at.error(f"unknown module '{item.name}' in '{place.path or self._layout.schema.name}'", wanted)
 
     def _arguments(
         self, place: ModulePosition, args: tuple[tuple[str, str], ...], at: SourcePosition
@@ -207,17 +184,7 @@ class _Contents:
         before, after = self._layout.wrapping.around(item.role)
         is_open = is_last and item.role == "assistant"
         ends = () if is_open else tuple(self._encode(after, True))
-        return _Free((*opened(self._encode, before), *self._encode(item.text, False), *ends), item.at)
-
-    def _check_message(
-        self, item: MessageNode, previous: str | None, following: str | None, children: Mapping[str, ModulePosition]
-    ) -> None:
-        """Raise PMLError for a message next to an import that lies inside a message of the schema."""
-        beside = self._layout.places[previous] if previous is not None else children.get(following or "")
-        if beside is not None and beside.in_message:
-            raise item.at.error(
-                f"'<{item.role}>' next to module '{beside.name}', which is inside a message", "it after all imports"
-            )
+        return _Free((*opened(self._encode, before), *self._encode(item.text, False), *ends), item.at, item.role)
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
@@ -253,15 +220,6 @@ def _generation_prompt(request: PMLPrompt, layout: SchemaLayout, encode: Encode)
     if is_open or not (has_messages or layout.has_messages):
         return ()
     return tuple(encode(layout.wrapping.ask, True))
-
-
-def _following(items: tuple[TextNode | Import | MessageNode, ...]) -> list[str | None]:
-    """Return for each item the name of the next import after it, None if there is none."""
-    found, name = list[str | None](), None
-    for item in reversed(items):
-        found.append(name)
-        name = item.name if isinstance(item, Import) else name
-    return found[::-1]
 
 
 def _stripped(items: tuple[TextNode | Import | MessageNode, ...]) -> tuple[TextNode | Import | MessageNode, ...]:
@@ -304,7 +262,6 @@ class _Placing:
     kind: Kind
     pieces: list[_Piece] = field(default_factory=list)
     imported: list[str] = field(default_factory=list)
-    used: dict[SchemaRun, None] = field(default_factory=dict)
     cursor: int = 0
     moved: int = 0
     _last: _Free | None = None
@@ -322,13 +279,18 @@ class _Placing:
             self.free(text)
 
     def _child(self, place: ModulePosition) -> None:
-        for text in self.contents.before[place.path]:
+        before, behind = self.contents.before[place.path], self.contents.behind[place.path]
+        for text in (*before, *behind):
+            if text.role and place.in_message:
+                found = f"'<{text.role}>' next to module '{place.name}', which is inside a message"
+                raise text.at.error(found, "it after all imports")
+        for text in before:
             self.free(text)
         self.imported.append(place.path)
         self._make_room(place.start)
         self.scope(place)
         self.cursor = max(self.cursor, place.stop + self.moved)
-        for text in self.contents.behind.get(place.path, ()):
+        for text in behind:
             self.free(text)
 
     def free(self, text: _Free) -> None:
@@ -373,7 +335,7 @@ class _Placing:
         else:
             self.pieces.append(piece)
 
-    def prompt(self, at: SourcePosition) -> Prompt:
+    def prompt(self, at: SourcePosition, others: tuple[ChunkKey, ...]) -> Prompt:
         """Return the Prompt. If its last piece is cached, its last token is made fresh: something must be computed."""
         if not self.pieces:
             raise at.error("an empty prompt", "text, or a module that has text")
@@ -382,16 +344,12 @@ class _Placing:
             token = _Piece(last.stop - 1, [last.tokens.pop()])
             self.pieces[-1:] = [last] if last.tokens else []
             self._add(token)
-        self.used = dict.fromkeys(piece.run for piece in self.pieces if piece.run is not None)
-        return Prompt(tuple(self._segment(piece) for piece in self.pieces))
-
-    def schema_use(self, others: tuple[ChunkKey, ...]) -> SchemaUse:
-        """Return what the prompt reuses of the schema; call it after `prompt`."""
-        runs = {self.key_of(run): run for run in self.used}
-        sources = {path: self.key_of(run) for path, run in self.sources.items() if run in self.used}
-        own = [("", sources[""])] if "" in sources else []
-        modules = [*own, *((path, sources.get(path)) for path in self.imported)]
-        return SchemaUse(self.layout.schema.name, tuple((path or ".", key) for path, key in modules), runs, others)
+        runs = {self.key_of(piece.run): piece.run for piece in self.pieces if piece.run is not None}
+        keys = {path: self.key_of(run) for path, run in self.sources.items() if run in runs.values()}
+        own = ("",) if "" in keys else ()
+        modules = tuple((path or ".", keys.get(path)) for path in (*own, *self.imported))
+        use = SchemaUse(self.layout.schema.name, modules, runs, others)
+        return Prompt(tuple(self._segment(piece) for piece in self.pieces), schema_use=use)
 
     def _segment(self, piece: _Piece) -> Segment:
         if piece.run is None:

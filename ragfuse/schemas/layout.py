@@ -8,13 +8,13 @@ layout. This module knows no model and encodes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
-
-import torch
+from typing import cast
 
 from ragfuse.schemas.nodes import (
     NOWHERE,
@@ -30,7 +30,7 @@ from ragfuse.schemas.nodes import (
     Union,
     check_scope,
 )
-from ragfuse.schemas.pml import MAX_PML_CHARS, one_of
+from ragfuse.schemas.pml import one_of
 from ragfuse.types.keys import digest
 
 Encode = Callable[[str, bool], Sequence[int]]
@@ -53,7 +53,7 @@ class Wrapping:
 
     def around(self, role: RoleName) -> tuple[str, str]:
         """Return what stands before and after a message of a role."""
-        return {"system": self.system, "user": self.user, "assistant": self.assistant}[role]
+        return cast(tuple[str, str], getattr(self, role))
 
 
 NO_WRAPPING = Wrapping()
@@ -175,8 +175,7 @@ class SchemaRun:
         start = self.start if fixed else 0
         if not start and self.positions[-1] == len(self.tokens) - 1:
             return ""
-        data = torch.tensor((start, *self.positions), dtype=torch.int32).numpy().astype("<i4").tobytes()
-        return digest("layout", data)
+        return digest("layout", struct.pack(f"<{len(self.positions) + 1}i", start, *self.positions))
 
 
 @dataclass(frozen=True)
@@ -251,15 +250,14 @@ def lay_out(
     builder = _Builder(encode, wrapping, placeholder)
     root = builder.place(Module("", schema.items, at=schema.at), "", 0, False, tuple(bos))
     places = {place.path: place for place in _walk(root)}
-    ranges_by_path = {path: place.ranges for path, place in places.items()}
     modules = {
-        path: builder.run(tuple(_standing_in(place, places)), ranges_by_path, place.at)
+        path: builder.run(tuple(_standing_in(place, places)), places, place.at)
         for path, place in places.items()
         if _is_worth(place, min_tokens)
     }
-    named = [(_together(scaffold, places, builder.forks, schema.name), scaffold.at) for scaffold in schema.scaffolds]
-    once = {frozenset(paths): (paths, at) for paths, at in named}
-    scaffolds = [builder.run(paths, ranges_by_path, at) for paths, at in once.values()]
+    together = ((_together(scaffold, places, builder.forks), scaffold.at) for scaffold in schema.scaffolds)
+    once = {frozenset(paths): (paths, at) for paths, at in together}
+    scaffolds = [builder.run(paths, places, at) for paths, at in once.values()]
     return SchemaLayout(
         schema,
         root,
@@ -282,17 +280,12 @@ class _Builder:
         self.forks: dict[str, UnionPosition] = {}
         self.notes: list[str] = []
         self.has_messages = False
-        self._n_tokens, self._n_chars = 0, 0
+        self._n_tokens = 0
 
     def place(
         self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = ()
     ) -> ModulePosition:
         """Lay a module out from position `start` on, with the ids `head` before its own."""
-        self._n_chars += len(path)
-        if self._n_chars > MAX_PML_CHARS:
-            raise module.at.error(
-                f"module paths of {self._n_chars} characters in all", "shorter names, or less nesting"
-            )
         check_scope(module.items)
         parts, text, at = list[Part](), list(head), start + len(head)
         for item, inside in self._flat(module.items, in_message):
@@ -309,20 +302,18 @@ class _Builder:
             parts.append(TokenRange(path, at - len(text), tuple(text)))
         return ModulePosition(module.name, path, start, at, tuple(parts), module.cache, in_message, module.at)
 
-    def run(
-        self, paths: tuple[str, ...], ranges_by_path: Mapping[str, tuple[TokenRange, ...]], at: SourcePosition
-    ) -> SchemaRun:
+    def run(self, paths: tuple[str, ...], places: Mapping[str, ModulePosition], at: SourcePosition) -> SchemaRun:
         """Return the run of these modules' own text; PMLError if it is empty or all runs have too many tokens."""
-        ranges = [each for path in paths for each in ranges_by_path[path]]
+        ranges = [each for path in paths for each in places[path].ranges]
         if not ranges:
             raise at.error("a scaffold whose modules have no text", "at least one that has text")
-        self._n_tokens += sum(len(each.tokens) for each in ranges)
-        if self._n_tokens > MAX_SCHEMA_TOKENS:
-            raise at.error(
-                f"{self._n_tokens} tokens to encode",
-                f"at most {MAX_SCHEMA_TOKENS} in all modules and scaffolds together",
-            )
+        self._count(sum(len(each.tokens) for each in ranges), at)
         return SchemaRun(paths, tuple(sorted(ranges, key=lambda each: each.start)))
+
+    def _count(self, n_tokens: int, at: SourcePosition) -> None:
+        self._n_tokens += n_tokens
+        if self._n_tokens > MAX_SCHEMA_TOKENS:
+            raise at.error(f"{self._n_tokens} tokens in a schema", f"at most {MAX_SCHEMA_TOKENS}")
 
     def _flat(self, items: Sequence[Item], in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
         """Yield (item, whether it is in a message), with messages replaced by their items and the template's ids.
@@ -332,18 +323,15 @@ class _Builder:
         for i, item in enumerate(items):
             is_blank = isinstance(item, TextNode) and not item.text.strip()
             if isinstance(item, Role):
-                yield from self._message(item, in_message)
+                if in_message:
+                    raise item.at.error(f"'<{item.role}>' in another message", "messages next to each other")
+                self.has_messages = True
+                before, after = self._wrapping.around(item.role)
+                yield opened(self._encode, before), True
+                yield from self._flat(item.items, True)
+                yield tuple(self._encode(after, True)), True
             elif not (is_blank and any(isinstance(each, Role) for each in items[max(0, i - 1) : i + 2])):
                 yield item, in_message
-
-    def _message(self, item: Role, in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
-        if in_message:
-            raise item.at.error(f"'<{item.role}>' in another message", "messages next to each other, not nested")
-        self.has_messages = True
-        before, after = self._wrapping.around(item.role)
-        yield opened(self._encode, before), True
-        yield from self._flat(item.items, True)
-        yield tuple(self._encode(after, True)), True
 
     def _part(self, item: Item | tuple[int, ...], path: str, at: int, inside: bool) -> Part:
         match item:
@@ -355,13 +343,13 @@ class _Builder:
                 return self.place(item, _below(path, item.name), at, inside)
             case Union():
                 return self._fork(item, path, at, inside)
-            case tuple():
-                return TokenRange(path, at, item)
-            case _:
-                raise item.at.error(f"a message in '{path}'", "text, parameters, modules and unions")
+        return TokenRange(path, at, cast(tuple[int, ...], item))
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
         """Return the ids that fill a parameter while its module is encoded: its scaffold, then placeholders."""
+        if param.length < 1 or param.name == "schema":
+            raise param.at.error(f"parameter '{param.name}' of {param.length} tokens", "1 or more, and another name")
+        self._count(param.length, param.at)
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()
         if len(tokens) > param.length:
             text = f"scaffold of parameter '{param.name}' has {len(tokens)} tokens and is cut to its len"
@@ -415,39 +403,36 @@ def _standing_in(place: ModulePosition, places: Mapping[str, ModulePosition]) ->
 
 
 def _together(
-    scaffold: Scaffold, places: Mapping[str, ModulePosition], forks: Mapping[str, UnionPosition], name: str
+    scaffold: Scaffold, places: Mapping[str, ModulePosition], forks: Mapping[str, UnionPosition]
 ) -> tuple[str, ...]:
     """Return the module paths of a `<scaffold>`; PMLError if no prompt can import all of them."""
     paths = tuple(dict.fromkeys("" if path == "." else path for path in scaffold.modules))
     for path in paths:
-        place = places.get(path)
-        if place is None:
-            raise scaffold.at.error(f"unknown module '{path}' in a scaffold of '{name}'", one_of(path, places))
-        if not place.is_cached:
-            raise scaffold.at.error(f"module '{path}' in a scaffold, which is not cached", "cached modules only")
-    check_together(((path, scaffold.at) for path in paths), forks)
+        if path not in places or not places[path].is_cached:
+            cached = (each for each, place in places.items() if place.is_cached)
+            raise scaffold.at.error(f"module '{path}' in a scaffold", one_of(path, cached))
+    check_together(dict.fromkeys(paths, scaffold.at), forks)
     return paths
 
 
-def check_together(named: Iterable[tuple[str, SourcePosition]], forks: Mapping[str, UnionPosition]) -> None:
+def check_together(named: Mapping[str, SourcePosition], forks: Mapping[str, UnionPosition]) -> None:
     """Check that modules can be imported together.
 
     Args:
-        named: (path, place in the source) of each module.
+        named: Place in the source of each module, by its path.
         forks: The union of each module that is in one, by the module's path.
 
     Raises:
         PMLError: A module is named without its parent, or two modules belong to one union.
     """
-    named = tuple(named)
-    paths, module_by_union = {path for path, _ in named}, dict[int, str]()
-    for path, at in named:
+    for path, at in named.items():
         parent = path.rpartition("/")[0]
-        if parent and parent not in paths:
+        if parent and parent not in named:
             raise at.error(f"'{path}' without '{parent}', which contains it", "both")
-        other = module_by_union.setdefault(id(forks[path]), path) if path in forks else path
-        if other != path:
-            raise at.error(f"'{other}' and '{path}' of the same union", "only one of them")
+    module_by_union = dict[int, str]()
+    for path in named:
+        if path in forks and (other := module_by_union.setdefault(id(forks[path]), path)) != path:
+            raise named[path].error(f"'{other}' and '{path}' of the same union", "only one of them")
 
 
 def _outline(

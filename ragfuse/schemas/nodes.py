@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from ragfuse.errors import PMLError
 
+Node = TypeVar("Node")
 RoleName = Literal["system", "user", "assistant"]
 
 
@@ -176,13 +177,12 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
             yield from item.modules
 
 
-def joined(items: Iterable[Item]) -> tuple[Item, ...]:
-    """Merge neighbouring texts, as the parser does."""
-    found: list[Item] = []
-    for _, group in groupby(items, lambda item: isinstance(item, TextNode)):
-        alike = list(group)
-        texts = [item for item in alike if isinstance(item, TextNode)]
-        found += [TextNode("".join(each.text for each in texts), texts[0].at)] if texts else alike
+def joined(items: Iterable[Node]) -> tuple[Node, ...]:
+    """Merge neighbouring texts."""
+    found: list[Any] = []
+    for is_text, group in groupby(items, lambda item: isinstance(item, TextNode)):
+        alike: list[Any] = list(group)
+        found += [TextNode("".join(each.text for each in alike), alike[0].at)] if is_text else alike
     return tuple(found)
 
 
@@ -195,15 +195,7 @@ def check_scope(items: tuple[Item, ...]) -> None:
     modules: dict[str, Module] = {}
     params: dict[str, Param] = {}
     for item in inner(items):
-        if isinstance(item, Module):
-            first = modules.setdefault(item.name, item)
-            if first is not item:
-                raise item.at.error(
-                    f"a second module '{item.name}'", f"another name, as line {first.at.line} has a module of this name"
-                )
-        elif isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
-            first_at = params[item.name]
-            raise item.at.error(
-                f"parameter '{item.name}' with len {item.length}",
-                f"len {first_at.length} as in line {first_at.at.line}, or another name",
-            )
+        if isinstance(item, Module) and (first := modules.setdefault(item.name, item)) is not item:
+            raise item.at.error(f"a second module '{item.name}'", f"another name than in line {first.at.line}")
+        if isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
+            raise item.at.error(f"parameter '{item.name}' with another len", f"{params[item.name].length}, as before")

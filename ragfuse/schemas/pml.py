@@ -1,19 +1,19 @@
 """The parser of PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2).
 
-Errors carry file, line and column. The XML is read by expat of the standard library. For safety DTDs and processing
-instructions are rejected, so only the five predefined and numeric entities exist and nothing is fetched, and size and
-depth are limited. White space is kept as text; comments are dropped. `schemas/layout.py` assigns token positions.
+Errors carry file, line and column. The XML is read by expat of the standard library. DTDs are rejected, so only the
+five predefined and numeric entities exist and nothing is fetched, and size and depth are limited. White space is kept
+as text; comments are dropped. `schemas/layout.py` assigns token positions and checks that names are unique.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from xml.parsers import expat
 
 from ragfuse.errors import PMLError
@@ -30,48 +30,31 @@ from ragfuse.schemas.nodes import (
     SourcePosition,
     TextNode,
     Union,
-    check_scope,
+    joined,
 )
-from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.text.mended import mended
-
-__all__ = ["MAX_DEPTH", "MAX_ELEMENTS", "MAX_LENGTH", "MAX_PML_CHARS", "MAX_ROOM", "PML_ROLES", "PML_TAGS"]
-__all__ += ["is_name", "one_of", "parse", "parse_prompt", "parse_schema", "read", "to_pml"]
 
 MAX_PML_CHARS = 16_000_000
 MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
-MAX_LENGTH = 1_000_000
-MAX_ROOM = 1_000_000
-"""Limits of one PML text: characters, nesting depth, elements, tokens of one parameter, tokens of all parameters."""
+MAX_MODULE_NAME_CHARS = 100
+"""Limits of one PML text: characters, nesting depth, elements, characters of a name."""
 
 PML_ROLES = ("system", "user", "assistant")
-PML_TAGS = frozenset({"schema", "prompt", "module", "union", "parameter", "param", "scaffold", *PML_ROLES})
+_PARTS = ("module", "union", "parameter", "param", *PML_ROLES)
+_SCHEMA: Mapping[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "schema": ((*_PARTS, "scaffold"), "name", ()),
+        "module": (_PARTS, "name", ("cache",)),
+        "union": (("module",), "", ("scaffold",)),
+        "scaffold": ((), "modules", ()),
+        **dict.fromkeys(("parameter", "param"), ((), "name", ("len", "length", "scaffold"))),
+        **dict.fromkeys(PML_ROLES, (_PARTS, "", ())),
+    }
+)
+"""The elements of a schema: the elements inside it, the attribute that it needs, and further attributes."""
+PML_TAGS = frozenset({"prompt", *_SCHEMA})
 """Reserved tags, which cannot be names of modules."""
-
-_PARTS = frozenset({"module", "union", "parameter", "param", *PML_ROLES})
-_INSIDE: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "schema": _PARTS | {"scaffold"},
-        "module": _PARTS,
-        "union": frozenset({"module"}),
-        **dict.fromkeys(PML_ROLES, _PARTS - set(PML_ROLES)),
-        **dict.fromkeys(("parameter", "param", "scaffold"), frozenset[str]()),
-    }
-)
-_ATTRIBUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "schema": ("name",),
-        "module": ("name", "cache"),
-        "union": ("scaffold",),
-        "scaffold": ("modules",),
-        **dict.fromkeys(PML_ROLES, ()),
-        **dict.fromkeys(("parameter", "param"), ("name", "len", "length", "scaffold")),
-    }
-)
-_LINE_END = re.compile(r"\r\n?|\n")
-_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_HELP = "well-formed XML: in text write &lt; for < and &amp; for &, or put it into <![CDATA[...]]>"
 
 
 def parse(text: str, file: str = "") -> Schema | PMLPrompt:
@@ -84,265 +67,184 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
     Raises:
         PMLError: The text cannot be parsed; the error carries the place.
     """
-    return _Reader(mended(text, file or "A text in PML"), file).read()
+    root = _root(mended(text, file or "A text in PML"), file)
+    if root.tag == "schema":
+        return cast(Schema, _node(root))
+    if root.tag != "prompt":
+        raise root.at.error(f"'<{root.tag}>'", "'<schema>' or '<prompt>'")
+    args = dict(root.attributes)
+    if not (schema := args.pop("schema", "")):
+        raise root.at.error("'<prompt>' without 'schema'", 'schema="..."')
+    return PMLPrompt(schema, _imports(root), tuple(args.items()), root.at)
 
 
 def parse_schema(text: str, file: str = "") -> Schema:
     """Parse a PML text that must be a schema; PMLError otherwise."""
-    found = parse(text, file)
-    if not isinstance(found, Schema):
-        raise found.at.error("<prompt>", "<schema>")
-    return found
+    return _as_schema(parse(text, file))
 
 
 def parse_prompt(text: str, file: str = "") -> PMLPrompt:
     """Parse a PML text that must be a prompt; PMLError otherwise."""
-    found = parse(text, file)
-    if not isinstance(found, PMLPrompt):
+    return _as_prompt(parse(text, file))
+
+
+def read(source: str | Path) -> Schema | PMLPrompt:
+    """Parse PML: a text that begins with `<` is PML itself, any other names a file in UTF-8.
+
+    Raises:
+        PMLError: The text cannot be parsed, or the file not be read.
+    """
+    if isinstance(source, str) and source.lstrip().startswith("<"):
+        return parse(source)
+    path = Path(source).expanduser()
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PMLError(f"no readable file ({error})", "a schema or prompt in UTF-8", str(path)) from error
+    return parse(text, str(path))
+
+
+def read_schema(source: str | Path) -> Schema:
+    """Parse PML as `read` does; PMLError where it is no schema."""
+    return _as_schema(read(source))
+
+
+def read_prompt(source: str | Path) -> PMLPrompt:
+    """Parse PML as `read` does; PMLError where it is no prompt."""
+    return _as_prompt(read(source))
+
+
+def _as_schema(found: Schema | PMLPrompt) -> Schema:
+    if isinstance(found, PMLPrompt):
+        raise found.at.error("<prompt>", "<schema>")
+    return found
+
+
+def _as_prompt(found: Schema | PMLPrompt) -> PMLPrompt:
+    if isinstance(found, Schema):
         raise found.at.error("<schema>", "<prompt>")
     return found
 
 
-def read(path: str | Path) -> Schema | PMLPrompt:
-    """Parse a PML file in UTF-8, as `parse` does; PMLError also if the file cannot be read."""
-    try:
-        data = Path(path).read_bytes()
-        return parse(data.decode(), str(path))
-    except OSError as error:
-        raise PMLError(f"no readable file ({error.strerror})", "a schema or prompt in PML", str(path)) from error
-    except UnicodeDecodeError as error:
-        before = data[: error.start].decode()
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        raise PMLError(f"invalid byte {data[error.start]:#04x}", "text in UTF-8", str(path), line, column) from error
-
-
 def is_name(name: str) -> bool:
-    """Whether a text is a valid name of a module or parameter: an XML name without a colon."""
-    if _PLAIN_NAME.fullmatch(name):
-        return True
-    if not name or name.isascii() or not name.isprintable():
-        return False
-    seen: list[str] = []
-    parser = expat.ParserCreate("utf-8")
-    parser.StartElementHandler = lambda tag, _: seen.append(tag)
-    try:
-        parser.Parse(f"<{name}/>".encode(), True)
-    except (expat.ExpatError, UnicodeEncodeError):
-        return False
-    return seen == [name] and ":" not in name
+    """Return whether a text is a valid name of a module or parameter, which prompts write as a tag or attribute."""
+    return len(name) <= MAX_MODULE_NAME_CHARS and (name[:1] + re.sub("[.-]", "", name[1:])).isidentifier()
 
 
 def one_of(name: str, names: Iterable[str]) -> str:
     """Return the valid names as text for an error message: those similar to `name`, else the first eight."""
-    known = sorted({each for each in names if each and len(each) <= 100})
-    close = difflib.get_close_matches(name, known[:1000], 3, 0.6) if len(name) <= 100 else []
-    shown = close or known[:8]
-    more = ", ..." if not close and len(known) > len(shown) else ""
-    listed = ", ".join(f"'{each}'" for each in shown) + more
+    known = sorted({each for each in names if each})
+    shown = difflib.get_close_matches(name[:MAX_MODULE_NAME_CHARS], known[:1000], 3, 0.6) or known[:8]
+    listed = ", ".join(f"'{each}'" for each in shown)
     return f"one of {listed}" if len(shown) > 1 else listed or "none"
 
 
 @dataclass(slots=True)
-class _Frame:
-    """An element that is still open."""
+class _Element:
+    """An element of the XML."""
 
     tag: str
     attributes: dict[str, str]
     at: SourcePosition
-    items: list[Any] = field(default_factory=list)
-    scaffolds: list[Scaffold] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-    text_at: SourcePosition | None = None
+    items: list[TextNode | _Element] = field(default_factory=list)
 
 
-class _Reader:
-    """A parser of one PML text; use it once."""
+def _root(text: str, file: str) -> _Element:
+    """Return the root element of a text."""
+    if len(text) > MAX_PML_CHARS:
+        raise PMLError(f"{len(text)} characters", f"at most {MAX_PML_CHARS}", file)
+    parser, count = expat.ParserCreate("utf-8"), 0
+    opened = [_Element("document", {}, SourcePosition(file))]
 
-    def __init__(self, text: str, file: str) -> None:
-        self._text, self._file = text, file
-        self._open: list[_Frame] = []
-        self._count, self._in_role, self._room = 0, 0, 0
-        self._found: Schema | PMLPrompt | None = None
-        self._parser = parser = expat.ParserCreate("utf-8")
-        parser.StartElementHandler, parser.EndElementHandler = self._start, self._end
-        parser.CharacterDataHandler = self._characters
-        parser.StartDoctypeDeclHandler = lambda *_: self._refuse("a DTD", "none: PML has no DTD and no entities")
-        parser.ProcessingInstructionHandler = lambda *_: self._refuse("a processing instruction", "PML's own tags")
+    def here() -> SourcePosition:
+        return SourcePosition(file, parser.CurrentLineNumber, parser.CurrentColumnNumber + 1)
 
-    def read(self) -> Schema | PMLPrompt:
-        """Parse the text and return its root node."""
-        if len(self._text) > MAX_PML_CHARS:
-            raise PMLError(f"{len(self._text)} characters", f"at most {MAX_PML_CHARS}", self._file)
-        try:
-            self._parser.Parse(self._text.encode(), True)
-        except expat.ExpatError as error:
-            raise self._malformed(error) from None
-        assert self._found is not None  # expat: no element found
-        return self._found
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_ELEMENTS or len(opened) > MAX_DEPTH:
+            limits = f"at most {MAX_ELEMENTS} elements, nested in at most {MAX_DEPTH}"
+            raise here().error(f"'<{tag}>' as one element too many", limits)
+        element = _Element(tag, attributes, here())
+        opened[-1].items.append(element)
+        opened.append(element)
 
-    def _malformed(self, error: expat.ExpatError) -> PMLError:
-        at = SourcePosition(self._file, error.lineno, error.offset + 1)
-        what = expat.ErrorString(error.code)
-        if error.code == expat.errors.codes[expat.errors.XML_ERROR_TAG_MISMATCH] and self._open:
-            last = self._open[-1]
-            return at.error(f"the wrong closing tag ({what})", f"'</{last.tag}>' first, for line {last.at.line}")
-        line = _LINE_END.split(self._text, error.lineno)[error.lineno - 1] if error.lineno else ""
-        return at.error(f"{what} in {line[max(0, error.offset - 30) : error.offset + 30].strip()!r}", _HELP)
+    def refuse_dtd(*_: object) -> None:
+        raise here().error("a DTD", "none: PML has no DTD and no entities")
 
-    def _here(self) -> SourcePosition:
-        return SourcePosition(self._file, self._parser.CurrentLineNumber, self._parser.CurrentColumnNumber + 1)
-
-    def _refuse(self, found: str, wanted: str) -> NoReturn:
-        raise self._here().error(found, wanted)
-
-    def _start(self, tag: str, attributes: dict[str, str]) -> None:
-        self._count += 1
-        if self._count > MAX_ELEMENTS:
-            self._refuse(f"more than {MAX_ELEMENTS} elements", "fewer")
-        if len(self._open) >= MAX_DEPTH:
-            self._refuse(f"'<{tag}>' nested in {MAX_DEPTH} elements", "less nesting")
-        at = self._here()
-        if not self._open and tag not in ("schema", "prompt"):
-            raise at.error(f"'<{tag}>'", "'<schema>' or '<prompt>'")
-        if self._open:
-            if tag != "scaffold":  # a scaffold is not an item and does not split the text around it
-                self._take_text(self._open[-1])
-            self._check(tag, attributes, at)
-        self._in_role += tag in PML_ROLES
-        self._open.append(_Frame(tag, attributes, at))
-
-    def _check(self, tag: str, attributes: dict[str, str], at: SourcePosition) -> None:
-        """Raise PMLError for an element that is not allowed inside its parent."""
-        parent = self._open[-1].tag
-        if self._open[0].tag == "prompt":
-            if parent in PML_ROLES:
-                raise at.error(f"'<{tag}>' in '<{parent}>'", "only text in a message of a prompt")
-            if tag in PML_TAGS and not (tag in PML_ROLES and parent == "prompt"):
-                raise at.error(f"'<{tag}>' in '<{parent}>'", "modules to import; messages only directly in '<prompt>'")
-            return
-        if tag not in _INSIDE[parent]:
-            raise at.error(f"'<{tag}>' in '<{parent}>'", f"{one_of(tag, _INSIDE[parent])} there")
-        if tag in PML_ROLES and self._in_role:
-            raise at.error(f"'<{tag}>' in another message", "messages next to each other, not nested")
-
-    def _characters(self, text: str) -> None:
-        frame = self._open[-1]
-        if frame.text_at is None:
-            frame.text_at = self._here()
-        frame.text.append(text)
-
-    def _take_text(self, frame: _Frame) -> None:
-        """Add the text since the last item as an item of its own."""
-        if frame.text_at is None:
-            return
-        text = TextNode("".join(frame.text), frame.text_at)
-        frame.text, frame.text_at = [], None
-        if frame.tag in ("union", "parameter", "param", "scaffold"):
-            if text.text.strip():
-                raise text.at.error(f"text in '<{frame.tag}>': {text.text.strip()[:40]!r}", "text in modules only")
-        else:
-            frame.items.append(text)
-
-    def _end(self, tag: str) -> None:
-        frame = self._open[-1]
-        self._take_text(frame)
-        self._in_role -= tag in PML_ROLES
-        derived = self._open[0].tag == "prompt"
-        node: Any = _derived(frame) if derived else _MAKE[frame.tag](frame)
-        if isinstance(node, Param):
-            self._room += node.length
-            if self._room > MAX_ROOM:
-                raise node.at.error(f"parameters of {self._room} tokens in all", f"at most {MAX_ROOM} in a schema")
-        self._open.pop()
-        if isinstance(node, Scaffold):
-            self._open[-1].scaffolds.append(node)
-        elif self._open:
-            self._open[-1].items.append(node)
-        else:
-            self._found = node
+    parser.StartElementHandler = start
+    parser.EndElementHandler = lambda _: opened.pop()
+    parser.CharacterDataHandler = lambda data: opened[-1].items.append(TextNode(data, here()))
+    parser.StartDoctypeDeclHandler = refuse_dtd
+    try:
+        parser.Parse(text.encode(), True)
+    except expat.ExpatError as error:
+        inside = opened[-1]
+        raise SourcePosition(file, error.lineno, error.offset + 1).error(
+            f"{expat.ErrorString(error.code)} in <{inside.tag}> of line {inside.at.line}",
+            "well-formed XML: in text write &lt; for < and &amp; for &, or put it into <![CDATA[...]]>",
+        ) from None
+    return cast(_Element, opened[0].items[0])
 
 
-def _take(frame: _Frame, needed: str = "") -> dict[str, str]:
-    """Return the attributes of an element; PMLError for an unknown one, or if the `needed` one is missing or empty."""
-    known = _ATTRIBUTES[frame.tag]
-    for name in frame.attributes:
-        if name not in known:
-            raise frame.at.error(f"attribute '{name}' of '<{frame.tag}>'", one_of(name, known))
-    if needed and not frame.attributes.get(needed):
-        raise frame.at.error(f"'<{frame.tag}>' without '{needed}'", f'{needed}="..."')
-    return frame.attributes
+def _node(element: _Element) -> Any:
+    """Return the node of an element of a schema."""
+    tag, at, attributes = element.tag, element.at, element.attributes
+    inside, needed, others = _SCHEMA[tag]
+    for name in attributes:
+        if name not in (needed, *others):
+            raise at.error(f"attribute '{name}' of '<{tag}>'", one_of(name, (needed, *others)))
+    name = attributes.get(needed, "")
+    if needed and not name:
+        raise at.error(f"'<{tag}>' without '{needed}'", f'{needed}="..."')
+    if (tag == "module" and name in PML_TAGS) or (tag in ("module", "param", "parameter") and not is_name(name)):
+        raise at.error(f"name {name!r}", "another name, of letters, digits, '-', '_' and '.'")
+    children = list[Any]()
+    for child in element.items:
+        if isinstance(child, _Element) and child.tag not in inside:
+            raise child.at.error(f"'<{child.tag}>' in '<{tag}>'", f"{one_of(child.tag, inside)} there")
+        if "user" not in inside and isinstance(child, TextNode) and child.text.strip():
+            raise child.at.error(f"text in '<{tag}>': {child.text.strip()[:40]!r}", "text in modules only")
+        children.append(child if isinstance(child, TextNode) else _node(child))
+    items = joined(each for each in children if not isinstance(each, Scaffold))
+    match tag:
+        case "schema":
+            return Schema(name, items, tuple(each for each in children if isinstance(each, Scaffold)), at)
+        case "module":
+            cache = attributes.get("cache", "true").lower()
+            if cache not in ("true", "false"):
+                raise at.error(f"cache='{cache}'", "'true' or 'false'")
+            return Module(name, items, cache == "true", at)
+        case "union":
+            modules = tuple(each for each in items if isinstance(each, Module))
+            return Union(modules, attributes.get("scaffold", ""), at)
+        case "scaffold":
+            return Scaffold(tuple(name.split()), at)
+        case "param" | "parameter":
+            length = attributes.get("len", attributes.get("length", ""))
+            if not re.fullmatch(r"\s*\d{1,9}\s*", length):
+                raise at.error(f"len='{length}' of parameter '{name}'", "its most tokens")
+            return Param(name, int(length), attributes.get("scaffold", ""), at)
+        case _:
+            return Role(cast(RoleName, tag), items, at)
 
 
-def _name(frame: _Frame) -> str:
-    """Return the checked name of a module or parameter, which prompts write as a tag or an attribute."""
-    name = _take(frame, "name")["name"]
-    if not is_name(name):
-        raise frame.at.error(f"name {name!r}", "a name that XML allows: letters, digits, '-', '_', '.'")
-    return name
+def _imports(element: _Element) -> tuple[TextNode | Import | MessageNode, ...]:
+    """Return the items of a prompt, or of an import in it."""
 
+    def found() -> Iterator[TextNode | Import | MessageNode]:
+        for child in element.items:
+            if isinstance(child, TextNode):
+                yield child
+            elif child.tag in PML_ROLES and element.tag == "prompt":
+                texts = [each.text for each in child.items if isinstance(each, TextNode)]
+                if child.attributes or len(texts) < len(child.items):
+                    raise child.at.error(f"'<{child.tag}>' with more than text", "only text in a message of a prompt")
+                yield MessageNode(cast(RoleName, child.tag), "".join(texts), child.at)
+            elif child.tag in PML_TAGS:
+                wanted = "modules to import; messages only directly in '<prompt>'"
+                raise child.at.error(f"'<{child.tag}>' in '<{element.tag}>'", wanted)
+            else:
+                yield Import(child.tag, tuple(child.attributes.items()), _imports(child), child.at)
 
-def _module(frame: _Frame) -> Module:
-    name, cache = _name(frame), frame.attributes.get("cache", "true")
-    if name in PML_TAGS:
-        raise frame.at.error(f"a module called '{name}'", "another name, as PML has a tag of this name")
-    if cache.lower() not in ("true", "false"):
-        raise frame.at.error(f"cache={cache!r}", "'true' or 'false'")
-    check_scope(tuple(frame.items))
-    return Module(name, tuple(frame.items), cache.lower() == "true", frame.at)
-
-
-def _param(frame: _Frame) -> Param:
-    name, lengths = _name(frame), [frame.attributes[name] for name in ("len", "length") if name in frame.attributes]
-    if len(lengths) != 1:
-        raise frame.at.error(
-            f"parameter '{name}' with {len(lengths)} lengths", "exactly one of len and length, in tokens"
-        )
-    if not re.fullmatch(r"[0-9]{1,7}", lengths[0].strip()) or not 1 <= int(lengths[0]) <= MAX_LENGTH:
-        raise frame.at.error(f"length {lengths[0]!r} of parameter '{name}'", f"1 to {MAX_LENGTH} tokens")
-    return Param(name, int(lengths[0]), frame.attributes.get("scaffold", ""), frame.at)
-
-
-def _scaffold(frame: _Frame) -> Scaffold:
-    return Scaffold(tuple(_take(frame, "modules")["modules"].split()), frame.at)
-
-
-def _schema(frame: _Frame) -> Schema:
-    name = _take(frame, "name")["name"]
-    check_scope(tuple(frame.items))
-    return Schema(name, tuple(frame.items), tuple(frame.scaffolds), frame.at)
-
-
-def _union(frame: _Frame) -> Union:
-    return Union(tuple(frame.items), _take(frame).get("scaffold", ""), frame.at)
-
-
-def _role(frame: _Frame) -> Role:
-    _take(frame)
-    return Role(cast(RoleName, frame.tag), tuple(frame.items), frame.at)
-
-
-_MAKE: Mapping[str, Callable[[_Frame], Any]] = MappingProxyType(
-    {
-        "schema": _schema,
-        "module": _module,
-        "union": _union,
-        "scaffold": _scaffold,
-        **dict.fromkeys(("parameter", "param"), _param),
-        **dict.fromkeys(PML_ROLES, _role),
-    }
-)
-
-
-def _derived(frame: _Frame) -> PMLPrompt | Import | MessageNode:
-    """Return the node of an element inside a prompt."""
-    if frame.tag in PML_ROLES:
-        for name in frame.attributes:
-            raise frame.at.error(f"attribute '{name}' of '<{frame.tag}>'", "none")
-        return MessageNode(cast(RoleName, frame.tag), "".join(text.text for text in frame.items), frame.at)
-    if frame.tag != "prompt":
-        return Import(frame.tag, tuple(frame.attributes.items()), tuple(frame.items), frame.at)
-    schema = frame.attributes.get("schema")
-    if not schema:
-        raise frame.at.error("'<prompt>' without 'schema'", 'schema="..."')
-    args = tuple((name, value) for name, value in frame.attributes.items() if name != "schema")
-    return PMLPrompt(schema, tuple(frame.items), args, frame.at)
+    return joined(found())

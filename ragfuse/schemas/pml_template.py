@@ -15,8 +15,8 @@ from ragfuse.errors import InputError
 from ragfuse.schemas.frontends.python import schema_of
 from ragfuse.schemas.frontends.templates import Syntax, filled, from_template, parsed
 from ragfuse.schemas.nodes import Import, MessageNode, Param, PMLPrompt, Schema, SourcePosition, TextNode, inner
-from ragfuse.schemas.pml import is_name, parse_prompt, parse_schema, read, to_pml
-from ragfuse.schemas.pml_writer import NO_TEXT
+from ragfuse.schemas.pml import read_prompt, read_schema
+from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.keys import digest
 
@@ -36,25 +36,20 @@ class FilledTemplate(str):
     request: PMLPrompt
     schema: Schema
     progress: Any
-    _schema_digest: str
 
-    def __new__(
-        cls, request: PMLPrompt, schema: Schema, progress: Any = None, schema_digest: str = ""
-    ) -> FilledTemplate:
-        """Make a text that is unique to prompt and schema; `schema_digest` is computed if it is ""."""
-        printable = _each(request, lambda text, at: NO_TEXT.sub("\ufffd", text))
-        schema_digest = schema_digest or digest(repr(schema))
-        template = super().__new__(cls, f"{to_pml(printable)}<!-- {digest(schema_digest, repr(request))} -->")
+    def __new__(cls, request: PMLPrompt, schema: Schema, progress: Any = None) -> FilledTemplate:
+        """Make a text that is unique to prompt and schema."""
+        template = super().__new__(cls, f"{to_pml(request)}<!-- {digest(repr(schema), repr(request))} -->")
         template.request, template.schema = replace(request, over=schema), schema
-        template.progress, template._schema_digest = progress, schema_digest
+        template.progress = progress
         return template
 
     def asking(self, text: str) -> FilledTemplate:
         """Return the prompt with a further user message at its end."""
-        return FilledTemplate(self.request.asking(text), self.schema, self.progress, self._schema_digest)
+        return FilledTemplate(self.request.asking(text), self.schema, self.progress)
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return self.request, self.schema, self.progress, self._schema_digest
+        return self.request, self.schema, self.progress
 
 
 @checks_arguments
@@ -81,20 +76,18 @@ class PMLTemplate:
         question: str = "",
         syntax: Syntax = "f-string",
     ) -> None:
-        self.schema, self._schema_digest = _schema(schema), ""
+        self.schema = _schema(schema)
         self._syntax, self._question = syntax, question
         self._function = schema if callable(schema) and prompt is None else None
-        self._request = None if prompt is None else _prompt(prompt)
+        self._request = prompt if isinstance(prompt, PMLPrompt | None) else read_prompt(prompt)
         if self._request is not None and self._request.schema != self.schema.name:
             raise self._request.at.error(
                 f"a prompt for schema '{self._request.schema}'", f"one for '{self.schema.name}'"
             )
-        self._parts: dict[str, list[tuple[str, str | None]]] = {}
         self._own = self._own_variables()
-        question_variables = self._variables(PMLPrompt("", (MessageNode("user", question),)))
-        self.variables = tuple(dict.fromkeys((*self._own, *question_variables)))
+        asked = self._variables(PMLPrompt("", (MessageNode("user", question),)))
+        self.variables = tuple(dict.fromkeys((*self._own, *asked)))
         self.optional = tuple(name for name, has_default in self._own.items() if has_default)
-        self._schema_digest = digest(repr(self.schema))
 
     @classmethod
     def of(
@@ -157,7 +150,7 @@ class PMLTemplate:
         request = self._filled(values)
         if self._question:
             request = request.asking(self._text(self._question, values, request.at))
-        return FilledTemplate(request, self.schema, progress, self._schema_digest)
+        return FilledTemplate(request, self.schema, progress)
 
     def __repr__(self) -> str:
         return f"PMLTemplate(schema '{self.schema.name}', variables {', '.join(self.variables) or 'none'})"
@@ -167,7 +160,8 @@ class PMLTemplate:
     def _filled(self, values: Mapping[str, object]) -> PMLPrompt:
         own_values = {name: values[name] for name in self._own if name in values}
         if self._function is not None:
-            return _prompt(self._function(**own_values))
+            found: PMLPrompt = self._function(**own_values)
+            return found
         if self._request is None:
             return filled(self.schema, own_values)
         return _each(self._request, lambda text, at: self._text(text, values, at))
@@ -185,49 +179,22 @@ class PMLTemplate:
         found: list[str] = []
 
         def collect(text: str, at: SourcePosition) -> str:
-            found.extend(name for _, name in self._split(text, at) if name is not None)
+            parts = parsed(at.file, text, self._syntax, max(at.line, 1))
+            found.extend(name for _, name, _ in parts if name is not None)
             return text
 
         _each(request, collect)
         return found
 
     def _text(self, text: str, values: Mapping[str, object], at: SourcePosition) -> str:
-        parts = self._split(text, at)
-        return "".join(literal if name is None else f"{literal}{values[name]}" for literal, name in parts)
-
-    def _split(self, text: str, at: SourcePosition) -> list[tuple[str, str | None]]:
-        """Split a text into (literal text, variable after it or None); cached."""
-        if text not in self._parts:
-            parts = [(literal, name) for literal, name, _ in parsed(at.file or "the prompt", text, self._syntax)]
-            for _, name in parts:
-                if name is not None and not is_name(name):
-                    raise at.error(f"'{name}' in a template", "the plain name of a variable, without logic or format")
-            self._parts[text] = parts
-        return self._parts[text]
+        parts = parsed(at.file, text, self._syntax, max(at.line, 1))
+        return "".join(literal if name is None else f"{literal}{values[name]}" for literal, name, _ in parts)
 
 
 def _schema(source: Schema | Path | str | Callable[..., Any]) -> Schema:
     if isinstance(source, Schema):
         return source
-    if isinstance(source, str) and source.lstrip().startswith("<"):
-        return parse_schema(source)
-    if not isinstance(source, str | Path):
-        return schema_of(source)
-    found = read(source)
-    if not isinstance(found, Schema):
-        raise found.at.error("<prompt>", "<schema>")
-    return found
-
-
-def _prompt(source: Any) -> PMLPrompt:
-    if isinstance(source, PMLPrompt):
-        return source
-    if isinstance(source, str) and source.lstrip().startswith("<"):
-        return parse_prompt(source)
-    found = read(source)
-    if not isinstance(found, PMLPrompt):
-        raise found.at.error("<schema>", "<prompt>")
-    return found
+    return read_schema(source) if isinstance(source, str | Path) else schema_of(source)
 
 
 def _each(request: PMLPrompt, change: Change) -> PMLPrompt:

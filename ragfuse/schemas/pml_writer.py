@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
     Import,
     Item,
@@ -29,64 +29,43 @@ NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def to_pml(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item) -> str:
     """Return a node as PML text that parses back to an equal node, with neighbouring texts merged.
 
-    Texts are written as `whole_text` has them.
-
-    Raises:
-        PMLError: A text has a character that XML cannot represent.
+    Texts are written as `whole_text` has them, and U+FFFD stands for characters that XML cannot represent.
     """
-    parts: list[str] = []
-    _write(node, parts)
-    text = whole_text("".join(parts))
-    if bad := NO_TEXT.search(text):
-        raise PMLError(f"character {bad.group()!r} in a text", "characters that XML allows")
-    return text
+    return NO_TEXT.sub("\ufffd", whole_text(_written(node)))
 
 
-def _write(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item, parts: list[str]) -> None:
+def _written(node: Any) -> str:
     if isinstance(node, TextNode):
-        parts.append(_escaped(node.text))
-        return
+        return escape(node.text, {"\r": "&#13;"})
     tag, attributes, items = _parts_of(node)
-    head = "".join([tag, *(f" {name}={_quoted(value)}" for name, value in attributes)])
-    if not items:
-        parts.append(f"<{head}/>")
-        return
-    parts.append(f"<{head}>")
-    for item in items:
-        _write(item, parts)
-    parts.append(f"</{tag}>")
+    given = attributes if isinstance(node, Import | PMLPrompt) else [pair for pair in attributes if pair[1]]
+    head = " ".join([tag, *(f"{name}={_quoted(value)}" for name, value in given)])
+    inside = "".join(map(_written, items))
+    return f"<{head}>{inside}</{tag}>" if inside else f"<{head}/>"
 
 
-def _parts_of(
-    node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item,
-) -> tuple[str, list[tuple[str, str]], list[Any]]:
+def _parts_of(node: Any) -> tuple[str, Iterable[tuple[str, str]], Iterable[Any]]:
     """Return the tag, attributes and items of a node."""
     match node:
         case Schema(name, items, scaffolds):
-            return "schema", [("name", name)], [*items, *scaffolds]
+            return "schema", [("name", name)], (*items, *scaffolds)
         case Module(name, items, cache):
-            return "module", [("name", name), *([] if cache else [("cache", "false")])], list(items)
+            return "module", [("name", name), ("cache", "" if cache else "false")], items
         case Union(modules, scaffold):
-            return "union", [("scaffold", scaffold)] if scaffold else [], list(modules)
+            return "union", [("scaffold", scaffold)], modules
         case Param(name, length, scaffold):
-            attributes = [("name", name), ("len", str(length))]
-            return "param", [*attributes, *([("scaffold", scaffold)] if scaffold else [])], []
+            return "param", [("name", name), ("len", str(length)), ("scaffold", scaffold)], ()
         case Scaffold(modules):
-            return "scaffold", [("modules", " ".join(modules))], []
+            return "scaffold", [("modules", " ".join(modules))], ()
         case Role(role, items):
-            return role, [], list(items)
+            return role, (), items
         case MessageNode(role, text):
-            return role, [], [TextNode(text)] if text else []
+            return role, (), [TextNode(text)]
         case Import(name, args, items):
-            return name, list(args), list(items)
+            return name, args, items
         case PMLPrompt(schema, items, args, ending=ending):
-            return "prompt", [("schema", schema), *args], [*items, *([TextNode(ending)] if ending else [])]
-        case _:
-            raise TypeError(f"{node!r} cannot be written as PML.")
-
-
-def _escaped(text: str) -> str:
-    return escape(text, {"\r": "&#13;"})
+            return "prompt", [("schema", schema), *args], (*items, TextNode(ending))
+    raise TypeError(f"{node!r} cannot be written as PML.")
 
 
 def _quoted(value: str) -> str:

@@ -111,7 +111,7 @@ class AdmissionControl:
         self._conversations.pop(job.number, None)
 
     def _call_next(self) -> None:
-        while self.jobs.running < self._max_running and (job := self.jobs.take(0)) is not None:
+        while self.jobs.running < self._max_running and (job := self.jobs.take()) is not None:
             if job.work.done():  # cancelled just now
                 self.jobs.done(job)
             else:

@@ -1,58 +1,57 @@
 """The documents that tenants have sent, with their passages and vectors, in a SQLite file of the store's folder.
 
-They outlive the process as the KV of their passages does, and servers that share the folder share them. Of a document
-that is still being encoded the file has claims alone: the passages whose KV is there for nothing else.
+They outlive the process as the KV of their passages does, and servers that share the folder share them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from ragfuse.settings import Settings
-from ragfuse.store.record_file import RecordFile, Row, tenant_digest
+from ragfuse.store.record_file import RecordFile, tenant_digest
 
 log = logging.getLogger("ragfuse.serve")
 
 DOCUMENTS_FILE = "documents.sqlite"
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS documents(
+CREATE TABLE IF NOT EXISTS uploads(
     number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, id TEXT NOT NULL, name TEXT NOT NULL,
-    passages TEXT NOT NULL, own TEXT NOT NULL, counts TEXT NOT NULL, embedder TEXT NOT NULL, vectors BLOB NOT NULL,
-    UNIQUE(tenant, id)
+    document TEXT NOT NULL, embedder TEXT NOT NULL, vectors BLOB NOT NULL, UNIQUE(tenant, id)
 );
-CREATE TABLE IF NOT EXISTS claims(
-    tenant TEXT NOT NULL, passage TEXT NOT NULL, PRIMARY KEY(tenant, passage)
-) WITHOUT ROWID;
 """
-_DISCLAIM = "DELETE FROM claims WHERE tenant = ? AND passage = ?"
 
 
-@dataclass(frozen=True)
-class DocumentRecord:
-    """A document whose passages are encoded.
+class StoredDocument(BaseModel):
+    """One document and how far its passages are."""
 
-    Args:
-        id: Its id.
-        name: Its name, for people.
-        passages: Its passages, in their order.
-        own: Those whose KV was encoded for it.
-        counts: What was counted as it was encoded, by name.
-        vectors: float32 [passages, dims]; None where another embedder made them.
-    """
-
-    id: str
     name: str
-    passages: list[str]
-    own: list[str]
-    counts: dict[str, float]
-    vectors: NDArray[np.float32] | None
+    id: str = Field(default_factory=lambda: f"doc_{uuid4().hex[:24]}")
+    status: str = "waiting"
+    error: str = ""
+    passages: list[str] = []
+    encoded: int = 0
+    """Passages that are done: encoded, or found to be stored or too short."""
+    stored_before: int = 0
+    too_short: int = 0
+    unstored: int = 0
+    """Passages that are long enough, and not stored all the same."""
+    tokens: int = 0
+    nbytes: int = 0
+    """Bytes of their KV, encoded now or stored before."""
+    seconds: float = 0.0
+    vectors: Any = Field(default_factory=list, exclude=True)
+    """float32 [passages, dims]."""
+    missing: int = Field(default=0, exclude=True)
+    """Passages that were stored and are not any more, when it was last looked."""
+    is_saved: bool = Field(default=False, exclude=True)
+    is_deleted: bool = Field(default=False, exclude=True)
 
 
 class DocumentRecords:
@@ -68,75 +67,41 @@ class DocumentRecords:
 
     def ids(self, salt: str) -> list[str]:
         """Return the ids of the documents of the tenant with this salt, the oldest first."""
-        sql = "SELECT id FROM documents WHERE tenant = ? ORDER BY number"
+        sql = "SELECT id FROM uploads WHERE tenant = ? ORDER BY number"
         return [str(row[0]) for row in self._file.query(sql, (tenant_digest(salt),))]
 
-    def read(self, salt: str, id: str) -> DocumentRecord | None:
-        """Return a document of a tenant; None where there is none, or a damaged one."""
-        sql = "SELECT id, name, passages, own, counts, embedder, vectors FROM documents WHERE tenant = ? AND id = ?"
-        rows = self._file.query(sql, (tenant_digest(salt), id))
-        try:
-            return _record(rows[0], self._embedder) if rows else None
-        except (TypeError, ValueError):
-            log.warning("A stored document is damaged, and is taken as missing.")
-            return None
+    def read(self, salt: str, id: str) -> StoredDocument | None:
+        """Return a document; None for none or a damaged one. Vectors that another embedder made are left out."""
+        sql = "SELECT document, embedder, vectors FROM uploads WHERE tenant = ? AND id = ?"
+        for text, embedder, vectors in self._file.query(sql, (tenant_digest(salt), id)):
+            try:
+                found = StoredDocument.model_validate_json(text)
+                if embedder == self._embedder:
+                    found.vectors = np.frombuffer(vectors, dtype="<f4").reshape(len(found.passages), -1)
+            except (TypeError, ValueError):
+                log.warning("A stored document is damaged, and is taken as missing.")
+                return None
+            found.is_saved = True
+            return found
+        return None
 
-    def add(self, salt: str, record: DocumentRecord) -> None:
-        """Store a document with its vectors, in place of those of the same name or id and of claims to its passages."""
-        tenant = tenant_digest(salt)
-        texts = json.dumps(record.passages), json.dumps(record.own), json.dumps(record.counts)
-        blob = np.ascontiguousarray(record.vectors, dtype="<f4").tobytes()
+    def add(self, salt: str, document: StoredDocument, vectors: NDArray[np.float32]) -> None:
+        """Store a document with its vectors, in place of those of the same name or id."""
+        tenant, blob = tenant_digest(salt), np.ascontiguousarray(vectors, dtype="<f4").tobytes()
+        named = tenant, document.name, document.id
         with self._file.write() as transaction:
+            transaction.execute("DELETE FROM uploads WHERE tenant = ? AND (name = ? OR id = ?)", named)
             transaction.execute(
-                "DELETE FROM documents WHERE tenant = ? AND (name = ? OR id = ?)", (tenant, record.name, record.id)
+                "INSERT INTO uploads(tenant, name, id, document, embedder, vectors) VALUES (?, ?, ?, ?, ?, ?)",
+                (*named, document.model_dump_json(), self._embedder, blob),
             )
-            transaction.execute(
-                "INSERT INTO documents(tenant, id, name, passages, own, counts, embedder, vectors) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (tenant, record.id, record.name, *texts, self._embedder, blob),
-            )
-            transaction.executemany(_DISCLAIM, [(tenant, passage) for passage in record.own])
-
-    def claim(self, salt: str, passages: Sequence[str]) -> None:
-        """Note passages whose KV is encoded for a document that is not stored yet, in case that it never is."""
-        with self._file.write() as transaction:
-            rows = [(tenant_digest(salt), passage) for passage in passages]
-            transaction.executemany("INSERT OR IGNORE INTO claims VALUES (?, ?)", rows)
-
-    def disclaim(self, salt: str, passages: Sequence[str]) -> None:
-        """Drop claims to these passages; others are ignored."""
-        with self._file.write() as transaction:
-            transaction.executemany(_DISCLAIM, [(tenant_digest(salt), passage) for passage in passages])
-
-    def claims(self, salt: str) -> list[str]:
-        """Return the passages whose KV was encoded for documents that are not stored."""
-        rows = self._file.query("SELECT passage FROM claims WHERE tenant = ?", (tenant_digest(salt),))
-        return [str(row[0]) for row in rows]
 
     def delete(self, salt: str, ids: Sequence[str]) -> None:
         """Delete documents of a tenant; ids that are not there are ignored."""
         rows = [(tenant_digest(salt), id) for id in ids]
         with self._file.write() as transaction:
-            transaction.executemany("DELETE FROM documents WHERE tenant = ? AND id = ?", rows)
+            transaction.executemany("DELETE FROM uploads WHERE tenant = ? AND id = ?", rows)
 
     def close(self) -> None:
         """Close the file; a later use opens it again."""
         self._file.close()
-
-
-def _record(row: Row, embedder: str) -> DocumentRecord:
-    """Return a row as a record; TypeError or ValueError for one that is damaged."""
-    id, name, passages, own, counts, by, vectors = row
-    texts, mine, numbers = json.loads(passages), json.loads(own), json.loads(counts)
-    if not (_are_texts(texts) and _are_texts(mine) and isinstance(name, str) and isinstance(numbers, dict)):
-        raise ValueError("the fields have other types")
-    if not all(isinstance(each, int | float) for each in numbers.values()) or not texts:
-        raise ValueError("the counts are no numbers, or there is no passage")
-    table = np.frombuffer(vectors, dtype="<f4").reshape(len(texts), -1)
-    if not np.isfinite(table).all():
-        raise ValueError("the vectors are not finite")
-    return DocumentRecord(id, name, texts, mine, numbers, table if by == embedder else None)
-
-
-def _are_texts(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(each, str) for each in found)

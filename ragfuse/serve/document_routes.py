@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from asyncio import to_thread
+from functools import partial
+from mimetypes import guess_extension
+from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Base64Bytes, Field
 
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.documents import DocumentLists, StoredDocument, TenantDocuments, checked, pdf_of, suffix_of
-from ragfuse.serve.guard import unless_disconnected
+from ragfuse.serve.document_records import StoredDocument
+from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, TenantDocuments, shown
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import DOCUMENTS_PATH, Service
+from ragfuse.serve.upload_text import text_of_pdf, text_of_type
 
 MAX_NAME = 256
 """Most characters of a document's name."""
@@ -31,8 +36,8 @@ class DocumentRequest(RequestBody):
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
-    text: str | None = None
-    pdf: str | None = None
+    text: str | None = Field(default=None, max_length=MAX_DOCUMENT_CHARS)
+    pdf: Annotated[Base64Bytes, Field(strict=False)] | None = None
     media_type: str | None = Field(default=None, max_length=128)
     """The type of the text: text/html, text/csv ..., or text/plain to have it taken as it is; default: by the name."""
 
@@ -49,14 +54,20 @@ class SearchRequest(RequestBody):
 
 def document_routes(service: Service) -> APIRouter:
     """Return the routes of documents."""
-    routes, lists = APIRouter(prefix=DOCUMENTS_PATH, route_class=BodyRoute), DocumentLists(service)
+    routes, lists = APIRouter(prefix=DOCUMENTS_PATH, route_class=BodyRoute), dict[str, TenantDocuments]()
+
+    async def listed(request: Request) -> TenantDocuments:
+        """Return the documents of the client's tenant, as the file has them now."""
+        tenant = tenant_of(request)
+        documents = lists.setdefault(tenant.salt, TenantDocuments(service, tenant))
+        await to_thread(documents.refresh)
+        return documents
 
     async def looked_at(request: Request) -> TenantDocuments:
         """Return the client's documents, with what the store has of them now unless one is being encoded."""
-        tenant = tenant_of(request)
-        documents = await lists.of(tenant)
+        documents = await listed(request)
         if not documents.is_encoding:
-            await unless_disconnected(request.receive, service.lookup(tenant, documents.look))
+            await service.lookup(request, documents.look)
         return documents
 
     @routes.post("")
@@ -64,41 +75,41 @@ def document_routes(service: Service) -> APIRouter:
         """Take a document and encode its passages in the background; ask for it again to see how far it is."""
         if (body.text is None) is (body.pdf is None):
             raise APIError(400, "Give either text or pdf, found both or neither.", "unusable", "text")
-        text = checked(body.text) if body.text is not None else ""
-        pdf = pdf_of(body.pdf) if body.pdf is not None else b""
-        document = StoredDocument(body.name, text, pdf, suffix_of(body.name, body.media_type))
-        (await lists.of(tenant_of(request))).add(document)
-        return document.as_dict()
+        kind = (body.media_type or "").partition(";")[0].strip()
+        suffix = guess_extension(kind) or "" if kind else PurePosixPath(body.name).suffix.lower()
+        read = (
+            partial(text_of_pdf, body.pdf) if body.pdf is not None else partial(text_of_type, body.text or "", suffix)
+        )
+        document = StoredDocument(name=body.name)
+        (await listed(request)).add(document, partial(read, MAX_DOCUMENT_CHARS))
+        return shown(document)
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the documents of the client's tenant."""
         documents = await looked_at(request)
-        return {"object": "list", "data": [each.as_dict() for each in documents.all.values()]}
+        return {"object": "list", "data": [shown(each) for each in documents.all.values()]}
 
     @routes.post("/search")
     async def search(request: Request, body: SearchRequest) -> dict[str, Any]:
         """Return the passages that are closest to a query, by the embedder of the settings."""
-        tenant, top_k = tenant_of(request), body.top_k or min(service.settings.top_k, MAX_PASSAGES)
-        documents = await lists.of(tenant)
-        work = service.lookup(tenant, lambda _: documents.search(body.query, top_k, body.documents))
-        return {"object": "list", "data": await unless_disconnected(request.receive, work)}
+        top_k = body.top_k or min(service.settings.top_k, MAX_PASSAGES)
+        documents = await listed(request)
+        return {
+            "object": "list",
+            "data": await service.lookup(request, lambda _: documents.search(body.query, top_k, body.documents)),
+        }
 
     @routes.get("/{id}")
     async def show(request: Request, id: str) -> dict[str, Any]:
         """Show how far a document is."""
-        return (await looked_at(request)).get(id).as_dict()
+        return shown((await looked_at(request)).get(id))
 
     @routes.delete("/{id}")
     async def remove(request: Request, id: str) -> dict[str, Any]:
-        """Delete a document and the KV that was encoded for it; what was stored before, or another one has, stays."""
-        tenant = tenant_of(request)
-        work = service.lookup(tenant, (await lists.of(tenant)).remove(id))
-        return {
-            "object": "ragfuse.document",
-            "id": id,
-            "deleted": True,
-            **await unless_disconnected(request.receive, work),
-        }
+        """Delete a document and the KV of its passages that no other source has."""
+        documents = await listed(request)
+        done = await service.lookup(request, lambda engine: documents.remove(engine, id))
+        return {"object": "ragfuse.document", "id": id, "deleted": True, **done}
 
     return routes

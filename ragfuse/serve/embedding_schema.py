@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ragfuse.serve.schema import Ids, OnlyValues, RequestBody
+from ragfuse.serve.schema import Ids, RequestBody
 
 MAX_EMBEDDED = 2048
 """Most texts of one request, as at OpenAI."""
@@ -29,7 +29,4 @@ class EmbeddingRequest(RequestBody):
     encoding_format: Literal["float", "base64"] | None = "float"
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     """-1: of a text that is longer than the embedder reads, only its beginning is embedded. Otherwise it is refused."""
-    dimensions: Annotated[
-        Any, OnlyValues((), "this embedder's vectors have one length; shorten them yourself, or leave it out")
-    ] = None
     user: str | None = None

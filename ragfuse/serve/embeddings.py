@@ -11,9 +11,8 @@ from fastapi import APIRouter, Request
 from ragfuse.models.embedder import Embedder
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.embedding_schema import EmbeddingRequest
-from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_state import tenant_of, token_counts_of
+from ragfuse.serve.request_state import token_counts_of
 from ragfuse.serve.service import Service
 
 BATCH_TEXTS = 32
@@ -39,7 +38,7 @@ def embedding_routes(service: Service) -> APIRouter:
             usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
             return {"object": "list", "model": embedder.name, "data": data, "usage": usage}
 
-        return await unless_disconnected(request.receive, service.work(tenant_of(request), embed))
+        return await service.work_for(request, embed)
 
     return routes
 

@@ -15,13 +15,11 @@ from ragfuse.engine.engine import Engine
 from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.refusals import APIError
 from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks, leave_source, sources_in_order
-from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 ENTRY_CHARS = 200
 """Characters of a chunk's text that a row shows."""
-MIN_SELECTING_CHARS = 8
-"""Fewest characters of the beginning of a key that may select chunks."""
 
 
 @dataclass(frozen=True)
@@ -32,33 +30,16 @@ class Selection:
         keys: Beginnings of keys.
         source: Where chunks came from.
         all: Whether all chunks are meant.
-        keys_name: What the request names `keys` by.
-        all_name: How the request says that all chunks are meant.
     """
 
     keys: Sequence[str] = ()
     source: str | None = None
     all: bool = False
-    keys_name: str = "keys"
-    all_name: str = "all: true"
 
     def checked(self) -> Selection:
         """Return it; APIError (400) unless exactly one condition is given."""
         if (bool(self.keys) + (self.source is not None) + self.all) != 1:
-            raise APIError(
-                400,
-                f"Give one of {self.keys_name}, source and {self.all_name}; found none or several.",
-                "unusable",
-                self.keys_name,
-            )
-        short = next((key for key in self.keys if len(key) < MIN_SELECTING_CHARS), None)
-        if short is not None:
-            raise APIError(
-                400,
-                f"The key '{short}' is too short; wanted at least its first {MIN_SELECTING_CHARS} characters.",
-                "unusable",
-                self.keys_name,
-            )
+            raise APIError(400, "Give one of keys, source and all; found none or several.", "unusable", "keys")
         return self
 
 
@@ -131,12 +112,8 @@ class StoredChunks:
         for key in selection.keys:
             matches = {chunk for chunk in self.entries if chunk[1].startswith(key)}
             if not matches:
-                raise APIError(
-                    404,
-                    f"There is no chunk '{key:.80}' here. List them at /v1/ragfuse/entries.",
-                    "not_found",
-                    selection.keys_name,
-                )
+                text = f"There is no chunk '{key:.80}' here. List them at /v1/ragfuse/entries."
+                raise APIError(404, text, "not_found", "keys")
             found |= matches
         return found
 
@@ -173,16 +150,11 @@ def kv_nbytes(entries: Iterable[Entry]) -> int:
     return sum(largest.values())
 
 
-def stored_kv(engine: Engine, texts: Sequence[str]) -> list[int | None]:
-    """Return the bytes of KV that a tenant's store has of each text, in whatever context; None: it has none.
+def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
+    """Return the bytes of KV that a tenant's store has of each chunk, in whatever context; None: it has none.
 
     What is being saved counts as stored, with 0 bytes.
     """
-    return stored_chunks(engine, [(engine.digest, token_digest(engine.tokens(text))) for text in texts])
-
-
-def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
-    """Return the bytes of KV that a tenant's store has of each chunk; as `stored_kv`, whose texts are known by name."""
     wanted = set(chunks)
     found: dict[Chunk, list[Entry]] = {
         chunk: [] for key in engine.store.under_way() if (chunk := chunk_of(key)) in wanted

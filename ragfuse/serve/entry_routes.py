@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
-from ragfuse.engine.engine import Engine
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.entries import Selection, StoredChunks, delete, pin, use_of
-from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import Service
@@ -23,7 +20,7 @@ MAX_KEYS = 1000
 """Most keys of one selection."""
 MAX_SOURCE_CHARS = 4096
 """Most characters of a source."""
-KeyBeginning = Annotated[str, Field(min_length=1, max_length=128)]
+KeyBeginning = Annotated[str, Field(min_length=8, max_length=128)]
 
 
 class SelectionBody(RequestBody):
@@ -42,9 +39,6 @@ def entry_routes(service: Service) -> APIRouter:
     """Return the routes of entries, usage and sessions."""
     routes = APIRouter(prefix="/v1/ragfuse", route_class=BodyRoute)
 
-    async def look(request: Request, do: Callable[[Engine], T]) -> T:
-        return await unless_disconnected(request.receive, service.lookup(tenant_of(request), do))
-
     @routes.get("/entries")
     async def entries(
         request: Request,
@@ -57,21 +51,21 @@ def entry_routes(service: Service) -> APIRouter:
 
         With `source` those with a source that contains it, in any case; with `exact` those with just this source.
         """
-        rows = await look(request, lambda engine: StoredChunks.of(engine).rows(source, exact))
+        rows = await service.lookup(request, lambda engine: StoredChunks.of(engine).rows(source, exact))
         return {"object": "list", "data": rows[offset : offset + limit], "total": len(rows)}
 
     @routes.post("/entries/pin")
     async def pin_entries(request: Request, body: SelectionBody) -> dict[str, Any]:
         """Protect chunks from eviction, in every tier that has them."""
         selection = body.selection()
-        n = await look(request, lambda engine: pin(engine, selection, True))
+        n = await service.lookup(request, lambda engine: pin(engine, selection, True))
         return {"object": "ragfuse.pinned", "chunks": n, "pinned": True}
 
     @routes.post("/entries/unpin")
     async def unpin_entries(request: Request, body: SelectionBody) -> dict[str, Any]:
         """Allow chunks to be evicted again."""
         selection = body.selection()
-        n = await look(request, lambda engine: pin(engine, selection, False))
+        n = await service.lookup(request, lambda engine: pin(engine, selection, False))
         return {"object": "ragfuse.pinned", "chunks": n, "pinned": False}
 
     @routes.delete("/entries")
@@ -82,25 +76,25 @@ def entry_routes(service: Service) -> APIRouter:
         all: bool = False,
     ) -> dict[str, Any]:
         """Delete chunks of the client's tenant from every tier: by key, by source, or all."""
-        selection = Selection(key, source, all, "key", "all=true").checked()
-        return await look(request, lambda engine: delete(engine, selection))
+        selection = Selection(key, source, all).checked()
+        return await service.lookup(request, lambda engine: delete(engine, selection))
 
     @routes.get("/usage")
     async def usage(request: Request) -> dict[str, Any]:
         """Show what the client's tenant keeps, by tier and by source, and its limits."""
         tenant = tenant_of(request)
-        return await look(request, lambda engine: use_of(service.quotas[tenant.salt], engine))
+        return await service.lookup(request, lambda engine: use_of(service.quotas[tenant.salt], engine))
 
     @routes.get("/live")
     async def live(request: Request) -> dict[str, Any]:
         """Show requests that run and wait, and what the client's tenant reused in the last hour."""
         tenant = tenant_of(request)
-        return await look(request, lambda _: service.live(tenant))
+        return await service.lookup(request, lambda _: service.live(tenant))
 
     @routes.get("/sessions")
     async def sessions(request: Request) -> dict[str, Any]:
         """List the stored conversations of the client's tenant, most recently used first."""
-        found = await look(request, lambda engine: engine.sessions.ls()[:MAX_ROWS])
+        found = await service.lookup(request, lambda engine: engine.sessions.ls()[:MAX_ROWS])
         rows = [
             {
                 "object": "ragfuse.session",
@@ -117,7 +111,7 @@ def entry_routes(service: Service) -> APIRouter:
     @routes.delete("/sessions/{id:path}")
     async def delete_session(request: Request, id: str) -> dict[str, Any]:
         """Delete a stored conversation, and the KV that no other one uses."""
-        done = await look(request, lambda engine: engine.sessions.delete(id))
+        done = await service.lookup(request, lambda engine: engine.sessions.delete(id))
         silent = {"silent": list(done.silent)} if done.silent else {}  # tiers that may still have some of its KV
         return {"object": "ragfuse.session", "id": id, "deleted": True, "nbytes": done.nbytes, **silent}
 

@@ -47,9 +47,7 @@ class Keys:
 
     def __init__(self, given: Iterable[str] = (), salt: str = "") -> None:
         self._default = APITenant(salt)
-        lines = tuple(given)
-        self._keys = tuple(_parse_key(text) for text in lines)
-        self._with_salt = tuple(_digest(text) for text in lines if ":" in text)
+        self._keys = tuple(map(_parse_key, given))
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -63,16 +61,12 @@ class Keys:
         """Return the tenant whose key an `Authorization` header holds, in constant time; None for an unknown key."""
         if not self._keys:
             return self._default
-        given, found = _sent(authorization), None
+        scheme, _, key = (authorization or "").partition(" ")
+        given, found = _digest(key.strip() if scheme.lower() == "bearer" else ""), None
         for known, tenant in self._keys:
             if hmac.compare_digest(known, given):
                 found = tenant
         return found
-
-    def is_with_salt(self, authorization: str | None) -> bool:
-        """Return whether an `Authorization` header holds `SALT:KEY` as it was configured, in constant time."""
-        given = _sent(authorization)
-        return sum(hmac.compare_digest(known, given) for known in self._with_salt) > 0
 
 
 def check_host(host: str, keys: Keys) -> None:
@@ -103,12 +97,6 @@ def _parse_key(text: str) -> tuple[bytes, APITenant]:
             "one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     return _digest(key), APITenant(salt if colon else digest("key's salt", key))
-
-
-def _sent(authorization: str | None) -> bytes:
-    """Return the digest of what a header sends as a key."""
-    scheme, _, key = (authorization or "").partition(" ")
-    return _digest(key.strip() if scheme.lower() == "bearer" else "")
 
 
 def _digest(key: str) -> bytes:

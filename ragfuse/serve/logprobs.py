@@ -31,8 +31,7 @@ class LogprobRecorder:
     """A logits processor that records the log probabilities of one sequence.
 
     `generate` calls it before it draws a token, so which token was drawn shows only at the next call. The generating
-    thread calls it; `take` may be called from another thread. What another engine writes of an answer is added as it
-    comes.
+    thread calls it; `take` may be called from another thread.
 
     Args:
         n_top: Most likely tokens to record for each position.
@@ -40,20 +39,6 @@ class LogprobRecorder:
 
     def __init__(self, n_top: int) -> None:
         self.n_top, self._log_probabilities, self._recorded, self._n_taken = n_top, None, list[TokenLogprob](), 0
-        self._added: TokenLogprob | None = None
-        self._n_known = 0  # tokens that `generate` draws again
-
-    def add(self, token_logprob: TokenLogprob) -> None:
-        """Record the next token that another engine has written; it shows with the one after, as it may be an end."""
-        if self._added is not None:
-            self._recorded.append(self._added)
-        self._added = token_logprob
-
-    def resume(self, n: int) -> None:
-        """Expect that `generate` draws the first `n` tokens again, of which what was added is kept."""
-        if self._added is not None and len(self._recorded) < n:
-            self._recorded.append(self._added)
-        self._added, self._n_known = None, n
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Record the scores `[1, vocabulary]`, and return them unchanged."""
@@ -66,9 +51,7 @@ class LogprobRecorder:
         """Record the last token of the finished answer `ids`, and drop end tokens that are not part of it."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
-        if self._added is not None and len(self._recorded) < len(ids):
-            self._recorded.append(self._added)
-        self._log_probabilities = self._added = None
+        self._log_probabilities = None
         del self._recorded[len(ids) :]
 
     def take(self) -> list[TokenLogprob]:
@@ -78,9 +61,6 @@ class LogprobRecorder:
         return new
 
     def _record(self, token: int) -> None:
-        if self._n_known:
-            self._n_known -= 1
-            return
         row: Any = self._log_probabilities
         n = min(self.n_top, len(row))
         best = row.topk(n) if n else None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import sqlite3
 from collections.abc import Mapping, Sequence
-from errno import EDQUOT, ENOSPC, EROFS
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
@@ -79,18 +77,6 @@ class APIError(Exception):
         return {**after, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
 
 
-def _disk_trouble(error: BaseException | None) -> str:
-    """Return what is wrong with the store's disk, where an error or one of its causes says so; "" otherwise."""
-    while error is not None:
-        number, text = getattr(error, "errno", None), str(error).lower()
-        if number in (ENOSPC, EDQUOT) or (isinstance(error, sqlite3.Error) and "is full" in text):
-            return ": its disk is full"
-        if number == EROFS or (isinstance(error, sqlite3.Error) and "readonly" in text):
-            return ": its disk is read-only"
-        error = error.__cause__
-    return ""
-
-
 def api_error_of(error: BaseException) -> APIError:
     """Convert an exception into an APIError; errors that the client did not cause are logged, not disclosed."""
     if isinstance(error, APIError):
@@ -105,10 +91,8 @@ def api_error_of(error: BaseException) -> APIError:
         return APIError(400, str(error), "unusable")
     if isinstance(error, StoreError):
         log.error("A request was answered with an error (503), as the store cannot be used: %s", error)
-        why = _disk_trouble(error)
-        return APIError(
-            503, f"The store cannot be used now{why}. Retry later; the server's log has the reason.", "store", None, 30
-        )
+        text = "The store cannot be used now. Retry later; the server's log has the reason."
+        return APIError(503, text, "store", None, 30)
     if isinstance(error, TransferError):
         log.error("A request was answered with an error (503), as its KV cannot be handed over: %s", error)
         return APIError(
@@ -139,12 +123,3 @@ def _over_http(error: PMLError) -> str:
     """Return the message with the schema's file name only, as paths are not disclosed, and advice for HTTP."""
     advice = SCHEMA_ADVICE if error.advice else ""
     return str(PMLError(error.found, error.wanted, PurePath(error.file).name, error.line, error.column, advice))
-
-
-def json_words(value: object) -> str:
-    """Return what a message calls a value of a body: in JSON's words, cut; a text alone in single quotes."""
-    try:
-        text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=repr)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

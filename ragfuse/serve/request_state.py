@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from fastapi import Request
 
 from ragfuse.serve.keys import APITenant
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import Completed, TextDelta
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -44,3 +50,24 @@ def token_counts_of(request: Request) -> TokenCounts:
     """Return the counts that the request's log line will show."""
     counts: TokenCounts = request.state.token_counts
     return counts
+
+
+async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, or cancel it and raise APIError (499) once the client disconnects."""
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise APIError(499, "The client closed the connection.", "gone")
+    finally:
+        for each in (task, disconnect):
+            if not each.done():
+                each.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await each
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

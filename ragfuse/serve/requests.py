@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,15 +12,13 @@ from ragfuse.engine.ask import Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.errors import InputError
 from ragfuse.serve.logprobs import LogprobRecorder
-from ragfuse.serve.refusals import APIError, json_words
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
-    AnswerOptions,
     ChatRequest,
     CompletionRequest,
     ContentPart,
     Document,
-    ExplainRequest,
     RequestMessage,
     TextRequest,
 )
@@ -47,10 +46,10 @@ def chat_requests(request: ChatRequest, template: ChatTemplate | None = None) ->
     question = question_of(request.pml, request.messages, request.documents or ())
     n_top = request.top_logprobs or 0 if request.logprobs else None
     if request.top_logprobs and not request.logprobs:
-        raise APIError(400, "top_logprobs needs logprobs: true; give both or neither.", "unusable", "top_logprobs")
+        raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
     choice, tools = allowed_of(request.tool_choice, request.tools or [])
     if None not in (given := (request.max_completion_tokens, request.max_tokens)) and len(set(given)) > 1:
-        raise APIError(400, "max_completion_tokens and max_tokens differ; give one of them.", "unusable", "max_tokens")
+        raise unusable("max_tokens", "max_completion_tokens and max_tokens differ; give one of them.")
     ask = replace(
         ask_of(request),
         max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -95,6 +94,11 @@ def text_requests(request: TextRequest, n_tokens: int | None = None) -> list[Ans
     return answer_requests
 
 
+def unusable(param: str, message: str) -> APIError:
+    """Return the error (400) for a field that cannot be honoured."""
+    return APIError(400, message, "unusable", param)
+
+
 def _prompts(given: Any) -> list[str | list[int] | list[ContentPart]]:
     """Return one prompt or several as a list."""
     return [given] if isinstance(given, str) or isinstance(given[0], int | ContentPart) else given
@@ -110,13 +114,9 @@ def ids_of(ids: Sequence[int], pml: str | None, documents: Sequence[str | Docume
     """Return a prompt of token ids; APIError for ids outside the vocabulary, or beside PML or documents."""
     if pml is not None or documents:
         name = "pml" if pml is not None else "documents"
-        raise APIError(
-            400, f"{name} cannot be used with a prompt of token ids. Leave it out, or send a text.", "unusable", name
-        )
+        raise unusable(name, f"{name} cannot be used with a prompt of token ids. Leave it out, or send a text.")
     if n_tokens is not None and max(ids) >= n_tokens:
-        raise APIError(
-            400, f"The prompt has the token id {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.", "unusable", "prompt"
-        )
+        raise unusable("prompt", f"The prompt has the token id {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.")
     return list(ids)
 
 
@@ -129,70 +129,42 @@ def _answer_request(question: Any, ask: Ask, number: int, n_top: int | None) -> 
     return AnswerRequest(question, replace(ask, options={**ask.options, "logits_processor": [recorder]}), recorder)
 
 
-def template_kwargs_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> dict[str, Any]:
+def template_kwargs_of(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
     """Return the extra variables for the chat template; APIError for one that the template never reads."""
-    kwargs = dict(request.chat_template_kwargs or {})
-    fields = dict.fromkeys(kwargs, KWARGS)
-    for name in ("enable_thinking", "reasoning_effort", "verbosity"):
-        if (value := getattr(request, name)) is None:
-            continue
-        if kwargs.get(name, value) != value:
-            raise APIError(
-                400, f"{name} is {value!r}, but {kwargs[name]!r} in {KWARGS}; give it once.", "unusable", name
-            )
-        kwargs[name], fields[name] = value, name
+    named = {name: getattr(request, name) for name in ("enable_thinking", "reasoning_effort", "verbosity")}
+    kwargs = {
+        **(request.chat_template_kwargs or {}),
+        **{name: each for name, each in named.items() if each is not None},
+    }
     no_effort = kwargs.get("reasoning_effort") == "none" and "reasoning_effort" not in template.names
     if no_effort and "enable_thinking" in template.names and not kwargs.get("enable_thinking"):
         del kwargs["reasoning_effort"]
         kwargs["enable_thinking"] = False
     unread = template.unread(kwargs)
     if unread is not None:
-        raise APIError(
-            400,
-            f"{unread} is {kwargs[unread]!r:.40}, but this model's chat template does not use '{unread:.40}'. "
-            "Leave it out.",
-            "unusable",
-            fields[unread],
-        )
+        param = unread if named.get(unread) is not None else "chat_template_kwargs"
+        raise unusable(param, f"This model's chat template does not use '{unread:.40}'. Leave it out.")
     return kwargs
 
 
-KWARGS = "chat_template_kwargs"
-
-
-def continues_last_message(request: ChatRequest | ExplainRequest) -> bool:
+def continues_last_message(request: ChatRequest) -> bool:
     """Return whether the answer continues the last message; APIError if that is impossible or contradicted."""
-    continues, adds_prompt = bool(request.continue_final_message), request.add_generation_prompt
-    if continues and adds_prompt:
-        raise APIError(
-            400,
-            "continue_final_message continues the last message, add_generation_prompt begins another; set only one.",
-            "unusable",
-            "add_generation_prompt",
-        )
-    if not continues and adds_prompt is False:
-        raise APIError(
-            400,
-            "add_generation_prompt may be false only if continue_final_message is true. Set that, or leave out "
-            "add_generation_prompt.",
-            "unusable",
-            "add_generation_prompt",
-        )
+    continues = bool(request.continue_final_message)
+    if request.add_generation_prompt is continues:
+        raise unusable("add_generation_prompt", "add_generation_prompt is the opposite of continue_final_message.")
     last = request.messages[-1] if request.messages else None
     if continues and (last is None or last.role != "assistant" or last.tool_calls or request.pml is not None):
-        raise APIError(
-            400,
-            "continue_final_message needs a last message of role 'assistant' without tool calls, and no pml. Add one, "
-            "or leave it out.",
-            "unusable",
+        raise unusable(
             "continue_final_message",
+            "continue_final_message needs a last message of role 'assistant' without tool calls, and no pml.",
         )
     return continues
 
 
-def reuse_of(options: AnswerOptions) -> Ask:
-    """Return the `Ask` for the field `ragfuse` of a request, which says how chunks are reused."""
-    return Ask(
+def ask_of(request: CompletionRequest) -> Ask:
+    """Return the `Ask` for the fields that chat and text requests share."""
+    stop, options = request.stop, request.ragfuse
+    ask = Ask(
         policy=options.policy,
         ratio=options.ratio,
         reuse=options.reuse,
@@ -200,23 +172,17 @@ def reuse_of(options: AnswerOptions) -> Ask:
         deadline_s=options.deadline_s,
         blend=options.blend,
         documents=tuple((each.text, each.title) for each in options.retrieved),
-    )
-
-
-def ask_of(request: CompletionRequest) -> Ask:
-    """Return the `Ask` for the fields that chat and text requests share."""
-    stop = request.stop
-    ask = replace(
-        reuse_of(request.ragfuse),
         stop=[stop] if isinstance(stop, str) else stop or (),
         seed=request.seed,
         options=_sampling(request),
+        grammar=grammar_of(request),
     )
-    ask = replace(ask, grammar=grammar_of(request))
     _check_ends(request, ask)
-    if request.session_id is not None and (request.n or 1) > 1:
-        raise APIError(400, "n must be 1 with session_id, as a conversation has one answer a turn.", "unusable", "n")
-    return in_session(ask, request.session_id)
+    if request.session_id is None:
+        return ask
+    if (request.n or 1) > 1:
+        raise unusable("n", "n must be 1 with session_id, as a conversation has one answer a turn.")
+    return replace(ask, session=request.session_id)
 
 
 def _check_ends(request: CompletionRequest, ask: Ask) -> None:
@@ -224,23 +190,11 @@ def _check_ends(request: CompletionRequest, ask: Ask) -> None:
     min_tokens = request.min_tokens or 0
     max_tokens = request.max_tokens or getattr(request, "max_completion_tokens", None)
     if max_tokens is not None and min_tokens > max_tokens:
-        raise APIError(
-            400,
-            f"min_tokens is {min_tokens}, above max_tokens ({max_tokens}). Lower min_tokens.",
-            "unusable",
-            "min_tokens",
-        )
-    calls = bool(getattr(request, "tools", None)) and getattr(request, "tool_choice", None) != "none"
-    ends = {"tools": calls, "an output format": ask.grammar is not None, "stop": bool(ask.stop and min_tokens)}
-    other = next((each for each, is_given in ends.items() if is_given), None)
-    name = "min_tokens" if min_tokens else "stop_token_ids" if request.stop_token_ids else None
-    if other is not None and name is not None:
-        raise APIError(400, f"{name} and {other} both decide where an answer ends; give only one.", "unusable", name)
-
-
-def in_session(ask: Ask, session: str | None) -> Ask:
-    """Return the `Ask` as a turn of a conversation; unchanged where `session` is None."""
-    return ask if session is None else replace(ask, session=session)
+        raise unusable("min_tokens", f"min_tokens is {min_tokens}, above max_tokens ({max_tokens}).")
+    name = "min_tokens" if min_tokens else "stop_token_ids"
+    calls = getattr(request, "tools", None) and getattr(request, "tool_choice", None) != "none"
+    if (min_tokens or request.stop_token_ids) and (calls or ask.grammar is not None or (ask.stop and min_tokens)):
+        raise unusable(name, f"{name} and tools, an output format or stop both decide where an answer ends.")
 
 
 def _sampling(request: CompletionRequest) -> dict[str, Any]:
@@ -268,7 +222,7 @@ def _sampling(request: CompletionRequest) -> dict[str, Any]:
 
 def _token_id(id: str) -> int:
     if not id.isdecimal() or not id.isascii():
-        raise APIError(400, f"logit_bias names {id!r:.40}; wanted token ids such as '42'.", "unusable", "logit_bias")
+        raise unusable("logit_bias", f"logit_bias names {id!r:.40}; wanted token ids such as '42'.")
     return int(id)
 
 
@@ -284,11 +238,8 @@ def question_of(
     prompt = _prompt(pml, documents)
     for message in chat_messages_of(messages) if messages else ():
         if message.role not in ("system", "user", "assistant") or message.tool_calls:
-            raise APIError(
-                400,
-                "pml cannot be used with tools; remove messages of role 'tool' and those with tool_calls.",
-                "unusable",
-                "messages",
+            raise unusable(
+                "messages", "pml cannot be used with tools; remove messages of role 'tool' and those with tool_calls."
             )
         prompt = prompt.asking("".join(map(_plain, message.content)), cast(Any, message.role))
     return prompt
@@ -300,16 +251,13 @@ def text_of(pml: str | None, text: str, documents: Sequence[str | Document]) -> 
         return _prompt(pml, documents).with_ending(text)
     if found := "".join([*(f"{piece.text}\n\n" for piece in pieces_of(documents)), text]):
         return found
-    raise APIError(400, "The prompt is empty; wanted a text to continue.", "unusable", "prompt")
+    raise unusable("prompt", "The prompt is empty; wanted a text to continue.")
 
 
 def _prompt(pml: str, documents: Sequence[str | Document]) -> PMLPrompt:
     if documents:
-        raise APIError(
-            400,
-            "pml cannot be used with documents, as its texts are modules of a schema; give one.",
-            "unusable",
-            "documents",
+        raise unusable(
+            "documents", "pml cannot be used with documents, as its texts are modules of a schema; give one."
         )
     return parse_prompt(pml)
 
@@ -326,16 +274,14 @@ def chat_messages_of(messages: Sequence[RequestMessage], documents: Sequence[str
     try:
         conversation = ChatMessage.conversation(map(_chat_message, messages))
     except InputError as error:
-        raise APIError(400, str(error), "unusable", "messages") from error
+        raise unusable("messages", str(error)) from error
     return _with_documents(conversation, documents) if documents else conversation
 
 
 def _with_documents(messages: list[ChatMessage], documents: Sequence[str | Document]) -> list[ChatMessage]:
     last = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
     if last < 0:
-        raise APIError(
-            400, "documents are placed before the last user message, found none. Add one.", "unusable", "documents"
-        )
+        raise unusable("documents", "documents are placed before the last user message, found none. Add one.")
     before: Parts = [part for piece in pieces_of(documents) for part in (piece, "\n\n")]
     messages[last] = replace(messages[last], content=[*before, *messages[last].content])
     return messages
@@ -345,7 +291,7 @@ def pieces_of(documents: Sequence[str | Document]) -> list[Piece]:
     """Return one chunk per document; APIError for an empty one."""
     given = [Document(text=each) if isinstance(each, str) and each else each for each in documents]
     if not all(isinstance(each, Document) and each.text.strip() for each in given):
-        raise APIError(400, "One of the documents is empty; leave it out.", "unusable", "documents")
+        raise unusable("documents", "One of the documents is empty; leave it out.")
     return [
         Piece(each.text, "chunk", each.title or f"document {number}")
         for number, each in enumerate(given, 1)
@@ -360,9 +306,7 @@ def _chat_message(message: RequestMessage) -> ChatMessage:
         functions.append((message.function_call, ""))
     calls = tuple(ToolCall(each.name, ToolCall.read_arguments(each.arguments), id) for each, id in functions)
     if calls and role != "assistant":
-        raise APIError(
-            400, f"A message of role '{message.role}' has tool calls; only an assistant can.", "unusable", "messages"
-        )
+        raise unusable("messages", f"A message of role '{message.role}' has tool calls; only an assistant can.")
     answers = (message.tool_call_id or "") if role == "tool" else ""
     thought = (message.reasoning_content or message.reasoning or "") if role == "assistant" else ""
     return ChatMessage(role, parts, calls, answers, message.name or "", thought)
@@ -378,12 +322,10 @@ def _parts(message: RequestMessage) -> Iterator[str | Piece]:
 def _checked_text(part: ContentPart) -> str:
     """Return the text of a content part; APIError for a part of another type."""
     if part.type not in ("text", "text-plain") or part.text is None:
-        raise APIError(
-            400,
+        raise unusable(
+            "messages",
             f"A content part of type '{part.type:.40}' cannot be read: this model takes only text. Wanted parts "
             "of type 'text' or 'text-plain' with their text; leave others out.",
-            "unusable",
-            "messages",
         )
     return part.text
 
@@ -393,22 +335,12 @@ def _piece(part: ContentPart, text: str) -> str | Piece:
     fields = extra if isinstance(extra, dict) else {}
     source = str(fields.get("source") or part.title or "message")
     if len(source) > MAX_TITLE_CHARS:
-        raise APIError(
-            400,
-            f"The source of a content part has {len(source):,} characters; wanted {MAX_TITLE_CHARS} at most.",
-            "unusable",
+        raise unusable(
             "messages",
+            f"The source of a content part has {len(source):,} characters; wanted {MAX_TITLE_CHARS} at most.",
         )
     is_chunk = bool(fields.get("chunk", part.type == "text-plain")) and bool(text.strip())
     return Piece(text, "chunk", source) if is_chunk else text
-
-
-def _json_or_none(text: str) -> Any:
-    """Parse JSON text; None where it is not valid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def allowed_of(
@@ -424,28 +356,22 @@ def allowed_of(
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
         return choice, tools
     allowed = choice.get("allowed_tools", choice)
-    given = allowed.get("tools") if isinstance(allowed, Mapping) else None
-    named = [_named(each) for each in given] if isinstance(given, list) else []
-    known = {_named(tool): tool for tool in tools}
-    unknown = next((name for name in named if name not in known), None)
-    mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
-    if not named or unknown is not None or mode not in ("auto", "required"):
-        found = f"the tool {unknown!r:.80}" if unknown is not None else f"the mode {mode!r:.40} and {len(named)} tools"
-        raise APIError(
-            400,
-            f"tool_choice of type 'allowed_tools' has {found}; wanted {{'mode': 'auto' or 'required', 'tools': [...]}} "
-            f"with some of these: {[str(name) for name in known]}.",
-            "unusable",
+    given, mode = (allowed.get("tools"), allowed.get("mode", "auto")) if isinstance(allowed, Mapping) else (None, None)
+    named = {_name_of(each) for each in given} if isinstance(given, list) else set()
+    chosen = [tool for tool in tools if _name_of(tool) in named]
+    if not named or len(chosen) < len(named) or mode not in ("auto", "required"):
+        raise unusable(
             "tool_choice",
+            "tool_choice of type 'allowed_tools' needs a mode, 'auto' or 'required', and some of these tools: "
+            f"{', '.join(map(_name_of, tools))}.",
         )
-    return str(mode), [tool for name, tool in known.items() if name in named]
+    return str(mode), chosen
 
 
-def _named(tool: Any) -> Any:
+def _name_of(tool: Any) -> str:
     """Return the name of a tool in either of OpenAI's forms: flat, or nested under "function"."""
-    inner = tool.get("function") if isinstance(tool, Mapping) else None
-    name = (inner if isinstance(inner, Mapping) else tool if isinstance(tool, Mapping) else {}).get("name")
-    return name if isinstance(name, str) else repr(tool)
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return str(inner.get("name")) if isinstance(inner, Mapping) else repr(tool)
 
 
 def grammar_of(request: CompletionRequest) -> Grammar | None:
@@ -454,45 +380,35 @@ def grammar_of(request: CompletionRequest) -> Grammar | None:
     Raises:
         APIError: More than one of these fields is given, or its value cannot be used (400).
     """
-    structured = {kind: value for kind, value in (request.structured_outputs or {}).items() if value is not None}
-    if structured and (len(structured) > 1 or not structured.keys() <= set(GRAMMARS)):
-        raise APIError(
-            400,
-            f"structured_outputs has {sorted(structured)!r:.80}; wanted one of {', '.join(GRAMMARS)}.",
-            "unusable",
-            "structured_outputs",
-        )
-    given: list[tuple[str, str, Any]] = [("structured_outputs", kind, value) for kind, value in structured.items()]
+    structured = request.structured_outputs or {}
+    given = [("structured_outputs", kind, value) for kind, value in structured.items() if value is not None]
     for kind in ("json", "regex", "choice", "grammar"):
         if (value := getattr(request, f"guided_{kind}")) is not None:
             given.append((f"guided_{kind}", kind, value))
+    found = [(name, _grammar(name, kind, value)) for name, kind, value in given]
     response_grammar = _response_grammar(getattr(request, "response_format", None))
-    names = [name for name, *_ in given] + (["response_format"] if response_grammar is not None else [])
-    if len(names) > 1:
-        raise APIError(
-            400, f"{names[0]} and {names[1]} both set the output format; give only one.", "unusable", names[1]
-        )
-    return _grammar(*given[0]) if given else response_grammar
-
-
-GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
-"""Kinds of grammars, by their names in vLLM's `structured_outputs`."""
+    found += [("response_format", response_grammar)] if response_grammar is not None else []
+    if len(found) > 1:
+        raise unusable(found[1][0], "Several fields set the output format; give only one.")
+    return found[0][1] if found else None
 
 
 def _grammar(name: str, kind: str, value: Any) -> Grammar:
     """Build a grammar of this kind from a field's value; `name` is the field in error messages."""
+    if kind == "json" and isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if kind == "json_object" and value is True:
         return Grammar.json(None)
-    if kind == "json" and isinstance(value, str):
-        value = _json_or_none(value)
     if kind == "json" and isinstance(value, dict):
         return Grammar.json(value)
     if kind in ("regex", "grammar") and isinstance(value, str) and value:
         return Grammar.regex(value) if kind == "regex" else Grammar.lark(value)
     if kind == "choice" and isinstance(value, list) and value and all(isinstance(e, str) and e for e in value):
         return Grammar.choice(value)
-    wanted = {"json": "a JSON schema", "json_object": "true", "choice": "a list of texts"}.get(kind, "a text")
-    raise APIError(400, f"{name}: '{kind}' must be {wanted}, found {json_words(value)}.", "unusable", name)
+    raise unusable(
+        name, f"{name}: wanted a JSON schema, a regex, texts to choose from, or a grammar; found {kind!r:.40}."
+    )
 
 
 def _response_grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
@@ -505,11 +421,9 @@ def _response_grammar(response_format: Mapping[str, Any] | None) -> Grammar | No
     json_schema = response_format.get("json_schema")
     schema = json_schema.get("schema") if isinstance(json_schema, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise APIError(
-            400,
+        raise unusable(
+            "response_format",
             f"response_format of type {kind!r:.40} cannot be followed; wanted {{'type': 'json_object'}} or {{'type': "
             "'json_schema', 'json_schema': {'schema': {...}}}.",
-            "unusable",
-            "response_format",
         )
     return Grammar.json(schema)

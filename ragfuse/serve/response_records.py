@@ -1,9 +1,8 @@
 """The stored responses of `/v1/responses`: each tenant's latest, in a SQLite file of the store's folder.
 
 A record has the response as it was sent, its input, and what it continues; the KV of its conversation is in the store,
-under the session that all of its responses share. Of a deleted response that others continue, its items stay until the
-last of these is deleted, as their conversation needs them: `response` is '' then. Both outlive the process, and servers
-that share the folder share them. Where the store is in memory alone, so are the records.
+under the session that all of its responses share. Both outlive the process, and servers that share the folder share
+them; where the store is in memory alone, so are the records. What continues a deleted response cannot be continued.
 """
 
 from __future__ import annotations
@@ -52,27 +51,16 @@ DELETE FROM responses WHERE tenant = :tenant AND session IN (
 """
 _CHAIN = """
 WITH RECURSIVE chain AS (
-    SELECT * FROM responses WHERE tenant = ? AND id = ? AND response <> ''
+    SELECT * FROM responses WHERE tenant = ? AND id = ?
     UNION ALL
     SELECT before.* FROM responses AS before JOIN chain
     ON before.tenant = chain.tenant AND before.id = chain.previous AND before.number < chain.number
 )
 SELECT response, items, previous, session FROM chain ORDER BY number DESC
 """
-_ONE = "SELECT response, items, previous, session FROM responses WHERE tenant = ? AND id = ? AND response <> ''"
-_HIDE = """
-UPDATE responses SET response = '', nbytes = length(items)
-WHERE tenant = :tenant AND id = :id AND EXISTS (SELECT 1 FROM responses WHERE tenant = :tenant AND previous = :id)
-"""
-_DROP = "DELETE FROM responses WHERE tenant = :tenant AND id = :id AND response <> ''"
-_DROP_HIDDEN = """
-WITH RECURSIVE needed(id, previous) AS (
-    SELECT id, previous FROM responses WHERE tenant = :tenant AND response <> ''
-    UNION
-    SELECT before.id, before.previous FROM responses AS before JOIN needed
-    ON before.tenant = :tenant AND before.id = needed.previous
-)
-DELETE FROM responses WHERE tenant = :tenant AND response = '' AND id NOT IN (SELECT id FROM needed)
+_ONE = "SELECT response, items, previous, session FROM responses WHERE tenant = ? AND id = ?"
+_CONTINUE = """
+UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND NOT is_continued RETURNING session
 """
 _ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
 
@@ -114,25 +102,22 @@ class ResponseRecords:
         return self._found(salt, id, _ONE)[0]
 
     def conversation(self, salt: str, id: str) -> list[InputItem]:
-        """Return the items of a response and of all that it continues, oldest first, deleted ones among them.
+        """Return the items of a response and of all that it continues, oldest first.
 
         Raises:
             APIError: There is no such response, or the beginning of its conversation is not stored any more (404).
         """
         records = self._found(salt, id, _CHAIN)
         if records[-1].previous is not None:
-            raise _not_whole(id, len(records))
+            raise _not_found(id)
         return [item for record in reversed(records) for item in record.items]
 
     def session_after(self, salt: str, previous: str | None, id: str) -> str:
         """Return the session for a response that continues `previous`: a new one for a second branch of it."""
         if previous is None:
             return id
-        first = (
-            "UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND response <> '' AND NOT is_continued"
-        )
         with self._file.write() as transaction:
-            rows = transaction.execute(f"{first} RETURNING session", (tenant_digest(salt), previous)).fetchall()
+            rows = transaction.execute(_CONTINUE, (tenant_digest(salt), previous)).fetchall()
         return str(rows[0][0]) if rows else id
 
     def add(
@@ -152,20 +137,15 @@ class ResponseRecords:
             transaction.execute(_BEYOND_LIMITS, limits)
 
     def delete(self, salt: str, id: str) -> Record:
-        """Delete a response and return it; APIError (404) where there is none.
-
-        Where other responses continue it, its items are kept for them, and deleted with the last of them.
-        """
-        record, named = self.get(salt, id), {"tenant": tenant_digest(salt), "id": id}
+        """Delete a response and return it; APIError (404) where there is none."""
+        record = self.get(salt, id)
         with self._file.write() as transaction:
-            if not transaction.execute(_HIDE, named).rowcount:
-                transaction.execute(_DROP, named)
-            transaction.execute(_DROP_HIDDEN, {"tenant": named["tenant"]})
+            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant_digest(salt), id))
         return record
 
     def has_session(self, salt: str, session: str) -> bool:
-        """Return whether a stored response that is not deleted still belongs to a session."""
-        sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? AND response <> '' LIMIT 1"
+        """Return whether a stored response belongs to a session."""
+        sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
         return bool(self._file.query(sql, (tenant_digest(salt), session)))
 
     def close(self) -> None:
@@ -194,27 +174,14 @@ class ResponseRecords:
             return
         with self._file.write() as transaction:
             since_s = self._clock() - self._settings.session_ttl_s
-            named = {"tenant": tenant_digest(salt)}
-            if transaction.execute(_UNUSED, {**named, "since_s": since_s}).rowcount:
-                transaction.execute(_DROP_HIDDEN, named)
+            transaction.execute(_UNUSED, {"tenant": tenant_digest(salt), "since_s": since_s})
 
 
 def _not_found(id: str) -> APIError:
     return APIError(
         404,
-        f"There is no response '{id:.80}' here: it was not stored, was deleted, or is older than the latest "
-        f"{MAX_RECORDS}. Send the whole conversation as input.",
-        "response_not_found",
-        "previous_response_id",
-    )
-
-
-def _not_whole(id: str, n: int) -> APIError:
-    there = "only it is" if n == 1 else f"only the last {n} responses are"
-    return APIError(
-        404,
-        f"The response '{id:.80}' cannot be continued: of its conversation {there} still stored, as a tenant's latest "
-        f"{MAX_RECORDS} are kept ({MAX_RECORD_NBYTES >> 20} MiB at most). Send the whole conversation as input.",
+        f"There is no response '{id:.80}' here, or not all that it continues: it was not stored, was deleted, or is "
+        f"older than the latest {MAX_RECORDS}. Send the whole conversation as input.",
         "response_not_found",
         "previous_response_id",
     )

@@ -14,9 +14,8 @@ from fastapi.responses import JSONResponse, Response
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, StoreError
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_state import tenant_of, token_counts_of
+from ragfuse.serve.request_state import tenant_of, token_counts_of, unless_disconnected
 from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.response_items import chat_request_of, items_of
 from ragfuse.serve.response_schema import InputItem, ResponseRequest
@@ -60,8 +59,7 @@ def response_routes(service: Service) -> APIRouter:
                 log.error("A response was answered, but not stored: %s", error)
                 response["store"] = False
 
-        made = make if service.decoder is None else service.decoder.instead_of(make, tenant.salt)
-        run = await unless_disconnected(request.receive, service.begin(tenant, made, session))
+        run = await unless_disconnected(request.receive, service.begin(tenant, make, session))
         try:
             found = token_counts_of(request).counted(run.read())
             if body.stream:
@@ -96,8 +94,7 @@ def response_routes(service: Service) -> APIRouter:
         tenant = tenant_of(request)
         record = await to_thread(records.delete, tenant.salt, id)
         if not await to_thread(records.has_session, tenant.salt, record.session):
-            work = service.lookup(tenant, lambda engine: _forget(engine, record.session))
-            await unless_disconnected(request.receive, work)
+            await service.lookup(request, lambda engine: _forget(engine, record.session))
         return {"id": id, "object": "response", "deleted": True}
 
     return routes

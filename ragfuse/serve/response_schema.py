@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragfuse.serve.schema import AnswerOptions, Document, FailFast, OnlyValues, RequestBody, StreamOptions
+from ragfuse.serve.schema import AnswerOptions, Document, FailFast, RequestBody, StreamOptions
 
 MAX_ITEMS = 4096
 """Most items of one input."""
@@ -44,8 +44,6 @@ class ReasoningOptions(RequestBody):
     """How much the model reasons before its answer, for chat templates that read it."""
 
     effort: str | None = Field(default=None, max_length=64)
-    summary: Annotated[Any, OnlyValues((), "reasoning is given as it is; leave it out")] = None
-    generate_summary: Annotated[Any, OnlyValues((), "reasoning is given as it is; leave it out")] = None
 
 
 class ResponseRequest(RequestBody):
@@ -85,12 +83,3 @@ class ResponseRequest(RequestBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
-
-    # accepted with values that change nothing, refused with all others
-    background: Annotated[Any, OnlyValues((False,), "wait for the response, or stream it")] = None
-    conversation: Annotated[Any, OnlyValues((), "continue a response with previous_response_id")] = None
-    include: Annotated[Any, OnlyValues(([],), "responses hold all that there is; leave it out")] = None
-    max_tool_calls: Annotated[Any, OnlyValues((), "set parallel_tool_calls: false for at most one call")] = None
-    prompt: Annotated[Any, OnlyValues((), "there are no stored prompts; send instructions and input")] = None
-    service_tier: Annotated[Any, OnlyValues(("auto", "default"), "all requests wait in one queue; leave it out")] = None
-    top_logprobs: Annotated[Any, OnlyValues((0,), "ask /v1/chat/completions with logprobs")] = None

@@ -13,28 +13,13 @@ from fastapi.responses import JSONResponse, Response
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.constraints import offered_tools
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.question import Question
 from ragfuse.plan.explanation import as_dict, in_words
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.logprobs import TokenLogprob
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.replies import ResponseWriter
-from ragfuse.serve.request_state import tenant_of, token_counts_of
-from ragfuse.serve.requests import (
-    allowed_of,
-    chat_requests,
-    continues_last_message,
-    ids_of,
-    in_session,
-    pieces_of,
-    question_of,
-    reuse_of,
-    template_kwargs_of,
-    text_of,
-    text_requests,
-    with_documents,
-)
+from ragfuse.serve.request_state import tenant_of, token_counts_of, unless_disconnected
+from ragfuse.serve.requests import chat_requests, question_of, text_requests
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextDelta
 from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest, TokensRequest
 from ragfuse.serve.service import Service
@@ -91,27 +76,26 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/ragfuse/model")
     async def card(request: Request) -> dict[str, Any]:
         """Show what a client needs to know of the model: its window, whether it has a chat template, its refusal."""
-        found = await unless_disconnected(
-            request.receive, service.lookup(tenant_of(request), lambda engine: asdict(engine.card))
-        )
+        found = await service.lookup(request, lambda engine: asdict(engine.card))
         return {"object": "ragfuse.model", **found, "name": service.model}
 
     @routes.post("/v1/ragfuse/tokens")
     async def tokens(request: Request, body: TokensRequest) -> dict[str, Any]:
         """Return the token ids of a text in the middle of a prompt, or of the whole prompt that messages make."""
-        work = service.lookup(tenant_of(request), lambda engine: _tokens(engine, body))
-        return {"object": "ragfuse.tokens", "tokens": await unless_disconnected(request.receive, work)}
+        return {
+            "object": "ragfuse.tokens",
+            "tokens": await service.lookup(request, lambda engine: _tokens(engine, body)),
+        }
 
     @routes.get("/v1/ragfuse/store")
     async def store(request: Request) -> dict[str, Any]:
         """Show the client's tenant's entries in the store, by tier."""
-        return await unless_disconnected(request.receive, service.lookup(tenant_of(request), store_of))
+        return await service.lookup(request, store_of)
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         """Show what a request would read and compute, how long that would take, and why, without answering it."""
-        work = service.work(tenant_of(request), lambda engine, check: _explain(engine, body, check), computes=False)
-        return await unless_disconnected(request.receive, work)
+        return await service.work_for(request, lambda engine, check: _explain(engine, body, check), computes=False)
 
     @routes.get("/health")
     async def health() -> Response:
@@ -144,12 +128,10 @@ async def _answer(
     tenant = tenant_of(request)
     if body.ragfuse.token_trace:
         make = _with_token_trace(make)
-    level, is_router = service.settings.transfer_level, service.decoder is not None
-    transfer = transfer_of(body, service.transfers, service.model, tenant.salt, level, is_router)
+    level = service.settings.transfer_level
+    transfer = transfer_of(body, service.transfers, service.model, tenant.salt, level)
     if transfer is not None:
         make, wants_logprobs = transfer.instead_of(make), False
-    elif service.decoder is not None:
-        make = service.decoder.instead_of(make, tenant.salt)
     run = await unless_disconnected(request.receive, service.begin(tenant, make, body.session_id))
     try:
         engine = run.engine
@@ -229,29 +211,15 @@ class Events(Response):
 
 def _explain(engine: Engine, body: ExplainRequest, check: Callable[[object], None]) -> dict[str, Any]:
     check(None)
-    choice, tools = allowed_of(body.tool_choice, body.tools or [])
-    ask = replace(
-        in_session(reuse_of(body.ragfuse), body.session_id),
-        tools=tools,
-        tool_choice=Ask.tool_choice_of(choice, tools),
-        max_tokens=body.max_tokens,
-        chat_template_kwargs=template_kwargs_of(body, engine.constraints.template),
-        continue_final_message=continues_last_message(body),
-    )
-    given = [each for each in (body.messages, body.prompt) if each is not None]
-    documents = body.documents or ()
-    if len(given) > 1 or not (given or body.pml):
-        raise APIError(400, "Give either messages or prompt, found both or neither.", "unusable", "messages")
-    question: Question
-    if isinstance(body.prompt, list):
-        question = ids_of(body.prompt, body.pml, documents, len(engine.model.tokenizer))
-    elif body.prompt is not None:
-        question = text_of(body.pml, body.prompt, documents)
-        ask = with_documents(ask, pieces_of(documents))
+    if body.prompt is None:
+        request = chat_requests(body, engine.constraints.template)[0]
+    elif body.messages:
+        raise APIError(400, "Give either messages or prompt, found both.", "unusable", "messages")
     else:
-        question = question_of(body.pml, body.messages or (), documents)
+        fields = body.model_dump(include=TextRequest.model_fields.keys() - {"logprobs"}, exclude_unset=True)
+        request = text_requests(TextRequest(**{**fields, "model": ""}), len(engine.model.tokenizer))[0]
     check(None)
-    plan = engine.plan(question, ask)
+    plan = engine.plan(request.question, request.ask)
     check(None)
     return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan, NOT_PREDICTED)}
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.decoder import Decoder
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.question import Question
 from ragfuse.engine.trace_builder import PreparedPrompt
@@ -50,7 +49,6 @@ class AnswerRequest:
         n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not score it.
         writes: Whether to generate an answer; False for scoring a prompt only.
         transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
-        decoder: Another engine that writes the answer for this server; None: it is written here.
         tokens: Records what becomes of the prompt's tokens; None: that is not wanted.
     """
 
@@ -61,7 +59,6 @@ class AnswerRequest:
     n_top: int | None = None
     writes: bool = True
     transfer: Transfer | None = None
-    decoder: Decoder | None = None
     tokens: TokenRecorder | None = None
 
     def prefilled(self, prepared: PreparedPrompt) -> None:
@@ -191,11 +188,7 @@ class AnswerRun:
         transfer = request.transfer
         self._has_begun = False
         self._stream = stream = await asyncio.to_thread(
-            self.engine.stream,
-            request.question,
-            request.ask,
-            prefilled=request.prefilled,
-            decoder=request.decoder,
+            self.engine.stream, request.question, request.ask, prefilled=request.prefilled
         )
         if self._is_over:
             stream.cancel()

@@ -1,17 +1,16 @@
 """The server's request bodies, validated by pydantic: the fields of OpenAI's API, of vLLM's, and ragfuse's own.
 
-A field is either used or refused: unknown fields are errors, and fields that are not supported are accepted only with
-values that change nothing (`OnlyValues`). Labels, which never change an answer, are accepted.
+A field is either used or refused: unknown fields are errors, but for those of other servers with values that change
+nothing (`INERT`). Labels, which never change an answer, are accepted.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
-from pydantic_core import PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
 
@@ -35,34 +34,51 @@ Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
-@dataclass(frozen=True)
-class OnlyValues:
-    """An annotation of unsupported fields, which are accepted only with null or values that change nothing.
-
-    Args:
-        values: The accepted values.
-        advice: What the error message advises instead.
-    """
-
-    values: tuple[Any, ...]
-    advice: str
-
-    def checked(self, value: Any) -> Any:
-        """Return the value; raise PydanticCustomError if it is not an accepted one."""
-        if value is None or any(
-            each == value and isinstance(each, bool) is isinstance(value, bool) for each in self.values
-        ):
-            return value
-        wanted = " or ".join(map(json.dumps, (*self.values, None)))
-        raise PydanticCustomError("only", "wanted {wanted}: {do}", {"wanted": wanted, "do": self.advice})
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        """Return the validator, for pydantic."""
-        return core_schema.no_info_after_validator_function(self.checked, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> Any:
-        """Return the JSON schema, for the OpenAPI document."""
-        return {"enum": [*self.values, None]}
+INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0,),
+        "early_stopping": (False,),
+        "typical_p": (1.0,),
+        "ignore_eos": (False,),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True, False),
+        "allowed_token_ids": ([],),
+        "bad_words": ([],),
+        "prompt_logprobs": (),
+        "truncate_prompt_tokens": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "priority": (0,),
+        "cache_salt": (),
+        "modalities": (["text"],),
+        "include_reasoning": (True,),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "suffix": ("",),
+        "include_obfuscation": (False,),
+        "continuous_usage_stats": (False,),
+        "summary": (),
+        "generate_summary": (),
+        "background": (False,),
+        "conversation": (),
+        "include": ([],),
+        "max_tool_calls": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "dimensions": (),
+        "echo": (False,),
+        "add_special_tokens": (True,),
+    }
+)
+"""Fields of other servers that a body without them may have with null, or with values that change nothing here."""
 
 
 class RequestBody(BaseModel):
@@ -75,6 +91,21 @@ class RequestBody(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,  # they are in the OpenAPI document
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        """Leave out what changes nothing, and all that is unknown where another engine decodes and may know it."""
+        if not isinstance(given, dict):
+            return given
+        params = given.get("kv_transfer_params")
+        is_prefill = isinstance(params, dict) and bool(params.get("do_remote_decode"))
+        return {
+            name: value
+            for name, value in given.items()
+            if name in cls.model_fields
+            or not (is_prefill or (name in INERT and (value is None or value in INERT[name])))
+        }
 
 
 class Document(RequestBody):
@@ -110,10 +141,6 @@ class StreamOptions(RequestBody):
     """Options of a streamed response."""
 
     include_usage: bool = False
-    include_obfuscation: Annotated[Any, OnlyValues((False,), "pieces are sent as they are")] = None
-    continuous_usage_stats: Annotated[Any, OnlyValues((False,), "usage comes once, with include_usage, at the end")] = (
-        None
-    )
 
 
 class RequestToolCall(BaseModel):
@@ -160,8 +187,6 @@ class RequestMessage(BaseModel):
     tool_call_id: str | None = None
     function_call: RequestToolCall.Function | None = None
     """A single tool call, in the old form of OpenAI's API."""
-    prefix: Annotated[Any, OnlyValues((False,), "to continue a message, use continue_final_message")] = None
-    partial: Annotated[Any, OnlyValues((False,), "to continue a message, use continue_final_message")] = None
 
 
 class CompletionRequest(RequestBody):
@@ -218,29 +243,6 @@ class CompletionRequest(RequestBody):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
 
-    # accepted with values that change nothing, refused with all others
-    store: Annotated[Any, OnlyValues((False,), "answers are not stored; store them yourself")] = None
-    service_tier: Annotated[Any, OnlyValues(("auto", "default"), "all requests wait in one queue; leave it out")] = None
-    best_of: Annotated[Any, OnlyValues((1,), "ask for n answers and choose one")] = None
-    use_beam_search: Annotated[Any, OnlyValues((False,), "there is no beam search; leave it out")] = None
-    length_penalty: Annotated[Any, OnlyValues((1.0,), "there is no beam search; leave it out")] = None
-    early_stopping: Annotated[Any, OnlyValues((False,), "there is no beam search; leave it out")] = None
-    typical_p: Annotated[Any, OnlyValues((1.0,), "sample with top_p, top_k or min_p")] = None
-    ignore_eos: Annotated[Any, OnlyValues((False,), "set min_tokens to max_tokens instead")] = None
-    include_stop_str_in_output: Annotated[
-        Any, OnlyValues((False,), "answers end before the stop string; append it yourself")
-    ] = None
-    skip_special_tokens: Annotated[Any, OnlyValues((True,), "answers never have special tokens; leave it out")] = None
-    spaces_between_special_tokens: Annotated[Any, OnlyValues((True, False), "give true or false")] = None
-    allowed_token_ids: Annotated[Any, OnlyValues(([],), "use response_format or logit_bias instead")] = None
-    bad_words: Annotated[Any, OnlyValues(([],), "set their tokens to -100 in logit_bias")] = None
-    prompt_logprobs: Annotated[Any, OnlyValues((), "ask /v1/completions with echo, logprobs and max_tokens 0")] = None
-    truncate_prompt_tokens: Annotated[Any, OnlyValues((), 'use ragfuse: {"overflow": "drop"} instead')] = None
-    return_token_ids: Annotated[Any, OnlyValues((False,), "logprobs name the tokens; leave it out")] = None
-    return_tokens_as_token_ids: Annotated[Any, OnlyValues((False,), "logprobs name tokens by their text")] = None
-    priority: Annotated[Any, OnlyValues((0,), "all requests wait in one queue; leave it out")] = None
-    cache_salt: Annotated[Any, OnlyValues((), "each tenant has its own cache; use an API key of another tenant")] = None
-
 
 class ChatRequest(CompletionRequest):
     """The body of `/v1/chat/completions`."""
@@ -254,7 +256,6 @@ class ChatRequest(CompletionRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    modalities: Annotated[Any, OnlyValues((["text"],), "answers are text; leave it out")] = None
     reasoning_effort: str | None = Field(default=None, max_length=64)
     """A variable of the chat template, like `verbosity`; refused if the template does not read it."""
     verbosity: str | None = Field(default=None, max_length=64)
@@ -267,18 +268,6 @@ class ChatRequest(CompletionRequest):
     add_generation_prompt: bool | None = None
     """May be false only if `continue_final_message` is true."""
 
-    # accepted with values that change nothing, refused with all others
-    echo: Annotated[Any, OnlyValues((False,), "ask /v1/completions for the prompt")] = None
-    add_special_tokens: Annotated[Any, OnlyValues((False,), "the chat template writes them; leave it out")] = None
-    include_reasoning: Annotated[Any, OnlyValues((True,), "ignore reasoning_content, or give enable_thinking")] = None
-    functions: Annotated[Any, OnlyValues(([],), "send them as tools")] = None
-    function_call: Annotated[Any, OnlyValues(("none", "auto"), "use tool_choice instead")] = None
-    audio: Annotated[Any, OnlyValues((), "answers are text; leave it out")] = None
-    prediction: Annotated[Any, OnlyValues((), "predicted outputs are not supported; leave it out")] = None
-    web_search_options: Annotated[Any, OnlyValues((), "there is no web search; send what you found as documents")] = (
-        None
-    )
-
 
 class TextRequest(CompletionRequest):
     """The body of `/v1/completions`: a request to continue one text, or each of several."""
@@ -290,10 +279,6 @@ class TextRequest(CompletionRequest):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
     """Whether the answer begins with the prompt, whose tokens are then in `logprobs` too."""
-    suffix: Annotated[Any, OnlyValues(("",), "a text is continued, not filled in; leave it out")] = None
-    add_special_tokens: Annotated[
-        Any, OnlyValues((True,), "send the prompt as token ids, which are taken as they are")
-    ] = None
 
 
 class ErrorBody(BaseModel):
@@ -310,36 +295,12 @@ class ErrorBody(BaseModel):
     error: Error
 
 
-class ExplainRequest(RequestBody):
-    """The body of `/v1/ragfuse/explain`: messages or a prompt, and the fields that change its plan.
+class ExplainRequest(ChatRequest):
+    """The body of `/v1/ragfuse/explain`: that of a chat, or a prompt to continue in place of its messages."""
 
-    Other fields of completions may be there, and change nothing.
-    """
-
-    messages: Annotated[list[RequestMessage], FailFast] | None = None
+    model: str = ""
+    messages: Annotated[list[RequestMessage], FailFast] = []
     prompt: str | Ids | None = None
-    documents: Annotated[list[str | Document], FailFast] | None = Field(default=None, max_length=1000)
-    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
-    tool_choice: str | dict[str, Any] | None = None
-    reasoning_effort: str | None = Field(default=None, max_length=64)
-    verbosity: str | None = Field(default=None, max_length=64)
-    enable_thinking: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
-    continue_final_message: bool | None = False
-    add_generation_prompt: bool | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    pml: str | None = Field(default=None, min_length=1)
-    ragfuse: AnswerOptions = AnswerOptions()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_other_fields(cls, given: Any) -> Any:
-        """Leave out the fields of completions that change no plan; what nobody knows is an error."""
-        if not isinstance(given, dict):
-            return given
-        others = (ChatRequest.model_fields.keys() | TextRequest.model_fields.keys()) - cls.model_fields.keys()
-        return {name: value for name, value in given.items() if name not in others}
 
 
 class SchemaRequest(RequestBody):

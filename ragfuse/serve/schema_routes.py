@@ -14,9 +14,7 @@ from fastapi import APIRouter, Request
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, outline, parse_schema
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.guard import unless_disconnected
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
 from ragfuse.types.ingested import Ingested
@@ -33,16 +31,15 @@ def schema_routes(service: Service) -> APIRouter:
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
         """Register a schema, and compute the KV of its modules that is not stored yet. Waits in the request queue."""
         max_schemas = service.settings.serve_schemas
-        work = service.work(
-            tenant_of(request), lambda engine, check: _register(engine, _checked(body.pml), max_schemas, check)
+        found = await service.work_for(
+            request, lambda engine, check: _register(engine, _checked(body.pml), max_schemas, check)
         )
-        found = await unless_disconnected(request.receive, work)
         return _as_dict(found)
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the schemas of the client's tenant."""
-        work = service.lookup(tenant_of(request), lambda engine: engine.schemas.ls())
+        found = await service.lookup(request, lambda engine: engine.schemas.ls())
         schemas = [
             {
                 "object": "ragfuse.schema",
@@ -51,21 +48,19 @@ def schema_routes(service: Service) -> APIRouter:
                 "scaffolds": each.scaffolds,
                 "added": int(each.added),
             }
-            for each in await unless_disconnected(request.receive, work)
+            for each in found
         ]
         return {"object": "list", "data": schemas}
 
     @routes.get("/{name:path}")
     async def show(request: Request, name: str) -> dict[str, Any]:
         """Show a schema's text, and the positions of its modules."""
-        work = service.lookup(tenant_of(request), lambda engine: _show(engine, name))
-        return await unless_disconnected(request.receive, work)
+        return await service.lookup(request, lambda engine: _show(engine, name))
 
     @routes.delete("/{name:path}")
     async def remove(request: Request, name: str) -> dict[str, Any]:
         """Remove a schema, and its KV unless another schema of the tenant uses it."""
-        work = service.lookup(tenant_of(request), lambda engine: _remove(engine, name))
-        nbytes = await unless_disconnected(request.receive, work)
+        nbytes = await service.lookup(request, lambda engine: _remove(engine, name))
         return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
 
     return routes

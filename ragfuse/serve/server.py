@@ -153,13 +153,11 @@ def serve(
         tell: Called with a line about what the server waits for once it stops, and with one that it has stopped.
 
     Raises:
-        SettingsError: The address is not available, others could reach it without an API key, or the vLLM server that
-            is to decode cannot.
+        SettingsError: The address is not available, or others could reach it without an API key.
     """
     check_host(host, service.keys)
     with contextlib.closing(bound(host, port)) as listener:
         engine = service.engine(service.keys.tenants[0])
-        service.connect()
         # The tokenizer's threads inherit the priority of the thread that starts them: that of answers, below the event
         # loop's.
         service.threads.turns.submit(engine.tokens, "a " * TOKENIZER_WARMUP_WORDS).result()

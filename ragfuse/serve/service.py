@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fastapi import Request
+
 from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.engine.context_window import largest_body
 from ragfuse.engine.engine import Engine
@@ -21,8 +23,8 @@ from ragfuse.serve.document_records import DocumentRecords
 from ragfuse.serve.keys import APITenant, Keys
 from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.remote_decoder import RemoteDecoder, with_place
 from ragfuse.serve.request_queue import Job
+from ragfuse.serve.request_state import tenant_of, unless_disconnected
 from ragfuse.serve.response_records import ResponseRecords
 from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun
 from ragfuse.serve.stats import ServerCounts
@@ -57,23 +59,16 @@ class Service:
     """
 
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
-        self.settings = settings = with_place(settings.usable())
+        self.settings = settings = settings.usable()
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
         self.names = settings.served_model_name or (Path(settings.model).name,)
         self.model = self.names[0]
         share = 2 if len(self.keys.tenants) > 1 else 1
         max_each = max(1, settings.serve_waiting // share) if share > 1 else None
         self.admission = AdmissionControl(settings.serve_together, settings.serve_waiting, max_each)
-        self.counts = ServerCounts(self.admission)
+        self.counts = ServerCounts(self.admission.jobs)
         self.threads = Threads(settings.serve_together)
         self.transfers = TransferPlace.open(settings) if settings.transfer_url else None
-        self.decoder = (
-            RemoteDecoder(settings, self.transfers, self.model)
-            if settings.decode_at and self.transfers is not None
-            else None
-        )
-        if self.decoder is not None:
-            self.counts.show_decoder(self.decoder)
         self.embedder = Embedder(settings.embedder, settings.home)
         self.responses = ResponseRecords(settings)
         self.documents = DocumentRecords(settings, self.embedder.name)
@@ -126,22 +121,6 @@ class Service:
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # clients see no path of this machine
         return engine
-
-    def connect(self) -> None:
-        """Find out whether the vLLM server that decodes is there, if there is to be one. It may block.
-
-        Raises:
-            SettingsError: It is there and cannot decode what is prefilled here.
-        """
-        if self.decoder is not None:
-            tenant = self.keys.tenants[0]
-            self.decoder.connect(self.engine(tenant), tenant.salt)
-
-    def reconnect(self) -> None:
-        """Try again to reach the vLLM server that decodes, if it is away. It may block."""
-        if self.decoder is not None and not self.decoder.is_up and not self.stopping:
-            tenant = self.keys.tenants[0]
-            self.decoder.reconnect(self.engine(tenant), tenant.salt)
 
     async def begin(
         self, tenant: APITenant, make: Callable[[Engine], Sequence[AnswerRequest]], session: str | None
@@ -208,15 +187,23 @@ class Service:
         self.admission.leave(job)
         return result
 
-    async def lookup(self, tenant: APITenant, do: Callable[[Engine], T]) -> T:
-        """Return the result of `do`, a lookup in a tenant's store; it waits for other lookups, but not in the queue.
+    async def work_for(
+        self, request: Request, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
+    ) -> T:
+        """Return the result of `work` for a request's tenant, as long as its client is there."""
+        return await unless_disconnected(request.receive, self.work(tenant_of(request), do, computes))
+
+    async def lookup(self, request: Request, do: Callable[[Engine], T]) -> T:
+        """Return the result of `do`, a lookup in the store of a request's tenant; it does not wait in the queue.
 
         Raises:
-            APIError: The time is over (504).
+            APIError: The time is over (504), or the client has disconnected (499).
         """
+        tenant = tenant_of(request)
+        work = self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
         try:
             async with asyncio.timeout_at(self._deadline_s()):
-                return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
+                return await unless_disconnected(request.receive, work)
         except TimeoutError:
             raise _late() from None
 
@@ -231,13 +218,9 @@ class Service:
                 engine.expect({name: at for at, (whose, name) in enumerate(conversations) if whose == salt})
 
     async def upkeep(self) -> None:
-        """Keep every tenant within its quota and the vLLM server in sight, for as long as the server runs."""
+        """Keep every tenant within its quota, for as long as the server runs."""
         while True:
             await asyncio.sleep(UPKEEP_S)
-            try:
-                await self.threads.run(self.threads.upkeep, self.reconnect)
-            except Exception as error:
-                log.warning("The vLLM server could not be asked now; it is tried again soon: %s", error)
             if self.transfers is not None:
                 await self.threads.run(self.threads.upkeep, self.transfers.sweep_if_due)
             for salt, engine in list(self._engines.items()):
@@ -267,8 +250,6 @@ class Service:
             engine.close()
         self.responses.close()
         self.documents.close()
-        if self.decoder is not None:
-            self.decoder.close()
         if self.transfers is not None:
             self.transfers.close()
 

@@ -5,44 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from ragfuse.admin.quotas import QuotaKeeper
 from ragfuse.engine.engine import Engine
+from ragfuse.serve.request_queue import JobQueue
 from ragfuse.telemetry.prometheus import metrics
-
-SCHEMAS = "/v1/ragfuse/schemas"
-FAMILIES = (SCHEMAS, "/v1/ragfuse/documents", "/v1/ragfuse/entries", "/v1/ragfuse/sessions", "/v1/responses")
-"""Paths whose longer forms, of single schemas and the like, are counted with them."""
-PATHS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/embeddings",
-    "/v1/models",
-    "/v1/ragfuse/store",
-    "/v1/ragfuse/explain",
-    "/v1/ragfuse/usage",
-    *FAMILIES,
-    "/health",
-    "/metrics",
-)
-"""Paths that are counted by name; all others are counted together as "other"."""
-
-
-class HasQueue(Protocol):
-    """An object that knows how many requests wait and run."""
-
-    @property
-    def jobs(self) -> Any:
-        """A queue: its length is the number of waiting requests, `running` the number of running ones."""
-        ...
-
-
-class Decodes(Protocol):
-    """A server that decodes answers."""
-
-    outcomes: Counter[str]
-    is_up: bool
 
 
 class ServerCounts:
@@ -51,18 +19,18 @@ class ServerCounts:
     A tenant sees the metrics of its own engine only. Thread-safe.
     """
 
-    def __init__(self, admission: HasQueue) -> None:
+    def __init__(self, jobs: JobQueue[Any]) -> None:
         from prometheus_client import CollectorRegistry
 
         self._registry, self._tenant_registries = CollectorRegistry(), dict[str, CollectorRegistry]()
-        self._admission, self._lock = admission, threading.Lock()
+        self._jobs, self._lock = jobs, threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._registry.register(self)
 
     def count(self, path: str, status: int) -> None:
-        """Count one request."""
+        """Count one request by the path of its route, such as "/v1/ragfuse/schemas/{name}"."""
         with self._lock:
-            self._counts[_path_label(path), str(status)] += 1
+            self._counts[path, str(status)] += 1
 
     def show(self, engine: Engine, salt: str, name: str, keeper: QuotaKeeper, shares: bool = False) -> None:
         """Add the metrics of a tenant's engine and of its quota, visible to that tenant until the engine is closed.
@@ -80,10 +48,6 @@ class ServerCounts:
             registry = self._tenant_registries.setdefault(salt, CollectorRegistry())
         metrics(engine, registry, name, shares)
         registry.register(_QuotaMetrics(keeper, name))
-
-    def show_decoder(self, decoder: Decodes) -> None:
-        """Add what became of answers that another server was to decode."""
-        self._registry.register(_DecodeMetrics(decoder))
 
     def text(self, salt: str) -> bytes:
         """Return the metrics that the tenant of this salt may see, in Prometheus' text format."""
@@ -107,9 +71,9 @@ class ServerCounts:
         for labels, n in counts.items():
             requests.add_metric(labels, n)
         yield requests
-        jobs = self._admission.jobs
-        yield GaugeMetricFamily("ragfuse_requests_waiting", "Requests that wait for their turn.", value=len(jobs))
-        yield GaugeMetricFamily("ragfuse_requests_running", "Requests that are being answered.", value=jobs.running)
+        waiting, running = len(self._jobs), self._jobs.running
+        yield GaugeMetricFamily("ragfuse_requests_waiting", "Requests that wait for their turn.", value=waiting)
+        yield GaugeMetricFamily("ragfuse_requests_running", "Requests that are being answered.", value=running)
 
 
 class _QuotaMetrics:
@@ -146,39 +110,6 @@ class _QuotaMetrics:
         for kind in ("bytes", "texts", "sessions"):
             evictions.add_metric([*engine, kind], self._keeper.evicted[kind])
         yield from (limits, evictions)
-
-
-class _DecodeMetrics:
-    """What became of answers that another server was to decode, and whether it does so now."""
-
-    def __init__(self, decoder: Decodes) -> None:
-        self._decoder = decoder
-
-    def describe(self) -> Iterable[Any]:
-        """Return the metric families, for Prometheus' registry."""
-        return self.collect()
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the metric families with their current values."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        answers = CounterMetricFamily(
-            "ragfuse_decode_at_answers",
-            "Answers that vLLM was to write, by what became of them: all but decoded were written here.",
-            labels=["outcome"],
-        )
-        for outcome, n in self._decoder.outcomes.copy().items():
-            answers.add_metric([outcome], n)
-        yield answers
-        yield GaugeMetricFamily(
-            "ragfuse_decode_at_up", "Whether the vLLM server decodes now.", value=self._decoder.is_up
-        )
-
-
-def _path_label(path: str) -> str:
-    """Return the path to count a request under; paths of single schemas and the like count as their family."""
-    path = next((family for family in FAMILIES if path.startswith(f"{family}/")), path)
-    return path if path in PATHS else "other"
 
 
 def store_of(engine: Engine) -> dict[str, Any]:

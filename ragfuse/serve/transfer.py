@@ -7,26 +7,21 @@ found. A proxy hands them to the engine that decodes, as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.errors import ModelError, TransferError
-from ragfuse.serve.refusals import APIError, json_words
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import CompletionRequest
 from ragfuse.transfer import UNKNOWN, TransferHandle, TransferModel, TransferPlace, sample_weights
-from ragfuse.types.kv import ChunkKV
 
 log = logging.getLogger("ragfuse.serve")
 
 FIELD = "kv_transfer_params"
-FLAGS = ("do_remote_decode", "do_remote_prefill")
-REMOTE_NAMES = "remote_"
-"""How the names of vLLM's parameters begin that say where KV is; before a prefill they are null."""
 
 
 class PromptTransfer:
@@ -65,23 +60,11 @@ class PromptTransfer:
             )
         try:
             kv = prefill.kv
-            TransferModel.of(self._model, kv)
+            model = TransferModel.of(self._model, kv)
         except (ModelError, TransferError) as error:
             raise APIError(400, f"{error} Leave out {FIELD}.", "unusable", FIELD) from error
-        self.put_kv(kv, prefill.token_ids)
-
-    def put_kv(self, kv: ChunkKV, token_ids: Sequence[int]) -> None:
-        """Put the KV of all of these tokens into the place; TransferError where it is not taken."""
-        model, self._token_ids = TransferModel.of(self._model, kv), tuple(token_ids)
+        self._token_ids = tuple(prefill.token_ids)
         self._handle = self._place.put(kv, self._token_ids, model, self._tenant, self._level, self._weights)
-
-    def withdraw(self) -> None:
-        """Delete the KV again, if it is still there: no other engine wants it any more."""
-        if self._handle is not None:
-            try:
-                self._place.delete(self._handle)
-            except Exception:
-                log.warning("KV that no engine wants could not be deleted; it expires.", exc_info=True)
 
     def instead_of(
         self, make: Callable[[Engine], Sequence[AnswerRequest]]
@@ -126,7 +109,6 @@ def transfer_of(
     model: str,
     salt: str,
     level: str,
-    is_router: bool = False,
 ) -> PromptTransfer | None:
     """Return the transfer that a request asks for; None where it is to be answered here.
 
@@ -136,21 +118,11 @@ def transfer_of(
         model: Name of the model.
         salt: The tenant's salt.
         level: The codec level.
-        is_router: Whether this server has a vLLM server decode; no client needs a handle then.
 
     Raises:
         APIError: It cannot be done (400).
     """
     params = request.kv_transfer_params or {}
-    _check_known(params)
-    if is_router and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
-        raise APIError(
-            400,
-            f"{FIELD} cannot be used here: this server hands KV over itself, to the vLLM server of --decode-at. Leave "
-            "them out.",
-            "unusable",
-            FIELD,
-        )
     if params.get("do_remote_prefill"):
         raise APIError(
             400,
@@ -178,33 +150,3 @@ def transfer_of(
                 name,
             )
     return PromptTransfer(place, model, salt, level)
-
-
-def _check_known(params: Mapping[str, Any]) -> None:
-    """Raise APIError (400) for parameters that have no meaning here, so that none is taken and left out."""
-    for name, value in params.items():
-        if name in FLAGS:
-            if value is not None and not isinstance(value, bool):
-                raise APIError(
-                    400,
-                    f"{FIELD}.{name}: wanted true or false; found {json_words(value)}.",
-                    "unusable",
-                    f"{FIELD}.{name}",
-                )
-        elif not name.startswith(REMOTE_NAMES):
-            near = get_close_matches(name, FLAGS, 1)
-            advice = f"did you mean '{near[0]}'?" if near else "leave it out."
-            raise APIError(
-                400, f"There is no field '{FIELD}.{name:.80}' here; {advice}", "unknown_field", f"{FIELD}.{name:.80}"
-            )
-    if params.get(FLAGS[1]):
-        return  # which is refused for itself
-    for name, value in params.items():
-        if name.startswith(REMOTE_NAMES) and value is not None:
-            raise APIError(
-                400,
-                f"{FIELD}.{name:.80}: wanted null, as this server reads no other engine's KV; found "
-                f"{json_words(value)}. Leave it out.",
-                "unusable",
-                f"{FIELD}.{name:.80}",
-            )

@@ -23,13 +23,13 @@ MAX_PAGES = 1000
 PDF = ".pdf"
 
 
-def text_of_pdf(data: bytes) -> str:
-    """Return the text of a PDF.
+def text_of_pdf(data: bytes, most_chars: int) -> str:
+    """Return the text of a PDF, or as much of it as is more than `most_chars`.
 
     Raises:
         InputError: It cannot be read, has too many pages or no text, or takes too long.
     """
-    text = _read_apart(data, PDF, 0, "Repair it, or send its text.")
+    text = _read_apart(data, PDF, most_chars, "Repair it, or send its text.")
     if not text.strip():
         raise InputError("The PDF has no text; if its pages are scanned, run OCR on it first.")
     return text
@@ -73,7 +73,7 @@ def read(data: bytes, suffix: str, most_chars: int) -> dict[str, str]:
     """Return {"text": ...} or {"error": ...} for a file of this type."""
     try:
         if suffix == PDF:
-            return _read_pdf(data)
+            return _read_pdf(data, most_chars)
         return {"text": "\n\n".join(texts_in(data.decode("utf-8", "surrogatepass"), suffix, most_chars))}
     except ImportError as error:
         return {"error": f"the server lacks the package {error.name}, which whoever runs it can install"}
@@ -83,13 +83,13 @@ def read(data: bytes, suffix: str, most_chars: int) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
 
 
-def _read_pdf(data: bytes) -> dict[str, str]:
+def _read_pdf(data: bytes, most_chars: int) -> dict[str, str]:
     from pypdf import PdfReader
 
     pages = PdfReader(io.BytesIO(data)).pages
     if len(pages) > MAX_PAGES:
         return {"error": f"it has {len(pages):,} pages, wanted {MAX_PAGES:,} at most"}
-    return {"text": "\n\n".join(page.extract_text() for page in pages)}
+    return {"text": "\n\n".join(page.extract_text() for page in pages)[: most_chars + 1]}
 
 
 def _limit_memory() -> None:

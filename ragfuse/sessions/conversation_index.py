@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 
-from ragfuse.plan.evict import Evict, evictor, lru
+from ragfuse.plan.evict import ConversationEvictor, Evict, lru, rank_named
 from ragfuse.sessions.session import Session
 from ragfuse.settings import Settings
 from ragfuse.types.keys import ChunkKey
@@ -70,7 +70,7 @@ class ConversationIndex:
         """Return the eviction policy that the settings name; it looks up conversations and places in this index."""
         if settings.evict == "lru":
             return lru
-        return evictor(settings.evict, self.conversation_of, self.places)
+        return ConversationEvictor(rank_named(settings.evict), self.conversation_of, self.places)
 
     def conversation_of(self, key: ChunkKey) -> Hashable:
         """Return the conversation that a key belongs to; None where none is known.

@@ -131,7 +131,6 @@ class Trace:
         tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
         unsaved: Data that could not be read from disk or written to it, and why; only this process remembers it.
-        decoded_elsewhere: Tokens of the answer that another engine wrote, as a vLLM server does with --decode-at.
     """
 
     model: str = ""
@@ -164,7 +163,6 @@ class Trace:
     tokens_prefix: int = 0
     tokens_chunks: int = 0
     unsaved: tuple[str, ...] = ()
-    decoded_elsewhere: int = 0
 
     @property
     def is_late(self) -> bool:

@@ -22,12 +22,15 @@ from typer.testing import CliRunner
 
 from ragfuse.cli.main import app
 from ragfuse.errors import InputError
-from ragfuse.plan.ranks import RANKS
+from ragfuse.plan.evict import by_use
 from ragfuse.settings import Settings
 
 SMALL = replace(SERVERS["LLaMA-13B"], window=None, batch=1)
 """A server on which people wait, and no conversation is cut."""
 PLENTY = 10**15
+
+
+POLICIES = SessionOptions.policies
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def simulated(talks, policy="look-ahead", memory=16 * GB, disk=40 * GB, server=S
     return Simulation(talks, Given(server, memory, disk, policy, **more)).run()
 
 
-@pytest.mark.parametrize("policy", [*RANKS, "none"])
+@pytest.mark.parametrize("policy", [*POLICIES, "none"])
 def test_every_turn_is_a_hit_a_miss_or_a_first_one(talks, policy):
     tally = simulated(talks, policy)
     assert tally.turns == sum(map(len, talks)) == tally.ram + tally.disk + tally.missed + tally.first
@@ -48,7 +51,7 @@ def test_every_turn_is_a_hit_a_miss_or_a_first_one(talks, policy):
     assert tally.events == 2 * tally.turns + tally.fetched
 
 
-@pytest.mark.parametrize("policy", RANKS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_with_memory_for_all_every_later_turn_hits_in_it(talks, policy):
     tally = simulated(talks, policy, memory=PLENTY)
     assert tally.rates()["later_hit"] == 1
@@ -62,7 +65,7 @@ def test_without_anything_kept_all_is_missed_and_computed_again(talks):
 
 
 def test_where_room_is_short_look_ahead_hits_most_and_mostly_in_memory(talks):
-    found = {policy: simulated(talks, policy).rates() for policy in RANKS}
+    found = {policy: simulated(talks, policy).rates() for policy in POLICIES}
     assert found["look-ahead"]["hit"] > max(found["lru"]["hit"], found["fifo"]["hit"]) + 0.05
     assert found["look-ahead"]["ram"] > 3 * max(found["lru"]["ram"], found["fifo"]["ram"])
 
@@ -118,14 +121,14 @@ class Recorder(Tiers):
         assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("policy", RANKS)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_tiers_never_hold_more_than_they_have_room_for_nor_anything_twice(talks, policy, monkeypatch):
     monkeypatch.setattr(simulate, "Tiers", Recorder)
     assert simulated(talks, policy).missed > 0
 
 
 def test_conversations_of_one_tier_go_to_the_next_and_then_out():
-    tiers = Tiers(RANKS["lru"], 20, 20, free_share=0.0)
+    tiers = Tiers(by_use, 20, 20, free_share=0.0)
     for now, name in enumerate("abcde"):
         tiers.save(name, 10, float(now))
     assert [tiers.find(name, 9.0) for name in "abcde"] == [None, "disk", "disk", "ram", "ram"]

@@ -78,7 +78,7 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
     told = said("ask", "--pml", given / "ask.xml")
     assert told["trace"]["modules"] == [".", "plan", "plan/abroad", "plan/abroad/oslo"]
     with Engine(tiny_settings) as engine:
-        from ragfuse.engine.question import read_prompt
+        from ragfuse.schemas.pml import read_prompt
 
         request = read_prompt(given / "ask.xml")
         assert told["answer"].startswith(engine.answer(request).text)  # which is given less room

@@ -55,12 +55,12 @@ def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine
 def test_what_computing_took_is_known_to_later_processes_and_the_least_counts(engine, server):
     known, clock, _ = server
     plan = engine.plan(messages(), Ask(reuse=False))
-    assert known.row_s(engine.model) is None
+    assert known.estimate(engine.model) is None
     known.note_compute(engine.model, plan, 2.0)
     known.note_compute(engine.model, plan, 1.0)
-    assert known.row_s(engine.model) == pytest.approx(1.0 / len(plan.prompt))
+    assert known.estimate(engine.model).prefill_s(len(plan.prompt)) == pytest.approx(1.0)
     later = MachineTimings(engine.settings.tiers, engine.catalog, clock)
-    assert later.row_s(engine.model) == pytest.approx(2.0 / len(plan.prompt))
+    assert later.estimate(engine.model).prefill_s(len(plan.prompt)) == pytest.approx(2.0)
 
 
 def test_what_the_book_says_of_computing_is_checked(engine, server, caplog):
@@ -68,4 +68,4 @@ def test_what_the_book_says_of_computing_is_checked(engine, server, caplog):
     name = known.name(engine.model.fingerprint, str(engine.model.device), torch.get_num_threads())
     for wrong in ({"row_s": "soon"}, {"row_s": -1.0}, {}):
         engine.catalog.file.put(ROWS + name, wrong)
-        assert MachineTimings(engine.settings.tiers, engine.catalog, clock).row_s(engine.model) is None
+        assert MachineTimings(engine.settings.tiers, engine.catalog, clock).estimate(engine.model) is None

@@ -1,45 +1,14 @@
-"""Windows, prefetching and the buffer, against the paper's formulas and against trying."""
+"""Prefetching and the read buffer, against the paper's formulas and against trying."""
 
-import math
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.eviction_item import EvictionItem
-from ragfuse.plan.look_ahead import (
-    buffer_excess,
-    cache_capacity,
-    eviction_window,
-    layers_before,
-    places,
-    prefetch_window,
-    required_capacity,
-    taken_until,
-    to_prefetch,
-)
+from ragfuse.plan.look_ahead import layers_before, to_prefetch
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, Forecast, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
-
-GB = 10**9
-
-
-def test_the_windows_are_the_paper_s():
-    kv_bytes = 1500 * 0.78e6
-    assert prefetch_window(128 * GB, kv_bytes) == 109
-    assert eviction_window(128 * GB, 2000 * GB, kv_bytes) == 1818
-    assert prefetch_window(100, 30) == 3
-    assert eviction_window(100, 20, 30) == 4
-    assert prefetch_window(29, 30) == 0 == eviction_window(0, 0, 30)
-    assert prefetch_window(7, 0) == 7
-
-
-def test_a_conversation_waits_where_its_first_job_does_and_jobs_of_none_take_a_place():
-    queue = ["a", None, "b", "a", "c"]
-    assert places(queue) == {"a": 0.0, "b": 2.0, "c": 4.0}
-    assert places(queue, 3) == {"a": 0.0, "b": 2.0}
-    assert places(queue, 0) == {}
 
 
 def slow_prefetch(queue, sizes, in_memory, room):
@@ -94,32 +63,3 @@ def test_a_buffer_is_none_where_loading_hides_and_where_nothing_was_measured():
     assert layers_before(planned(4.0, 1.0), 40) == 30
     assert layers_before(replace(planned(4.0, 1.0), forecast=None), 40) == 0
     assert layers_before(replace(planned(4.0, 1.0), fetches=()), 40) == 0
-
-
-@given(st.integers(0, 200), st.integers(0, 200), st.floats(0, 1))
-def test_what_is_cleared_away_leaves_the_buffer_free_and_no_more(used, capacity, share):
-    excess = buffer_excess(used, capacity, share)
-    assert used - excess <= int(capacity * (1 - share)) or used - excess == 0
-    assert excess == 0 or used - (excess - 1) > int(capacity * (1 - share))
-
-
-def test_a_tier_with_more_than_its_buffer_free_is_left_alone():
-    assert buffer_excess(89, 100, 0.1) == 0 == buffer_excess(90, 100, 0.1)
-    assert buffer_excess(95, 100, 0.1) == 5
-    assert buffer_excess(100, 100, 0.0) == 0
-
-
-@given(st.lists(st.integers(0, 9), max_size=8), st.integers(-3, 30))
-def test_so_many_go_as_give_the_room_and_not_one_more(sizes, excess):
-    candidate_rows = iter([EvictionItem(n, (), size, 0.0) for n, size in enumerate(sizes)])
-    found = list(taken_until(candidate_rows, excess))
-    assert len(list(candidate_rows)) == len(sizes) - len(found)
-    freed = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-    enough = [n for n, nbytes in enumerate(freed) if nbytes >= excess]
-    assert len(found) == (enough[0] if enough else len(sizes))
-
-
-def test_the_capacity_rule_is_sessions_times_the_longest_of_them():
-    assert cache_capacity(3600, 4096, 0.78e6) == 3600 * 4096 * 0.78e6
-    assert required_capacity(0.25, 3600, 4096, 0.78e6) == math.ceil(0.25 * 3600 * 4096 * 0.78e6)
-    assert required_capacity(0.5, 3, 1, 1) == 2

@@ -13,11 +13,11 @@ from ragfuse.plan.observed import (
     MIN_PREFILL_ROWS,
     READINGS,
     Seen,
+    by_rows,
     corrected,
     factor,
     factors,
     forgotten_after,
-    row_s,
     rows_after,
     seen_after,
 )
@@ -117,13 +117,13 @@ def test_a_corrected_machine_loads_and_plans_accordingly():
 
 
 def test_a_row_takes_the_least_of_the_last_readings():
-    assert row_s(()) is None
     readings = rows_after(rows_after((), 100, 1.0), 200, 3.0)
     assert readings == (0.01, 0.015)
-    assert row_s(readings) == 0.01
+    assert by_rows(readings, 4).prefill_s(3) == pytest.approx(0.03)
     for _ in range(READINGS):
         readings = rows_after(readings, 100, 2.0)
-    assert (len(readings), row_s(readings)) == (READINGS, 0.02)
+    assert len(readings) == READINGS
+    assert by_rows(readings, 4).prefill_s(3) == pytest.approx(0.06)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ragfuse import Settings, SettingsError
 from ragfuse.cli.main import app
 from ragfuse.ray import bulk, cluster
-from ragfuse.ray.application import ReplicaOptions, serve
+from ragfuse.ray.application import ReplicaOptions
 from ragfuse.ray.bulk import BulkSummary, encode
 from ragfuse.ray.cluster import Node, check_address, check_cluster, places_of, require_ray
 
@@ -63,19 +63,6 @@ def test_the_commands_say_so_before_a_model_is_loaded(
     said = CliRunner().invoke(app, [str(tmp_path / "notes.md") if word == "FILE" else word for word in command])
     assert said.exit_code == 1
     assert "Wanted the package ray" in said.output
-
-
-def test_another_server_that_decodes_is_refused_with_replicas(
-    with_ray: None, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAGFUSE_MODEL", "nothing-is-loaded")
-    said = CliRunner().invoke(app, ["serve", "--ray", "local", "--decode-at", "http://127.0.0.1:9"])
-    assert said.exit_code == 1
-    assert "http://127.0.0.1:9" in said.output
-    decoding = settings.model_copy(update={"decode_at": "http://127.0.0.1:9"})
-    with pytest.raises(SettingsError, match="Wanted replicas that decode themselves") as refused:
-        serve(decoding, (), "127.0.0.1", 0)
-    assert is_one_sentence(str(refused.value))
 
 
 def test_an_address_that_answers_nothing_is_refused(with_ray: None, settings: Settings, closed_port: int) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.layout import ModulePosition, SchemaLayout, TokenRange, UnionPosition, lay_out
-from ragfuse.schemas.nodes import Role, Schema, TextNode
+from ragfuse.schemas.nodes import Schema
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.types.keys import digest
 from tests.text.layouts import GAP, SCHEMAS, TURNS, Told, encode, laid, said, twin
@@ -109,9 +109,28 @@ def test_modules_may_stand_in_messages_and_messages_in_modules() -> None:
     assert [layout.places[path].in_message for path in ("", "m", "n")] == [False, True, False]
 
 
-def test_a_message_in_a_message_is_refused_in_nodes_too() -> None:
-    with pytest.raises(PMLError, match="in another message"):
-        lay_out(Schema("s", (Role("user", (Role("system", (TextNode("a"),)),)),)), encode, GAP)
+# what contradicts itself
+
+
+@pytest.mark.parametrize(
+    ("inside", "line", "found"),
+    [
+        ("<module name='m'/>\n\n<module name='m'/>", 3, "second module 'm'"),
+        ("<module name='m'/>\n<user><union><module name='m'/></union></user>", 2, "second module 'm'"),
+        ("<param name='p' len='1'/>\n<param name='p' len='2'/>", 2, "'p' with another len"),
+        ("<param name='p' len='0'/>", 1, "'p' of 0 tokens"),
+        ("<param name='schema' len='1'/>", 1, "'schema' of 1 tokens"),
+        ("<param name='p' len='3000000'/>\n<param name='q' len='3000000'/>", 2, "6000000 tokens"),
+        ("<param name='p' len='999999999'/>", 1, "999999999 tokens"),
+        ("<user>\n<system/></user>", 2, "'<system>' in another message"),
+        ("<user><module name='m'>\n<system/></module></user>", 2, "'<system>' in another message"),
+    ],
+)
+def test_a_schema_that_contradicts_itself_is_refused_with_its_line(inside: str, line: int, found: str) -> None:
+    with pytest.raises(PMLError) as caught:
+        laid(inside)
+    assert caught.value.line == line
+    assert found in caught.value.found
 
 
 # what is encoded together
@@ -163,10 +182,10 @@ def test_scaffolds_stand_from_the_largest_to_the_smallest() -> None:
 @pytest.mark.parametrize(
     ("modules", "found", "wanted"),
     [
-        ("nn", "module 'nn' in a scaffold of 's'", "'n'"),
+        ("nn", "module 'nn' in a scaffold", "'n'"),
         ("m/o", "'m/o' without 'm'", "both"),
         ("x y", "'x' and 'y' of the same union", "only one of them"),
-        ("fresh", "module 'fresh' in a scaffold", "cached"),
+        ("fresh", "module 'fresh' in a scaffold", "one of"),
         ("void", "whose modules have no text", "at least one that has text"),
     ],
 )
@@ -192,17 +211,11 @@ def test_a_scaffold_that_names_the_same_modules_again_is_encoded_once() -> None:
 def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> None:
     modules = "".join(f'<module name="m{i}">a</module>' for i in range(9))
     scaffolds = "\n".join(f'<scaffold modules=". m{i}"/>' for i in range(9))
-    with pytest.raises(PMLError, match="found 4000052 tokens to encode; wanted at most 4000000") as caught:
+    with pytest.raises(PMLError, match="found 4000041 tokens in a schema; wanted at most 4000000") as caught:
         laid(f'b<param name="p" len="1000000"/>{modules}\n{scaffolds}')
-    assert caught.value.line == 4
+    assert caught.value.line == 3
     layout = laid(f'b<param name="p" len="1000000"/>{modules}<scaffold modules=". m1"/>')
     assert not any("tokens" in vars(run) for run in layout.runs)
-
-
-def test_paths_are_limited_together() -> None:
-    modules = "".join(f'<module name="m{i}"/>' for i in range(20))
-    with pytest.raises(PMLError, match=r"found module paths of 160000.. characters in all; wanted shorter names"):
-        laid(f'<module name="{"m" * 800_000}">{modules}</module>')
 
 
 def test_what_is_not_cached_has_no_run_and_what_stands_in_it_has() -> None:

@@ -12,7 +12,8 @@ from ragfuse import InputError, PMLTemplate
 from ragfuse.errors import PMLError
 from ragfuse.schemas.frontends.python import MaxTokens, program, user
 from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, TextNode
-from ragfuse.schemas.pml import parse_prompt, parse_schema, to_pml
+from ragfuse.schemas.pml import parse_prompt, parse_schema
+from ragfuse.schemas.pml_writer import to_pml
 
 SCHEMA = """<schema name="s"><param name="who" len="9"/> asks.
 <module name="m">A module of <param name="n" len="9"/>.</module><module name="secret">Not for all.</module></schema>"""
@@ -91,7 +92,7 @@ def test_templates_of_others_are_taken() -> None:
         (SCHEMA, '<prompt schema="other"/>', "found a prompt for schema 'other'; wanted one for 's'"),
         (SCHEMA, SCHEMA, "wanted <prompt>"),
         (PROMPT, None, "wanted <schema>"),
-        (SCHEMA, '<prompt schema="s">\n<m n="{n!r}"/></prompt>', "PML:2:1: found 'n!' in a template"),
+        (SCHEMA, '<prompt schema="s">\n<m n="{n!r}"/></prompt>', "PML:2:1: found variable 'n' in a template"),
         (SCHEMA, '<prompt schema="s">{n</prompt>', "str.format cannot read"),
         (print, None, "decorated with `program`"),
         ("no such file.xml", None, "no readable file"),

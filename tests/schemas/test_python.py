@@ -15,7 +15,8 @@ from ragfuse.schemas.bind import bind
 from ragfuse.schemas.frontends.python import MaxTokens, assistant, program, schema_of, system, user
 from ragfuse.schemas.layout import lay_out
 from ragfuse.schemas.nodes import Import, Module, Param, PMLPrompt, Role, TextNode, Union
-from ragfuse.schemas.pml import parse, to_pml
+from ragfuse.schemas.pml import parse
+from ragfuse.schemas.pml_writer import to_pml
 from tests.text.layouts import GAP, TURNS, encode, key_of, read
 
 RULE = "Be brief. "
@@ -57,8 +58,8 @@ def test_a_function_is_compiled_to_modules_unions_and_parameters() -> None:
     towns = Union(
         (
             Module("oslo", (TextNode("Fjords. "),)),
-            Module("rome-or-lisbon", (TextNode("Sun. "),)),
-            Module("other-town", (TextNode(RULE),)),
+            Module("rome-lisbon", (TextNode("Sun. "),)),
+            Module("case", (TextNode(RULE),)),
         )
     )
     assert schema.name == "trip"
@@ -95,8 +96,8 @@ def test_a_call_imports_what_its_conditions_say() -> None:
         Import("slow", (("days", "ten"),)),
         Import("hotel", (("stars", "3"),)),
     )
-    assert trip("x", True, "lisbon").items[0] == Import("abroad", (), (Import("rome-or-lisbon"),))
-    assert trip("x", True, "paris").items[0] == Import("abroad", (), (Import("other-town"),))
+    assert trip("x", True, "lisbon").items[0] == Import("abroad", (), (Import("rome-lisbon"),))
+    assert trip("x", True, "paris").items[0] == Import("abroad", (), (Import("case"),))
 
 
 def test_what_is_made_can_be_printed_saved_read_and_bound() -> None:
@@ -104,7 +105,7 @@ def test_what_is_made_can_be_printed_saved_read_and_bound() -> None:
     assert schema == schema_of(trip)
     layout = lay_out(schema_of(trip), encode, GAP, TURNS, min_tokens=1)
     found = bind(trip("ten", True).asking("Why?"), layout, encode, key_of)
-    text = read(found.prompt)
+    text = read(found)
     assert text.startswith("{SBe brief. }{UI have ten.... I cross the border. Fjords. ")
     assert text.endswith("A hotel of 5. stars. }{A}{UWhy?}{A")
 
@@ -139,13 +140,13 @@ def test_conditions_are_plain_python_over_the_names_around_the_function() -> Non
 
     union, first, second, end = schema_of(party).items
     assert isinstance(union, Union)
-    assert [module.name for module in union.modules] == ["if", "not-who", "who-me-too"]
-    assert [module.name for module in (first, second) if isinstance(module, Module)] == ["if-2", "if-3"]
+    assert [module.name for module in union.modules] == ["many-n", "not-who", "who-me-too"]
+    assert [module.name for module in (first, second) if isinstance(module, Module)] == ["n-1", "n-2"]
     assert end == TextNode("End.")
-    assert party(4, "").items[0] == Import("if")
+    assert party(4, "").items[0] == Import("many-n")
     assert party(1, "me too").items == (Import("who-me-too"),)
     inner = party(3, "x").items[1]
-    assert inner == Import("if-3", (), (Import("hotel", (("stars", "4"),)),))
+    assert inner == Import("n-2", (), (Import("hotel", (("stars", "4"),)),))
 
 
 def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_called() -> None:
@@ -166,7 +167,7 @@ def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_cal
         return n > 2 * most
 
     most = 3
-    assert [party(n).items for n in (3, 4, 7)] == [(), (Import("if"),), (Import("if"), Import("if-2"))]
+    assert [party(n).items for n in (3, 4, 7)] == [(), (Import("n-most"),), (Import("n-most"), Import("late-n"))]
 
 
 def test_texts_of_a_function_in_another_block_keep_their_white_space() -> None:
@@ -199,7 +200,7 @@ def test_names_that_pml_keeps_for_itself_are_changed() -> None:
     first, union = schema_of(odd).items
     assert isinstance(first, Module)
     assert isinstance(union, Union)
-    assert [first.name, *(module.name for module in union.modules)] == ["case-user", "case-1", "None", "case"]
+    assert [first.name, *(module.name for module in union.modules)] == ["case-user", "case-1", "None", "x"]
     assert parse(to_pml(schema_of(odd))) == schema_of(odd)
 
 
@@ -255,10 +256,10 @@ REFUSED: list[tuple[Callable[..., Any], int, str, str]] = [
     (no_length, 1, "parameter 'days' without a maximum length", "max_tokens={'days': ...}"),
     (loops, 2, "'for _ in days:'", "strings, f-strings"),
     (assigns, 1, "'days = days.strip()'", "strings, f-strings"),
-    (formats, 1, "'days' with a format", "it without ':' or '!'"),
-    (computes, 1, "'days.strip()' in a text", "a parameter of the function"),
+    (formats, 1, "days:>3", "f-strings of parameters"),
+    (computes, 1, "days.strip()", "f-strings of parameters"),
     (calls, 1, "a call of 'print'", "a prompt function defined before"),
-    (only_words, 0, "without text besides its docstring", "a string as a statement"),
+    (only_words, 0, "without text besides its docstring", "a string in it"),
     (opens, 1, "'with open(path):'", "strings, f-strings"),
     (returns, 1, "\"return 'a'\"", "strings, f-strings"),
     (number, 1, "'1' in a prompt function", "strings, f-strings"),
@@ -279,11 +280,6 @@ def test_what_cannot_be_compiled_is_refused_with_its_line(
     assert wanted in error.wanted
 
 
-def test_lengths_of_what_is_no_parameter_are_refused() -> None:
-    with pytest.raises(PMLError, match="max_tokens of 'day'"):
-        program(max_tokens={"day": 3})(only_words)
-
-
 def test_what_is_no_function_or_has_no_source_is_refused() -> None:
     with pytest.raises(PMLError, match="written with def"):
         program(len)
@@ -292,9 +288,9 @@ def test_what_is_no_function_or_has_no_source_is_refused() -> None:
     lambdas = {
         "a": lambda: "a",
     }
-    with pytest.raises(PMLError, match=r"found source that cannot be read \(.*\); wanted a function written with def"):
+    with pytest.raises(PMLError, match=r"found no readable source \(.*\); wanted a function written with def"):
         program(lambdas["a"])
     made: dict[str, Any] = {}
     exec("def f():\n    'a'\n    'b'", made)
-    with pytest.raises(PMLError, match="found a function without source"):
+    with pytest.raises(PMLError, match="found no readable source"):
         program(made["f"])

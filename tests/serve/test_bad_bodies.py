@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from ragfuse import Settings
-from ragfuse.serve.guard import Guard
-from ragfuse.serve.keys import Keys
 from tests.serve.kit import Served, all_of, raw, said, serving
 
 JSON = {"content-type": "application/json"}
@@ -74,29 +71,6 @@ def test_strange_text_is_answered_or_told_wherever_it_stands(served: Served, tex
         body = json.dumps({"model": served.service.model, "messages": [said()], "max_tokens": 3, **fields})
         answer = httpx.post(f"{served.url}/chat/completions", content=body, headers=JSON, timeout=60)
         assert answer.status_code in (200, 400), (fields, answer.text)
-
-
-@pytest.mark.parametrize(
-    ("headers", "body", "status"),
-    [
-        (JSON, b"{" + b" " * 200 + b"}", 413),
-        ({}, b"{}", 415),
-    ],
-)
-async def test_who_sent_all_of_a_body_is_told_at_once(headers: dict[str, str], body: bytes, status: int) -> None:
-    """Nobody waits for what is left of a body that came as a whole."""
-    coming, said = [{"type": "http.request", "body": body, "more_body": False}], list[dict[str, Any]]()
-
-    async def receive() -> dict[str, Any]:
-        return coming.pop(0)
-
-    async def send(message: dict[str, Any]) -> None:
-        said.append(message)
-
-    sent = [(name.encode(), value.encode()) for name, value in headers.items()]
-    guard = Guard(said.append, Keys(), lambda path: 100, 60.0, lambda: False, lambda path, status: None, False)
-    await guard({"type": "http", "method": "POST", "path": "/v1/completions", "headers": sent}, receive, send)
-    assert [message.get("status") for message in said] == [status, None]
 
 
 def test_a_body_that_is_too_large_is_told_before_it_is_read(small: Served) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections import Counter
 from collections.abc import Iterator
@@ -13,18 +12,19 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 
-from ragfuse import Settings
+from ragfuse import Engine, Settings
 from ragfuse.cli.files import FILE_TYPES
 from ragfuse.errors import InputError, StoreError
 from ragfuse.serve import documents, upload_text
-from ragfuse.serve.document_records import DocumentRecords
-from ragfuse.serve.documents import StoredDocument
-from ragfuse.serve.entries import stored_kv
+from ragfuse.serve.document_records import DocumentRecords, StoredDocument
+from ragfuse.serve.documents import TenantDocuments, shown
+from ragfuse.serve.entries import stored_chunks
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.live import RecentCounts
 from ragfuse.serve.split import passages
 from ragfuse.telemetry.counters import TTFT_S, CounterSnapshot
 from ragfuse.text.file_texts import READERS
+from ragfuse.types.keys import token_digest
 from tests.serve.kit import Served, process, read_only_disk, said, serving, wait_for
 from tests.serve.pdf import pdf
 from tests.tiny import CHUNKS
@@ -45,6 +45,10 @@ def settings_at(folder: Path, model: Path) -> Settings:
         chunk_tokens=150,
         filler_tokens=0,
     )
+
+
+def stored_kv(engine: Engine, texts: list[str]) -> list[int | None]:
+    return stored_chunks(engine, [(engine.digest, token_digest(engine.tokens(text))) for text in texts])
 
 
 def two_tenants() -> Keys:
@@ -135,13 +139,13 @@ def test_a_document_that_cannot_be_saved_says_so_and_is_found(two: Served, monke
 
 def test_another_embedder_embeds_saved_passages_anew(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     done = sent(two, "embedded.txt", text=CHUNKS[0])
-    lists = documents.DocumentLists(two.service)
     records = DocumentRecords(two.service.settings, "another")
     monkeypatch.setattr(two.service, "documents", records)
-    found = asyncio.run(lists.of(two.service.keys.tenants[0])).all[done["id"]]
+    listed = TenantDocuments(two.service, two.service.keys.tenants[0])
+    listed.refresh()
+    found = listed.all[done["id"]]
     read = records.read(two.service.keys.tenants[0].salt, done["id"])
     assert read is not None
-    assert read.vectors is not None
     assert len(found.vectors) == len(read.vectors) == done["passages"]
     records.close()
 
@@ -281,8 +285,8 @@ def test_a_passage_that_is_too_short_to_be_stored_says_so_with_its_tokens(two: S
 
 
 def test_a_note_tells_of_some_of_the_passages() -> None:
-    document = StoredDocument("x", encoded=5, stored_before=2, too_short=1)
-    assert document.note == (
+    document = StoredDocument(name="x", encoded=5, stored_before=2, too_short=1)
+    assert shown(document)["note"] == (
         "2 of 5 passages stored before; 1 of 5 passages too short to be stored: computed with each question"
     )
 
@@ -468,7 +472,7 @@ def test_a_pdf_is_read_and_a_broken_one_says_so(two: Served) -> None:
 def test_an_upload_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_text, "TIMEOUT_S", 0.01)
     with pytest.raises(InputError, match=r"^The PDF could not be read within"):
-        upload_text.text_of_pdf(pdf("x"))
+        upload_text.text_of_pdf(pdf("x"), 400_000)
     with pytest.raises(InputError, match=r"^The html document could not be read within .*text/plain"):
         upload_text.text_of_type("<a x='" * 60_000, ".html", 400_000)  # the parser takes minutes for it
 
@@ -478,13 +482,9 @@ def test_an_upload_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
     [
         {},
         {"text": "x", "pdf": "eA=="},
-        {"text": "  \n "},
         {"text": "x" * (documents.MAX_DOCUMENT_CHARS + 1)},
-        {"pdf": "***"},
-        {"pdf": base64.b64encode(b"<html>").decode()},
         {"text": "x", "name": ""},
         {"text": "x", "nonsense": 1},
-        {"text": "x", "media_type": "image/png"},
     ],
 )
 def test_what_is_no_document_is_refused(two: Served, fields: dict[str, Any]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import sqlite3
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ import torch
 from ragfuse import Piece, StoreError
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.schema_service import parse_prompt
-from ragfuse.errors import InputError, NoSessionError
-from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, checked
+from ragfuse.errors import NoSessionError
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.requests import chat_messages_of, chat_requests, text_requests
@@ -144,22 +141,13 @@ def test_an_impossible_token_has_a_number_that_json_knows() -> None:
 
 
 def test_advice_is_something_that_a_client_of_http_can_do() -> None:
-    with pytest.raises(InputError) as long:
-        checked("x" * (MAX_DOCUMENT_CHARS + 1))
     request = parse_prompt('<prompt schema="trip"/>')
     absent = NoSessionError("There is no session 'x'.", "`ragfuse sessions ls` lists them.")
     unregistered = request.at.error("a prompt for 'trip'", "a schema", "Register it first: `ragfuse schema add FILE`.")
-    told = [api_error_of(error) for error in (long.value, absent, unregistered)]
-    assert [(each.status, each.code) for each in told] == [
-        (400, "unusable"),
-        (404, "session_not_found"),
-        (400, "unusable"),
-    ]
-    assert told[1].message == "There is no session 'x'. GET /v1/ragfuse/sessions lists them."
-    assert told[2].message.endswith("wanted a schema. Register it first: POST /v1/ragfuse/schemas.")
-    assert not any(
-        command in each.message for each in told for command in ("ragfuse schema", "ragfuse ingest", "Engine")
-    )
+    told = [api_error_of(error) for error in (absent, unregistered)]
+    assert [(each.status, each.code) for each in told] == [(404, "session_not_found"), (400, "unusable")]
+    assert told[0].message == "There is no session 'x'. GET /v1/ragfuse/sessions lists them."
+    assert told[1].message.endswith("wanted a schema. Register it first: POST /v1/ragfuse/schemas.")
 
 
 def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,23 +157,3 @@ def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptur
         assert "secret" not in refusal.message
         assert "secret" in caplog.text
     assert api_error_of(APIError(418, "tea")).status == 418
-
-
-@pytest.mark.parametrize(
-    ("cause", "why"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), " now: its disk is full."),
-        (sqlite3.OperationalError("database or disk is full"), " now: its disk is full."),
-        (OSError(errno.EROFS, "Read-only file system"), " now: its disk is read-only."),
-        (sqlite3.OperationalError("attempt to write a readonly database"), " now: its disk is read-only."),
-        (sqlite3.OperationalError("database is locked"), " now. Retry"),
-        (OSError(errno.EIO, "Input/output error", "/secret/path"), " now. Retry"),
-    ],
-)
-def test_what_is_wrong_with_the_disk_is_told_but_no_path(cause: Exception, why: str) -> None:
-    error = StoreError("The store at '/secret/path' cannot be written.")
-    error.__cause__ = cause
-    told = api_error_of(error)
-    assert told.status == 503
-    assert f"The store cannot be used{why}" in told.message
-    assert "secret" not in told.message

@@ -77,7 +77,7 @@ def test_a_turn_that_does_not_come_in_time_is_told(tiny_settings: Settings) -> N
     with serving(tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})) as served:
         jobs = served.service.admission.jobs
         jobs.submit(Future())  # type: ignore[arg-type]
-        held = jobs.take(0)
+        held = jobs.take()
         answer = served.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert held is not None
@@ -139,7 +139,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
         raise InputError("The stream was closed or finished before the answer began. Ask again.")
 
     class Slow:
-        def stream(self, question: Any, ask: Ask, *, prefilled: object, decoder: object) -> AnswerStream:
+        def stream(self, question: Any, ask: Ask, *, prefilled: object) -> AnswerStream:
             return AnswerStream(write)
 
     loop, engine = asyncio.get_running_loop(), Slow()
@@ -204,7 +204,7 @@ def started(write: Any, seconds: float) -> AnswerRun:
     """The run of one answer that `write` writes in place of an engine."""
 
     class Given:
-        def stream(self, question: Any, ask: Ask, *, prefilled: object, decoder: object) -> AnswerStream:
+        def stream(self, question: Any, ask: Ask, *, prefilled: object) -> AnswerStream:
             return AnswerStream(write)
 
     requests, until_s = [AnswerRequest("a", Ask())], asyncio.get_running_loop().time() + seconds

@@ -289,7 +289,6 @@ def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
     for fields, param in (
         ({"verbosity": "low"}, "verbosity"),
         ({"chat_template_kwargs": {"verbosity": "low"}}, "chat_template_kwargs"),
-        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
     ):
         with pytest.raises(APIError) as caught:
             told(**fields)

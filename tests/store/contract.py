@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ragfuse.plan.evict import evictor, lru
+from ragfuse.plan.evict import ConversationEvictor, by_next_use, lru
 from ragfuse.store import Tier
 from tests.store.kit import encoded, encoded_at, key, kv
 
@@ -250,7 +250,7 @@ class CappedContract(TierContract):
 
     def test_a_policy_of_conversations_drops_whole_ones_and_whom_nobody_waits_for_first(self, make_tier, unit):
         talks = {key(name): name[0] for name in ("a1", "a2", "b1", "b2", "c1", "d1")}
-        tier = make_tier(5 * unit, evictor("look-ahead", talks.get, lambda: {"a": 0.0, "c": 1.0}))
+        tier = make_tier(5 * unit, ConversationEvictor(by_next_use, talks.get, lambda: {"a": 0.0, "c": 1.0}))
         put(tier, "a1", "b1", "a2", "b2", "c1")
         put(tier, "d1")
         assert names(tier, "a1", "a2", "b1", "b2", "c1", "d1") == "a1a2c1d1"

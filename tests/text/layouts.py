@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as some
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.bind import Bound, bind
-from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, SchemaRun, Wrapping, lay_out
+from ragfuse.schemas.bind import SchemaUse, bind
+from ragfuse.schemas.layout import NO_WRAPPING, Encode, SchemaLayout, SchemaRun, Wrapping, lay_out
 from ragfuse.schemas.nodes import (
     Import,
     Item,
@@ -62,9 +62,28 @@ def asked(inside: str, args: str = "") -> PMLPrompt:
     return parse_prompt(f'<prompt schema="s" {args}>{inside}</prompt>')
 
 
+@dataclass(frozen=True)
+class Bound:
+    """A prompt over a schema: what it imports, the runs that it reuses rows of, and those of other alternatives."""
+
+    prompt: Prompt
+    imported: tuple[str, ...]
+    runs: tuple[SchemaRun, ...]
+    others: tuple[SchemaRun, ...]
+
+    @classmethod
+    def of(cls, request: PMLPrompt, layout: SchemaLayout, encode: Encode, blend: bool = False) -> Bound:
+        prompt = bind(request, layout, encode, key_of, blend)
+        use = prompt.schema_use
+        assert isinstance(use, SchemaUse)
+        runs = {key_of(run): run for run in layout.runs}
+        imported = tuple(path for path, _ in use.modules if path != ".")
+        return cls(prompt, imported, tuple(use.runs.values()), tuple(runs[key] for key in use.others))
+
+
 def bound(layout: SchemaLayout, inside: str, args: str = "", blend: bool = False) -> Bound:
     """Such a prompt, bound."""
-    return bind(asked(inside, args), layout, encode, key_of, blend)
+    return Bound.of(asked(inside, args), layout, encode, blend)
 
 
 def shown(prompt: Prompt) -> list[tuple[str, int, str]]:

@@ -21,7 +21,7 @@ import psutil
 import torch
 from ragfuse_bench.engines.asked import Shape, shapes_of
 from ragfuse_bench.engines.options import EnginesOptions
-from ragfuse_bench.engines.vllm_server import require_vllm, vllm_serving
+from ragfuse_bench.engines.vllm_server import require_vllm, routed, vllm_serving
 from ragfuse_bench.throughput.load import Heard, one_by_one
 from ragfuse_bench.throughput.served import serving
 from rich.console import Console
@@ -53,14 +53,16 @@ def run_engines(settings: Settings, options: EnginesOptions, console: Console | 
         vllm, pid = stack.enter_context(vllm_serving(python, folder, name, settings.dtype, place, *sizes))
         told: dict[str, Any] = {"serve_together": most, "max_tokens": options.answer_tokens}
         alone = stack.enter_context(serving(settings, options.threads, PATIENCE_S, **told))
-        told |= {"decode_at": f"http://{vllm[0]}:{vllm[1]}", "transfer_url": str(place)}
+        told |= {"transfer_url": str(place)}
         both = stack.enter_context(serving(settings, options.threads, PATIENCE_S, **told))
+        router = stack.enter_context(routed(python, both.place, vllm, home / "router.log"))
         pinned = _pin(pid, (alone.pid, both.pid))
-        ways: dict[str, Place] = {VLLM: vllm, ALONE: alone.place, BOTH: both.place}
+        ways: dict[str, Place] = {VLLM: vllm, ALONE: alone.place, BOTH: router}
+        prefills: dict[str, Place] = {ALONE: alone.place, BOTH: both.place}
         bar.update(task, description="asking", total=len(shapes) * len(options.together) * options.rounds)
         measured = []
         for shape in shapes:
-            bench = _Shape(shape, ways, name, options)
+            bench = _Shape(shape, ways, prefills, name, options)
             bench.warm()
             for together in options.together:
                 found = {way: list[Mapping[str, Any]]() for way in ways}
@@ -69,9 +71,9 @@ def run_engines(settings: Settings, options: EnginesOptions, console: Console | 
                         found[way].append(load)
                     bar.advance(task)
                 measured.append({"shape": shape.name, "together": together, **compared(found)})
-        decoded = _decoded(both.place)
+        loaded = _loaded(vllm)
     given = {name: str(value) for name, value in vars(options).items() if name != "vllm"}
-    result = {"measured": measured, "decoded": decoded, "one_core_each": pinned, "options": given}
+    result = {"measured": measured, "loaded": loaded, "one_core_each": pinned, "options": given}
     result |= {"settings": {"model": settings.model, "dtype": settings.dtype}}
     show_engines(result, console)
     return {**result, **circumstances(torch.device("cpu"), options.threads)}
@@ -80,20 +82,28 @@ def run_engines(settings: Settings, options: EnginesOptions, console: Console | 
 class _Shape:
     """One shape's prompts, each asked of every server once."""
 
-    def __init__(self, shape: Shape, ways: Mapping[str, Place], model: str, options: EnginesOptions) -> None:
-        self._shape, self._ways, self._model, self._options = shape, ways, model, options
+    def __init__(
+        self,
+        shape: Shape,
+        ways: Mapping[str, Place],
+        prefills: Mapping[str, Place],
+        model: str,
+        options: EnginesOptions,
+    ) -> None:
+        self._shape, self._ways, self._prefills = shape, ways, prefills
+        self._model, self._options = model, options
         self._left = list(shape.prompts)
 
     def warm(self) -> None:
         """Have ragfuse encode the chunks, and every server answer one prompt."""
         first = [self._body(self._left.pop())]
         for way, place in self._ways.items():
-            if way != VLLM:
+            if way in self._prefills:
                 pool, n = self._shape.pool, self._shape.n_chunks
                 said = {"model": self._model, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 1}
                 bodies = [{**said, "documents": list(pool[at : at + n])} for at in range(0, len(pool), n)]
-                sure(way, one_by_one(place, bodies, PATIENCE_S))
-                _settle(place)
+                sure(way, one_by_one(self._prefills[way], bodies, PATIENCE_S))
+                _settle(self._prefills[way])
             sure(way, one_by_one(place, first, PATIENCE_S, path=TEXT_PATH))
 
     def round(self, together: int, number: int) -> list[tuple[str, dict[str, Any]]]:
@@ -173,11 +183,11 @@ def _settle(place: Place) -> None:
         time.sleep(0.2)
 
 
-def _decoded(place: Place) -> dict[str, float]:
-    """Return what became of the answers that vLLM was to write, by outcome."""
+def _loaded(place: Place) -> float:
+    """Return how many prompts vLLM went on with from KV that was handed over."""
     lines = _got(place, "/metrics").decode().splitlines()
-    mark = "ragfuse_decode_at_answers_total{"
-    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(mark)}
+    mark = "vllm:ragfuse_prompts_loaded_total"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(mark))
 
 
 def _got(place: Place, path: str) -> bytes:

@@ -82,11 +82,40 @@ def vllm_serving(
         _wait_until_ready(process, ("127.0.0.1", port), heard)
         yield ("127.0.0.1", port), process.pid
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(ENDED_S)
+        _end(process)
+
+
+@contextmanager
+def routed(python: Path, prefills: tuple[str, int], decodes: tuple[str, int], heard: Path) -> Iterator[tuple[str, int]]:
+    """Yield host and port of vLLM's router, which has one server prefill and the other decode.
+
+    Args:
+        python: The Python beside which `vllm-router` is installed.
+        prefills: Host and port of the ragfuse server.
+        decodes: Host and port of the vLLM server.
+        heard: File of the router's log.
+    """
+    port = _free_port()
+    said: dict[str, object] = {"port": port, "prometheus-port": _free_port(), "worker-startup-check-interval": 1}
+    said |= {name: f"http://{host}:{at}" for name, (host, at) in (("prefill", prefills), ("decode", decodes))}
+    options = [each for option, value in said.items() for each in (f"--{option}", str(value))]
+    command = [str(python.with_name("vllm-router")), "--vllm-pd-disaggregation", *options]
+    with heard.open("wb") as out:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+    try:
+        _wait_until_ready(process, ("127.0.0.1", port), heard)
+        yield "127.0.0.1", port
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process with its group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(ENDED_S)
 
 
 def _free_port() -> int:
@@ -99,7 +128,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], place: tuple[str, int], 
     until_s = time.monotonic() + STARTED_S
     while time.monotonic() < until_s:
         if process.poll() is not None:
-            raise RagFuseError(f"vLLM did not begin: {heard.read_text('utf-8', 'replace')[-1500:].strip()}")
+            raise RagFuseError(f"{heard.stem} did not begin: {heard.read_text('utf-8', 'replace')[-1500:].strip()}")
         line = HTTPConnection(*place, timeout=5.0)
         try:
             line.request("GET", "/health")
@@ -110,4 +139,4 @@ def _wait_until_ready(process: subprocess.Popen[bytes], place: tuple[str, int], 
         finally:
             line.close()
         time.sleep(0.5)
-    raise RagFuseError(f"vLLM did not begin within {STARTED_S:g} s. Try a smaller model.")
+    raise RagFuseError(f"{heard.stem} did not begin within {STARTED_S:g} s. Try a smaller model.")

@@ -16,8 +16,7 @@ from ragfuse_bench.figure import LINE, Figure, Rows, Wanted
 from ragfuse_bench.sessions.run import SETTINGS, Bench, Load, lengths_of, paper_load, shown
 from ragfuse_bench.sessions.server import DISK_PRICE, GB, GPU_PRICE, MEMORY_PRICE, PCIE_BPS, SERVERS, Server
 from ragfuse_bench.sessions.simulate import Given, Tally
-
-from ragfuse.plan.look_ahead import required_capacity
+from ragfuse_bench.sessions.windows import required_capacity
 
 _, MEMORY, DISK = SETTINGS[1]
 HBM = 10 * GB

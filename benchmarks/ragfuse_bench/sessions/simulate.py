@@ -16,9 +16,9 @@ from typing import Any
 from ragfuse_bench.sessions.server import DISK_BPS, PCIE_BPS, Server
 from ragfuse_bench.sessions.tiers import Tiers
 from ragfuse_bench.sessions.trace import Talk, Turn, arrivals
+from ragfuse_bench.sessions.windows import by_arrival, eviction_window, prefetch_window
 
-from ragfuse.plan.look_ahead import eviction_window, prefetch_window
-from ragfuse.plan.ranks import rank_named
+from ragfuse.plan.evict import rank_named
 from ragfuse.serve.request_queue import Job, JobQueue
 
 UNLIMITED = 10**18
@@ -89,7 +89,7 @@ class Simulation:
         self._order = count()
         self._queue: JobQueue[int] = JobQueue(UNLIMITED, lambda: self._now)
         self._tiers = Tiers(
-            rank_named("lru" if given.policy == "none" else given.policy),
+            by_arrival if given.policy == "fifo" else rank_named("lru" if given.policy == "none" else given.policy),
             given.memory_bytes if given.policy != "none" else 0,
             given.disk_bytes if given.policy != "none" else 0,
             given.free_share,
@@ -138,7 +138,7 @@ class Simulation:
 
     def _serve(self) -> None:
         """Take turns while the batch has room."""
-        while self._free and (job := self._queue.take(0)) is not None:
+        while self._free and (job := self._queue.take()) is not None:
             self._free -= 1
             self._begin(job)
 
@@ -251,7 +251,7 @@ class Simulation:
             if self._taken - self._looked_at < window * LOOK_AGAIN and self._waiting > window:
                 return
             self._looked_at = self._taken
-            wanted = self._tiers.wanted(self._queue.conversations(window))
+            wanted = self._tiers.wanted([job.conversation for job in self._queue.ahead(window)])
             self._wanted.extend(talk for talk in wanted if isinstance(talk, int))
         while self._wanted:
             talk = self._wanted.popleft()

@@ -1,6 +1,6 @@
 """Memory and disk as a simulated store has them: conversations by bytes, kept by ragfuse's own policies.
 
-Who goes is `ragfuse.plan.evict`'s order, held by its `EvictionOrder`; what is fetched and how much stays free is
+Who goes is `ragfuse.plan.evict`'s order, held by an `EvictionOrder`; what is fetched is
 `ragfuse.plan.look_ahead`'s. A conversation is in one tier: it goes from memory to disk, and from disk out of the
 system.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal
 
+from ragfuse_bench.sessions.eviction_order import EvictionOrder
+from ragfuse_bench.sessions.windows import buffer_excess, taken_until
+
 from ragfuse.plan.eviction_item import EvictionItem, Rank
-from ragfuse.plan.eviction_order import EvictionOrder
-from ragfuse.plan.look_ahead import buffer_excess, taken_until, to_prefetch
+from ragfuse.plan.look_ahead import to_prefetch
 
 Where = Literal["ram", "disk"]
 

@@ -3,7 +3,7 @@
 A string statement is text, the parameters in an f-string are PML parameters, `if` is a module, `if` with `else` and
 `match` are a union, a call of another prompt function is a nested module, and `with user:` is a message. The docstring
 is ignored. Anything else raises a PMLError with its line when the function is defined. Conditions are evaluated when
-the function is called.
+the function is called: the compiled code has an import in place of every text.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain, count
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, ParamSpec, cast, overload
 
 from ragfuse.errors import PMLError
@@ -36,7 +37,8 @@ from ragfuse.schemas.nodes import (
 from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
-_PML, _TAKEN = "__pml__", "__taken__"
+_PML = "__pml__"
+"""The attribute of a compiled function that has its schema; and the name of the recorder in the compiled code."""
 _DEF = "a function written with def"
 _SAYS = "strings, f-strings of parameters, if, match, `with` system, user or assistant, or calls of prompt functions"
 
@@ -97,61 +99,34 @@ def schema_of(function: Callable[..., Any]) -> Schema:
     return found
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of another prompt function, which the module `name` stands for."""
-
-    name: str
-    code: CodeType
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """An `if` or `match` whose code sets `_TAKEN` to the index of the branch that is taken."""
-
-    code: CodeType
-    branches: Sequence[tuple[str, _Steps]]
-
-
-_Steps = Sequence[str | _Call | _Choice]
-"""What a call does in one module: parameters that are filled, calls and choices, in order."""
-
-
-def _recorded(steps: _Steps, values: dict[str, Any]) -> tuple[dict[str, str], tuple[Import, ...]]:
-    """Return the arguments and imports of one module in a call with these values of all names."""
-    args, imports = dict[str, str](), list[Import]()
-    for step in steps:
-        match step:
-            case str():
-                args[step] = str(values[step])
-            case _Call(name, code):
-                request: PMLPrompt = eval(code, values)
-                imports.append(Import(name, request.args, request.items))
-            case _Choice(code, branches):
-                values[_TAKEN] = None
-                exec(code, values)
-                if values[_TAKEN] is not None:
-                    name, inside = branches[values[_TAKEN]]
-                    inner_args, inner_imports = _recorded(inside, values)
-                    imports.append(Import(name, tuple(inner_args.items()), inner_imports))
-    return args, tuple(imports)
-
-
-class _Names:
-    """The names of the modules of one scope."""
+class _Recorder:
+    """The arguments and imports of one call, which the compiled code tells."""
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self.args: dict[str, str] = {}
+        self.imports: list[Import] = []
 
-    def unique(self, wanted: str) -> str:
-        """Return an unused name for a nested module, as close to `wanted` as PML allows."""
-        name = re.sub(r"[^\w.-]+", "-", wanted).strip("-.")[:40]
-        if not is_name(name) or name in PML_TAGS:
-            name = f"case-{name}" if is_name(f"case-{name}") else "case"
-        numbered = (f"{name}-{n}" for n in count(2))
-        found = next(each for each in chain([name], numbered) if each not in self._names)
-        self._names.add(found)
-        return found
+    def fill(self, name: str, value: object) -> None:
+        """Take the value of a parameter of the module that is open."""
+        self.args[name] = str(value)
+
+    def call(self, name: str, request: PMLPrompt) -> None:
+        """Import a module that stands for a call of another prompt function."""
+        self.imports.append(Import(name, request.args, request.items))
+
+    @contextmanager
+    def into(self, name: str) -> Iterator[None]:
+        """Import a module; what is told inside the block is inside of it."""
+        outer = self.args, self.imports
+        self.args, self.imports = {}, []
+        yield
+        found = Import(name, tuple(self.args.items()), tuple(self.imports))
+        self.args, self.imports = outer
+        self.imports.append(found)
+
+
+_Compiled = tuple[Sequence[Item], Sequence[ast.stmt]]
+"""The items of statements, and what they do in a call."""
 
 
 class _Compiler:
@@ -163,32 +138,30 @@ class _Compiler:
         self.function = function
         self.file, self.first_line = function.__code__.co_filename, function.__code__.co_firstlineno
         self.definition = self._definition()
-        self.outer_values = {**function.__globals__, **_closure(function)}
-        arguments = self.definition.args
-        self.parameters = {arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-        self.max_tokens = {**self._annotated(), **max_tokens}
-        for name in max_tokens:
-            if name not in self.parameters:
-                raise self._error(self.definition, f"max_tokens of '{name}'", "a parameter of the function")
+        self.outer_values = _values_around(function)
+        self.parameters = set(inspect.signature(function).parameters)
+        hints = inspect.get_annotations(function, locals=self.outer_values, eval_str=True)
+        annotated = ((name, getattr(hint, "__metadata__", ())) for name, hint in hints.items())
+        found = {name: each.n for name, extras in annotated for each in extras if isinstance(each, MaxTokens)}
+        self.max_tokens = {**found, **max_tokens}
 
     def compiled(self) -> Callable[..., PMLPrompt]:
         """Return the compiled function, with its schema as an attribute."""
-        body = self.definition.body
         has_docstring = ast.get_docstring(self.definition, clean=False) is not None
-        items, steps = self._body(body[has_docstring:], _Names())
+        items, body = self._body(self.definition.body[has_docstring:], set())
         if not items:
-            found = "a function without text besides its docstring"
-            raise self._error(self.definition, found, "a string as a statement")
+            raise self._error(self.definition, "a function without text besides its docstring", "a string in it")
         schema = Schema(self.function.__name__, joined(items), at=self._spot(self.definition))
         original, signature = self.function, inspect.signature(self.function)
+        code = compile(ast.fix_missing_locations(ast.Module(list(body), [])), self.file, "exec")
 
         @wraps(original)
         def prompt_of(*args: Any, **kwargs: Any) -> PMLPrompt:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
-            values = {**original.__globals__, **_closure(original), **given.arguments}
-            own, imports = _recorded(steps, values)
-            return PMLPrompt(schema.name, imports, tuple(own.items()))
+            told = _Recorder()
+            exec(code, {**_values_around(original), **given.arguments, _PML: told})
+            return PMLPrompt(schema.name, tuple(told.imports), tuple(told.args.items()))
 
         setattr(prompt_of, _PML, schema)
         return prompt_of
@@ -198,36 +171,21 @@ class _Compiler:
     def _definition(self) -> ast.FunctionDef:
         try:
             source = inspect.getsource(self.function)
-        except OSError as error:
-            wanted = "one that is defined in a file"
-            raise PMLError("a function without source", wanted, self.file, self.first_line) from error
-        is_inside = source[:1].isspace()  # defined in another block: the source and its texts keep their indentation
-        try:
-            body: Sequence[ast.stmt] = ast.parse(f"if True:\n{source}" if is_inside else source).body
-        except SyntaxError as error:
-            raise PMLError(f"source that cannot be read ({error.msg})", _DEF, self.file, self.first_line) from error
-        body = cast(ast.If, body[0]).body if is_inside else body
-        found = body[0] if body else None
+            is_inside = source[
+                :1
+            ].isspace()  # defined in another block: the source and its texts keep their indentation
+            found = ast.parse(f"if True:\n{source}" if is_inside else source).body[0]
+        except (OSError, SyntaxError) as error:
+            raise PMLError(f"no readable source ({error})", _DEF, self.file, self.first_line) from error
+        found = cast(ast.If, found).body[0] if is_inside else found
         if not isinstance(found, ast.FunctionDef):
             raise PMLError(f"'{source.strip()[:40]}'", _DEF, self.file, self.first_line, 1)
         return ast.increment_lineno(found, self.first_line - 1 - is_inside)
 
-    def _annotated(self) -> dict[str, int]:
-        try:
-            hints = inspect.get_annotations(self.function, locals=_closure(self.function), eval_str=True)
-        except Exception as error:  # an annotation may be anything
-            raise self._error(self.definition, f"an annotation that cannot be read ({error})", "types") from error
-        max_tokens = {}
-        for name, hint in hints.items():
-            for each in getattr(hint, "__metadata__", ()):  # of Annotated
-                if isinstance(each, MaxTokens):
-                    max_tokens[name] = each.n
-        return max_tokens
+    def _spot(self, node: ast.stmt | ast.expr) -> SourcePosition:
+        return SourcePosition(self.file, node.lineno, node.col_offset + 1)
 
-    def _spot(self, node: ast.AST) -> SourcePosition:
-        return SourcePosition(self.file, getattr(node, "lineno", self.first_line), getattr(node, "col_offset", 0) + 1)
-
-    def _error(self, node: ast.AST, found: str, wanted: str) -> PMLError:
+    def _error(self, node: ast.stmt | ast.expr, found: str, wanted: str) -> PMLError:
         return self._spot(node).error(found, wanted)
 
     def _value(self, node: ast.expr) -> Any:
@@ -240,18 +198,14 @@ class _Compiler:
 
     # statements
 
-    def _body(self, body: Sequence[ast.stmt], names: _Names) -> tuple[list[Item], _Steps]:
-        items, steps = list[Item](), list[str | _Call | _Choice]()
-        for node in body:
-            node_items, node_steps = self._statement(node, names)
-            items += node_items
-            steps += node_steps
-        return items, steps
+    def _body(self, body: Sequence[ast.stmt], names: set[str]) -> _Compiled:
+        parts = [self._statement(node, names) for node in body]
+        return [item for items, _ in parts for item in items], [step for _, steps in parts for step in steps]
 
-    def _statement(self, node: ast.stmt, names: _Names) -> tuple[Sequence[Item], _Steps]:
+    def _statement(self, node: ast.stmt, names: set[str]) -> _Compiled:
         match node:
             case ast.Pass():
-                return [], []
+                return (), ()
             case ast.Expr(ast.Call() as call):
                 return self._call(call, names)
             case ast.Expr(value):
@@ -261,119 +215,82 @@ class _Compiler:
             case ast.With(items=[ast.withitem(opened, None)]) if isinstance(self._value(opened), MessageBlock):
                 items, steps = self._body(node.body, names)
                 return [Role(self._value(opened).role, joined(items), self._spot(node))], steps
-            case _:
-                found = f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function"
-                raise self._error(node, found, _SAYS)
+        raise self._error(node, f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function", _SAYS)
 
-    def _text(self, node: ast.expr) -> tuple[list[Item], list[str]]:
+    def _text(self, node: ast.expr) -> _Compiled:
         """Compile a string, an f-string, or a name whose value is a string."""
-        value = node.value if isinstance(node, ast.Constant) else self._value(node)
-        if isinstance(value, str):
-            return [TextNode(value, self._spot(node))] if value else [], []
-        if not isinstance(node, ast.JoinedStr):
-            raise self._error(node, f"'{ast.unparse(node)[:60]}' in a prompt function", _SAYS)
-        items, filled = list[Item](), list[str]()
-        for part in node.values:
-            value_expr = part.value if isinstance(part, ast.FormattedValue) else part
-            if isinstance(part, ast.FormattedValue) and (part.conversion != -1 or part.format_spec is not None):
-                raise self._error(
-                    value_expr, f"'{ast.unparse(value_expr)[:60]}' with a format", "it without ':' or '!'"
-                )
-            if isinstance(value_expr, ast.Name) and value_expr.id in self.parameters:
-                items.append(self._param(value_expr))
-                filled.append(value_expr.id)
-                continue
-            if not isinstance(value_expr, ast.Constant) and not isinstance(self._value(value_expr), str):
-                found = f"'{ast.unparse(value_expr)[:60]}' in a text"
-                raise self._error(value_expr, found, "a parameter of the function")
-            items += self._text(value_expr)[0]
-        return items, filled
+        items, steps = list[Item](), list[ast.stmt]()
+        for part in node.values if isinstance(node, ast.JoinedStr) else (node,):
+            plain = part.value if isinstance(part, ast.FormattedValue) else part
+            has_format = isinstance(part, ast.FormattedValue) and (part.conversion != -1 or part.format_spec)
+            value = plain.value if isinstance(plain, ast.Constant) else self._value(plain)
+            if isinstance(plain, ast.Name) and plain.id in self.parameters and part is not plain and not has_format:
+                if plain.id not in self.max_tokens:
+                    wanted = f"max_tokens={{'{plain.id}': ...}}, or Annotated[str, MaxTokens(...)]"
+                    raise self._error(plain, f"parameter '{plain.id}' without a maximum length", wanted)
+                items.append(Param(plain.id, self.max_tokens[plain.id], at=self._spot(plain)))
+                steps += ast.parse(f"{_PML}.fill({plain.id!r}, {plain.id})").body
+            elif isinstance(value, str) and not has_format:
+                items += [TextNode(value, self._spot(plain))] if value else []
+            else:
+                raise self._error(plain, f"'{ast.unparse(part)[:60]}' in a prompt function", _SAYS)
+        return items, steps
 
-    def _param(self, node: ast.Name) -> Param:
-        if node.id not in self.max_tokens:
-            wanted = f"max_tokens={{'{node.id}': ...}}, or Annotated[str, MaxTokens(...)]"
-            raise self._error(node, f"parameter '{node.id}' without a maximum length", wanted)
-        length = self.max_tokens[node.id]
-        if not is_name(node.id) or node.id == "schema" or length < 1:
-            raise self._error(
-                node, f"parameter '{node.id}' of {length} tokens", "at least 1 token, and a name that PML allows"
-            )
-        return Param(node.id, length, at=self._spot(node))
-
-    def _call(self, node: ast.Call, names: _Names) -> tuple[list[Item], _Steps]:
+    def _call(self, node: ast.Call, names: set[str]) -> _Compiled:
         schema = getattr(self._value(node.func), _PML, None)
         if not isinstance(schema, Schema):
             found = f"a call of '{ast.unparse(node.func)[:60]}'"
             raise self._error(node, found, "a call of a prompt function defined before")
-        name, code = names.unique(schema.name), compile(ast.Expression(node), self.file, "eval")
-        return [Module(name, schema.items, at=self._spot(node))], [_Call(name, code)]
+        name = _unique(schema.name, names)
+        step = cast(ast.Expr, ast.parse(f"{_PML}.call({name!r})").body[0])
+        cast(ast.Call, step.value).args.append(node)
+        return [Module(name, schema.items, at=self._spot(node))], [step]
 
-    def _choice(self, node: ast.If | ast.Match, names: _Names) -> tuple[list[Item], _Steps]:
-        """Compile every branch to a module, and the choice to code that says which one is taken."""
-        modules, branches = list[Module](), list[tuple[str, _Steps]]()
+    def _choice(self, node: ast.If | ast.Match, names: set[str]) -> _Compiled:
+        """Compile every branch to a module, and the choice to code that imports the one that is taken."""
+        modules = list[Module]()
 
-        def taken(wanted: str, body: Sequence[ast.stmt], at: ast.AST) -> list[ast.stmt]:
-            name = names.unique(wanted)
-            items, steps = self._body(body, _Names())
-            modules.append(Module(name, joined(items), at=self._spot(at)))
-            branches.append((name, steps))
-            return ast.parse(f"{_TAKEN} = {len(branches) - 1}").body
+        def taken(wanted: str, body: Sequence[ast.stmt]) -> list[ast.stmt]:
+            name = _unique(wanted, names)
+            items, steps = self._body(body, set())
+            modules.append(Module(name, joined(items), at=self._spot(body[0])))
+            block = cast(ast.With, ast.parse(f"with {_PML}.into({name!r}): pass").body[0])
+            block.body += steps
+            return [block]
 
         def chosen(node: ast.If) -> ast.If:
-            body, other = taken(_called(node.test), node.body, node), list[ast.stmt]()
+            body, other = taken(ast.unparse(node.test), node.body), list[ast.stmt]()
             if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
                 other = [chosen(node.orelse[0])]
             elif node.orelse:
-                other = taken("else", node.orelse, node.orelse[0])
-            return ast.copy_location(ast.If(node.test, body, other), node)
+                other = taken("else", node.orelse)
+            return ast.If(node.test, body, other)
 
-        statement: ast.stmt
         if isinstance(node, ast.If):
-            statement = chosen(node)
+            statement: ast.stmt = chosen(node)
+            if len(modules) == 1:
+                return modules, [statement]
         else:
-            cases = [
-                ast.match_case(case.pattern, case.guard, taken(_cased(node, case), case.body, case.body[0]))
-                for case in node.cases
-            ]
-            statement = ast.copy_location(ast.Match(node.subject, cases), node)
-        code = compile(ast.Module([statement], []), self.file, "exec")
-        is_alone = isinstance(node, ast.If) and len(modules) == 1
-        item = modules[0] if is_alone else Union(tuple(modules), at=self._spot(node))
-        return [item], [_Choice(code, branches)]
+            branches = [(case, taken(ast.unparse(case.pattern), case.body)) for case in node.cases]
+            cases = [ast.match_case(case.pattern, case.guard, body) for case, body in branches]
+            statement = ast.Match(node.subject, cases)
+        return [Union(tuple(modules), at=self._spot(node))], [statement]
 
 
-def _closure(function: FunctionType) -> dict[str, Any]:
-    """Return the values in a function's closure, except for those not assigned yet."""
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:  # not there yet
-            continue
+def _unique(wanted: str, taken: set[str]) -> str:
+    """Return an unused name for a nested module, as close to `wanted` as PML allows."""
+    name = re.sub(r"[^\w.-]+", "-", wanted).strip("-._")[:40]
+    if not is_name(name) or name in PML_TAGS:
+        name = f"case-{name}".strip("-")
+    found = next(each for each in chain([name], (f"{name}-{n}" for n in count(2))) if each not in taken)
+    taken.add(found)
     return found
 
 
-def _called(test: ast.expr) -> str:
-    """Return a name for the module of a condition."""
-    match test:
-        case ast.Name(name) | ast.Attribute(_, name):
-            return name
-        case ast.UnaryOp(ast.Not(), inner):
-            return f"not-{_called(inner)}"
-        case ast.Compare(left, [ast.Eq()], [ast.Constant(value)]):
-            return "-".join((_called(left), str(value)))
-        case _:
-            return "if"
-
-
-def _cased(node: ast.Match, case: ast.match_case) -> str:
-    """Return a name for the module of a `case`."""
-    match case.pattern:
-        case ast.MatchValue(ast.Constant(value)) | ast.MatchSingleton(value):
-            return str(value)
-        case ast.MatchOr(patterns):
-            return "-or-".join(_cased(node, ast.match_case(pattern, None, [])) for pattern in patterns)
-        case ast.MatchAs(None, None):
-            return f"other-{_called(node.subject)}"
-        case _:
-            return "case"
+def _values_around(function: FunctionType) -> dict[str, Any]:
+    """Return the values of the names around a function: its module's, and those of its closure that are assigned."""
+    found = dict(function.__globals__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not there yet
+            found[name] = cell.cell_contents
+    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from string import Formatter
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -68,7 +69,9 @@ def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int],
     items: list[Item] = []
     for role, parts in _messages(name, template, syntax):
         found = joined(_items(name, parts, max_tokens))
-        items += [Role(_role(name, role), found)] if role else found
+        if role and role not in _ROLES:
+            raise PMLError(f"role '{role}'", "system, user (human) or assistant (ai)", name)
+        items += [Role(_ROLES[role], found)] if role else found
     return Schema(name, joined(items))
 
 
@@ -77,53 +80,47 @@ def filled(schema: Schema, values: Mapping[str, object]) -> PMLPrompt:
     return PMLPrompt(schema.name, (), tuple((name, str(value)) for name, value in values.items()))
 
 
-def parsed(name: str, text: str, syntax: Syntax) -> Iterator[Part]:
-    """Yield the parts of a text with variables; `name` is the template's name for error messages."""
-    if syntax == "f-string":
-        yield from _formatted(name, text)
-    elif syntax == "jinja2":
+def parsed(name: str, text: str, syntax: Syntax, line: int = 1) -> Iterator[Part]:
+    """Yield the parts of a text with variables; name and line say where it begins, for error messages."""
+    if syntax == "jinja2":
         yield from _parts(name, _tree(name, text))
-    else:
+        return
+    if syntax != "f-string":
         raise PMLError(f"syntax '{syntax}'", "f-string or jinja2", name)
+    try:
+        for literal, variable, spec, conversion in Formatter().parse(text):
+            line += literal.count("\n")
+            if variable is not None and (spec or conversion or not is_name(variable)):
+                wanted = "its plain name, without logic or format"
+                raise PMLError(f"variable '{variable}' in a template", wanted, name, line, 1)
+            yield literal, variable, line
+    except ValueError as error:
+        found = f"a template that str.format cannot read ({error})"
+        raise PMLError(found, "{{ and }} for literal braces", name) from error
 
 
 def _messages(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, Iterable[Part]]]:
     """Yield the role and the parts of every message; role "": text outside of messages."""
     rich = getattr(template, "template_str", None)  # RichPromptTemplate
-    text = template if isinstance(template, str) else rich
     plain = getattr(template, "template", None)  # PromptTemplate of both
-    if isinstance(text, str) and (rich is not None or syntax == "jinja2"):
-        yield from _chats(name, text)
-    elif isinstance(text, str):
-        yield "", parsed(name, text, syntax)
+    if isinstance(rich, str) or (isinstance(template, str) and syntax == "jinja2"):
+        yield from _chats(name, rich or template)
+    elif isinstance(template, str):
+        yield "", parsed(name, template, syntax)
     elif isinstance(plain, str):
         yield "", parsed(name, plain, _syntax_of(template))
     else:
-        found = getattr(template, "messages", None) or getattr(template, "message_templates", None)
-        if not isinstance(messages := found or template, Sequence):
-            kind = type(template).__name__
-            raise PMLError(f"a template of type {kind}", "messages, a text, or (role, text) pairs", name)
-        for message in messages:
+        for message in getattr(template, "messages", None) or getattr(template, "message_templates", template):
             yield _message(name, message, syntax)
 
 
 def _chats(name: str, text: str) -> Iterator[tuple[str, Iterable[Part]]]:
     """Split a jinja2 text into its `{% chat %}` blocks and the text between them, without mere white space."""
-    outside = list[nodes.Node]()
-    for node in _tree(name, text):
-        if not (isinstance(node, nodes.CallBlock) and isinstance(node.call, nodes.Const)):
-            outside.append(node)
-            continue
-        yield from _between(name, outside)
-        yield node.call.value, _parts(name, node.body)
-        outside = []
-    yield from _between(name, outside)
-
-
-def _between(name: str, outside: Sequence[nodes.Node]) -> Iterator[tuple[str, Iterable[Part]]]:
-    parts = list(_parts(name, outside))
-    if any(literal.strip() or variable is not None for literal, variable, _ in parts):
-        yield "", parts
+    for is_block, group in groupby(_tree(name, text), lambda node: isinstance(node, nodes.CallBlock)):
+        for role, body in [(node.call.value, node.body) for node in group] if is_block else [("", list(group))]:
+            parts = list(_parts(name, body))
+            if role or any(literal.strip() or variable is not None for literal, variable, _ in parts):
+                yield role, parts
 
 
 def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, Iterable[Part]]:
@@ -137,7 +134,7 @@ def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, Iterable[Par
         return role, parsed(name, text, _syntax_of(prompt))
     if isinstance(text := getattr(message, "content", None), str):
         is_template = hasattr(message, "blocks")  # LangChain's messages are no templates
-        return role, _formatted(name, text) if is_template else [(text, None, 1)]
+        return role, parsed(name, text, "f-string") if is_template else [(text, None, 1)]
     wanted = "messages with text: a conversation has no maximum length"
     raise PMLError(f"{type(message).__name__} in a template", wanted, name)
 
@@ -147,39 +144,27 @@ def _syntax_of(prompt: Any) -> Syntax:
     return cast(Syntax, getattr(prompt, "template_format", "f-string"))
 
 
-def _role(name: str, role: str) -> RoleName:
-    if role not in _ROLES:
-        raise PMLError(f"role '{role}'", "system, user (human) or assistant (ai)", name)
-    return _ROLES[role]
-
-
 def _items(name: str, parts: Iterable[Part], max_tokens: int | Mapping[str, int]) -> Iterator[Item]:
     for literal, variable, line in parts:
         if literal:
             yield TextNode(literal)
         if variable is not None:
-            yield _param(variable, max_tokens, SourcePosition(name, line, 1))
+            length = max_tokens if isinstance(max_tokens, int) else max_tokens.get(variable, 0)
+            at = SourcePosition(name, line, 1)
+            if length < 1:
+                raise at.error(f"variable '{variable}' without a maximum length", f"max_tokens={{'{variable}': ...}}")
+            yield Param(variable, length, at=at)
 
 
-def _param(variable: str, max_tokens: int | Mapping[str, int], at: SourcePosition) -> Param:
-    if not is_name(variable) or variable == "schema":
-        raise at.error(f"'{variable}' in a template", "the plain name of a variable, without logic or format")
-    length = max_tokens if isinstance(max_tokens, int) else max_tokens.get(variable, 0)
-    if length < 1:
-        raise at.error(f"variable '{variable}' without a maximum length", f"max_tokens={{'{variable}': ...}}")
-    return Param(variable, length, at=at)
-
-
-def _tree(name: str, text: str) -> Sequence[nodes.Node]:
+def _tree(name: str, text: str) -> Sequence[Any]:
     try:
         return Environment(extensions=[_Chat]).parse(text).body
     except TemplateSyntaxError as error:
-        raise PMLError(
-            f"a template that jinja2 cannot read ({error})", "valid jinja2", name, error.lineno, 1
-        ) from error
+        found = f"a template that jinja2 cannot read ({error})"
+        raise PMLError(found, "valid jinja2", name, error.lineno, 1) from error
 
 
-def _parts(name: str, tree: Sequence[nodes.Node]) -> Iterator[Part]:
+def _parts(name: str, tree: Sequence[Any]) -> Iterator[Part]:
     """Yield the parts of parsed jinja2."""
     for node in tree:
         for part in node.nodes if isinstance(node, nodes.Output) else (node,):
@@ -190,17 +175,3 @@ def _parts(name: str, tree: Sequence[nodes.Node]) -> Iterator[Part]:
             else:
                 found = f"'{type(part).__name__.lower()}' of jinja2 in a template"
                 raise PMLError(found, "texts and plain variables only", name, part.lineno, 1)
-
-
-def _formatted(name: str, text: str) -> Iterator[Part]:
-    """Yield the parts of a text of `str.format`."""
-    line = 1
-    try:
-        for literal, variable, spec, conversion in Formatter().parse(text):
-            line += literal.count("\n")
-            if variable is not None:
-                variable += ("!" if conversion else "") + (":" if spec else "")
-            yield literal, variable, line
-    except ValueError as error:
-        found = f"a template that str.format cannot read ({error})"
-        raise PMLError(found, "{{ and }} for literal braces", name) from error
