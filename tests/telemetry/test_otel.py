@@ -86,7 +86,8 @@ def test_an_answer_has_the_spans_of_its_parts_under_one(warm, spans):
     assert said["gen_ai.request.seed"] == 7
     assert said["gen_ai.usage.input_tokens"] == said["ragfuse.tokens"] == told.tokens
     assert said["gen_ai.usage.output_tokens"] == len(answer.token_ids)
-    assert said["gen_ai.usage.cache_read.input_tokens"] == said["ragfuse.tokens_reused"] == told.tokens_reused
+    assert said["gen_ai.usage.cache_read.input_tokens"] == told.tokens_found >= told.tokens_reused
+    assert said["ragfuse.tokens_reused"] == told.tokens_reused
     assert said["ragfuse.tokens_recomputed"] == told.tokens_recomputed
     assert said["ragfuse.tokens_fresh"] == told.tokens_fresh
     assert (said["ragfuse.policy"], said["ragfuse.ratio"]) == (told.policy, told.ratio)
