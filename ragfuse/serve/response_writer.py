@@ -182,7 +182,7 @@ def usage_of_response(answer: Answer) -> Json:
     trace, n = answer.trace, len(answer.token_ids)
     return {
         "input_tokens": trace.tokens,
-        "input_tokens_details": {"cached_tokens": trace.tokens_reused, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": trace.tokens_found, "cache_write_tokens": 0},
         "output_tokens": n,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": trace.tokens + n,

@@ -228,7 +228,7 @@ def answer_attributes(answers: Sequence[Answer]) -> Attributes:
         "gen_ai.response.finish_reasons": [answer.finish_reason for answer in answers],
         "gen_ai.usage.input_tokens": sum(trace.tokens for trace in traces),
         "gen_ai.usage.output_tokens": sum(len(answer.token_ids) for answer in answers),
-        "gen_ai.usage.cache_read.input_tokens": sum(trace.tokens_reused for trace in traces),
+        "gen_ai.usage.cache_read.input_tokens": sum(trace.tokens_found for trace in traces),
         "ragfuse.tokens": sum(trace.tokens for trace in traces),
         "ragfuse.tokens_reused": sum(trace.tokens_reused for trace in traces),
         "ragfuse.tokens_recomputed": sum(trace.tokens_recomputed for trace in traces),
