@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.context_window import may_fit
-from ragfuse.engine.options import remaining_context
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import mended_documents, texts_of
@@ -20,6 +20,8 @@ from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import chunk_of, forget_chunks
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.whole_text import whole_text
+
+log = logging.getLogger("ragfuse.engine")
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,11 @@ class Documents:
         for text, source in mended_documents(texts):
             text = text.strip()
             with at_work():  # each chunk for itself: a process that ends waits for one, not for all
-                ids = model.tokens(text, False)
-                remaining_context(len(ids), model, f"A chunk of '{source}'")
+                ids = model.tokens(text, False) if may_fit(text, model) else []
+                if (text and not ids) or (model.max_context is not None and len(ids) > model.max_context):
+                    log.warning("A text of '%s' is longer than %s reads. Left out: cut it.", source, model.name)
+                    done = replace(done, left_out=(*done.left_out, source))
+                    continue
                 nbytes = encoder.keep_chunk(ids)
                 if len(ids) >= self.settings.min_chunk_tokens:
                     self.prompts.note(runtime.digest, text, source, ids, must=True)

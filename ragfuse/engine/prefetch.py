@@ -7,8 +7,10 @@ encoded here. A question itself reads or computes the KV that was not prefetched
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from ragfuse.engine.context_window import may_fit
@@ -39,9 +41,16 @@ class _Request:
         steps: Reads one entry per step.
     """
 
-    def __init__(self, what: str, read: Callable[[_Request], Iterator[None]]) -> None:
-        self.what, self.skipped = what, set[ChunkKey]()
-        self.steps = read(self)
+    def __init__(self, what: str, store: KVStore, entries: Callable[[], Iterable[Entry]]) -> None:
+        self.what, self._store, self._entries = what, store, entries
+        self.skipped = set[ChunkKey]()
+        self.steps = self._read()
+
+    def _read(self) -> Iterator[None]:
+        for entry in self._entries():
+            if entry.key not in self.skipped:
+                self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
+                yield
 
 
 class Prefetcher:
@@ -70,26 +79,23 @@ class Prefetcher:
         """Prefetch the KV of these texts, before all earlier requests. Returns at once."""
         texts = texts_of(texts, "texts")
         if texts:
-            self._submit(f"{len(texts)} texts", lambda: self._keys(texts))
+            self._submit(f"{len(texts)} texts", lambda: self._affordable(self._keys(texts)))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""
-        if alternatives := [(key,) for key in keys]:
-            self._submit(f"{len(alternatives)} entries", lambda: alternatives)
+        if given := list(keys):
+            self._submit(f"{len(given)} entries", lambda: self._affordable(given))
 
-    def _submit(self, what: str, keys: Callable[[], Iterable[tuple[ChunkKey, ...]]]) -> None:
-        request = _Request(what, lambda request: self._read_entries(request, keys()))
+    def _submit(self, what: str, entries: Callable[[], Iterable[Entry]]) -> None:
         with self._worker.changed:
-            if self._closed:
-                return
-            self._requests.append(request)
-            self._start()
+            if not self._closed:
+                self._requests.append(_Request(what, self._store, entries))
+                self._start()
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
         """Prefetch the KV of these conversations in their order; they replace those of an earlier call."""
-        request = _Request(
-            "the conversations of waiting requests", lambda request: self._read_conversations(request, waiting)
-        )
+        entries = partial(entries_to_prefetch, self._store, self._keys_of, waiting, self._free_share)
+        request = _Request("the conversations of waiting requests", self._store, entries)
         with self._worker.changed:
             self._ahead = request if waiting and not self._closed else None
             if self._ahead is not None:
@@ -144,52 +150,30 @@ class Prefetcher:
             if request is self._ahead:
                 self._ahead = None
 
-    def _read_conversations(self, request: _Request, waiting: Sequence[Name]) -> Iterator[None]:
-        """Read entries of the first of these conversations from slow tiers, one entry per step."""
-        for entry in entries_to_prefetch(self._store, self._keys_of, waiting, self._free_share):
-            if entry.key not in request.skipped:
-                self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
-                yield
-
-    def _read_entries(self, request: _Request, keys: Iterable[tuple[ChunkKey, ...]]) -> Iterator[None]:
-        """Read, for each tuple of alternative keys, the first entry that is stored, one entry per step."""
-        entries = self._affordable(self._found(list(keys)))
-        for tier in {entry.tier for entry in entries}:
-            there = [entry for entry in entries if entry.tier == tier]
-            self._store.expect(tier, [entry.key for entry in there], 0, there[0].n_layers)
-        yield
-        for entry in entries:
-            if entry.key not in request.skipped:
-                self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
-                yield
-
-    def _found(self, keys: Sequence[tuple[ChunkKey, ...]]) -> list[Entry]:
-        """Return the stored entry of each tuple of alternative keys, in the given order."""
-        found = self._store.lookup(key for alternatives in keys for key in alternatives)
-        best = (next((found[key] for key in alternatives if key in found), None) for alternatives in keys)
-        return list({entry.key: entry for entry in best if entry is not None}.values())
-
-    def _keys(self, texts: Sequence[str]) -> Iterator[tuple[ChunkKey, ...]]:
+    def _keys(self, texts: Sequence[str]) -> Iterator[ChunkKey]:
         """Yield the key of each text that fits the model and is long enough to be stored."""
         encoder = self._runtime.encoder
         runs = (encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model))
-        yield from ((encoder.key(ids, encoder.context),) for ids in runs if len(ids) >= encoder.shortest)
+        yield from (encoder.key(ids, encoder.context) for ids in runs if len(ids) >= encoder.shortest)
 
-    def _affordable(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Return the entries in slow tiers for which the fast ones have room, besides those already in them."""
+    def _affordable(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """Return the stored entries in slow tiers for which the fast ones have room, besides those already in them."""
+        entries = list(self._store.lookup(keys).values())
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
         there = [entry for entry in entries if entry.tier in fast]
         for tier in fast.values():
             tier.touch([entry.key for entry in there])
         room = min((MAX_TIER_SHARE * _free(tier) for tier in fast.values()), default=0.0)
         room -= sum(_occupied(entry, fast.values()) for entry in there)
-        chosen = []
+        chosen = defaultdict[str, list[Entry]](list)
         for entry in entries:
             nbytes = _occupied(entry, fast.values())
             if entry.tier not in fast and nbytes <= room:
                 room -= nbytes
-                chosen.append(entry)
-        return chosen
+                chosen[entry.tier].append(entry)
+        for name, found in chosen.items():
+            self._store.expect(name, [entry.key for entry in found], 0, found[0].n_layers)
+        return list(chain.from_iterable(chosen.values()))
 
 
 def entries_to_prefetch(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name], free_share: float) -> Iterator[Entry]:

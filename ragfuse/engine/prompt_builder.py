@@ -215,8 +215,9 @@ class PromptBuilder:
             return assembler.ids(_checked(question, len(model.tokenizer)))
         is_text = isinstance(question, str) and is_bare_text(question, ask, tools)
         messages = messages_of(question)
-        sources = self._taken(messages, ask, digest) if ask.reuse else {}
-        assembler = replace(assembler, find=partial(self._find, sources))
+        documents = self._taken(messages, ask, digest) if ask.reuse else []
+        sources = {text.strip(): source for text, source in documents}
+        assembler = replace(assembler, find=partial(self._find, sources), documents=documents)
         last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
         shortened = ShortenedContents(tuple(message.pieces for message in messages))
         if leave_out:
@@ -243,26 +244,25 @@ class PromptBuilder:
         assembler = replace(assembler, calls=self.calls, check=fits)
         return replace(assembler.chat(messages, tools), dropped=shortened.sources)
 
-    def _taken(self, messages: Sequence[ChatMessage], ask: Ask, digest: str) -> dict[str, str]:
-        """Put the chunks that are given with a question into the index, and return the source of each by its text.
+    def _taken(self, messages: Sequence[ChatMessage], ask: Ask, digest: str) -> list[tuple[str, str]]:
+        """Put the chunks that are given with a question into the index, and return (text, source) of all of them.
 
-        They are pieces of its messages and, unless `learn` is "off", its documents.
+        They are pieces of its messages and its documents, which are not learnt where `learn` is "off".
         """
         self._load(digest, "\n".join(message.text for message in messages))
-        documents = mended_documents(ask.documents if self._settings.learn != "off" else ())
         pieces = chain.from_iterable(message.pieces for message in messages)
-        given = [*documents, *((piece.text, piece.source) for piece in pieces if piece.kind == "chunk")]
-        for text, source in given:
+        documents = list(mended_documents(ask.documents))
+        given = [(piece.text, piece.source) for piece in pieces if piece.kind == "chunk"]
+        for text, source in [*given, *(documents if self._settings.learn != "off" else ())]:
             self._index(text, source, is_stored=False)
-        return {text.strip(): source for text, source in given}
+        return [*documents, *given]
 
-    def _find(self, sources: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
-        """Return the known chunks in ids; those given with the question have the source that it gives."""
-        found = []
-        for match in self._spans.find(ids, sources.keys()):
-            source = sources.get(match.span.text) or match.span.source
-            found.append(replace(match, span=replace(match.span, source=source)))
-        return found
+    def _find(self, given: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
+        """Return the known chunks in ids; one that was given altered has the source that it was given last."""
+        return [
+            replace(match, span=replace(match.span, source=given.get(match.span.text, match.span.source)))
+            for match in self._spans.find(ids, given.keys())
+        ]
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """Return a message's content cut into chunks and fresh text; its own chunks stay as they are."""

@@ -84,7 +84,7 @@ class SchemaService(SchemaRegistry):
         self._template: tuple[str, Wrapping] | None = None
 
     def register(
-        self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None
+        self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None, must: bool = True
     ) -> RegisteredSchema:
         """Lay out a schema, encode those of its runs that are not stored yet, and register it for later processes too.
 
@@ -93,17 +93,13 @@ class SchemaService(SchemaRegistry):
         Args:
             schema: The schema; a text that begins with `<` is PML, any other names a file.
             progress: Called after each run with the counts so far.
+            must: Whether a catalog that cannot be written is an error; otherwise only this process knows the schema.
 
         Raises:
             PMLError: The schema cannot be read or laid out.
             InputError: It does not fit the model's context.
             StoreError: It cannot be written to the catalog.
         """
-        return self._register(schema, progress, must=True)
-
-    def _register(
-        self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None, must: bool
-    ) -> RegisteredSchema:
         stored = _stored_schema(schema)
         layout, encoder, began = self._lay_out(stored), self._runtime.encoder, time.perf_counter()
         remaining_context(layout.n_positions, encoder.model, f"Schema '{stored.name}'", "Shorten its modules.")
@@ -134,7 +130,7 @@ class SchemaService(SchemaRegistry):
             The registered schema; None where it was registered before.
         """
         with self._ensuring:
-            return None if self.has(schema) else self._register(schema, progress, must=False)
+            return None if self.has(schema) else self.register(schema, progress, must=False)
 
     def show(self, name: str | Path) -> SchemaLayout:
         """Return the layout, for the engine's model, of a registered schema or of one in a file (without registering).

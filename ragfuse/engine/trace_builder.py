@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ragfuse.engine.background import jobs_after
 from ragfuse.hf.model import Prefill
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
@@ -122,6 +123,7 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
         modules=_modules(plan),
         tokens_prefix=sum(s.n_tokens for s in segments if s.hit and s.kind == "prefix"),
         tokens_chunks=sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk") - recomputed,
+        tokens_to_encode=sum(len(job.tokens) for job in jobs_after(plan) if job.kind != "copy"),
     )
 
 
@@ -164,8 +166,10 @@ def _nbytes_of(fetch: Fetch, n_tokens: int) -> int:
 
 
 def _goes_on(segments: Sequence[Segment], index: int) -> bool:
-    """Return whether a segment is a later piece of the same chunk as the last segment with an entry before it."""
+    """Return whether a segment is a later piece of the same chunk, or document, as the one with an entry before it."""
     segment, before = segments[index], next((each for each in reversed(segments[:index]) if each.keys), None)
-    if before is None or not segment.rows or not before.rows or segment.keys != before.keys:
+    if before is None or segment.document == before.document >= 0:
+        return before is not None
+    if not segment.rows or not before.rows or segment.keys != before.keys:
         return False
     return segment.kind == before.kind == "chunk" and before.rows[0] < segment.rows[0]

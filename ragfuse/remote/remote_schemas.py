@@ -59,7 +59,8 @@ class RemoteSchemas:
         """
         parsed = schema if isinstance(schema, Schema) else read_schema(schema)
         found = self._connection.post(ROUTE, encoded({"pml": to_pml(parsed)}))
-        done = Ingested(*(_count(found, name) for name in ("runs", "encoded", "tokens", "nbytes")))
+        chunks, encoded_now, tokens, nbytes = (_count(found, name) for name in ("runs", "encoded", "tokens", "nbytes"))
+        done = Ingested(chunks, encoded_now, tokens, nbytes)
         if progress is not None:
             progress(done)
         return RemoteSchema(str(found.get("name")), done)

@@ -158,7 +158,7 @@ class ResponseWriter:
 
 
 def usage_of(completed: Sequence[Completed], n: int = 1) -> Json:
-    """Return OpenAI's usage; `cached_tokens` are those reused without recompute.
+    """Return OpenAI's usage; `cached_tokens` are those whose KV was found.
 
     A prompt counts once, however many answers it gets, with what its first answer reused.
 
@@ -172,7 +172,7 @@ def usage_of(completed: Sequence[Completed], n: int = 1) -> Json:
         "prompt_tokens": n_prompt,
         "completion_tokens": n_generated,
         "total_tokens": n_prompt + n_generated,
-        "prompt_tokens_details": {"cached_tokens": sum(trace.tokens_reused for trace in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(trace.tokens_found for trace in prompts)},
     }
 
 

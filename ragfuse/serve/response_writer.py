@@ -72,7 +72,7 @@ class ResponseEvents:
             found["ragfuse"] = {name: each for name, each in trace.as_dict().items() if name != "recomputed_rows"}
             found["usage"] = {
                 "input_tokens": trace.tokens,
-                "input_tokens_details": {"cached_tokens": trace.tokens_reused, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": trace.tokens_found, "cache_write_tokens": 0},
                 "output_tokens": n,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": trace.tokens + n,

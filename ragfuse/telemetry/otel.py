@@ -164,7 +164,7 @@ def answer_attributes(answers: Sequence[Answer]) -> Attributes:
         "gen_ai.response.finish_reasons": [answer.finish_reason for answer in answers],
         "gen_ai.usage.input_tokens": sum(trace.tokens for trace in traces),
         "gen_ai.usage.output_tokens": sum(len(answer.token_ids) for answer in answers),
-        "gen_ai.usage.cache_read.input_tokens": sum(trace.tokens_reused for trace in traces),
+        "gen_ai.usage.cache_read.input_tokens": sum(trace.tokens_found for trace in traces),
         **{f"ragfuse.{name}": sum(getattr(trace, name) for trace in traces) for name in _SUMS},
         "ragfuse.tiers": sorted({segment.tier for segment in segments if segment.hit}),
         "ragfuse.hits": sum(segment.hit and not segment.goes_on for segment in segments),

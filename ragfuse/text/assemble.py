@@ -6,6 +6,7 @@ do not depend on which chunks are known; these are found in the ids. The planner
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -90,6 +91,8 @@ class Assembler:
         find: Finds known runs in ids.
         continues_last: `render` leaves the last message open, so that the answer continues it.
         check: Called with the rendered text before it is tokenised; raises if the text is too long.
+        documents: (text, source) of documents that the prompt may hold: a chunk in one has its source. Where a text
+            has several sources, its places have them in order, the last ones if there are fewer places.
     """
 
     tokenizer: Tokenizer
@@ -101,6 +104,7 @@ class Assembler:
     find: Find = lambda ids: ()
     continues_last: bool = False
     check: Callable[[str], None] = lambda text: None
+    documents: Sequence[tuple[str, str]] = ()
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """Return the Prompt of a conversation, rendered by the chat template.
@@ -171,20 +175,35 @@ class Assembler:
         self.check(found.text)
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
             parts = self.tokenizer.parts(found.text, found.bare, given)
-        ids = (*bos, *chain.from_iterable(ids for ids, _ in parts))
-        return self._prompt(ids, _rows([chars for _, chars in parts], question, len(bos)))
+        ids, offsets = (*bos, *chain.from_iterable(ids for ids, _ in parts)), [chars for _, chars in parts]
+        documents = [(*_rows(offsets, chars, len(bos)), source) for chars, source in self._documents(found.text)]
+        return self._prompt(ids, _rows(offsets, question, len(bos)), documents)
 
-    def _prompt(self, ids: tuple[int, ...], last_user_rows: tuple[int, int]) -> Prompt:
+    def _documents(self, text: str) -> Iterator[tuple[Chars, str]]:
+        """Yield the characters and the source of each place of a document in a text."""
+        sources: dict[str, list[str]] = {}
+        for document, source in self.documents:
+            sources.setdefault(document.strip(), []).append(source)
+        for document, given in sources.items():
+            places = [found.span() for found in re.finditer(re.escape(document), text)] if document else []
+            yield from zip(places, given[-len(places) :] + given[-1:] * len(places), strict=False)
+
+    def _prompt(
+        self,
+        ids: tuple[int, ...],
+        last_user_rows: tuple[int, int],
+        documents: Sequence[tuple[int, int, str]] = (),
+    ) -> Prompt:
         if not ids:
             raise InputError("The prompt is empty; wanted at least one token of text.")
         segments = list[Segment]()
-        for segment in self._segments(ids):
+        for segment in self._segments(ids, documents):
             segments.append(replace(segment, start=segments[-1].stop if segments else 0))
         prompt = Prompt(tuple(segments), last_user_rows=last_user_rows)
         chunks = (lo for each, (lo, _) in zip(prompt.segments, prompt.spans, strict=True) if each.kind == "chunk")
         return replace(prompt, first_chunk=next(chunks, -1))
 
-    def _segments(self, ids: tuple[int, ...]) -> Iterator[Segment]:
+    def _segments(self, ids: tuple[int, ...], documents: Sequence[tuple[int, int, str]]) -> Iterator[Segment]:
         """Yield segments without positions yet: the prefix if there is one, the chunks, and the ids between them."""
         at, matches = 0, [match for match in self.find(ids) if match.hi < len(ids)]
         first = next((match for match in matches if match.span.source != CODE), None)
@@ -204,7 +223,10 @@ class Assembler:
             key = self.key_of(span.tokens, self.context)
             tokens = ids[match.lo : match.hi]
             rows, stored = ((match.row, match.row + len(tokens)), span.tokens) if tokens != span.tokens else (None, ())
-            yield Segment(tokens, 0, "chunk", (key,), span.source, span.text, rows, stored=stored)
+            inside = (i for i, (lo, hi, _) in enumerate(documents) if lo <= match.lo and match.hi <= hi)
+            number = next(inside, -1)
+            source = span.source if number < 0 else documents[number][2]
+            yield Segment(tokens, 0, "chunk", (key,), source, span.text, rows, stored=stored, document=number)
         yield Segment(ids[at:], 0)
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from weakref import ref
 
 MAX_TEXTS = 64
@@ -33,22 +34,26 @@ RetrievedText = tuple[str, str, str]
 
 
 class RetrievedTexts:
-    """Retrieved texts without duplicates, newest first; the oldest are dropped beyond the limits."""
+    """Retrieved texts, newest first, each once for each source, the oldest first; beyond the limits the oldest go."""
 
     def __init__(self, limit: int, texts: Sequence[RetrievedText] = ()) -> None:
         self._limit = limit
         self.all: tuple[RetrievedText, ...] = tuple(texts)
 
-    def add(self, texts: Iterable[RetrievedText]) -> None:
+    def add(self, texts: Sequence[RetrievedText]) -> None:
         """Add texts as the newest."""
-        kept: dict[str, RetrievedText] = {}
-        room = MAX_RETRIEVED_CHARS
-        for each in (*texts, *self.all):
-            text = each[0]
-            if text not in kept and len(text) <= room and len(kept) < self._limit:
-                kept[text] = each
-                room -= len(text)
-        self.all = tuple(kept.values())
+        given, before = dict.fromkeys(texts), [each for each in self.all if each not in texts]
+        groups: dict[str, list[RetrievedText]] = {}
+        for each in (*given, *before):
+            groups.setdefault(each[0], [])
+        for each in (*before, *given):
+            groups[each[0]].append(each)
+        kept, room = list[RetrievedText](), MAX_RETRIEVED_CHARS
+        for each in chain.from_iterable(groups.values()):
+            if len(each[0]) <= room and len(kept) < self._limit:
+                kept.append(each)
+                room -= len(each[0])
+        self.all = tuple(kept)
 
 
 class TaskTexts(RetrievedTexts):
@@ -153,20 +158,20 @@ class RetrievalRuns:
             prompt: Gives the text of the prompt; called only where something was retrieved.
 
         Returns:
-            Each text of which the prompt contains at least a part, once, the newest first; a text that the prompt
-            contains whole is returned in the form that it has there. Other texts do not belong to this prompt, and may
-            be another user's.
+            Each text of which the prompt contains at least a part, once for each source, the newest text first; a text
+            that the prompt contains whole is returned in the form that it has there. Other texts do not belong to this
+            prompt, and may be another user's.
         """
         task_texts = self._task.get()
         found = (*self.known(ids), *(task_texts.all if task_texts else ()))
         prompt_text = prompt() if found else ""
         letters = _letters(prompt_text)
-        texts: dict[str, str] = {}
+        texts: dict[tuple[str, str], None] = {}
         for text, source, without_metadata in found:
             form = next((form for form in _forms(text, without_metadata) if form in prompt_text), "")
             if form or any(probe in letters for probe in _probes(text)):
-                texts.setdefault(form or text, source)
-        return tuple(texts.items())
+                texts[form or text, source] = None
+        return tuple(texts)
 
     def known(self, ids: Iterable[Hashable | None]) -> list[RetrievedText]:
         """Return what was retrieved in these runs, the newest first, and note that a model is asked about it."""

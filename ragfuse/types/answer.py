@@ -75,8 +75,8 @@ class SegmentTrace:
         exact: Whether its KV equals that of a full prefill, so that nothing had to be recomputed.
         encoded: Whether its KV was computed alone, directly after the prefix, or after filler text; "" for a miss.
         why: The reason for a miss, in words; "" for a hit.
-        goes_on: Whether it belongs to the same chunk as the segment before it, as where a prompt leaves out or changes
-            words of a chunk.
+        goes_on: Whether it belongs to the same chunk or document as the segment before it, as where a prompt leaves out
+            or changes words of a chunk, or where only passages of a retrieved document are stored.
     """
 
     source: str
@@ -131,6 +131,7 @@ class Trace:
         tokens_prefix: Reused tokens of a prefix shared with earlier prompts.
         tokens_chunks: Reused tokens of chunks.
         unsaved: Data that could not be read from disk or written to it, and why; only this process remembers it.
+        tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk once.
     """
 
     model: str = ""
@@ -163,6 +164,12 @@ class Trace:
     tokens_prefix: int = 0
     tokens_chunks: int = 0
     unsaved: tuple[str, ...] = ()
+    tokens_to_encode: int = 0
+
+    @property
+    def tokens_found(self) -> int:
+        """Tokens whose KV was found and loaded, those that were then recomputed (`tokens_recomputed`) included."""
+        return self.tokens_reused + self.tokens_recomputed
 
     @property
     def is_late(self) -> bool:

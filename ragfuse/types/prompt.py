@@ -28,6 +28,7 @@ class Segment:
         rows: Rows lo:hi of the stored run that this segment uses; None: all of them.
         origin: Position of the stored run's row 0; None: as implied by `start` and `rows`.
         stored: Token ids of the whole stored run, where the segment uses only some of its rows.
+        document: The number of the document in its prompt that the segment is a part of; -1 for none.
     """
 
     tokens: tuple[int, ...]
@@ -39,6 +40,7 @@ class Segment:
     rows: tuple[int, int] | None = None
     origin: int | None = None
     stored: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    document: int = field(default=-1, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):

@@ -102,7 +102,7 @@ def test_a_prompt_says_which_conversation_it_goes_on_with(tiny_settings):
 
     def asked(engine: Engine, text: str, *before: tuple[str, str]) -> tuple[str | None, str]:
         prompt = [*before, ("user", text)]
-        name = engine.history.name_of(prompt)
+        name = engine.history.name_of(prompt, Ask())
         return name, engine.answer(prompt, Ask(max_tokens=4 + next(numbers))).text
 
     with Engine(tiny_settings) as engine:

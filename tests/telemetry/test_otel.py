@@ -86,7 +86,8 @@ def test_an_answer_has_the_spans_of_its_parts_under_one(warm, spans):
     assert said["gen_ai.request.seed"] == 7
     assert said["gen_ai.usage.input_tokens"] == said["ragfuse.tokens"] == told.tokens
     assert said["gen_ai.usage.output_tokens"] == len(answer.token_ids)
-    assert said["gen_ai.usage.cache_read.input_tokens"] == said["ragfuse.tokens_reused"] == told.tokens_reused
+    assert said["gen_ai.usage.cache_read.input_tokens"] == told.tokens_found >= told.tokens_reused
+    assert said["ragfuse.tokens_reused"] == told.tokens_reused
     assert said["ragfuse.tokens_recomputed"] == told.tokens_recomputed
     assert said["ragfuse.tokens_fresh"] == told.tokens_fresh
     assert (said["ragfuse.policy"], said["ragfuse.ratio"]) == (told.policy, told.ratio)
@@ -171,9 +172,11 @@ def test_a_batch_has_one_span_with_all_its_tokens(warm, spans):
 def test_what_fails_is_recorded_where_it_failed_and_above(warm, spans):
     with pytest.raises(InputError):
         warm.answer("much " * 5000)
-    (root,) = spans()
-    assert root.status.status_code is StatusCode.ERROR
-    assert root.events[0].attributes["exception.type"] == "ragfuse.errors.OverlongError"
+    found = named(spans())
+    assert set(found) == {"ragfuse.plan", "ragfuse.answer"}
+    for span in found.values():
+        assert span.status.status_code is StatusCode.ERROR
+        assert span.events[0].attributes["exception.type"] == "ragfuse.errors.OverlongError"
 
 
 def test_no_text_is_ever_in_a_span(warm, spans):

@@ -263,12 +263,13 @@ def usage_of(answer: Answer, engine: Answerer, ask: Ask) -> UsageMetadata:
     """Return the token counts; cache_read: reused from the store, cache_creation: misses that are encoded for later."""
     trace = answer.trace
     saves = ask.reuse and not engine.card.refusal
-    missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
     return UsageMetadata(
         input_tokens=trace.tokens,
         output_tokens=len(answer.token_ids),
         total_tokens=trace.tokens + len(answer.token_ids),
-        input_token_details=InputTokenDetails(cache_read=trace.tokens_reused, cache_creation=missed if saves else 0),
+        input_token_details=InputTokenDetails(
+            cache_read=trace.tokens_found, cache_creation=trace.tokens_to_encode if saves else 0
+        ),
     )
 
 

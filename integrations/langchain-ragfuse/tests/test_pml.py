@@ -37,7 +37,7 @@ async def test_a_pipe_answers_as_the_engine_does_and_says_what_was_reused(
     expected = engine.answer(parse_prompt(WHOLE))
     assert first.content == (await chain.ainvoke(VALUES)).content == expected.text != ""
     assert first.usage_metadata is not None
-    assert first.usage_metadata["input_token_details"]["cache_read"] == expected.trace.tokens_reused > 0
+    assert first.usage_metadata["input_token_details"]["cache_read"] == expected.trace.tokens_found > 0
     streamed = list(chain.stream(VALUES))
     assert "".join(str(chunk.content) for chunk in streamed) == expected.text
     assert trace_of(streamed[-1])["modules"] == [".", "plan"]

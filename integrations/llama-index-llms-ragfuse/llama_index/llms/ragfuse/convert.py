@@ -119,8 +119,7 @@ def raw_of(answer: Answer, engine: Answerer, reuse: bool) -> dict[str, Any]:
     trace, n_generated = answer.trace, len(answer.token_ids)
     note(trace)
     saves = reuse and not engine.card.refusal
-    missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
-    details = {"cached_tokens": trace.tokens_reused, "cache_creation_tokens": missed if saves else 0}
+    details = {"cached_tokens": trace.tokens_found, "cache_creation_tokens": trace.tokens_to_encode if saves else 0}
     usage = {
         "prompt_tokens": trace.tokens,
         "completion_tokens": n_generated,

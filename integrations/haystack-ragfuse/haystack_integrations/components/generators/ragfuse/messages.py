@@ -77,14 +77,13 @@ def meta_of(answer: Answer, engine: Answerer, reuse: bool, first_token: str | No
     """
     trace, n_generated = answer.trace, len(answer.token_ids)
     saves = reuse and not engine.card.refusal
-    missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
     usage = {
         "prompt_tokens": trace.tokens,
         "completion_tokens": n_generated,
         "total_tokens": trace.tokens + n_generated,
         "prompt_tokens_details": {
-            "cached_tokens": trace.tokens_reused,
-            "cache_creation_tokens": missed if saves else 0,
+            "cached_tokens": trace.tokens_found,
+            "cache_creation_tokens": trace.tokens_to_encode if saves else 0,
         },
     }
     return {
