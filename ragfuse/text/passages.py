@@ -16,9 +16,11 @@ ROLE_LINE_TOKENS = 3
 MAX_CODE_SHARE = 0.3
 """The greatest share of a text's characters in lines that look like source code, for the text to be learnt."""
 _INLINE = re.compile(r"`[^`\n]*`|<[^<>\n]*>|\{+ ?[\w.]+ ?\}+")
+_JSON_VALUE = re.compile(r'"[^"\n]*"|true|false|null')
+_JSON_SIGNS = frozenset("[]{}:,.-+0123456789 \t")
 _CODE_LINE = re.compile(
-    r"""[;{}(\[\\]$|\w\(.*\)(?: ->.*)?:$|^[\])}]|\w\(\)|\w\([^)\s]*[,=.'"]|\w\[[\w'":]|[=!<>+*|&:]=|[-=]>|::|&&"""
-    r"""|\|\||[\w)\]"'] = |=[("'\[{]|^(?:for|if|while|elif|with|except|class) .*:$|^(?:import|return"""
+    r"""[;{}(\[\\]$|\w\(.{0,200}\)(?: ->.{0,200})?:$|^[\])}]|\w\(\)|\w\([^)\s]{0,200}[,=.'"]"""
+    r"""|\w\[[\w'":]|[=!<>+*|&:]=|[-=]>|::|&&|\|\||[\w)\]"'] = |=[("'\[{]|^(?:for|if|while|elif|with|except|class) .{0,200}:$|^(?:import|return"""
     r"""|from [\w.]+ import|def|async|await|const|let|var|static|if \(|for \(|while \(|[#]include|//|/\*|else:|try:)"""
 )
 _WINDOW = 4
@@ -101,11 +103,18 @@ def _lines(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, 
 def is_code(text: str) -> bool:
     """Return whether a text is source code, of which a small error matters more than of prose and Markdown.
 
-    Code within a line, XML tags and placeholders such as `{name}` do not count.
+    Code within a line, XML tags, placeholders such as `{name}` and lines of JSON, such as definitions of tools, do not
+    count.
     """
     lines = [line.strip() for line in _INLINE.sub("x", text).splitlines()]
-    n_code = sum(len(line) for line in lines if _CODE_LINE.search(line))
+    n_code = sum(len(line) for line in lines if _CODE_LINE.search(line) and not _is_json(line))
     return n_code > MAX_CODE_SHARE * sum(map(len, lines))
+
+
+def _is_json(line: str) -> bool:
+    """Return whether a line has JSON and nothing else."""
+    signs = _JSON_VALUE.sub("", line)
+    return signs != line and _JSON_SIGNS.issuperset(signs)
 
 
 def last_paragraph(ids: Sequence[int], border_of: BorderOf) -> int:

@@ -73,6 +73,11 @@ def test_a_line_that_does_not_recur_takes_nothing_along(border, length):
         ("The lighthouse was built in 1871 [1] and rebuilt after the storm of 1902 [2].", False),
         ("Greet the user as {name}.\n\n{context}\n\nQuestion: {question}\nOne sentence (or two):", False),
         ("Write to support@example.com where something in these instructions is unclear.", False),
+        ('{"type": "function", "function": {"name": "f", "parameters": {"required": ["a"], "x": null}}}', False),
+        (
+            '{\n  "name": "count",\n  "parameters": {\n    "type": "object",\n    "required": ["door", "ship"]\n  }\n}',
+            False,
+        ),
         ("for (let i = 0; i < n; i++) {\n  total += prices[i];\n}", True),
         ("def total(prices):\n    found = sum(prices)\n    return found", True),
     ],
