@@ -78,7 +78,7 @@ print(f"{done.encoded} modules of {done.tokens} tokens were encoded: {done.nbyte
 # ## Where everything stands
 #
 # Every module has its positions, whichever others a prompt takes. `summer` and `winter` begin at the same one; an
-# argument has its room, marked here. (`ragfuse schema show FILE --png P` draws this, too.)
+# argument has its room, marked here.
 
 # %%
 rows = list(outline(layout, model.nbytes_per_token))

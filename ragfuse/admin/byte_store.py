@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ragfuse.admin.store_admin import unanswered
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, KVStore
+from ragfuse.store.bulk import unanswered
 from ragfuse.store.named import as_entry, value_of
 from ragfuse.store.tenants import hidden
 from ragfuse.types.arguments import checks_arguments

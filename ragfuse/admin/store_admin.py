@@ -17,11 +17,11 @@ from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.schemas.registry import SchemaRegistry
-from ragfuse.sessions.session_store import Deleted, SessionInfo, SessionStore
+from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, KVStore, bulk
 from ragfuse.store.archive import ArchivedText
-from ragfuse.store.bulk import Outcome, Progress, unanswered
+from ragfuse.store.bulk import Outcome, Progress
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.deletion import (
@@ -38,24 +38,6 @@ from ragfuse.store.tier import Freed
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
-
-__all__ = [
-    "CatalogFile",
-    "Cleared",
-    "Deleted",
-    "EntryFilter",
-    "EntryRow",
-    "Freed",
-    "Outcome",
-    "Progress",
-    "SessionInfo",
-    "StoreAdmin",
-    "Tenant",
-    "TierStatus",
-    "open_kept",
-    "tier_statuses",
-    "unanswered",
-]
 
 _SHOWN_CHARS = 200
 """Characters of a chunk's text that an `EntryRow` shows."""

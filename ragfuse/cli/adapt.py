@@ -37,7 +37,7 @@ from ragfuse.cli.options import (
 from ragfuse.cli.show import counted
 from ragfuse.errors import ModelError
 from ragfuse.telemetry.progress import progress
-from ragfuse.types.sizes import size_text
+from ragfuse.types.sizes import duration_text, size_text
 
 if TYPE_CHECKING:
     from ragfuse.adapt.trainer import StepReport
@@ -90,7 +90,7 @@ def adapt_model(
     began = time.perf_counter()
     with console.status("loading the model"):
         from ragfuse.adapt.outcome import draw_training
-        from ragfuse.adapt.run import Adaptation, default_folder
+        from ragfuse.adapt.run import Adaptation, default_folder, free_nbytes
         from ragfuse.adapt.trainer import TrainingLimits
 
         adaptation = Adaptation(settings)
@@ -99,7 +99,13 @@ def adapt_model(
         split = split_documents(docs, settings, adaptation.plain.tokenizer, console)
         texts = list(split.documents.items())
         folder = (out or default_folder(settings, texts)).expanduser()
-        _state_memory(adaptation, rank, console)
+        needed, free = adaptation.memory_nbytes(rank), free_nbytes(adaptation.plain.device)
+        memory = f"about {size_text(needed)} of memory besides the model; {size_text(free)} are free"
+        console.print(f"Training needs {memory}.", highlight=False)
+        if needed > free:
+            raise ModelError(
+                f"Training needs {memory}. End other programs, take a smaller --rank or model, or another --device."
+            )
         with console.status("preparing"):
             trainer = adaptation.prepare(texts, folder, rank)
         if trainer.state.step:
@@ -128,22 +134,6 @@ def adapt_model(
     kept = {"folder": str(folder), "steps": state.step, "seconds": state.seconds}
     write_json({**kept, "evaluations": [vars(each) for each in state.evaluations], **result}, json)
     raise typer.Exit(0 if result["calibration"]["safe"] else 1)
-
-
-def _state_memory(adaptation: Any, rank: int, console: Console) -> None:
-    """Say how much memory training needs; ModelError where there is clearly not enough."""
-    from ragfuse.adapt.run import free_nbytes
-
-    needed, free = adaptation.memory_nbytes(rank), free_nbytes(adaptation.plain.device)
-    console.print(
-        f"Training needs up to about {size_text(needed)} of memory besides the model; {size_text(free)} are free.",
-        highlight=False,
-    )
-    if needed > free:
-        raise ModelError(
-            f"Wanted about {size_text(needed)} of free memory on {adaptation.plain.device}, found {size_text(free)}. "
-            "End other programs, take a smaller --rank or model, or another --device."
-        )
 
 
 def _outcome(adaptation: Any, settings: Settings, folder: Path, questions: int, console: Console) -> dict[str, Any]:
@@ -197,11 +187,8 @@ def _shown(console: Console) -> Iterator[Callable[[StepReport], None]]:
             known = report.state.evaluations
             held = f"held-out KL {known[-1].kl:.3f} (was {known[0].kl:.3f})"
             description = f"step {report.state.step:,}, {held}"
-            bar.update(task, description=description, completed=report.done, left=_left(report.left_s))
+            bar.update(
+                task, description=description, completed=report.done, left=f"{duration_text(report.left_s)} left"
+            )
 
         yield show
-
-
-def _left(seconds: float) -> str:
-    """Return the time that is left in words."""
-    return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"

@@ -96,9 +96,9 @@ def calibrate_model(
 
     settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
     console = console_for(json)
+    require_writable(plot)
     find_files(docs)
     tune_malloc(console)
-    require_writable(plot)
     with console.status("starting"):
         from ragfuse.calibration.calibrate import draw_calibration, show_calibration
         from ragfuse.calibration.plots import require_plotting

@@ -1,7 +1,7 @@
 """`ragfuse doctor`: check whether everything works, and say what to do about what does not.
 
-Checks that need no model are here; those of the model, and a question to it, are in `trial.py`. A failure does not end
-the checks: it becomes a row of the table.
+Checks that need no model are here, those of the model in `doctor_model.py`. A failure does not end the checks: it
+becomes a row of the table.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import MappingProxyType
@@ -90,20 +89,22 @@ def doctor(
         results = [result for what, check in checks for result in guarded(what, check)]
     report: dict[str, Any] = {}
     if not quick:
-        results += guarded("model", lambda: _check_model(settings, console, report))
+        from ragfuse.cli.doctor_model import check_model
+
+        results += guarded("model", lambda: check_model(settings, console, report))
     _finish(results, report, console, json)
-
-
-def _check_model(settings: Settings, console: Console, report: dict[str, Any]) -> Iterable[CheckResult]:
-    from ragfuse.cli.trial import check_model
-
-    return check_model(settings, console, report)
 
 
 def _finish(results: Sequence[CheckResult], report: dict[str, Any], console: Console, json: Path | None) -> NoReturn:
     """Print and write all results; exit status 1 if one is bad."""
     bad = [result for result in results if result.state == "bad"]
-    _show(results, console)
+    table = Table("", "what", box=None, pad_edge=False)
+    table.add_column("found", overflow="fold", ratio=3)
+    table.add_column("what to do", overflow="fold", ratio=2)
+    for result in results:
+        remedy = Text(result.remedy, "bold" if result.state == "bad" else "")
+        table.add_row(STATE_SIGNS[result.state], result.what, Text(result.found), remedy)
+    console.print(table)
     verdict = (
         f"[bold red]{counted(len(bad), 'thing')} to fix[/]: {', '.join(result.what for result in bad)}."
         if bad
@@ -115,18 +116,6 @@ def _finish(results: Sequence[CheckResult], report: dict[str, Any], console: Con
         json,
     )
     raise typer.Exit(1 if bad else 0)
-
-
-def _show(results: Sequence[CheckResult], console: Console) -> None:
-    table = Table("", "what", box=None, pad_edge=False)
-    table.add_column("found", overflow="fold", ratio=3)
-    remedies = any(result.remedy for result in results)
-    if remedies:
-        table.add_column("what to do", overflow="fold", ratio=2)
-    for result in results:
-        cells = [Text(result.found), Text(result.remedy, "bold" if result.state == "bad" else "")]
-        table.add_row(STATE_SIGNS[result.state], result.what, *cells[: 1 + remedies])
-    console.print(table)
 
 
 # versions and packages
@@ -220,11 +209,15 @@ def _machine(device: str = "cpu", threads: int | None = None) -> Iterator[CheckR
     import torch
 
     from ragfuse.models.dtypes import auto_device
+    from ragfuse.models.threads import allowed_threads, available_threads, limit_threads
 
     device = auto_device() if device == "auto" else device
     if not device.startswith("cuda"):
         yield CheckResult("device", "ok", "a GPU, unused" if torch.cuda.is_available() else "no GPU")
-        yield _threads(threads)
+        used, allowed, cores = limit_threads(threads), allowed_threads(), available_threads()
+        found = f"torch computes with {used}; {cores} of the {allowed} cores that this process may use are free now"
+        remedy = "" if used <= cores else f"RAGFUSE_THREADS={cores}: threads without a core hold up the others"
+        yield CheckResult("threads", "note" if remedy else "ok", found, remedy)
     elif torch.cuda.is_available():
         yield CheckResult("device", "ok", torch.cuda.get_device_name(device))
     else:
@@ -233,66 +226,37 @@ def _machine(device: str = "cpu", threads: int | None = None) -> Iterator[CheckR
         )
 
 
-def _threads(setting: int | None) -> CheckResult:
-    """Check that torch computes with no more threads than there are free cores."""
-    from ragfuse.models.threads import allowed_threads, available_threads, limit_threads
-
-    used, allowed, free = limit_threads(setting), allowed_threads(), available_threads()
-    found = f"torch computes with {used}; {free} of the {allowed} cores that this process may use are free now"
-    if used <= free:
-        return CheckResult("threads", "ok", found)
-    return CheckResult("threads", "note", found, f"RAGFUSE_THREADS={free}: threads without a core hold up the others")
-
-
 def _folders(settings: Settings) -> Iterator[CheckResult]:
+    """Check whether folders, or the nearest existing ones above them, can be written to."""
     folders = [("home", settings.home, "RAGFUSE_HOME")]
     folders += [("store", settings.store_path, "RAGFUSE_STORE")] if settings.disk_bytes else []
     for what, folder, setting in folders:
-        yield from guarded(what, partial(_folder, what, folder.expanduser(), setting))
-
-
-def _folder(what: str, folder: Path, setting: str) -> Iterator[CheckResult]:
-    """Check whether a folder, or the nearest existing one above it, can be written to."""
-    yield _check_folder(what, folder, setting)
-
-
-def _check_folder(what: str, folder: Path, setting: str) -> CheckResult:
-    existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-    if not existing.is_dir():
-        return CheckResult(
-            what, "bad", f"{folder}: {existing} is a file", f"{setting}=a folder, or move that file away"
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return CheckResult(
-            what, "bad", f"{folder} cannot be written", f"{setting}=another folder, or give this user the right"
-        )
-    free = shutil.disk_usage(existing).free
-    try:
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(bytes(PROBE_NBYTES))
-    except OSError as error:
-        found = f"{folder} cannot be written: {error.strerror}, {size_text(free)} free"
-        return CheckResult(what, "bad", found, f"free some space there, or {setting}=a folder elsewhere")
-    if free < MIN_FREE_DISK:
-        return CheckResult(
-            what, "bad", f"{folder}: {size_text(free)} free", f"free some space, or {setting}=a folder elsewhere"
-        )
-    return CheckResult(what, "ok", f"{folder} ({size_text(free)} free)")
+        existing = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+        free = shutil.disk_usage(existing).free
+        remedy = f"free some space there, give this user the right to write, or {setting}=another folder"
+        try:
+            with tempfile.TemporaryFile(dir=existing) as file:
+                file.write(bytes(PROBE_NBYTES))
+        except OSError as error:
+            found = f"{folder} cannot be written: {existing}: {error.strerror}, {size_text(free)} free"
+            yield CheckResult(what, "bad", found, remedy)
+            continue
+        is_full = free < MIN_FREE_DISK
+        found = f"{folder} ({size_text(free)} free)"
+        yield CheckResult(what, "bad" if is_full else "ok", found, remedy if is_full else "")
 
 
 def _tiers(settings: Settings) -> Iterator[CheckResult]:
     """Check each tier that outlives a process: whether it answers, and what it holds."""
     from ragfuse.admin.store_admin import tier_statuses
 
-    return (_check_tier(status) for status in tier_statuses(settings))
+    return map(_check_tier, tier_statuses(settings))
 
 
 def _check_tier(status: TierStatus) -> CheckResult:
     what = f"tier {status.name}"
-    if status.wrong:
-        return CheckResult(what, "bad", status.wrong, "what it says, or remove it from the setting tiers")
     if not status.answers:
-        found = f"{status.where} does not answer"
+        found = status.wrong or f"{status.where} does not answer"
         return CheckResult(what, "bad", found, "start it or repair the connection, or remove it from the setting tiers")
     entries = counted(status.entries, "entry", "entries") if status.entries else "no entries yet"
     found = f"answers: {entries}, {size_text(status.nbytes)} of {capacity_text(status.capacity)} ({status.where})"

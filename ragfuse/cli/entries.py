@@ -18,8 +18,9 @@ from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.sizes import capacity_text, size_text
 
 if TYPE_CHECKING:
-    from ragfuse.admin.store_admin import EntryRow, Outcome
+    from ragfuse.admin.store_admin import EntryRow
     from ragfuse.store import Tier
+    from ragfuse.store.bulk import Outcome
 
 ENCODED_WORDS: Mapping[Encoded, str] = MappingProxyType(
     {

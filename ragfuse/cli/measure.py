@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,11 +52,10 @@ def measure(
     json: Json = None,
 ) -> None:
     """Time this machine with this model and each tier. Later plans, of what to read and what to compute, use it."""
-    folder, others = _split_stores(store or ())
-    settings, console = (
-        settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=folder),
-        console_for(json),
-    )
+    folder = next((each for each in store or () if "://" not in each), None)  # the disk tier
+    others = [each for each in store or () if each != folder]
+    settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=folder)
+    console = console_for(json)
     with loaded_engine(settings, console) as engine:
         name = engine.model.name
         columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeElapsedColumn()
@@ -69,11 +68,7 @@ def measure(
                 others,
                 lambda what, done: bar.update(task, description=what, completed=done),
             )
-        is_kept, placement, levels = (
-            engine.catalog.file is not None,
-            _placement_note(engine),
-            list(_level_notes(engine)),
-        )
+        is_kept, notes = engine.catalog.file is not None, list(_notes(engine))
     _show(machine, name, console)
     if is_kept:
         console.print(
@@ -81,8 +76,8 @@ def measure(
         )
     else:
         console.print("[yellow]Not saved[/]: there is no disk tier to save it in (disk_bytes is 0).")
-    for note in (placement, *levels):
-        console.print(note, highlight=False, markup=False, end="\n" if note else "")
+    for note in notes:
+        console.print(note, highlight=False, markup=False)
     write_json(machine.as_dict(), json)
 
 
@@ -130,32 +125,13 @@ def explain(
     write_json({"question": question, **as_dict(plan), "words": words}, json)
 
 
-def _split_stores(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return the first folder among these, which becomes the disk tier, and all others."""
-    folder = next((store for store in stores if "://" not in store), None)
-    others = [store for store in stores if store != folder]
-    return Path(folder) if folder is not None else None, others
-
-
-def _placement_note(engine: Engine) -> str:
-    """Return a sentence on which slow tiers new chunks are written to, where there are several."""
+def _notes(engine: Engine) -> Iterator[str]:
+    """Yield what was chosen for new chunks by the measurements: tiers, where there are several, and codec levels."""
     n_tokens, slow = engine.settings.chunk_tokens, [tier.name for tier in engine.store.tiers if tier.slow]
     targets = target_tiers(engine, n_tokens)
-    if len(slow) < 2:
-        return ""
-    if targets == slow:
-        return f"New chunks go to every slow tier: {', '.join(slow)}."
-    others = ", ".join(tier for tier in slow if tier not in targets)
-    return (
-        f"New chunks of {n_tokens} tokens go to {targets[0]} alone, and no longer to {others}: it is the cheapest "
-        "that is fast enough, or the fastest if none is. If other machines share a tier, set RAGFUSE_PLACEMENT=all, "
-        "which writes new chunks to every slow tier."
-    )
-
-
-def _level_notes(engine: Engine) -> Iterator[str]:
-    """Yield a sentence for each tier whose codec level is chosen automatically."""
-    n_tokens = engine.settings.chunk_tokens
+    if len(slow) > 1:
+        alone = "" if targets == slow else ", the cheapest that is fast enough; RAGFUSE_PLACEMENT=all writes to all"
+        yield f"New chunks of {n_tokens} tokens go to {', '.join(targets)}{alone}."
     levels = engine.runtime.encoder.levels(n_tokens, n_tokens * engine.model.nbytes_per_token)
     for tier, (level,) in levels.items():
         yield (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from types import MappingProxyType
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -21,8 +21,6 @@ from ragfuse.cli.options import (
     ModelKwargs,
     Store,
     console_for,
-    option,
-    require_writable,
     settings_of,
     write_json,
 )
@@ -37,7 +35,8 @@ schema = typer.Typer(
     "(`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",
 )
 
-MODULE_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:olive")
+UNNAMED = MappingProxyType({"schema": "the schema's own text", "text": "text"})
+"""What parts of a schema without a name are called."""
 
 
 @schema.command("add")
@@ -51,10 +50,8 @@ def add(
     json: Json = None,
 ) -> None:
     """Register a schema and compute the KV of its modules; for an edited schema, only of modules that changed."""
-    settings, console = (
-        settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
-        console_for(json),
-    )
+    settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
+    console = console_for(json)
     read_schema(file)
     with loaded_engine(settings, console) as engine:
         columns = TextColumn("encoding"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
@@ -100,21 +97,11 @@ def show(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    png: Annotated[
-        Path | None, option("--png", "Draw the positions of all modules into this PNG.", "none is drawn")
-    ] = None,
     json: Json = None,
 ) -> None:
     """Show the tree of a schema: first and last position, tokens and KV bytes of every module."""
-    settings, console = (
-        settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
-        console_for(json),
-    )
-    if png is not None:
-        from ragfuse.calibration.plots import require_plotting
-
-        require_plotting()
-    require_writable(png)
+    settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
+    console = console_for(json)
     with loaded_engine(settings, console, lambda engine: engine.schemas.named(name)) as engine:
         from ragfuse.engine.schema_service import outline
 
@@ -124,16 +111,18 @@ def show(
     for heading in ("positions", "tokens", "size"):
         table.add_column(heading, justify="right")
     for part in parts:
-        table.add_row(*_table_row(part))
+        name = UNNAMED.get(part["what"]) or f"{part['what']} {part.get('name', '')}"
+        n = part["stop"] - part["start"]
+        positions = f"{part['start']:,}-{part['stop'] - 1:,}" if n > 0 else "none"
+        tokens = f"{part.get('tokens', n):,}" if part["what"] != "union" else ""
+        size = size_text(part["nbytes"]) if part.get("nbytes") else ""
+        table.add_row(Text("  " * part["depth"] + plain(name.strip())), positions, tokens, size)
     console.print(table)
     n_tokens = sum(len(run.tokens) for run in layout.runs)
     summary = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {size_text(n_tokens * per_token)} of KV"
     console.print(f"{summary}; {size_text(per_token)} a token with {plain(settings.model)}.", highlight=False)
     for note in layout.notes:
         console.print(Text(f"note: {plain(note)}"), soft_wrap=True)
-    if png is not None:
-        _draw_positions(parts, png)
-        console.print(f"Written: {png}", highlight=False, markup=False)
     payload = {"name": layout.schema.name, "positions": layout.n_positions, "tokens": n_tokens}
     payload |= {"nbytes_per_token": per_token, "mb_per_token": per_token / 1e6, "parts": parts}
     write_json({**payload, "notes": list(layout.notes)}, json)
@@ -151,31 +140,3 @@ def rm(
         nbytes = admin.schemas.remove(name)
     console.print(Text(f"Removed '{plain(name)}' and {size_text(nbytes)} of KV."))
     write_json({"name": name, "nbytes": nbytes}, json)
-
-
-def _table_row(part: Mapping[str, Any]) -> tuple[Text, str, str, str]:
-    """Return a part of a schema as a row of the table."""
-    unnamed = {"schema": "the schema's own text", "text": "text"}
-    name = unnamed.get(part["what"]) or f"{part['what']} {part.get('name', '')}"
-    positions = f"{part['start']:,}-{part['stop'] - 1:,}" if part["stop"] > part["start"] else "none"
-    nbytes = part.get("nbytes")
-    tokens = f"{part.get('tokens', part['stop'] - part['start']):,}" if part["what"] != "union" else ""
-    return Text("  " * part["depth"] + plain(name.strip())), positions, tokens, size_text(nbytes) if nbytes else ""
-
-
-def _draw_positions(parts: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw each module as a bar over its positions into a PNG, and shade the positions of parameters."""
-    from ragfuse.calibration.plots import saved
-
-    modules = [part for part in parts if part["what"] in ("schema", "module")]
-    with saved(path, (9, max(2.0, 0.32 * len(modules)))) as figure:
-        axes = figure.add_subplot()
-        for y, part in enumerate(modules):
-            colour = "lightgrey" if part["what"] == "schema" else MODULE_COLOURS[part["depth"] % len(MODULE_COLOURS)]
-            axes.barh(y, part["stop"] - part["start"], left=part["start"], color=colour, height=0.7)
-        for part in parts:
-            if part["what"] == "param":
-                axes.axvspan(part["start"], part["stop"], color="black", alpha=0.08)
-        axes.set_yticks(range(len(modules)), [part["path"] or "the schema" for part in modules], fontsize=7)
-        axes.invert_yaxis()
-        axes.set_xlabel("position (shaded: space for arguments)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -194,7 +194,7 @@ def export(
         silent = admin.silent(entry_filter)
         if file.is_file():
             if silent:
-                raise StoreError(_unanswered(silent, consequence))
+                _refuse(silent, consequence)
             confirm(f"'{file}' exists already. Overwrite it?", yes)
         with _progress_bar(console, "exporting", "Nothing was written; an existing file is unchanged.") as report:
             outcome = admin.export(rows, file, texts, report)
@@ -281,7 +281,7 @@ def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter, cons
         rows = admin.list_entries(entry_filter)
         silent = admin.silent(entry_filter)
     if consequence and silent and not rows:
-        raise StoreError(_unanswered(silent, consequence))
+        _refuse(silent, consequence)
     for name in admin.silent():
         console.print(f"Tier {name} does not answer: its entries are not listed.", highlight=False, markup=False)
     if not rows and not silent:
@@ -291,10 +291,10 @@ def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter, cons
     return rows
 
 
-def _unanswered(silent: Sequence[str], consequence: str) -> str:
-    from ragfuse.admin.store_admin import unanswered
+def _refuse(silent: Sequence[str], consequence: str) -> NoReturn:
+    from ragfuse.store.bulk import unanswered
 
-    return unanswered(silent, consequence)
+    raise StoreError(unanswered(silent, consequence))
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def test_a_document_that_cannot_be_read_is_left_out(invoke: Any, books: Path) ->
     result = invoke("--steps", 1)
     assert result.exit_code == 0, result.output
     assert "1 step in 0 minutes" in result.output
-    assert f"left out: '{books / 'broken.json'}' cannot be read as json" in result.output
+    assert "left out: broken.json: " in result.output
 
 
 def test_the_command_that_uses_it_is_quoted(invoke: Any, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_too_little_memory_is_told_before_it_starts(
     monkeypatch.setattr(run, "free_nbytes", lambda device: 1000)
     result = invoke("--steps", 1)
     assert result.exit_code == 1
-    assert "MB of free memory on cpu, found 1.0 KB" in " ".join(result.stderr.split())
+    assert "1.0 KB are free" in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()
 
 

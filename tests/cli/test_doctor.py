@@ -222,7 +222,7 @@ def test_a_store_that_is_a_file_and_one_that_cannot_be_written_are_red(doctor, t
     (tmp_path / "user" / "store").write_text("x")
     status, rows, _ = doctor("--quick")
     assert status == 1
-    assert "is a file" in rows["store"]["found"]
+    assert "Not a directory" in rows["store"]["found"]
     status, rows, _ = doctor("--quick", RAGFUSE_STORE="/proc/store")
     assert "store" in bad(rows)
     assert "RAGFUSE_STORE=" in rows["store"]["remedy"]

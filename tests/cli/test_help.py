@@ -73,7 +73,7 @@ app()
         ("chat --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("ingest /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("schema add /nowhere/at.all", "PMLError: /nowhere/at.all: found no readable file"),
-        ("schema show x --png /nowhere/x.png", "InputError: Wanted a file to write to"),
+        ("calibrate --docs . --plot /nowhere/x.png", "InputError: Wanted a file to write to"),
         ("calibrate --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("adapt --docs /nowhere", "InputError: Wanted a file or folder, found nothing"),
         ("ask Who? --server nowhere", "SettingsError: --server is 'nowhere'; wanted the address of a server"),

@@ -61,18 +61,6 @@ def test_a_schema_is_shown_with_positions_tokens_and_bytes(given, by):
     assert f"{oslo['start']:,}-{oslo['stop'] - 1:,}" in shown  # the first and the last position
 
 
-def test_a_schema_is_drawn(given):
-    (given / "less.xml").write_text(TRIP.replace("and no fish on Fridays", ""), "utf-8")
-    drawn = []
-    for name in ("trip", "less"):
-        path = given / f"{name}.png"
-        assert run("schema", "show", given / f"{name}.xml", "--png", path).exit_code == 0
-        drawn.append(path.read_bytes())
-    assert drawn[0][:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(drawn[0][16:20], "big") > 500
-    assert drawn[0] != drawn[1]
-
-
 def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
     run("schema", "add", given / "trip.xml")
     told = said("ask", "--pml", given / "ask.xml")
@@ -96,9 +84,6 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
         (("ask", "--pml", "ask.xml"), "not registered"),
         (("ask", "--pml", "trip.xml"), "found <schema>"),
         (("ask", "--pml", "ask.xml", "--session", "mine"), "cannot be combined with --docs"),
-        (("ask", "--pml", "ask.xml", "--ratio", "0.3"), "add --blend"),
-        (("ask", "--pml", "ask.xml", "--policy", "hkvd"), "add --blend"),
-        (("ask", "What?", "--blend"), "add --pml"),
         (("ask",), "question is empty"),
         (("schema", "add", "ask.xml"), "found <prompt>"),
         (("schema", "add", "none.xml"), "no readable file"),

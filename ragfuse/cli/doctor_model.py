@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from ragfuse.cli.prompts import prefix_of, rag_prompt
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import ProfileStore, calibrate_command, options_for
-from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile
 from ragfuse.store.catalog import Catalog
@@ -30,7 +29,6 @@ from ragfuse.types.profiles import ModelProfile
 
 if TYPE_CHECKING:
     from ragfuse.types.answer import Answer
-    from ragfuse.types.kv import RopeLayout
 
 SOURCE = "almanac.txt"
 TRIAL_PASSAGES = (
@@ -48,38 +46,13 @@ TRIAL_ANSWER_TOKENS = 16
 """Most tokens of an answer."""
 
 
-@dataclass(frozen=True)
-class PairedAnswers:
-    """The answers to one question, by full prefill and by default settings.
-
-    `long` holds two answers of exactly `TRIAL_ANSWER_TOKENS` tokens, whatever they say: by full prefill, and with all
-    rows recomputed. It is None for a model that cannot be fused.
-    """
-
-    full: Answer
-    default: Answer
-    long: tuple[Answer, Answer] | None
-
-
 def check_model(settings: Settings, console: Console, report: dict[str, Any]) -> Iterator[CheckResult]:
-    """Yield the results of checking the model and of a question to it; add the answers to `report` in JSON types."""
-    with ExitStack() as stack:
-        loaded: list[CheckResult] = []
-        engine = _load_engine(settings, console, stack, loaded)
-        yield from loaded
-        if engine is None:
-            return
-        known = list(guarded("what is known", lambda: _check_catalog(settings, engine)))
-        yield from known
-        yield from guarded("question", lambda: _check_question(engine, console, report))
+    """Yield the results of checking the model and of a question to it; add the answers to `report` in JSON types.
 
-
-def _load_engine(settings: Settings, console: Console, stack: ExitStack, results: list[CheckResult]) -> Engine | None:
-    """Return an engine over a temporary store with its model loaded, or None; add the results to `results`."""
-
-    def load() -> Iterator[CheckResult]:
-        prepare_model(settings)
-        folder = stack.enter_context(TemporaryDirectory(prefix="ragfuse-doctor-"))
+    The engine has a temporary store.
+    """
+    prepare_model(settings)
+    with TemporaryDirectory(prefix="ragfuse-doctor-") as folder:
         changes = {
             "store": Path(folder) / "store",
             "tiers": (),
@@ -87,45 +60,36 @@ def _load_engine(settings: Settings, console: Console, stack: ExitStack, results
             "gpu_bytes": 0,
             "disk_bytes": 2 << 30,
         }
-        engine = stack.enter_context(Engine(settings.model_copy(update=changes)))
-        began = time.perf_counter()
-        with console.status("loading the model"):
-            model = engine.model
-        duration = f"{time.perf_counter() - began:.1f} s"
-        yield CheckResult(
-            "model", "ok", f"{settings.model}, {engine.settings.dtype} on {model.device}, loaded in {duration}"
-        )
-        yield _probe_result(model.profile)
-        engines.append(engine)
-
-    engines: list[Engine] = []
-    results += guarded("model", load)
-    return engines[0] if engines else None
+        with Engine(settings.model_copy(update=changes)) as engine:
+            began = time.perf_counter()
+            with console.status("loading the model"):
+                model = engine.model
+            what = f"{settings.model}, {engine.settings.dtype} on {model.device}"
+            yield CheckResult("model", "ok", f"{what}, loaded in {time.perf_counter() - began:.1f} s")
+            yield _probe_result(model.profile)
+            yield from guarded("what is known", lambda: _check_catalog(settings, engine))
+            yield from guarded("question", lambda: _check_question(engine, console, report))
 
 
 def _probe_result(profile: ModelProfile) -> CheckResult:
     if profile.refusal:
         remedy = "it answers by full prefill, without reuse; choose another: RAGFUSE_MODEL"
         return CheckResult("probe", "bad", f"its KV cannot be reused: {profile.refusal}", remedy)
-    kinds = dict.fromkeys(_rope_in_words(layout) for layout in profile.rope)
-    layers = [f"{sum(_rope_in_words(layout) == kind for layout in profile.rope)} layers {kind}" for kind in kinds]
+    kinds = Counter[str]()
+    for layout in profile.rope:
+        pairs = "halves" if layout is not None and layout.pairing == "half" else "neighbours"
+        rope = "" if layout is None else f"with rope over {2 * len(layout.inv_freq)} dims in {pairs}"
+        kinds[rope or "without positions in keys"] += 1
+    layers = ", ".join(f"{n} layers {kind}" for kind, n in kinds.items())
     how = "the chosen tokens alone" if profile.mode == "rows" else "the model itself, with a mask"
-    return CheckResult(
-        "probe", "ok", f"its KV can be reused anywhere in a prompt: {', '.join(layers)}; attention by {how}"
-    )
-
-
-def _rope_in_words(layout: RopeLayout | None) -> str:
-    if layout is None:
-        return "without positions in keys"
-    pairs = "halves" if layout.pairing == "half" else "neighbours"
-    return f"with rope over {2 * len(layout.inv_freq)} dims in {pairs}"
+    return CheckResult("probe", "ok", f"its KV can be reused anywhere in a prompt: {layers}; attention by {how}")
 
 
 def _check_catalog(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
     """Check what the store's catalog says of the model and of this machine."""
     model = engine.model
-    with closing(Catalog(_catalog_file(settings))) as catalog:
+    has_file = settings.disk_bytes and (settings.store_path / "catalog.sqlite").is_file()  # none is created
+    with closing(Catalog(CatalogFile(settings.store_path) if has_file else None)) as catalog:
         profile = ProfileStore(catalog).joined(model.profile)
         machine = MachineTimings(settings.tiers, catalog).machine(model)
     if profile.verified is None:
@@ -156,72 +120,51 @@ def _verify_command(settings: Settings, engine: Engine) -> str:
     return shlex.join(["ragfuse", "verify", settings.model, *options_for(settings, engine.model, has_store=False)])
 
 
-def _catalog_file(settings: Settings) -> CatalogFile | None:
-    """Return the catalog file of the store; None if there is none, or if it cannot be opened. None is created."""
-    folder = settings.store_path
-    if not settings.disk_bytes or not (folder / "catalog.sqlite").is_file():
-        return None
-    try:
-        return CatalogFile(folder)
-    except StoreError:  # the check of the store's tier reports it
-        return None
-
-
 def _check_question(engine: Engine, console: Console, report: dict[str, Any]) -> Iterator[CheckResult]:
+    """Answer a question both ways: once unmeasured, as the first call of a process is slower, and then measured."""
+    chunks = [(text, SOURCE) for text in TRIAL_PASSAGES]
+    prompt, can_fuse, n = rag_prompt(engine, QUESTION, chunks), not engine.model.profile.refusal, TRIAL_ANSWER_TOKENS
     with console.status("asking a question, with and without reuse"):
-        answers = _answer_pairs(engine, [(text, SOURCE) for text in TRIAL_PASSAGES])
-    full, default = answers.full, answers.default
+        if can_fuse:
+            engine.ingest(chunks, prefix_of(engine))
+            engine.flush()
+        for reuse in (False, True):
+            engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
+        full = engine.answer(prompt, Ask(reuse=False, max_tokens=n))
+        fused = engine.answer(prompt, Ask(max_tokens=n))
+    trace = fused.trace
     report |= {
         "question": QUESTION,
         "answer_full": full.text,
-        "answer_fused": default.text,
+        "answer_fused": fused.text,
         "ttft_full_s": full.trace.ttft_s,
-        "ttft_fused_s": default.trace.ttft_s,
-        "tokens": default.trace.tokens,
-        "tokens_reused": default.trace.tokens_reused,
-        "exact": answers.long is not None and answers.long[0].token_ids == answers.long[1].token_ids,
+        "ttft_fused_s": trace.ttft_s,
+        "tokens": trace.tokens,
+        "tokens_reused": trace.tokens_reused,
+        "exact": False,
     }
     yield CheckResult("question", "ok", QUESTION)
     yield CheckResult("full prefill", "ok", f"{_line(full)} (first token after {full.trace.ttft_s:.3f} s)")
-    if default.trace.fallback_reason:
+    if trace.fallback_reason:
         remedy = "see above; RAGFUSE_POLICY=hkvd reuses chunks anyway"
-        yield CheckResult("reuse", "bad", f"nothing was reused: {default.trace.fallback_reason}", remedy)
+        yield CheckResult("reuse", "bad", f"nothing was reused: {trace.fallback_reason}", remedy)
     else:
-        trace = default.trace
         share = f"{trace.tokens_reused} of {trace.tokens} tokens reused, {trace.tokens_recomputed} recomputed"
-        yield CheckResult("reuse", "ok", f"{_line(default)} (first token after {trace.ttft_s:.3f} s; {share})")
-    if answers.long is not None:
-        yield _check_exact(engine, *answers.long)
-
-
-def _answer_pairs(engine: Engine, chunks: Sequence[tuple[str, str]]) -> PairedAnswers:
-    """Answer the question both ways: once unmeasured, as the first call of a process is slower, and then measured."""
-    prompt, can_fuse = rag_prompt(engine, QUESTION, chunks), not engine.model.profile.refusal
+        yield CheckResult("reuse", "ok", f"{_line(fused)} (first token after {trace.ttft_s:.3f} s; {share})")
     if can_fuse:
-        engine.ingest(chunks, prefix_of(engine))
-        engine.flush()
-    for reuse in (False, True):
-        engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
-    full = engine.answer(prompt, Ask(reuse=False, max_tokens=TRIAL_ANSWER_TOKENS))
-    default = engine.answer(prompt, Ask(max_tokens=TRIAL_ANSWER_TOKENS))
-    if not can_fuse:
-        return PairedAnswers(full, default, None)
-    n = TRIAL_ANSWER_TOKENS
-    exact_length: dict[str, Any] = {"max_tokens": n, "options": {"min_new_tokens": n}}
-    full_long = engine.answer(prompt, Ask(reuse=False, **exact_length))
-    fused_long = engine.answer(prompt, Ask(policy="hkvd", ratio=1.0, **exact_length))
-    return PairedAnswers(full, default, (full_long, fused_long))
+        exact_length: dict[str, Any] = {"max_tokens": n, "options": {"min_new_tokens": n}}
+        long = engine.answer(prompt, Ask(reuse=False, **exact_length)).token_ids
+        recomputed = engine.answer(prompt, Ask(policy="hkvd", ratio=1.0, **exact_length)).token_ids
+        report["exact"] = long == recomputed
+        yield _check_exact(engine, long == recomputed)
 
 
-def _check_exact(engine: Engine, full: Answer, fused: Answer) -> CheckResult:
+def _check_exact(engine: Engine, is_same: bool) -> CheckResult:
     """Check that recomputing all rows gives full prefill's tokens, or else that rounding explains the difference."""
-    if fused.token_ids == full.token_ids:
-        return CheckResult(
-            "exact", "ok", f"with every token recomputed, the answer's {len(full.token_ids)} tokens are full prefill's"
-        )
-    pairs = zip(fused.token_ids, full.token_ids, strict=False)
-    at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), len(full.token_ids))
-    found = f"with every token recomputed, token {at + 1} of the answer is not full prefill's"
+    if is_same:
+        found = f"with every token recomputed, the answer's {TRIAL_ANSWER_TOKENS} tokens are full prefill's"
+        return CheckResult("exact", "ok", found)
+    found = "with every token recomputed, the answer is not full prefill's"
     if engine.settings.dtype != "float32" and engine.runtime.verify().passed:
         return CheckResult("exact", "ok", f"{found}, by no more than rounding explains")
     return CheckResult("exact", "bad", found, f"{_verify_command(engine.settings, engine)} shows which check fails")
