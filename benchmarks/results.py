@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.modules import modules
 from benchmarks.ray_tables import ray
-from benchmarks.reuse import matching, prefix, unprepared
+from benchmarks.reuse import matching, prefix
 from benchmarks.tables import number, table
 from benchmarks.waiting import conversation, streams, throughput
 
@@ -428,7 +428,6 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("Whole servers: vLLM, ragfuse, both", _has("measured", "ways"), _engines),
     ("Several processes, with Ray", lambda run: any(part in run for part in ("simulation", "bulk", "serving")), ray),
     ("Adapters that encode chunks", _has("evaluations"), _adapt),
-    ("Nothing indexed, one line changed", _has("by_framework"), unprepared),
     ("Prefix caching", _has("identical_share"), prefix),
     ("Known passages, altered", _has("ms_per_8k"), matching),
     ("The model swapped in a chain", _has("langchain"), _dropin),
