@@ -280,9 +280,7 @@ class QualityOptions:
         tuple[str, ...],
         typer.Option(
             help="full (prefill); prefix (caching); none (plain reuse, nothing recomputed); auto (ragfuse's default "
-            "for the model, whatever a calibration chose); mapreduce, maprerank (LangChain's chains); "
-            "wrongmask (ablation: a wrong attention mask); "
-            "oracle (recomputes what differs most from full prefill); or a policy. "
+            "for the model, whatever a calibration chose); or a policy. "
             "NAME@alone, NAME@filler: chunks are encoded alone or after filler."
         ),
         FromText(names),
