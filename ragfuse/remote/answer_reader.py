@@ -12,32 +12,32 @@ from ragfuse.errors import InputError, ServerError
 from ragfuse.types.answer import Answer, Ended, Thought, ToolCall, Trace
 
 
-class _Part(BaseModel):
+class _Sent(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
 
-class _Call(_Part):
+class _SentCall(_Sent):
     id: str = ""
     function: dict[str, Any]
 
 
-class _Delta(_Part):
+class _SentDelta(_Sent):
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_SentCall] | None = None
 
 
-class _Choice(_Part):
+class _SentChoice(_Sent):
     """A choice of a chat, or of a completion, whose text stands in it."""
 
-    delta: _Delta = _Delta()
+    delta: _SentDelta = _SentDelta()
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     finish_reason: Ended | None = None
 
 
-class _Event(_Part):
-    choices: list[_Choice]
+class _SentEvent(_Sent):
+    choices: list[_SentChoice]
     ragfuse: Trace | None = None
 
 
@@ -54,7 +54,7 @@ class AnswerReader:
     def read(self, event: dict[str, Any]) -> Iterator[Piece]:
         """Yield the pieces of text and reasoning in an event; raise ServerError for anything that is no answer."""
         try:
-            found = _Event.model_validate(event)
+            found = _SentEvent.model_validate(event)
             calls = [ToolCall.from_openai(call.model_dump()) for each in found.choices for call in _calls(each)]
         except (ValidationError, InputError) as error:
             raise _wrong(str(error)) from None
@@ -80,7 +80,7 @@ class AnswerReader:
         return Answer(text, self._token_ids, self._ended, self._trace, self._calls, reasoning)
 
 
-def _calls(choice: _Choice) -> list[_Call]:
+def _calls(choice: _SentChoice) -> list[_SentCall]:
     return choice.delta.tool_calls or []
 
 

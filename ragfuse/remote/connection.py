@@ -69,7 +69,7 @@ class Connection:
         """
         async with httpx.AsyncClient(**self._options()) as client:
             try:
-                response = await AsyncRetrying(**self._policy())(self._begun, client, path, body)
+                response: httpx.Response = await AsyncRetrying(**self._policy())(self._begun, client, path, body)
             except httpx.HTTPError as error:
                 raise self._failed(error) from error
             try:

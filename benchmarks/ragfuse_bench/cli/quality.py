@@ -27,9 +27,8 @@ def quality(
     json: Json = None,
 ) -> None:
     """Compare answers and next-token distributions of methods with those of full prefill, on the same prompts."""
+    from ragfuse_bench.plots import NO_FRONTIER, plot_frontier
     from ragfuse_bench.quality.report import run_quality
-
-    from ragfuse.calibration.plots import NO_FRONTIER, plot_frontier
 
     if quick:
         options = options.quick()
