@@ -12,14 +12,12 @@ from typing import Any
 
 from benchmarks.modules import modules
 from benchmarks.ray_tables import ray
-from benchmarks.reuse import matching, prefix, unprepared
+from benchmarks.reuse import matching, prefix
 from benchmarks.tables import number, table
 from benchmarks.waiting import conversation, streams, throughput
 
 DOCS = Path(__file__).parents[1] / "docs"
 Result = Mapping[str, Any]
-MOST_ROWS = 30
-"""Of a figure's table; the file has all."""
 
 HEAD = """# Results
 
@@ -135,21 +133,6 @@ def _calibration(run: Result) -> Iterator[str]:
     )
 
 
-def _figure(run: Result) -> Iterator[str]:
-    yield f"**{run['figure']}**: {run['title']}. The paper: {run['paper']}"
-    yield ""
-    wanted = ("dataset", "method", "layer", "chunks", "chunk_tokens", "ratio", "share", "n", "deviation", "of_reuse")
-    wanted += ("holds", "correlation", "score", "to_full", "kl_over_reuse", "full_s", "prefix_s", "fused_s", "reuse_s")
-    wanted += ("device", "price", "load_s", "predicted_s", "ttft_s", "taken", "ttft_x")
-    known = run.get("columns") or wanted
-    columns = [name for name in known if any(row.get(name) is not None for row in run["rows"])]
-    rows = [row for row in run["rows"] if row.get("layer") == "mean"] or run["rows"][:MOST_ROWS]
-    yield from table(columns, [[_cell(row.get(name)) for name in columns] for row in rows])
-    for sentence in run.get("absent", ()):
-        yield ""
-        yield sentence
-
-
 def _codec(run: Result) -> Iterator[str]:
     raw, piece = run["answers"]["raw"], run["piece"]
     reached = ", ".join(run["reached"]) or "no level"
@@ -193,10 +176,6 @@ def _codec_row(row: Result) -> list[str]:
         *(number(row[key], ",.0f") for key in ("encode_mbps", "decode_mbps")),
         number(row["decode_over_prefill"], ".1%"),
     ]
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _peers(run: Result) -> Iterator[str]:
@@ -439,21 +418,16 @@ def _has(name: str, inside: str = "") -> Callable[[Result], bool]:
 SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator[str]]], ...] = (
     ("Quality", _has("results", "dataset"), _quality),
     ("Calibration", _has("tried", "is_safe"), _calibration),
-    ("The figures of the CacheBlend paper", lambda run: run.get("figure", "").startswith("fig"), _figure),
     ("Levels of KV", _has("levels", "encode_mbps"), _codec),
     ("KV over a line, under a deadline", _has("ttft_x_vs_int8"), streams),
-    ("The figures of the CacheGen paper", lambda run: run.get("figure", "").startswith("cg-"), _figure),
     ("A conversation that grows", _has("ttft_reduction"), conversation),
     ("A server under load", _has("rate_x_vs_full"), throughput),
     ("Conversations on one server, simulated", _has("settings", "look_ahead"), _sessions),
-    ("The figures of the AttentionStore paper", lambda run: run.get("figure", "").startswith("as-"), _figure),
     ("Prompts over modules", _has("speedup_2k"), modules),
-    ("The figures of the Prompt Cache paper", lambda run: run.get("figure", "").startswith("pc-"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
     ("Whole servers: vLLM, ragfuse, both", _has("measured", "ways"), _engines),
     ("Several processes, with Ray", lambda run: any(part in run for part in ("simulation", "bulk", "serving")), ray),
     ("Adapters that encode chunks", _has("evaluations"), _adapt),
-    ("Nothing indexed, one line changed", _has("by_framework"), unprepared),
     ("Prefix caching", _has("identical_share"), prefix),
     ("Known passages, altered", _has("ms_per_8k"), matching),
     ("The model swapped in a chain", _has("langchain"), _dropin),

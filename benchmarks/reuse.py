@@ -1,4 +1,4 @@
-"""The sections of docs/results.md on what is reused where nobody prepared anything."""
+"""The sections of docs/results.md on what is reused of prefixes and of known passages."""
 
 from __future__ import annotations
 
@@ -8,30 +8,6 @@ from typing import Any
 from benchmarks.tables import number, table
 
 Result = Mapping[str, Any]
-
-
-def unprepared(run: Result) -> Iterator[str]:
-    """Every way to ask, with nothing indexed: what both passes reuse, and how much faster the first token comes."""
-    yield "Twelve passages, six a question; the same questions asked twice, nothing indexed, one line changed."
-    yield ""
-    columns = ("asked through", "reused in pass one", "where passages recur", "in pass two", "first token in pass two")
-    rows = [[f"{row['name']}: {row['door']}", *_shares(row)] for row in run["by_framework"]]
-    yield from table((*columns, "same answer as indexed", "as full prefill"), [*rows, ["mean", *_shares(run)]])
-    yield ""
-    by_question = [number(each["reused_share"], ".0%") for each in run["first_pass"]["by_question"]]
-    yield f"Reused in pass one by question, mean over all: {', '.join(by_question)}."
-
-
-def _shares(row: Result) -> list[str]:
-    first, second = row["first_pass"], row["second_pass"]
-    return [
-        number(first["reused_share"], ".0%"),
-        number(first["recurring_share"], ".0%"),
-        number(second["reused_share"], ".0%"),
-        f"{second['ttft_x']:.1f}x",
-        number(second["same_as_indexed"], ".0%"),
-        number(second["same_as_full"], ".0%"),
-    ]
 
 
 def prefix(run: Result) -> Iterator[str]:

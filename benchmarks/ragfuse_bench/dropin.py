@@ -4,8 +4,6 @@ The four programs are in `chains/`: real questions over real articles, retrieved
 is what a person waits for: from the question to the first text of the answer's stream, retrieval included. The lines
 that a swap takes are counted in the programs' own source. Nothing is indexed: what is reused was learnt in the round
 that warms up, and the rounds behind it ask the very same prompts.
-
-What is learnt how soon, through more doors and beside a store that was filled, is measured in `unprepared.py`.
 """
 
 from __future__ import annotations
@@ -31,15 +29,6 @@ from typing import Any
 import torch
 from ragfuse_bench.chains.asks import MAKERS, Ask, Said
 from ragfuse_bench.options import DROPIN_CHUNKS, DropinOptions
-from ragfuse_bench.unprepared import (
-    Embedders,
-    Run,
-    draw_shares,
-    held_out,
-    require_doors,
-    run_unprepared,
-    show,
-)
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +39,6 @@ from ragfuse.calibration.runner import Times, circumstances, speedup, thread_cou
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import quietly
-from ragfuse.models.dtypes import resolve_auto
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
 
@@ -77,16 +65,11 @@ ROOM = 6 << 30
 
 def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the tables."""
-    require(options)
+    require_packages()
     options.home.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"model": options.model}
     with thread_count(options.threads), _quiet(), quietly(options.home):
-        if options.swap:
-            result |= _swapped(options, console)
-        if options.doors:
-            settings = resolve_auto(_settings(options))
-            run = Run(settings, held_out(options.asked), Embedders.embedded(settings), options.threads)
-            result |= {"dtype": settings.dtype, **run_unprepared(run, options.doors, console)}
+        result |= _swapped(options, console)
     given = {key: value for key, value in asdict(options).items() if key not in ("home", "plot")}
     result |= {
         "clock": "wall",
@@ -100,12 +83,6 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
     if options.plot is not None:
         draw(result, options.plot)
     return result
-
-
-def require(options: DropinOptions) -> None:
-    """InputError that names what is missing for what is to be measured, and what brings it."""
-    require_packages()
-    require_doors(options.doors, _settings(options))
 
 
 def _swapped(options: DropinOptions, console: Console) -> dict[str, Any]:
@@ -124,15 +101,11 @@ def _swapped(options: DropinOptions, console: Console) -> dict[str, Any]:
     return found
 
 
-def _settings(options: DropinOptions, folder: Path | None = None) -> Settings:
-    """All KV in memory, and in a folder that goes away afterwards; None: it is named later."""
-    named: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "home": options.home}
-    return Settings(**named, store=folder, memory_bytes=ROOM)
-
-
 def _swap_settings(options: DropinOptions, folder: Path) -> Settings:
-    """The same without prefix caching: rounds ask the same prompts, of which nothing would be left to compute."""
-    return _settings(options, folder).model_copy(update={"prefix_cache": False})
+    """All KV in memory and in a folder that goes away; no prefix caching: rounds ask the same prompts, of which nothing
+    would be left to compute."""
+    named: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "home": options.home}
+    return Settings(**named, store=folder, memory_bytes=ROOM, prefix_cache=False)
 
 
 def require_packages() -> None:
@@ -290,10 +263,7 @@ def _quiet() -> Iterator[None]:
 
 def _show(result: Mapping[str, Any], console: Console) -> None:
     """The result as tables that need no manual."""
-    if result["options"]["swap"]:
-        _show_swap(result, console)
-    if result["options"]["doors"]:
-        show(result, console)
+    _show_swap(result, console)
     malloc = "tuned" if result["malloc"]["tuned"] else "as the system has it"
     model, threads = model_in_title(result["model"]), result["threads"]
     where = f"{model} in {result['dtype']}; {result['machine']['cpu']}; threads: {threads}"
@@ -330,16 +300,11 @@ def _show_swap(result: Mapping[str, Any], console: Console) -> None:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Seconds to the first token with either model, and what each door reused where nothing was indexed, at `path`."""
-    swap, doors = result["options"]["swap"], result["options"]["doors"]
-    with saved(path, (7.5, 4.0 * bool(swap) + 5.0 * bool(doors))) as figure:
-        rows = figure.subfigures(2, 1, height_ratios=(4, 5)) if swap and doors else [figure, figure]
-        if swap:
-            _draw_swap(result, rows[0])
-        if doors:
-            draw_shares(rows[1].subplots(), result)
+    """Seconds to the first token with either model, at `path`."""
+    with saved(path, (7.5, 4.0)) as figure:
+        _draw_swap(result, figure)
         about = f"{model_in_title(result['model'])}, {DROPIN_CHUNKS} chunks, threads: {result['threads']}"
-        figure.suptitle(f"{about}; bars: medians" if swap else about, fontsize=9)
+        figure.suptitle(f"{about}; bars: medians", fontsize=9)
 
 
 def _draw_swap(result: Mapping[str, Any], figure: Any) -> None:

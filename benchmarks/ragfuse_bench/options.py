@@ -43,26 +43,8 @@ CHUNKS_OF_A_LOOKUP = 6
 """Chunks of a prompt that `bench store` looks up at once."""
 PASSAGES_OF_A_LONG_PROMPT = 12
 """Passages in a prompt of `bench matching` whose time is taken."""
-QUESTIONS_PREPARED = 12
-"""Questions of the held-out article that `bench dropin` can ask."""
 DROPIN_CHUNKS = 6
 """Chunks that `bench dropin` retrieves for a question."""
-DOOR_NAMES = ("chain", "lcel", "agent", "compact", "refine", "tree", "chat", "server")
-"""Programs that `bench dropin` measures with nothing indexed."""
-
-
-def doors_named(text: str, option: str = "--doors") -> tuple[str, ...]:
-    """Return the names in a list with commas; "all" names all of them, "none" none.
-
-    Raises:
-        SettingsError: A name is not in `DOOR_NAMES`, or there is none.
-    """
-    if text.strip() in ("all", "none"):
-        return DOOR_NAMES if text.strip() == "all" else ()
-    given = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not given or not set(given) <= set(DOOR_NAMES):
-        raise SettingsError(f"{option} is '{text}'; wanted all, none or some of {', '.join(DOOR_NAMES)}.")
-    return given
 
 
 def _home() -> Path:
@@ -255,39 +237,21 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class DropinOptions:
-    """What `bench dropin` measures: questions of the demo's, all on one article, and `asked` through each door."""
+    """What `bench dropin` measures: questions of the demo's, all on one article."""
 
     model: Annotated[
         str, typer.Option(help="Model as for `ragfuse ask --model`; Hugging Face's classes load the same weights.")
     ] = "smollm2-135m-reader"
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto: the faster one on this CPU.")] = "auto"
     article: str = "french-and-indian-war"
-    questions: Annotated[
-        int, typer.Option(min=1, help="For --swap: number of the demo's questions on one article.")
-    ] = 4
+    questions: Annotated[int, typer.Option(min=1, help="Number of the demo's questions on one article.")] = 4
     splits: Annotated[
         int, typer.Option(min=DROPIN_CHUNKS, help="Number of chunks, from the article's beginning, to retrieve from.")
     ] = 24
     chunk_tokens: ChunkTokens = 512
     rounds: Rounds = 3
     threads: Threads = 1
-    swap: Annotated[bool, typer.Option(help="Compare with Hugging Face's model classes.")] = True
-    doors: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            help=f"Kinds of programs to run with nothing ingested before: {', '.join(DOOR_NAMES)}; all or none."
-        ),
-        FromText(doors_named, "all"),
-    ] = DOOR_NAMES
-    asked: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=QUESTIONS_PREPARED,
-            help="For --doors: number of questions, 1 to 12; each program is asked each one twice.",
-        ),
-    ] = QUESTIONS_PREPARED
-    plot: Annotated[Path | None, plot_option("times, and what is reused when,")] = None
+    plot: Annotated[Path | None, plot_option("times")] = None
     home: Path = field(default_factory=_home)
 
     def __post_init__(self) -> None:
@@ -297,12 +261,6 @@ class DropinOptions:
             raise SettingsError(
                 f"Questions and rounds are from 1 on, chunks from {DROPIN_CHUNKS} on, of 16 tokens or more."
             )
-        if not 1 <= self.asked <= QUESTIONS_PREPARED:
-            raise SettingsError(
-                f"Wanted 1 to {QUESTIONS_PREPARED} questions on an article of the held-out set, found {self.asked}."
-            )
-        if not self.swap and not self.doors:
-            raise SettingsError("Nothing is left to measure: leave out --no-swap, or name --doors.")
 
 
 # quality
@@ -322,9 +280,7 @@ class QualityOptions:
         tuple[str, ...],
         typer.Option(
             help="full (prefill); prefix (caching); none (plain reuse, nothing recomputed); auto (ragfuse's default "
-            "for the model, whatever a calibration chose); mapreduce, maprerank (LangChain's chains); "
-            "wrongmask (ablation: a wrong attention mask); "
-            "oracle (recomputes what differs most from full prefill); or a policy. "
+            "for the model, whatever a calibration chose); or a policy. "
             "NAME@alone, NAME@filler: chunks are encoded alone or after filler."
         ),
         FromText(names),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.methods import CHAINS, Lab, Method
+from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.metrics import exact, f1, rouge_l
 from ragfuse.calibration.prompts import NEW_TOKENS
 from ragfuse.calibration.runner import Clock, Runner
-from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import ends_of, remaining_context
 from ragfuse.errors import InputError
 from ragfuse.hf.rounding_error import kl
@@ -35,8 +34,8 @@ class Row:
         wall_s: Seconds of wall time of the prefill.
         full_cpu_s: Seconds of CPU time of full prefill in the same round.
         full_wall_s: Seconds of wall time of full prefill in the same round.
-        kl: KL to full prefill in nats per token; None for chains, which ask with several prompts.
-        top1: Share of tokens for which the most likely token is full prefill's; None like `kl`.
+        kl: KL to full prefill in nats per token.
+        top1: Share of tokens for which the most likely token is full prefill's.
         score: F1 of an answer, ROUGE-L of a summary; None where no answer was generated.
         em: Exact match; None like `score`.
         identical: Whether the answer is full prefill's, token for token; None like `score`.
@@ -71,26 +70,12 @@ class Row:
         return self.dataset, self.method, self.ratio
 
 
-@dataclass(frozen=True)
-class ChainAnswer:
-    """A chain's answer, and its time in seconds."""
-
-    text: str
-    cpu_s: float
-    wall_s: float
-
-
-RunChain = Callable[[str, Engine, Case, int], ChainAnswer]
-"""Answers a case by a chain: (name of the chain, engine, case, most tokens of an answer) -> the answer."""
-
-
 def ask(
     lab: Lab,
     runner: Runner,
     case: Case,
     methods: Sequence[Method],
     answers: bool,
-    run_chain: RunChain | None = None,
 ) -> Iterator[Row]:
     """Answer one case by full prefill, then by each method.
 
@@ -100,7 +85,6 @@ def ask(
         case: The question.
         methods: The methods to compare.
         answers: Whether answers are generated, or prompts only prefilled.
-        run_chain: Answers by the methods that are chains; None if there are none.
 
     Raises:
         InputError: The case does not fit into the model.
@@ -114,15 +98,6 @@ def ask(
     forced_ids = [*full_ids, *(ends_of(lab.model)[:1] or (0,))][:max_tokens]
     wanted = lab.model.score_continuation(full.prefill, forced_ids)
     for method in methods:
-        if method.policy in CHAINS and run_chain is not None:
-            chain_answer = run_chain(method.policy, lab.engine(method.encoded), case, max_tokens)
-            yield replace(
-                _chain_row(lab, case, method, chain_answer, full_ids, len(prompt)),
-                clock=runner.clock,
-                full_cpu_s=full.cpu_s,
-                full_wall_s=full.wall_s,
-            )
-            continue
         method_prompt = prompts[method.encoded]
         if method_prompt.token_ids != prompt.token_ids:
             raise InputError(
@@ -156,30 +131,6 @@ def ask(
             text=text,
             clock=runner.clock,
         )
-
-
-def _chain_row(
-    lab: Lab, case: Case, method: Method, chain_answer: ChainAnswer, full_ids: Sequence[int], n_tokens: int
-) -> Row:
-    """Return the row of a chain's answer."""
-    return Row(
-        dataset=case.dataset,
-        case=case.id,
-        method=method.name,
-        ratio=method.ratio,
-        tokens=n_tokens,
-        cpu_s=chain_answer.cpu_s,
-        wall_s=chain_answer.wall_s,
-        full_cpu_s=0.0,
-        full_wall_s=0.0,
-        kl=None,
-        top1=None,
-        score=_score(case, chain_answer.text),
-        em=exact(chain_answer.text, case.answers),
-        identical=chain_answer.text == lab.model.text(full_ids).strip(),
-        task=case.task,
-        text=chain_answer.text,
-    )
 
 
 @dataclass

@@ -7,10 +7,8 @@ all keys (CacheBlend section 4.1, figures 6 to 8).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,14 +45,6 @@ def attention_deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Te
     return torch.stack([torch.linalg.vector_norm(a - b) for a, b in zip(found, wanted, strict=True)])
 
 
-def neighbours(deviation: Tensor) -> list[float]:
-    """Return Spearman's rank correlation of the tokens' KV deviation between layers i and i + 1: [layers - 1]."""
-    from scipy.stats import spearmanr
-
-    pairs = pairwise(deviation)
-    return [float(spearmanr(a.numpy(), b.numpy()).statistic) for a, b in pairs]
-
-
 @contextmanager
 def _eager(model: HFModel) -> Iterator[None]:
     """Use the model's eager attention, the only implementation that returns attention weights."""
@@ -64,33 +54,3 @@ def _eager(model: HFModel) -> Iterator[None]:
         yield
     finally:
         model.model.set_attn_implementation(before)
-
-
-def draw_attention(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw attention deviation against ratio, with a line for each selection policy (CacheBlend, figure 6)."""
-    for policy, style in (("hkvd", "o-"), ("random", "s--")):
-        points = [row for row in rows if row["method"] == policy]
-        axes.plot([100 * row["ratio"] for row in points], [row["of_reuse"] for row in points], style, label=policy)
-    axes.set_xlabel("recompute ratio (%)")
-    axes.set_ylabel("attention deviation, plain reuse = 1")
-    axes.legend()
-
-
-def draw_distribution(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw KV deviation against the share of tokens, with a line for each layer (CacheBlend, figure 7)."""
-    for layer in dict.fromkeys(row["layer"] for row in rows):
-        points = [row for row in rows if row["layer"] == layer]
-        axes.plot(
-            [100 * row["share"] for row in points], [row["deviation"] for row in points], "o-", label=f"layer {layer}"
-        )
-    axes.set_xlabel("tokens, highest KV deviation first (%)")
-    axes.set_ylabel("KV deviation, mean = 1")
-    axes.legend()
-
-
-def draw_ranks(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw each layer's rank correlation with the next layer (CacheBlend, figure 8)."""
-    axes.bar([row["layer"] for row in rows], [row["correlation"] for row in rows])
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("layer, with the next one")
-    axes.set_ylabel("Spearman's rank correlation")

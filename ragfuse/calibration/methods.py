@@ -6,24 +6,18 @@ prefix caching and plain reuse are methods like the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
 
-import torch
-from torch import Tensor
-
 from ragfuse.calibration.case import Case
-from ragfuse.calibration.deviation import attention_of, kv_deviation
 from ragfuse.calibration.prompts import PROMPT_TEXTS
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine, PreparedPrompt
 from ragfuse.engine.options import ends_of
 from ragfuse.errors import InputError, ModelError, SettingsError
-from ragfuse.fuse.attend import RowMask
-from ragfuse.fuse.fusor import CachedRun, Fusion
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.plan.evict import lru
@@ -35,17 +29,9 @@ from ragfuse.types.prompt import Prompt
 from ragfuse.types.selection import known_policy
 
 Encoded = Literal["filler", "alone"]
-WRONG_MASK = "wrongmask"
-"""`hkvd` over chunks encoded alone, with the attention mask of CacheBlend's released code."""
-ORACLE = "oracle"
-"""Selects rows by values that only a full prefill knows: a bound to compare policies with, not a way to answer."""
-CHAINS = ("mapreduce", "maprerank")
-"""Methods that ask with several prompts, by LangChain's chains."""
-RATIO_BY_NAME = MappingProxyType({"full": 1.0, "prefix": None, "none": 0.0, **dict.fromkeys(CHAINS)})
+RATIO_BY_NAME = MappingProxyType({"full": 1.0, "prefix": None, "none": 0.0})
 """Methods with a fixed ratio, or none."""
-ENCODED_ALONE = ("none", WRONG_MASK)
-"""Methods whose chunks are encoded alone by default, as in the papers; `none` is plain reuse."""
-NO_STORE = ("full", "prefix", *CHAINS)
+NO_STORE = ("full", "prefix")
 """Methods that read nothing from a store."""
 STORE_NBYTES = 3 << 30
 """Capacity in bytes of the memory store of each engine."""
@@ -73,7 +59,7 @@ class Method:
 
 
 def _default_encoded(policy: str) -> Encoded:
-    return "alone" if policy in ENCODED_ALONE else "filler"
+    return "alone" if policy == "none" else "filler"
 
 
 def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) -> list[Method]:
@@ -96,8 +82,7 @@ def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) ->
         elif policy in RATIO_BY_NAME:
             found.append(Method(policy, RATIO_BY_NAME[policy], encoded))
         else:
-            if policy not in (WRONG_MASK, ORACLE):
-                known_policy(policy)
+            known_policy(policy)
             found += [Method(policy, ratio, encoded) for ratio in ratios]
     return list(dict.fromkeys(found))
 
@@ -173,12 +158,6 @@ class Lab:
         if method.policy == "prefix":
             return self._prefix(prompt)
         engine = self.engine(method.encoded)
-        if method.policy == WRONG_MASK:
-            with wrong_mask():
-                return self._require_hits(engine.prepare(prompt, Ask(policy="hkvd", ratio=method.ratio)))
-        if method.policy == ORACLE:
-            with select_by_score(self._oracle_scores):
-                return self._require_hits(engine.prepare(prompt, Ask(policy="lexical", ratio=method.ratio)))
         return self._require_hits(engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)))
 
     def _require_hits(self, prepared: PreparedPrompt) -> Prefill:
@@ -197,18 +176,10 @@ class Lab:
     def before(self, method: Method, prompt: Prompt) -> None:
         """Compute a method's knowledge from before the question, so that its time does not count.
 
-        For "prefix" this is the KV of the prompt up to the end of its first chunk. For "oracle" it is a score of each
-        row: the attention that the last token pays to it in a full prefill, times the deviation of its reused KV.
+        For "prefix" this is the KV of the prompt up to the end of its first chunk.
         """
         if method.policy == "prefix":
             self._prefix_kv = self.model.encode(prompt.token_ids[: self._n_prefix(prompt)])
-        elif method.policy == ORACLE:
-            full = self.model.full_prefill(prompt.token_ids)
-            reused = self.prefill(Method("none", 0.0, method.encoded), prompt)
-            by_layer = kv_deviation(reused.kv, full.kv)
-            layer_means = by_layer.mean(1, keepdim=True).clamp_min(torch.finfo(by_layer.dtype).tiny)
-            deviation = (by_layer / layer_means).mean(0)
-            self._oracle_scores = deviation * sum(layer[:, -1].sum(0) for layer in attention_of(self.model, full, 1))
 
     def _prefix(self, prompt: Prompt) -> Prefill:
         runs = [CachedRun(0, 0, self._n_prefix(prompt), 0, blend=False)]
@@ -228,37 +199,3 @@ class Lab:
         """Return the ids of the greedy answer without end tokens, at most `max_tokens`. The prefill is used up."""
         ids = generate(self.model, prefill, {"max_new_tokens": max_tokens, "do_sample": False})[0]
         return [token for token in ids if token not in ends_of(self.model)]
-
-
-@contextmanager
-def select_by_score(score: Tensor) -> Iterator[None]:
-    """In this context, the policy `lexical` selects rows by `score` (float32 [T]) instead of the question's words."""
-    original = HFModel._nearness
-
-    def by_score(model: HFModel, token_ids: Sequence[int], candidates: Tensor, questions: Sequence[Tensor]) -> Tensor:
-        return score[candidates]
-
-    setattr(HFModel, "_nearness", by_score)  # noqa: B010 - as below
-    try:
-        yield
-    finally:
-        setattr(HFModel, "_nearness", original)  # noqa: B010
-
-
-@contextmanager
-def wrong_mask() -> Iterator[None]:
-    """In this context, R recomputed rows attend as if they were the prompt's last R rows (a bottom-right triangle).
-
-    CacheBlend's released code does so. As recomputed rows are sparse, they then see tokens that come after them.
-    """
-    original = Fusion.mask
-
-    def wrong(fusion: Fusion) -> RowMask:
-        total = len(fusion.positions)
-        return RowMask(torch.arange(total - len(fusion.rows), total, device=fusion.rows.device), fusion.positions)
-
-    setattr(Fusion, "mask", wrong)  # noqa: B010 - an ablation, only inside the block
-    try:
-        yield
-    finally:
-        setattr(Fusion, "mask", original)  # noqa: B010

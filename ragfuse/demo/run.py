@@ -5,12 +5,14 @@ Retrieval, prompt and chain are LangChain's; only the chat model is ours. No que
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 
 from ragfuse.calibration.fidelity import Fidelity, fidelity
@@ -18,10 +20,11 @@ from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
 from ragfuse.demo.answer import DemoAnswer
 from ragfuse.demo.show import show_question, show_strip
-from ragfuse.demo.vectors import KeptVectors, Vectors
 from ragfuse.engine.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
+from ragfuse.store.access import make_root
 from ragfuse.telemetry.progress import progress
+from ragfuse.types.keys import digest
 from ragfuse.types.sizes import duration_text, size_text
 
 DEMO_ANSWER_TOKENS = 24
@@ -196,18 +199,20 @@ class Demo:
             embeddings = HuggingFaceEmbeddings(model_name=str(source))
         sources = [{"source": source} for _, source in self.texts]
         texts = [text for text, _ in self.texts]
-        kept = KeptVectors.of(
-            self.engine.settings.store_path / "vectors", f"passages-{self.chunk_tokens}", texts, source
-        )
-        vectors = kept.read()
-        if vectors is None:
+        file = self.engine.settings.store_path / "vectors" / f"{digest('vectors', str(source), *texts)}.npy"
+        try:
+            vectors = np.load(file, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
             vectors = self._embedded(texts, embeddings, what, console)
-            kept.write(vectors)
+            make_root(file.parent)
+            partial = file.with_name(f".{os.getpid()}.npy")
+            np.save(partial, vectors, allow_pickle=False)
+            partial.replace(file)
         pairs = zip(texts, vectors.tolist(), strict=True)
         index = FAISS.from_embeddings(pairs, embeddings, metadatas=sources)
         self.retriever = index.as_retriever(search_kwargs={"k": 6})
 
-    def _embedded(self, texts: Sequence[str], embeddings: Any, what: str, console: Console) -> Vectors:
+    def _embedded(self, texts: Sequence[str], embeddings: Any, what: str, console: Console) -> NDArray[np.float32]:
         """Return the vectors of the texts, computed under a bar."""
         found = list[list[float]]()
         with progress(console) as bar:

@@ -25,7 +25,7 @@ from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.remote.answer_reader import AnswerReader
 from ragfuse.remote.connection import Connection
 from ragfuse.remote.remote_schemas import RemoteSchemas
-from ragfuse.remote.request_body import CHAT, encoded, prompt_for, request_of
+from ragfuse.remote.request_body import encoded, prompt_for, request_of
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer, Trace
 from ragfuse.types.arguments import checks_arguments
@@ -200,7 +200,7 @@ class RemoteEngine(OneProcess):
         return asking.result()
 
     async def _read(self, path: str, body: bytes, say: Callable[[Piece], None]) -> Answer:
-        reader = AnswerReader(is_chat=path == CHAT)
+        reader = AnswerReader()
         async with self._connection.events(path, body) as events:
             async for event in events:
                 for piece in reader.read(event):

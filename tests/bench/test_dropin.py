@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.embeddings import DeterministicFakeEmbedding
-from llama_index.core.embeddings import MockEmbedding
 from ragfuse_bench import dropin
 from ragfuse_bench.dropin import FRAMEWORKS, counted, draw, lines, require_packages, run_dropin
 from ragfuse_bench.options import DropinOptions
-from ragfuse_bench.unprepared import Embedders, Material, Question, Run
 from rich.console import Console
 
 from ragfuse.errors import InputError, RagFuseError, SettingsError
-from ragfuse.settings import Settings
-from tests.tiny import CHUNKS
 
-EMBEDDERS = Embedders(DeterministicFakeEmbedding(size=8), MockEmbedding(embed_dim=8))
 BEFORE = ["from a import Theirs", "llm = Theirs(model)", "index = Index(llm)", "return index"]
 
 
@@ -52,7 +46,6 @@ def test_sizes_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
 
 def small(model: Path, home: Path, **changes: Any) -> DropinOptions:
     given: dict[str, Any] = {"dtype": "float32", "questions": 1, "splits": 7, "chunk_tokens": 64, "rounds": 1}
-    given["doors"] = ()
     return DropinOptions(**{**given, "model": str(model), "home": home, **changes})
 
 
@@ -116,31 +109,3 @@ def test_other_chunks_for_the_two_are_an_error(tmp_path: Path) -> None:
 def test_a_dtype_that_only_one_side_could_take_is_refused() -> None:
     with pytest.raises(SettingsError, match="float32 or bfloat16"):
         DropinOptions(dtype="float16")
-
-
-def test_questions_that_there_are_not_and_nothing_to_measure_are_refused() -> None:
-    with pytest.raises(SettingsError, match="1 to 12 questions"):
-        DropinOptions(asked=13)
-    with pytest.raises(SettingsError, match="Nothing is left to measure"):
-        DropinOptions(swap=False, doors=())
-
-
-def test_doors_stand_beside_the_swap_in_one_result_and_one_picture(
-    found: tuple[dict[str, Any], str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The doors alone, over texts and embedders as small as the model; then both drawn."""
-    small_run = Run(Settings(), Material((Question("Who?", ("keeper",)),), CHUNKS), EMBEDDERS)
-    monkeypatch.setattr(dropin, "held_out", lambda asked: small_run.material)
-    monkeypatch.setattr(dropin.Embedders, "embedded", lambda settings: small_run.embedders)
-    console = Console(file=io.StringIO(), width=200)
-    options = small(Path(found[0]["model"]), tmp_path, swap=False, doors=("lcel",), asked=1, plot=tmp_path / "a.png")
-    result = run_dropin(options, console)
-    assert {"first_pass", "second_pass", "by_framework", "machine", "dtype"} <= set(result)
-    assert "langchain" not in result
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-    assert isinstance(console.file, io.StringIO)
-    assert "LCEL" in console.file.getvalue()
-    assert "HuggingFacePipeline" not in console.file.getvalue()
-    both = {**found[0], **result, "options": {"swap": True, "doors": ["lcel"]}}
-    draw(both, tmp_path / "b.png")
-    assert (tmp_path / "b.png").stat().st_size > (tmp_path / "a.png").stat().st_size

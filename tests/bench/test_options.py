@@ -89,7 +89,7 @@ def test_every_dataclass_of_options_belongs_to_one_command() -> None:
     modules = options, engines_options, modules_options, ray_options
     declared = {each for module in modules for name, each in vars(module).items() if name.endswith("Options")}
     assert sorted(map(str, taken)) == sorted(map(str, declared))
-    assert len(bench.registered_commands) == len(declared) + 1  # `paper` alone has none: it chooses by the figure
+    assert len(bench.registered_commands) == len(declared)
 
 
 def whole_numbers(command: Any, name: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -108,7 +108,7 @@ def test_every_whole_number_has_a_least_one() -> None:
     assert [name for name, each in found.items() if each.min is None and each.name not in bounded] == []
 
 
-@pytest.mark.parametrize("line", ["quality --data demo --limit -1", "ttft --rounds 0", "paper fig6 --limit -1"])
+@pytest.mark.parametrize("line", ["quality --data demo --limit -1", "ttft --rounds 0"])
 def test_a_number_below_the_least_one_is_told_by_its_option(line: str) -> None:
     result = CliRunner().invoke(bench, line.split())
     assert result.exit_code == 2

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ragfuse_bench.figure import Wanted
 from ragfuse_bench.options import SessionOptions
-from ragfuse_bench.paper import run_paper
-from ragfuse_bench.sessions import figures, run, simulate
+from ragfuse_bench.sessions import run, simulate
 from ragfuse_bench.sessions.lengths import PAPER_TURNS, Lengths, packaged, read_lengths, talks_of, tokens_of
-from ragfuse_bench.sessions.run import Load, run_sessions
+from ragfuse_bench.sessions.run import run_sessions
 from ragfuse_bench.sessions.server import GB, SERVERS, Server
 from ragfuse_bench.sessions.simulate import Given, Simulation
 from ragfuse_bench.sessions.tiers import Tiers
@@ -23,7 +21,6 @@ from typer.testing import CliRunner
 from ragfuse.cli.main import app
 from ragfuse.errors import InputError
 from ragfuse.plan.evict import by_use
-from ragfuse.settings import Settings
 
 SMALL = replace(SERVERS["LLaMA-13B"], window=None, batch=1)
 """A server on which people wait, and no conversation is cut."""
@@ -280,22 +277,3 @@ def test_without_data_it_runs_on_what_comes_along(small):
     found = run_sessions(SessionOptions(quick=True), Console(quiet=True))
     assert [row["name"] for row in found["settings"]] == ["128G/2T", "128G/10T"]
     assert found["loads"]["drawn"]["sessions"] == 90
-
-
-@pytest.mark.parametrize("name", figures.ATTENTIONSTORE)
-def test_each_figure_of_the_paper_is_a_table_a_picture_and_json(name, tmp_path, small):
-    pytest.importorskip("matplotlib")
-    wanted = Wanted(Settings(home=tmp_path), ("held-out",), 0, 0, None, Console(quiet=True), quick=True)
-    found = json.loads(json.dumps(run_paper(name, wanted, tmp_path / "figure.png")))
-    assert found["figure"] == name
-    assert "model" not in found
-    for column in found["columns"]:
-        assert any(row.get(column) is not None for row in found["rows"])
-    assert (tmp_path / "figure.png").stat().st_size > 1000
-
-
-def test_most_conversations_of_an_hour_are_counted_by_any_window():
-    load = Load([(Turn(1, 1, start),) for start in (0.0, 10.0, 20.0, 100.0, 105.0, 110.0, 112.0)], 0, 1.0)
-    assert figures.sessions_per(load, 20.0) == 4
-    assert figures.sessions_per(load, 1.0) == 1
-    assert figures.sessions_per(replace(load, talks=load.talks[:3]), 20.0) == 3

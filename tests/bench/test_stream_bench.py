@@ -7,9 +7,8 @@ import io
 import pytest
 import torch
 from ragfuse_bench.codec.kv import Continued
-from ragfuse_bench.codec.links import PAPER_LOAD_OVER_TEXT
 from ragfuse_bench.options import StreamOptions
-from ragfuse_bench.stream.lines import Scale, drawn_by_piece, published
+from ragfuse_bench.stream.lines import PAPER_LOAD_OVER_TEXT, Scale, drawn_by_piece, published
 from ragfuse_bench.stream.material import Cut, Judge, context_kv, long_readings
 from ragfuse_bench.stream.run import METHODS, run_stream
 from rich.console import Console

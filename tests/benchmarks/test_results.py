@@ -23,7 +23,6 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     runs = {
         "a": {"results": [quality], "model": "m", "dtype": "bfloat16"},
         "b": {"tried": [{**tried, "ttft_x": 5.0, "is_safe": True}], "advice": "Do.", "questions": 8, "seconds": 60.0},
-        "c": {"figure": "fig8", "title": "t", "paper": "p", "rows": [{"layer": 1, "correlation": 0.9, "n": 4}]},
         "d": {"results": [peer, ours], "absent": ["vllm is left out."], "answer_tokens": 16, "memory_gib": 2},
         "e": {**ttft, "prefix_x": 1.1, "efficiency": 0.9, "policy": "hkvd", "options": {"ratio": 0.15, "model": "q05"}},
     }
@@ -53,8 +52,6 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     runs["j"] |= {"ideas": [{**level, "name": "+ deltas"}], "shapes": [{**level, "shape": "l8b", "level": "cg2"}]}
     runs["j"] |= {"answers": {"raw": {"n": 300, "f1": 0.6}}, "piece": {"tokens": 1500}, "reached": ["cg2"]}
     runs["j"] |= {"context_tokens": 6000, "paper": "p", "absent": ["Not at hand: Mistral-7B."]}
-    row = {"gbps": 3.0, "text_s": 9.0, "speedup": "cg2"}
-    runs["k"] = {"figure": "cg-fig11", "title": "t", "paper": "p", "rows": [row] * 40, "columns": ["gbps", "speedup"]}
     hits = {"hit": 0.7, "ram": 0.65, "disk": 0.05, "later_hit": 0.79, "first_token_s": 0.052, "waiting": 2060.0}
     drawn = {"sessions": 9000, "turns": 5.74, "over_4k": 0.149}
     runs["l"] = {"settings": [{"name": "128G/2T", "look_ahead": hits}], "loads": {"drawn": drawn}, "warm_turns": 10}
@@ -83,7 +80,6 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
             "tokens": 1024,
         }
     }
-    runs["n"] = {"figure": "pc-fig5", "title": "t", "paper": "p", "rows": [{"tokens": 9}], "columns": ["tokens"]}
     by = {"text": 0.0, "int8": 0.001, "fixed": 0.02, "adaptive": 0.01}
     late = {"deadline_s": 8.86, "paper_s": 1.0, "violations": dict.fromkeys(by, 0.25), "ttft_s": by}
     runs["o"] = {"deadlines": [{**late, "kl": by, "top1": by, "f1": by}], "kinds": {"random": 10, "measured": 10}}
@@ -107,7 +103,7 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)
-    said = "hkvd 15% | 0.500 | 0.400..0.600", "| lego | 6% | 0.200", "**fig8**", "500 ms", "vllm is left", "4.00x"
+    said = "hkvd 15% | 0.500 | 0.400..0.600", "| lego | 6% | 0.200", "500 ms", "vllm is left", "4.00x"
     said += (
         "| hf (generate) | 500 ms | 1.00x | 4.50x |",
         "2 prompts of 90 tokens, 6 of 8",
@@ -122,7 +118,6 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "| + deltas | 0.190",
         "| l8b, cg2 by zstd | 0.0500 |",
         "Not at hand: Mistral-7B.",
-        "| 3.000 | cg2 |",
         "| 128G/2T, look ahead | 70.0% | 65.0% | 5.0% | 79.0% | 52 ms | 2,060 |",
         "Lines changed: 1 of the chain's 6",
         "11.5 times faster at 2,155 tokens, 95.1% of them cached.",
@@ -131,7 +126,6 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "| 1,024 (48 MB) | one arena, sharing on | 1,000 MB | 1,200 MB | 200 MB | 80% | 40% |",
         "| 4,096 (192 MB) | one arena, sharing off |",
         "`May` / `A 'train' in May`",
-        "**pc-fig5**",
         "| 1 s (8.9 s here) | fixed (cg2) | 25% | 0.02 s |",
         "3.3 times faster than 8 bits. By 622 MB.",
         "| 2 | 900 | 800 | 2.00 s | 0.200 s | 90% |",
@@ -141,5 +135,4 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     )
     for wanted in said:
         assert wanted in made
-    assert made.count("| 3.000 | cg2 |") == 30
     assert made.count("](benchmarks/") == len(runs)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragfuse.calibration.deviation import attention_deviation, attention_of, kv_deviation, neighbours
+from ragfuse.calibration.deviation import attention_deviation, attention_of, kv_deviation
 from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import load_model
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -46,8 +46,3 @@ def test_the_model_is_as_it_was_afterwards(model: HFModel) -> None:
     before = model.full_prefill(ids).logits
     attention_of(model, model.full_prefill(ids), 2)
     torch.testing.assert_close(model.full_prefill(ids).logits, before, rtol=0, atol=0)
-
-
-def test_layers_that_rank_alike_correlate() -> None:
-    rising, falling = torch.arange(9.0), torch.arange(9.0).flip(0)
-    assert neighbours(torch.stack([rising, rising**2, falling])) == pytest.approx([1.0, -1.0])

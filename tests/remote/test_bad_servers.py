@@ -198,31 +198,6 @@ def test_an_error_within_a_stream_is_raised() -> None:
         ask(url)
 
 
-def endless(piece: bytes) -> Callable[[socket.socket], None]:
-    def send(line: socket.socket) -> None:
-        line.sendall(STREAM)
-        for _ in range(100_000):
-            line.sendall(piece)
-
-    return send
-
-
-@pytest.mark.parametrize(
-    "piece", [b"a" * 4096, b": a comment\n" * 400, said("x") * 40], ids=["line", "lines", "events"]
-)
-def test_endless_lines_end_at_a_bound(piece: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_LINE_NBYTES", 1 << 16)
-    monkeypatch.setattr(connection, "MAX_REPLY_NBYTES", 1 << 19)
-    with listening(reply(CARD), endless(piece)) as (url, _), pytest.raises(ServerError, match="sends more than"):
-        ask(url)
-
-
-def test_an_endless_reply_ends_at_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_REPLY_NBYTES", 1 << 19)
-    with listening(endless(b"a" * 4096)) as (url, _), pytest.raises(ServerError, match="sends more than"):
-        ask(url)
-
-
 def test_a_silent_server_is_given_up() -> None:
     with (
         listening(reply(CARD), lambda line: (line.sendall(STREAM), time.sleep(2))) as (url, _),

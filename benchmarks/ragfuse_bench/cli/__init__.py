@@ -8,7 +8,7 @@ from ragfuse_bench.cli.matching import matching
 from ragfuse_bench.cli.modules import modules
 from ragfuse_bench.cli.parameters import with_options
 from ragfuse_bench.cli.prefix import prefix
-from ragfuse_bench.cli.quality import paper, quality
+from ragfuse_bench.cli.quality import quality
 from ragfuse_bench.cli.ray import ray
 from ragfuse_bench.cli.speed import controller, decode, dropin, kernels, load, store, ttft
 from ragfuse_bench.cli.throughput import throughput
@@ -20,7 +20,7 @@ bench = typer.Typer(
     help="Benchmarks. Methods are measured in turn, round by round, so that changes of the machine affect all alike.",
 )
 SPEED = (ttft, kernels, decode, load, controller, store, dropin)
-QUALITY = (quality, paper, codec, stream)
+QUALITY = (quality, codec, stream)
 REUSE = (conversation, throughput, sessions, modules, matching, prefix, engines, ray)
 for command in (*SPEED, *QUALITY, *REUSE):
     bench.command(command.__name__)(with_options(command))

@@ -23,13 +23,13 @@ def codec(
 ) -> None:
     """Measure size, fidelity, answers and speed of every level on real text, and what each idea of CacheGen saves."""
     from ragfuse_bench.codec.report import run_codec
-    from ragfuse_bench.figure import Wanted
+    from ragfuse_bench.codec.wanted import Wanted
 
     console, settings = start(json, options.plot, model=model, dtype=dtype, device=device)
     if quick:
         options = options.quick()
-    sets = (str(options.data),) if options.data is not None else ()
-    wanted = Wanted(settings, sets, options.contexts, 0, None, console, quick, options.context_tokens, options.keep_kv)
+    given = (options.data, options.contexts, options.context_tokens, options.keep_kv)
+    wanted = Wanted(settings, console, *given, quick)
     write_json(run_codec(wanted, options.questions, options.plot), json)
 
 

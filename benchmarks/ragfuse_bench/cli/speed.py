@@ -81,11 +81,11 @@ def store(options: StoreOptions, json: Json = None) -> None:
 
 
 def dropin(options: DropinOptions, json: Json = None) -> None:
-    """Compare ragfuse's classes with Hugging Face's in LangChain and LlamaIndex; measure reuse without ingest."""
+    """Compare ragfuse's classes with Hugging Face's in LangChain and LlamaIndex."""
     console = console_for(json)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by the threads in which both classes answer
     try:
-        from ragfuse_bench.dropin import require, run_dropin
+        from ragfuse_bench.dropin import run_dropin
 
         from ragfuse.calibration.plots import require_plotting
         from ragfuse.calibration.runner import tune_malloc
@@ -93,7 +93,6 @@ def dropin(options: DropinOptions, json: Json = None) -> None:
         raise InputError(
             f"This needs more packages ({error.name}): pip install 'ragfuse-kv[demo,llama-index]'"
         ) from error
-    require(options)
     if options.plot is not None:
         require_plotting()
     tune_malloc(console)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.rounding_error import kl
-from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.kv import ChunkKV
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,6 @@ def mean_loss(losses: Sequence[Loss]) -> Loss:
         return float(sum(getattr(each, name) * each.n for each in losses) / n)
 
     return Loss(of("kl"), of("top1"), of("nll"), of("raw_nll"), n)
-
-
-def rounded(rows: Tensor, bits: int) -> Tensor:
-    """KV [H, n, D] rounded to so many bits: each token's row of a head in equal steps up to its largest value."""
-    most = 2 ** (bits - 1) - 1
-    step = rows.float().abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / most
-    exact: Tensor = (rows.float() / step).round() * step
-    return exact.to(rows.dtype)
-
-
-def rounded_between(kv: ChunkKV, lo: int, hi: int, bits: int, part: str = "both") -> ChunkKV:
-    """KV whose layers lo..hi-1 are rounded, the others as they are; part: both, keys or values."""
-    layers = list(kv.layers)
-    for at in range(lo, min(hi, len(layers))):
-        keys, values = layers[at].keys, layers[at].values
-        layers[at] = LayerKV(
-            keys if part == "values" else rounded(keys, bits), values if part == "keys" else rounded(values, bits)
-        )
-    return ChunkKV(tuple(layers))
 
 
 def _nll(logits: Tensor, ids: Sequence[int]) -> float:

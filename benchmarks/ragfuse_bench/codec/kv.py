@@ -1,4 +1,4 @@
-"""The KV of a context: computed once, kept if wished, turned back to before RoPE, and read on from.
+"""The KV of a context: computed once, kept if wished, and read on from.
 
 The paper's `calculate_kv` is `Bank.kv`, its `generate_with_kv` is what `Continued` does.
 """
@@ -14,12 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ragfuse.engine.options import ends_of
-from ragfuse.fuse.rope import angles, place
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.model import HFModel
 from ragfuse.types.keys import token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
-from ragfuse.types.profiles import ModelProfile
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,6 @@ class Bank:
         layers |= {f"v{i}": layer.values for i, layer in enumerate(kv.layers)}
         save_file({name: tensor.contiguous() for name, tensor in layers.items()}, partial)
         partial.replace(path)
-
-
-def before_rope(layer: LayerKV, at: int, profile: ModelProfile) -> LayerKV:
-    """A layer at positions 0..n-1 with its keys turned back to position 0, each by its own."""
-    layout = profile.rope[at] if profile.rope else None
-    if layout is None or layout.part != "keys":
-        return layer
-    back = -torch.arange(layer.n_tokens, dtype=torch.float64)[:, None]
-    keys = torch.empty_like(layer.keys)
-    place(keys, layer.keys, angles(layout, back, keys.device), layout)
-    return LayerKV(keys, layer.values)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from ragfuse_bench.codec.answers import RAW, WORTH, Row, ask_all, scores
 from ragfuse_bench.codec.coded import BASELINES, Codecs, codecs_of, coded, coder_of, ideas_of, random_ids
-from ragfuse_bench.codec.compare import draw_sizes, piece_of
 from ragfuse_bench.codec.contexts import read_questions
-from ragfuse_bench.codec.insight import by_contexts, model_of, not_at_hand, with_kv
 from ragfuse_bench.codec.kv import Bank
 from ragfuse_bench.codec.levels import by_set, fidelities, rows_of
 from ragfuse_bench.codec.speed import SHAPE, Speeds, shaped, speeds
-from ragfuse_bench.figure import Wanted, print_rows
+from ragfuse_bench.codec.wanted import Wanted
+from rich.console import Console
+from rich.table import Table
 
 from ragfuse.calibration.plots import model_in_title, saved
 from ragfuse.calibration.runner import Runner, circumstances
@@ -36,12 +36,12 @@ PAPER = (
 
 def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
     """Measure all of it, print it, draw size against quality; the result as plain JSON types."""
-    model = model_of(wanted)
+    model = wanted.model()
     codecs, runner = codecs_of(model), Runner(1 if wanted.quick else 3, model.device, wanted.console)
     ideas = ideas_of(model, codecs)
-    found = fidelities(model, with_kv(wanted, model, "levels"), codecs.all, ideas)
+    found = fidelities(model, wanted.with_kv(model), codecs.all, ideas)
     answered = _answers(wanted, model, codecs.all, questions)
-    fast = speeds(model, piece_of(wanted, model), {**codecs.all, **codecs.others}, runner)
+    fast = speeds(model, wanted.piece(model), {**codecs.all, **codecs.others}, runner)
     rows = {row["name"]: row for row in rows_of(found)}
     sets = by_set(found)
     levels = [level for name in codecs.levels for level in _level(name, rows, answered, fast, codecs)]
@@ -55,7 +55,7 @@ def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
         "piece": {"tokens": fast.tokens, "prefill_s": fast.prefill_s},
         "shapes": _shapes(wanted, runner),
         "paper": PAPER,
-        "absent": not_at_hand(wanted),
+        "absent": wanted.not_at_hand(),
         "speeds_are": "MB of KV in two bytes a value, by the second of one core, on one piece of text",
         "model": wanted.settings.model,
         "dtype": wanted.settings.dtype,
@@ -145,15 +145,15 @@ def _show(result: Result, wanted: Wanted) -> None:
     console = wanted.console
     rows = [{**row, "level": row["name"]} for row in (*result["levels"], *result["baselines"])]
     console.print("[bold]bench codec: size, fidelity and speed of every level[/]", highlight=False)
-    print_rows(SHOWN, rows, console)
-    print_rows(FAST, rows, console)
+    _print_rows(SHOWN, rows, console)
+    _print_rows(FAST, rows, console)
     if result["ideas"]:
-        print_rows(
+        _print_rows(
             ("idea", "bytes_over_fp16", "kl", "top1"), [{**i, "idea": i["name"]} for i in result["ideas"]], console
         )
-    print_rows(("what", *FAST), [{**row, "what": row["shape"]} for row in result["shapes"]], console)
+    _print_rows(("what", *FAST), [{**row, "what": row["shape"]} for row in result["shapes"]], console)
     raw = result["answers"][RAW]
-    console.print(f"Raw KV: F1 {raw['f1']:.3f} on {raw['n']} questions; {by_contexts(wanted)}.", highlight=False)
+    console.print(f"Raw KV: F1 {raw['f1']:.3f} on {raw['n']} questions; {wanted.words()}.", highlight=False)
     console.print(f"The paper: {PAPER}", highlight=False)
     reached = ", ".join(result["reached"]) or "none"
     console.print(
@@ -168,7 +168,37 @@ def _draw(result: Result, picture: Path, wanted: Wanted) -> None:
     rows = [{**row, "level": row["name"]} for row in (*result["levels"], *result["baselines"]) if row["default_coder"]]
     with saved(picture, (7, 5)) as drawing:
         axes = drawing.add_subplot()
-        draw_sizes(axes, rows)
-        axes.set_title(f"{model_in_title(result['model'])} in {result['dtype']}, {by_contexts(wanted)}", fontsize=9)
+        _draw_sizes(axes, rows)
+        axes.set_title(f"{model_in_title(result['model'])} in {result['dtype']}, {wanted.words()}", fontsize=9)
         axes.grid(True, alpha=0.3)
     wanted.console.print(f"Picture: {picture}", highlight=False)
+
+
+def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """KL against size: our levels as a line, uniform quantisation as another."""
+    every = [each for each in rows if each.get("dataset", "all") == "all"]
+    for names, label, style in ((("int8", "int4", "int3"), "uniform", "s--"), (None, "levels", "o-")):
+        mine = [each for each in every if (each["level"] in names if names else each["level"] not in ("int4", "int3"))]
+        mine = sorted(mine, key=lambda each: each["bits_a_value"])
+        axes.plot([each["bits_a_value"] for each in mine], [max(each["kl"], 1e-6) for each in mine], style, label=label)
+        for each in mine:
+            at = (each["bits_a_value"], max(each["kl"], 1e-6))
+            axes.annotate(
+                f"{each['level']}, top-1 {each['top1']:.0%}", at, (4, 4), textcoords="offset points", fontsize=7
+            )
+    axes.set_yscale("log")
+    axes.set_xlim(right=1.25 * max(each["bits_a_value"] for each in every))  # a label stands behind the last one
+    axes.set_xlabel("size (bits a value, everything counted)")
+    axes.set_ylabel("KL to raw KV (nats a token)")
+    axes.legend()
+
+
+def _print_rows(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print a table of some columns."""
+    table = Table(*columns, box=None)
+    for row in rows:
+        cells = (row.get(column) for column in columns)
+        table.add_row(
+            *("" if cell is None else f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
+        )
+    console.print(table)

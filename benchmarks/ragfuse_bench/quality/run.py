@@ -16,14 +16,12 @@ from pathlib import Path
 import torch
 from ragfuse_bench.options import QualityOptions
 from ragfuse_bench.quality.cases import Packing, read_cases
-from ragfuse_bench.quality.chains import run_chain
 from rich.console import Console
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.comparison import FULL, Row, ask
-from ragfuse.calibration.methods import CHAINS, Lab, Method
+from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.runner import Runner, malloc_setting, versions
-from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import can_pack
 from ragfuse.telemetry.progress import progress
@@ -48,9 +46,6 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
     cases = [case for name in plan.options.sets for case in drawn(read_cases(name, packing), plan.options.limit)]
     lab, runner = Lab(model), Runner(1, model.device, console)
     methods = tuple(dict.fromkeys((FULL, *plan.methods)))
-    chains = [method.policy for method in methods if method.policy in CHAINS]
-    if chains and any(case.task == "summary" for case in cases):
-        raise InputError(f"{', '.join(chains)} answer questions; a data set asks for summaries. Leave one out.")
     kept, stamps = _read(plan.rows), {case: _stamp(plan, lab, case) for case in cases}
     rows = {(case.id, *row.by): row for case, stamp in stamps.items() for row in kept.get(stamp, {}).values()}
     try:
@@ -63,9 +58,9 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
                 bar.update(task, description=f"{case.dataset}: {len(missing)} methods")
                 if missing:
                     if not warm:
-                        list(ask(lab, runner, case, methods, False, run_chain))
+                        list(ask(lab, runner, case, methods, False))
                         warm = True
-                    for row in ask(lab, runner, case, missing, plan.options.answers, run_chain):
+                    for row in ask(lab, runner, case, missing, plan.options.answers):
                         rows[row.case, *row.by] = row
                         _append(plan.rows, stamps[case], row)
                 bar.advance(task)

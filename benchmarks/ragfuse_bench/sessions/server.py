@@ -19,8 +19,6 @@ PCIE_BPS = 26e9
 """From host memory to GPUs (section 2.4)."""
 DISK_BPS = 5e9
 """Read from disks ("less than 5GB/s", section 2.4)."""
-GPU_PRICE, MEMORY_PRICE, DISK_PRICE = 5.0, 0.0088, 0.000082
-"""Dollars an hour: a GPU, a gigabyte of memory, of disk (section 4.2)."""
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from ragfuse_bench.codec.answers import RAW, ask_all, scores
 from ragfuse_bench.codec.contexts import Question, Reading
-from ragfuse_bench.codec.fidelity import Told, mean_loss, rounded, rounded_between
-from ragfuse_bench.codec.kv import Bank, Continued, before_rope
+from ragfuse_bench.codec.fidelity import Told, mean_loss
+from ragfuse_bench.codec.kv import Bank, Continued
 from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
 from ragfuse.hf.model import HFModel
-from ragfuse.types.kv import ChunkKV
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,14 @@ def test_kept_kv_comes_back_bit_by_bit_and_is_not_computed_again(
         assert torch.equal(a.values, b.values)
 
 
-def test_before_rope_a_token_s_key_does_not_depend_on_where_it_stands(model: HFModel) -> None:
-    layer = model.encode([9] * 12).layers[0]
-    shifted = before_rope(layer, 0, model.profile)
-    assert torch.allclose(shifted.keys, shifted.keys[:, :1].expand_as(shifted.keys), atol=1e-4)
-    assert not torch.allclose(layer.keys, layer.keys[:, :1].expand_as(layer.keys), atol=1e-2)
-    assert torch.equal(shifted.values, layer.values)
+def rounded(kv: ChunkKV, bits: int) -> ChunkKV:
+    """Return KV in equal steps up to each row's largest value."""
+
+    def of(rows: torch.Tensor) -> torch.Tensor:
+        step = rows.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+        return (rows / step).round() * step
+
+    return ChunkKV(tuple(LayerKV(of(layer.keys), of(layer.values)) for layer in kv.layers))
 
 
 def test_unchanged_kv_loses_nothing_and_coarser_rounding_loses_more(model: HFModel, ids: list[int]) -> None:
@@ -85,27 +87,13 @@ def test_unchanged_kv_loses_nothing_and_coarser_rounding_loses_more(model: HFMod
     same = told.loss(model, kv)
     assert (same.kl, same.top1, same.n) == (0.0, 1.0, len(ids) - 51)
     assert same.nll == pytest.approx(same.raw_nll)
-    losses = [told.loss(model, rounded_between(kv, 0, 3, bits)).kl for bits in (8, 4, 2)]
+    losses = [told.loss(model, rounded(kv, bits)).kl for bits in (8, 4, 2)]
     assert 0 < losses[0] < losses[1] < losses[2]
-
-
-def test_only_the_named_layers_and_part_are_rounded(model: HFModel, ids: list[int]) -> None:
-    kv = model.encode(ids)
-    changed = rounded_between(kv, 1, 2, 3, "values")
-    assert all(torch.equal(kv.layers[at].keys, changed.layers[at].keys) for at in range(3))
-    assert [torch.equal(kv.layers[at].values, changed.layers[at].values) for at in range(3)] == [True, False, True]
-
-
-def test_rounding_leaves_as_many_steps_as_the_bits_say() -> None:
-    rows = torch.linspace(-1, 1, 101)[None, None]
-    assert [len(rounded(rows, bits).unique()) for bits in (2, 3, 4)] == [3, 7, 15]
 
 
 def test_losses_are_averaged_by_tokens(model: HFModel, ids: list[int]) -> None:
     kv = model.encode(ids[:50])
-    short, long = (
-        Told.of(model, kv, ids[50:stop]).loss(model, rounded_between(kv, 0, 3, 2)) for stop in (53, len(ids))
-    )
+    short, long = (Told.of(model, kv, ids[50:stop]).loss(model, rounded(kv, 2)) for stop in (53, len(ids)))
     both = mean_loss([short, long])
     assert both.n == short.n + long.n
     assert both.kl == pytest.approx((short.kl * short.n + long.kl * long.n) / both.n)
@@ -122,7 +110,7 @@ def test_questions_over_raw_kv_are_their_own_measure_and_a_spoiled_way_is_told_f
         return kv
 
     def spoil(kv: ChunkKV) -> ChunkKV:
-        return rounded_between(kv, 0, 3, 2)
+        return rounded(kv, 2)
 
     found = ask_all([reading], Bank(model), {"same": nothing, "spoiled": spoil}, Console(quiet=True))
     told = scores(found)

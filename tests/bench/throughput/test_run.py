@@ -17,10 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ragfuse_bench.cli.throughput import sets_of
-from ragfuse_bench.figure import Wanted
 from ragfuse_bench.options import ThroughputOptions
-from ragfuse_bench.paper import run_paper
-from ragfuse_bench.throughput import figure
 from ragfuse_bench.throughput.run import (
     COMPARED_TTFT,
     Measured,
@@ -119,37 +116,6 @@ def figure_requests(cases):
     from ragfuse_bench.throughput.asked import each_once
 
     return each_once(cases[:1], 0)
-
-
-@pytest.mark.slow
-def test_figure_14_is_a_table_a_picture_and_json(settings, questions, tmp_path, monkeypatch):
-    small = ThroughputOptions(sets=(str(questions),), minutes=0.0, **{**TINY, "shares": (0.5,)})
-    monkeypatch.setattr(figure, "options_of", lambda wanted: small)
-    with (tmp_path / "said").open("w") as out:
-        wanted = Wanted(settings, (str(questions),), 2, 0, None, Console(file=out, width=200))
-        result = run_paper("fig14", wanted, tmp_path / "fig14.png")
-    assert [(row["method"], row["rate"] == 0) for row in result["rows"]] == [
-        (name, alone) for name in ("full", "prefix", "ragfuse") for alone in (True, False)
-    ]
-    assert "The paper:" in (tmp_path / "said").read_text()
-    assert (tmp_path / "fig14.png").stat().st_size > 1000
-
-
-def test_figure_14_is_drawn_from_a_result_without_measuring_again(settings, tmp_path):
-    load = {"rate": 0.5, "n": 9, "mean_s": 2.0, "p95_s": 3.0, "lost": 0}
-    told = {"methods": {name: {"alone_s": 1.0, "loads": [load]} for name in ("full", "prefix", "ragfuse")}}
-    (tmp_path / "load.json").write_text(json.dumps({**told, "date": "2026-01-01"}))
-    wanted = Wanted(settings, (str(tmp_path / "load.json"),), 2, 0, None, Console(quiet=True))
-    result = run_paper("fig14", wanted, tmp_path / "fig14.png")
-    assert [(row["method"], row["rate"], row["mean_s"]) for row in result["rows"]] == [
-        (name, *measured) for name in told["methods"] for measured in ((0.0, 1.0), (0.5, 2.0))
-    ]
-    assert (result["note"], result["date"]) == ("drawn from load.json", "2026-01-01")
-    assert (tmp_path / "fig14.png").stat().st_size > 1000
-
-
-def test_a_file_of_questions_is_no_result_of_figure_14(settings, questions):
-    assert figure.FIG14.source(Wanted(settings, (str(questions),), 2, 0, None, Console(quiet=True))) is None
 
 
 def slow_rate(curve, ttft_s):
