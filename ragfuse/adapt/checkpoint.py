@@ -110,21 +110,20 @@ def require_place(path: Path) -> None:
     Args:
         path: The folder; it is not made.
     """
-    found, began = "", (path / WORK_FOLDER / RECIPE_FILE).is_file()
-    if path.is_dir() and not began and any(each.name != PARTIAL for each in path.iterdir()):
-        found = f"other files at '{path}'. Name another folder with --out, or empty this one"
-    elif path.exists() and not path.is_dir():
-        found = f"a file at '{path}'. Name another folder with --out"
+    began = (path / WORK_FOLDER / RECIPE_FILE).is_file()
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        found = f"a file at '{there}'"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        found = f"'{path}', where nothing can be written to '{there}'"
+    elif there == path and not began and any(each.name != PARTIAL for each in path.iterdir()):
+        found = f"other files at '{path}'"
     else:
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
-        places = (there, path / WORK_FOLDER) if began else (there,)
-        denied = next((each for each in places if not os.access(each, os.W_OK | os.X_OK)), None)
-        if not there.is_dir():
-            found = f"'{path}', where '{there}' is a file. Name another folder with --out"
-        elif denied is not None:
-            found = f"'{path}', where nothing can be written to '{denied}'. Name another folder with --out"
-    if found:
-        raise InputError(f"Wanted a new folder for the adapter or one that `ragfuse adapt` began, found {found}.")
+        return
+    raise InputError(
+        f"Wanted a new folder for the adapter or one that `ragfuse adapt` began, found {found}. Name another folder "
+        "with --out."
+    )
 
 
 class AdapterFolder:
