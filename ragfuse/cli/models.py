@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from ragfuse.cli.options import Json, console_for, settings_of, write_json
@@ -16,7 +15,6 @@ models = typer.Typer(
     no_args_is_help=True,
     help="The embedded models: LLMs and embedders that come in Python packages, without a download from a hub.",
 )
-Name = Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")]
 
 
 @models.command("ls")
@@ -32,13 +30,9 @@ def ls(json: Json = None) -> None:
     write_json({"models": rows}, json)
 
 
-@models.command("prepare")
-def prepare_one(name: Name) -> None:
-    """Prepare the files of an embedded model for loading."""
-    Console().print(f"ready: {prepare(name, settings_of().home)}", highlight=False)
-
-
 @models.command("path")
-def path(name: Name) -> None:
+def path(
+    name: Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")],
+) -> None:
     """Print the folder of an embedded model, after preparing it if needed."""
     print(prepare(name, settings_of().home))

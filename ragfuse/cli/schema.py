@@ -35,7 +35,7 @@ schema = typer.Typer(
     "(`ragfuse ask --pml FILE`).\n\nIf a salt is set (RAGFUSE_SALT), these are the schemas of its tenant.",
 )
 
-UNNAMED = MappingProxyType({"schema": "the schema's own text", "text": "text"})
+NAMELESS = MappingProxyType({"schema": "the schema's own text", "text": "text"})
 """What parts of a schema without a name are called."""
 
 
@@ -111,7 +111,7 @@ def show(
     for heading in ("positions", "tokens", "size"):
         table.add_column(heading, justify="right")
     for part in parts:
-        name = UNNAMED.get(part["what"]) or f"{part['what']} {part.get('name', '')}"
+        name = NAMELESS.get(part["what"]) or f"{part['what']} {part.get('name', '')}"
         n = part["stop"] - part["start"]
         positions = f"{part['start']:,}-{part['stop'] - 1:,}" if n > 0 else "none"
         tokens = f"{part.get('tokens', n):,}" if part["what"] != "union" else ""

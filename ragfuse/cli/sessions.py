@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,7 +40,7 @@ def ls(store: Store = None, json: Json = None) -> None:
 
 @sessions.command("show")
 def show(name: Name, store: Store = None, json: Json = None) -> None:
-    """Show the messages of a session."""
+    """Show the messages of a session; --json has its tokens and keys as well. For its KV: `ragfuse store export`."""
     console = console_for(json)
     with open_admin(store, console) as admin:
         session, payload = admin.sessions.show(name), admin.sessions.export(name)
@@ -50,21 +49,6 @@ def show(name: Name, store: Store = None, json: Json = None) -> None:
     if session.dropped:
         console.print(f"Prompts leave out {session.dropped:,} of its {session.n_tokens:,} tokens.", highlight=False)
     write_json(payload, json)
-
-
-@sessions.command("export")
-def export(
-    name: Name,
-    path: Annotated[Path, typer.Argument(help="The JSON file to write ('-': standard output).")],
-    store: Store = None,
-) -> None:
-    """Write a session to a JSON file: messages, tokens, keys. For its KV, use `ragfuse store export`."""
-    console = console_for(path)
-    with open_admin(store, console) as admin:
-        payload = admin.sessions.export(name)
-    write_json(payload, path)
-    if str(path) != "-":
-        console.print(f"Written: {path}", highlight=False, markup=False)
 
 
 @sessions.command("rm")

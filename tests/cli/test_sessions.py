@@ -33,7 +33,7 @@ def listed(store):
 def test_sessions_are_listed_shown_exported_shortened_and_deleted(store, tmp_path):
     assert listed(store) == ["two", "one"]
     assert QUESTIONS[1] in run("show", "one", "--store", store).output
-    assert run("export", "one", tmp_path / "one.json", "--store", store).exit_code == 0
+    assert run("show", "one", "--json", tmp_path / "one.json", "--store", store).exit_code == 0
     told = json.loads((tmp_path / "one.json").read_text())
     assert [message["role"] for message in told["messages"]] == ["user", "assistant"] * 2
     shorter = run("truncate", "one", "--tokens", 40, "--store", store, "--json", "-")
