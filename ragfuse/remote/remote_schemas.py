@@ -57,7 +57,8 @@ class RemoteSchemas:
             progress: Called once, at the end.
         """
         found = self._connection.post(ROUTE, encoded({"pml": to_pml(_parsed(schema))}))
-        done = Ingested(*(_count(found, name) for name in ("runs", "encoded", "tokens", "nbytes")))
+        runs, new, tokens, nbytes = (_count(found, name) for name in ("runs", "encoded", "tokens", "nbytes"))
+        done = Ingested(runs, new, tokens, nbytes)
         if progress is not None:
             progress(done)
         return RemoteSchema(str(found.get("name")), done)
