@@ -19,6 +19,8 @@ from ragfuse.errors import InputError
 HTML_TYPES = (".html", ".htm")
 NOTEBOOK, JSON, JSON_LINES_TYPES, TABLE = ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
 
+_Pieces = Iterator[str]
+
 
 def texts_in(text: str, suffix: str, most_chars: float = math.inf) -> Iterator[str]:
     """Yield the texts in the content of a file, one by one.
@@ -33,34 +35,37 @@ def texts_in(text: str, suffix: str, most_chars: float = math.inf) -> Iterator[s
         ValueError: It is not JSON.
     """
     n_chars = 0
-    for found in READERS.get(suffix, _plain)(text):
-        n_chars += len(found)
-        if n_chars > most_chars:
-            raise InputError(f"it has more than {most_chars:,} characters when it is read")
-        yield found
+    for pieces in READERS.get(suffix, _plain)(text):
+        whole = list[str]()
+        for piece in pieces:
+            n_chars += len(piece)
+            if n_chars > most_chars:
+                raise InputError(f"it has more than {most_chars:,} characters when it is read")
+            whole.append(piece)
+        yield "".join(whole)
 
 
-def _plain(text: str) -> Iterator[str]:
-    yield text
+def _plain(text: str) -> Iterator[_Pieces]:
+    yield iter((text,))
 
 
-def _html(text: str) -> Iterator[str]:
+def _html(text: str) -> Iterator[_Pieces]:
     """Yield what a page shows, without its scripts and styles."""
     from bs4 import BeautifulSoup
 
-    yield BeautifulSoup(text, "html.parser").get_text("\n")
+    yield iter((BeautifulSoup(text, "html.parser").get_text("\n"),))
 
 
-def _json(text: str) -> Iterator[str]:
+def _json(text: str) -> Iterator[_Pieces]:
     """Yield the JSON with one value per line and with letters instead of their escapes."""
     yield _encoded(json.loads(text))
 
 
-def _encoded(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=1)
+def _encoded(value: Any) -> _Pieces:
+    return json.JSONEncoder(ensure_ascii=False, indent=1).iterencode(value)
 
 
-def _lines(text: str) -> Iterator[str]:
+def _lines(text: str) -> Iterator[_Pieces]:
     """Yield a text for each line of JSON. Only LF ends a line, as strings may contain other line separators."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -70,7 +75,7 @@ def _lines(text: str) -> Iterator[str]:
                 raise InputError(f"line {number} is not valid JSON: {error}") from error
 
 
-def _table(text: str) -> Iterator[str]:
+def _table(text: str) -> Iterator[_Pieces]:
     """Yield a table as text: a line "column: value" per cell, an empty line between rows.
 
     The delimiter is the candidate that the first line contains most often.
@@ -81,19 +86,26 @@ def _table(text: str) -> Iterator[str]:
     names = next((row for row in rows if any(row)), [])
     records = (zip_longest(names, row, fillvalue="") for row in rows if any(row))
     rendered = ("\n".join(f"{name}: {value}" if name else value for name, value in row) for row in records)
-    yield "\n\n".join(rendered) or ", ".join(names)
+    yield _with_gaps(rendered, ", ".join(names))
 
 
-def _notebook(text: str) -> Iterator[str]:
+def _with_gaps(rows: Iterator[str], default: str) -> _Pieces:
+    """Yield rows with an empty line between them; `default` where there is none."""
+    yield next(rows, default)
+    for row in rows:
+        yield f"\n\n{row}"
+
+
+def _notebook(text: str) -> Iterator[_Pieces]:
     """Yield the cells of a Jupyter notebook of any version, without their outputs."""
     data = json.loads(text)
     sheets = data.get("worksheets") or [data]
     for cell in (cell for sheet in sheets for cell in sheet.get("cells", ())):
         source = cell.get("source", cell.get("input", ""))
-        yield source if isinstance(source, str) else "".join(map(str, source))
+        yield iter((source if isinstance(source, str) else "".join(map(str, source)),))
 
 
-READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
+READERS: Mapping[str, Callable[[str], Iterator[_Pieces]]] = MappingProxyType(
     {
         **dict.fromkeys(HTML_TYPES, _html),
         **dict.fromkeys(JSON_LINES_TYPES, _lines),
@@ -102,4 +114,4 @@ READERS: Mapping[str, Callable[[str], Iterator[str]]] = MappingProxyType(
         TABLE: _table,
     }
 )
-"""What reads a type: a function that yields its texts."""
+"""What reads a type: a function that yields its texts, each in pieces."""
