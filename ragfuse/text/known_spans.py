@@ -8,30 +8,23 @@ run of equal ids.
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ragfuse.errors import InputError, SettingsError
 from ragfuse.text.span_anchors import Anchors, Array, grams, hashed_ids
-from ragfuse.text.span_runs import MAX_GAP_TOKENS, MIN_RUN_TOKENS, Search
+from ragfuse.text.span_runs import MAX_GAP_TOKENS, Search
 
 MIN_ALTERED_TOKENS = 32
 """Default for the least tokens of an altered span that must agree."""
 MAX_SPANS = 1 << 18
 """Default for the most spans that are known at once."""
-_MAX_ID = (1 << 31) - 1
-_MAX_ARENA_TOKENS = (1 << 32) - 1
-"""The most tokens of the arena: an anchor holds a token's place there in 32 bits."""
 _BATCH = 1 << 18
 """The most added tokens that wait before they are indexed."""
 SHARED_TOKENS = 24
 """Consecutive equal tokens by which `KnownSpans.sharing` counts a span as sharing text with other ids."""
-_ENTRY_BYTES = 240
-"""Estimated bytes of Python objects per span."""
 COVERED_SHARE = 0.9
 """If stored spans cover at least this share of a match of a span that is only given, they are used instead."""
 
@@ -72,7 +65,6 @@ class KnownSpans:
         min_tokens: The least tokens of a span that can be found.
         min_altered_tokens: The least tokens of an altered span that must agree.
         max_spans: The most spans; those matched or added the longest time ago are evicted.
-        max_tokens: The most tokens of all spans together.
     """
 
     def __init__(
@@ -80,15 +72,9 @@ class KnownSpans:
         min_tokens: int = 8,
         min_altered_tokens: int = MIN_ALTERED_TOKENS,
         max_spans: int = MAX_SPANS,
-        max_tokens: int = _MAX_ARENA_TOKENS,
     ) -> None:
-        if min_tokens < MIN_RUN_TOKENS + 2 or min_altered_tokens < min_tokens or max_spans < 1:
-            raise SettingsError(
-                f"Wanted min_tokens >= {MIN_RUN_TOKENS + 2}, min_altered_tokens >= min_tokens and max_spans >= 1; "
-                f"found min_tokens {min_tokens}, min_altered_tokens {min_altered_tokens} and max_spans {max_spans}."
-            )
         self._min_tokens, self._min_altered_tokens = min_tokens, min_altered_tokens
-        self._max_spans, self._max_tokens = max_spans, max_tokens
+        self._max_spans = max_spans
         self._lock = threading.Lock()
         self._numbers: dict[bytes, int] = {}  # digest of a span's ids -> its number, matched longest ago first
         self._digests: list[bytes | None] = []  # by number; None: discarded
@@ -99,7 +85,6 @@ class KnownSpans:
         self._stored = np.zeros(1024, bool)
         self._n_indexed = 0  # spans whose anchors are indexed, the first ones by number
         self._n_discarded_tokens = 0
-        self._label_bytes = 0
         self._anchors = Anchors(self._min_tokens)
         self._compared = 0  # ids that the last `find` compared
 
@@ -107,15 +92,7 @@ class KnownSpans:
         return len(self._numbers)
 
     def __contains__(self, tokens: Ids) -> bool:
-        ids = _as_ids(tokens)
-        return int(ids.min(initial=0)) >= 0 and _digest(ids) in self._numbers
-
-    @property
-    def nbytes(self) -> int:
-        """Estimated bytes in memory: ids, anchors, texts and Python objects."""
-        with self._lock:
-            arrays = self._arena.nbytes + self._starts.nbytes + self._alive.nbytes + self._anchors.nbytes
-            return arrays + self._label_bytes + _ENTRY_BYTES * len(self._digests)
+        return _digest(_as_ids(tokens)) in self._numbers
 
     def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
         """Add a span, so that it is found from now on; a known one keeps the text and source that it has.
@@ -125,16 +102,8 @@ class KnownSpans:
             text: Its text; "": unknown.
             source: Where it came from.
             is_stored: Its KV is stored, or will be; otherwise it was only given with a question.
-
-        Raises:
-            InputError: An id is negative or too large.
         """
         ids = _as_ids(tokens)
-        if int(ids.min(initial=0)) < 0:
-            raise InputError(
-                f"Token ids must be whole numbers from 0 to {_MAX_ID:,}; a span of {len(ids)} ids has others. Give ids "
-                "as the tokenizer made them."
-            )
         if not len(ids):
             return
         digest = _digest(ids)
@@ -144,9 +113,9 @@ class KnownSpans:
                 self._numbers[digest] = number
                 self._stored[number] |= is_stored
                 label = self._labels[number]
-                self._set_label(number, (label[0] or text, label[1] or source))
+                self._labels[number] = label[0] or text, label[1] or source
                 return
-            while self._numbers and (len(self) >= self._max_spans or self._tokens + len(ids) > self._max_tokens):
+            if len(self) >= self._max_spans:
                 self._drop(next(iter(self._numbers)))
             self._append(ids, digest, (text, source), is_stored)
             if self._end - int(self._starts[self._n_indexed]) >= _BATCH:
@@ -154,10 +123,7 @@ class KnownSpans:
 
     def discard(self, tokens: Ids) -> None:
         """Forget a span; ids that are not known are no error."""
-        ids = _as_ids(tokens)
-        if int(ids.min(initial=0)) < 0:
-            return
-        digest = _digest(ids)
+        digest = _digest(_as_ids(tokens))
         with self._lock:
             if digest in self._numbers:
                 self._drop(digest)
@@ -244,10 +210,6 @@ class KnownSpans:
     def _end(self) -> int:
         return int(self._starts[len(self._digests)])
 
-    @property
-    def _tokens(self) -> int:
-        return self._end - self._n_discarded_tokens
-
     def _append(self, ids: Array, digest: bytes, label: tuple[str, str], is_stored: bool) -> None:
         number, start = len(self._digests), self._end
         self._arena = _with_capacity(self._arena, start + len(ids))
@@ -258,19 +220,14 @@ class KnownSpans:
         self._alive[number], self._stored[number] = True, is_stored
         self._numbers[digest] = number
         self._digests.append(digest)
-        self._labels.append(("", ""))
-        self._set_label(number, label)
-
-    def _set_label(self, number: int, label: tuple[str, str]) -> None:
-        self._label_bytes += sum(map(_size, label)) - sum(map(_size, self._labels[number]))
-        self._labels[number] = label
+        self._labels.append(label)
 
     def _drop(self, digest: bytes) -> None:
         number = self._numbers.pop(digest)
-        self._set_label(number, ("", ""))
+        self._labels[number] = "", ""
         self._digests[number], self._alive[number] = None, False
         self._n_discarded_tokens += int(self._starts[number + 1] - self._starts[number])
-        if self._n_discarded_tokens > max(1 << 16, self._tokens):
+        if self._n_discarded_tokens > max(1 << 16, self._end // 2):
             self._compact()
 
     def _index_added(self) -> None:
@@ -346,11 +303,7 @@ def _beside(matches: Sequence[Match], others: Sequence[Match]) -> Iterator[tuple
 
 
 def _as_ids(tokens: Ids) -> Array:
-    """Return ids as int32, with -1 for invalid ids."""
-    wide = np.asarray(tokens, dtype=np.int64) if len(tokens) else np.zeros(0, np.int64)
-    if len(wide) and (int(wide.min()) < 0 or int(wide.max()) > _MAX_ID):
-        wide = np.where((wide < 0) | (wide > _MAX_ID), -1, wide)
-    return wide.astype(np.int32)
+    return np.asarray(tokens, np.int32)
 
 
 def _digest(ids: Array) -> bytes:
@@ -364,7 +317,3 @@ def _with_capacity(array: Array, size: int) -> Array:
     larger = np.zeros(max(size, len(array) + len(array) // 2), array.dtype)
     larger[: len(array)] = array
     return larger
-
-
-def _size(text: str) -> int:
-    return sys.getsizeof(text) if text else 0

@@ -20,8 +20,10 @@ _JSON_VALUE = re.compile(r'"[^"\n]*"|true|false|null')
 _JSON_SIGNS = frozenset("[]{}:,.-+0123456789 \t")
 _CODE_LINE = re.compile(
     r"""[;{}(\[\\]$|\w\(.{0,200}\)(?: ->.{0,200})?:$|^[\])}]|\w\(\)|\w\([^)\s]{0,200}[,=.'"]"""
-    r"""|\w\[[\w'":]|[=!<>+*|&:]=|[-=]>|::|&&|\|\||[\w)\]"'] = |=[("'\[{]|^(?:for|if|while|elif|with|except|class) .{0,200}:$|^(?:import|return"""
-    r"""|from [\w.]+ import|def|async|await|const|let|var|static|if \(|for \(|while \(|[#]include|//|/\*|else:|try:)"""
+    r"""|\w\[[\w'":]|[=!<>+*|&:]=|[-=]>|::|&&|\|\||[\w)\]"'] = |=[("'\[{]"""
+    r"""|^(?:for|if|while|elif|with|except|class) .{0,200}:$"""
+    r"""|^(?:import|return|from [\w.]+ import|def|async|await|const|let|var|static"""
+    r"""|if \(|for \(|while \(|[#]include|//|/\*|else:|try:)"""
 )
 _WINDOW = 4
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1

@@ -111,11 +111,6 @@ class _Level:
     def __len__(self) -> int:
         return len(self.entries)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both arrays."""
-        return self.entries.nbytes + self.firsts.nbytes
-
     def below(self, wanted: Array) -> Array:
         """Return for each wanted value how many entries are less."""
         bucket = (wanted >> np.uint64(self.shift)).astype(np.int64)
@@ -151,11 +146,6 @@ class AnchorLevels:
 
     def __len__(self) -> int:
         return sum(map(len, self._levels))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays and the filter."""
-        return sum(level.nbytes for level in self._levels) + self._bits.nbytes
 
     def add(self, entries: Array) -> None:
         """Add sorted entries, whose places are greater than all earlier ones."""
@@ -232,11 +222,6 @@ class Anchors:
         self._min_tokens, self._gram = min_tokens, min(6, min_tokens - 2)
         self._short, self._whole = AnchorLevels(), AnchorLevels()
         self._lengths: set[int] = set()  # tokens between the ends of the spans that have a hash of all these tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays and filters."""
-        return self._short.nbytes + self._whole.nbytes
 
     @property
     def gram(self) -> int:

