@@ -16,7 +16,7 @@ from ragfuse.serve.run import Completed, TextDelta
 from ragfuse.types.answer import Answer
 
 Json = dict[str, Any]
-PARTS = MappingProxyType({"message": "response.output_text", "reasoning": "response.reasoning_text"})
+EVENT_NAMES = MappingProxyType({"message": "response.output_text", "reasoning": "response.reasoning_text"})
 """Where the names of events begin, by kind of item."""
 
 
@@ -126,7 +126,7 @@ class ResponseEvents:
             yield self._output_event("response.output_item.added", item={**item, "content": []})
             yield self._part_event("response.content_part.added", part=item["content"][0])
         self._text += text
-        yield self._part_event(f"{PARTS[kind]}.delta", delta=text, **_logprobs(kind))
+        yield self._part_event(f"{EVENT_NAMES[kind]}.delta", delta=text, **_logprobs(kind))
 
     def _close(self) -> Iterator[bytes]:
         """Yield the events that end the open item, if there is one."""
@@ -134,7 +134,7 @@ class ResponseEvents:
             return
         item = self._items[-1]
         item["content"][0]["text"], item["status"] = self._text, "completed"
-        yield self._part_event(f"{PARTS[self._kind]}.done", text=self._text, **_logprobs(self._kind))
+        yield self._part_event(f"{EVENT_NAMES[self._kind]}.done", text=self._text, **_logprobs(self._kind))
         yield self._part_event("response.content_part.done", part=item["content"][0])
         yield self._output_event("response.output_item.done", item=item)
         self._kind = ""
