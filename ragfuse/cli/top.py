@@ -170,13 +170,13 @@ def _of_server(url: str, api_key: str) -> StoreUse:
     address = ServerAddress(url, api_key)
     try:
         root = address.base_url.removesuffix("/v1")
-        reply = httpx.get(f"{root}/metrics", headers=address.headers, timeout=10.0)
+        reply = httpx.get(f"{root}/metrics", headers=address.headers, timeout=10.0, trust_env=bool(address.proxy))
     except httpx.HTTPError as error:
-        raise ServerError(f"No server answers at {address.base_url} ({error}). Correct --server.") from error
+        raise ServerError(f"No server answers at {address.place} ({error}). Correct --server.") from error
     if reply.status_code == 401:
-        raise ServerError(f"The server at {address.base_url} wants another API key. Give it as --api-key.")
+        raise ServerError(f"The server at {address.place} wants another API key. Give it as --api-key.")
     if reply.status_code != 200 or "ragfuse_requests" not in reply.text:
-        raise ServerError(f"What answers at {address.base_url} is no ragfuse server. Correct --server.")
+        raise ServerError(f"What answers at {address.place} is no ragfuse server. Correct --server.")
     sums = dict[str, Counter[str]]()
     for name, labels, value in _METRIC.findall(reply.text):
         label = dict(_LABEL.findall(labels))

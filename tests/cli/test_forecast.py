@@ -133,3 +133,10 @@ def test_top_of_a_server_that_is_not_there(run):
     result = run("store", "top", "--server", "http://127.0.0.1:1")
     assert result.exit_code == 1
     assert result.stderr.startswith("ServerError: No server answers at http://127.0.0.1:1/v1")
+
+
+def test_top_asks_a_server_on_loopback_past_a_proxy(run, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:3128")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert "refused" in run("store", "top", "--server", "http://127.0.0.1:1").stderr
+    assert "proxy.invalid:3128" in run("store", "top", "--server", "http://server.invalid:1").stderr
