@@ -330,7 +330,7 @@ class OutputConstraints:
         over = draft.over or is_short
         reason: Ended = "stop" if over and (calls or not self.must_call) else "length"
         reason = "tool_calls" if calls and reason == "stop" else reason
-        return Answer(draft.text, token_ids, reason, trace, calls, draft.reasoning)
+        return Answer(draft.text, token_ids, reason, trace, calls, draft.reasoning, draft.end_ids)
 
 
 def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:

@@ -272,6 +272,7 @@ class Answer:
         trace: What was reused, and why.
         tool_calls: Tools that the model calls.
         reasoning: The model's reasoning, where it writes it apart from the answer.
+        end_ids: The end token that ended it, if one did.
     """
 
     text: str
@@ -280,6 +281,7 @@ class Answer:
     trace: Trace
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
+    end_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
