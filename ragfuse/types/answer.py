@@ -135,6 +135,8 @@ class Trace:
         tokens_chunks: Reused tokens of chunks.
         unsaved: Data that could not be read from disk or written to it, and why; only this process remembers it.
         decoded_elsewhere: Tokens of the answer that another engine wrote, as a vLLM server does with --decode-at.
+        unheld: Keywords of the answer's JSON schema that were not held while decoding, by field, and which the answer
+            breaks.
     """
 
     model: str = ""
@@ -169,6 +171,7 @@ class Trace:
     tokens_chunks: int = 0
     unsaved: tuple[str, ...] = ()
     decoded_elsewhere: int = 0
+    unheld: tuple[str, ...] = ()
 
     @property
     def is_late(self) -> bool:
