@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
+from ragfuse.hf.held_schema import held
 from ragfuse.types.grammar import Grammar
 
 LLMatcher = Any
@@ -172,18 +173,29 @@ def _reason(matcher: LLMatcher) -> str:
     return lines[0].removeprefix("parser error: ") if lines else "no token is allowed"
 
 
+def held_schema(source: str) -> tuple[str, tuple[str, ...]]:
+    """Return a JSON schema as decoding can hold it, and what was left out of it, by field."""
+    return held(source, _compiles)
+
+
+def _compiles(schema: Mapping[str, Any]) -> bool:
+    from llguidance import LLMatcher
+
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+
 def _source(grammar: Grammar) -> str:
     """Return a grammar in llguidance's own format."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
         layout: Any = dict(LAYOUT)
-        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=layout)
+        return LLMatcher.grammar_from_json_schema(held_schema(grammar.source)[0], overrides=layout)
     make: Any = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     return str(make(grammar.source))
 
 
-LAYOUT = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separator", ": "))
+LAYOUT = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separator", ": "), ("coerce_one_of", True))
 """JSON layout of `json.dumps`: with free white space a small model may write nothing else."""
 
 

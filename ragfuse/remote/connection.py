@@ -84,7 +84,7 @@ class Connection:
             BusyError: It is busy, after all tries.
             ServerError: It cannot be reached, or breaks off.
         """
-        options: dict[str, Any] = {"timeout": self._timeout, "verify": self._verify()}
+        options = self._options()
         async with httpx.AsyncClient(**options) as client:
             response = await self._opened(client, path, body)
             try:
@@ -146,7 +146,7 @@ class Connection:
         except httpx.HTTPError as error:
             raise self._broken(error) from error
         raise ServerError(
-            f"The server at {self._address.base_url} broke off in the middle of its answer. Ask again; its log may "
+            f"The server at {self._address.place} broke off in the middle of its answer. Ask again; its log may "
             "say why."
         )
 
@@ -169,7 +169,7 @@ class Connection:
         raise AssertionError("tenacity returned without a result")
 
     def _once(self, method: str, path: str, body: bytes) -> Any:
-        options: dict[str, Any] = {"timeout": self._timeout, "verify": self._verify()}
+        options = self._options()
         url, headers = self._address.url(path), self._address.headers
         try:
             with (
@@ -192,7 +192,7 @@ class Connection:
 
     def _refusal(self, response: httpx.Response, raw: bytes) -> Exception:
         """Return the error for a response other than 200; AgainError where the request may be sent again."""
-        status, base_url = response.status_code, self._address.base_url
+        status, base_url = response.status_code, self._address.place
         message, kind = _told(_json(raw))
         if status == 401:
             found = "another one" if self._address.api_key else "none"
@@ -219,7 +219,7 @@ class Connection:
             return self._broken(error)
         return AgainError(
             ServerError(
-                f"No server answers at {self._address.base_url} ({_why(error)}). Start one with `ragfuse serve`, or "
+                f"No server answers at {self._address.place} ({_why(error)}). Start one with `ragfuse serve`, or "
                 "correct base_url=."
             )
         )
@@ -227,31 +227,29 @@ class Connection:
     def _broken(self, error: httpx.HTTPError) -> ServerError:
         if isinstance(error, httpx.TimeoutException):
             return ServerError(
-                f"The server at {self._address.base_url} was silent for {self._address.timeout_s:g} seconds. Ask again "
+                f"The server at {self._address.place} was silent for {self._address.timeout_s:g} seconds. Ask again "
                 "later."
             )
         return ServerError(
-            f"The connection to the server at {self._address.base_url} broke ({_why(error)}). Ask again; its log may "
+            f"The connection to the server at {self._address.place} broke ({_why(error)}). Ask again; its log may "
             "say why."
         )
 
     def _strange(self, found: str) -> ServerError:
         return ServerError(
-            f"What answers at {self._address.base_url} is no ragfuse server: found {found}. Wanted the address that "
+            f"What answers at {self._address.place} is no ragfuse server: found {found}. Wanted the address that "
             f"`ragfuse serve` prints, such as {LOCAL}."
         )
 
-    @property
-    def _timeout(self) -> httpx.Timeout:
-        return httpx.Timeout(self._address.timeout_s, connect=min(CONNECT_S, self._address.timeout_s))
-
-    def _verify(self) -> ssl.SSLContext | bool:
-        """Return how certificates are checked; the context is made once, as that takes long."""
+    def _options(self) -> dict[str, Any]:
+        """Return the options of an HTTP client; its context for certificates is made once, as that takes long."""
+        address = self._address
+        timeout = httpx.Timeout(address.timeout_s, connect=min(CONNECT_S, address.timeout_s))
         with self._lock:
             if self._ssl is None:
-                is_secure = self._address.base_url.startswith("https:")
+                is_secure = address.base_url.startswith("https:")
                 self._ssl = httpx.create_ssl_context() if is_secure else False
-            return self._ssl
+            return {"timeout": timeout, "verify": self._ssl, "trust_env": bool(address.proxy)}
 
 
 def _policy(max_retries: int) -> dict[str, Any]:
