@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ragfuse.errors import InputError
 from ragfuse.hf.held_schema import held
@@ -154,11 +154,6 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[
     _require()
     from llguidance.hf import from_tokenizer
 
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise InputError(
-            "Grammars and tools need a fast tokenizer (of the `tokenizers` library), this model's is "
-            f"{type(tokenizer).__name__}. Ask without grammars and tools, or load the model with its fast tokenizer."
-        )
     try:
         return from_tokenizer(tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None)
     except Exception as error:  # the library raises exceptions of many kinds

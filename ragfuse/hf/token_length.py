@@ -34,10 +34,8 @@ def token_length(tokenizer: PreTrainedTokenizerBase) -> TokenLength | None:
     """Return the most characters that one token of a tokenizer stands for; None if there is no known bound.
 
     There is none if the tokenizer drops text (white space, accents, unknown characters), or has one token for a run of
-    unknown characters of any length. Only fast tokenizers (Hugging Face's `tokenizers`) can be analysed.
+    unknown characters of any length.
     """
-    if not tokenizer.is_fast:
-        return None
     backend, added = tokenizer.backend_tokenizer, tokenizer.added_tokens_decoder.values()
     normalizers, splitters = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
     shrinks = math.prod(map(_shrinks, normalizers))

@@ -99,7 +99,7 @@ CALLS = (
     ToolCall("first_tool", {"first_key": "first_value", "other_key": "other_value"}, "call_1"),
     ToolCall("second_tool", {"second_key": "second_value"}, "call_2"),
 )
-QUESTION, DESCRIPTION, RESULT = "Which format?", "Finds the format.", "The result."
+DESCRIPTION, RESULT = "Finds the format.", "The result."
 
 
 def call_format(render: RenderCalls) -> CallFormat:
@@ -111,7 +111,7 @@ def _writes(render: RenderCalls, format: CallFormat) -> bool:
     """Return whether a template describes tools, and writes their calls in exactly this format, and their results."""
     calls = CALLS[:1] if format.again is None else CALLS
     results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
-    turns = [ChatMessage("user", QUESTION), ChatMessage("assistant", "", calls), *results]
+    turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]
     messages = [format.message(turn, str(turn.content), lambda value: value) for turn in turns]
     try:
         text = render(messages, _TOOLS, False)
