@@ -1,8 +1,7 @@
 """Cheap early checks that refuse a text which can never fit a model's context, before it is searched or tokenised.
 
-A token stands for a few characters at most, so a text with many more characters can never fit. An unusually long text
-is tokenised in pieces, only until there are too many tokens. Text that fits is never refused here; text that passes is
-counted exactly later.
+An unusually long text is tokenised in pieces, only until there are too many tokens. Text that fits is never refused
+here; text that passes is counted exactly later.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ragfuse.errors import OverlongError
-from ragfuse.hf.token_length import TokenLength
 from ragfuse.schemas.nodes import Import, Item, MessageNode, Module, Param, PMLPrompt, Role, Schema, TextNode, Union
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages
 
@@ -26,8 +24,8 @@ BODY_NBYTES = 1 << 18
 """Bytes allowed for everything in a request that is not the text of its prompt: names, tools, settings."""
 ESCAPED_NBYTES = 2
 """Bytes of JSON allowed per character of a prompt: an escaped line break has two."""
-UNKNOWN_CHARS = 32
-"""Characters per token in the largest request, where the tokenizer sets no limit."""
+TOKEN_CHARS = 128
+"""Characters per token in the largest request."""
 UNKNOWN_TOKENS = 1 << 17
 """Tokens of the prompt in the largest request, where the model sets no limit."""
 MAX_NBYTES = 1 << 24
@@ -46,11 +44,6 @@ class WindowedModel(Protocol):
     @property
     def max_context(self) -> int | None:
         """Most tokens of prompt and answer together; None without a limit."""
-        ...
-
-    @property
-    def token_length(self) -> TokenLength | None:
-        """The longest text that one token can stand for; None where that is unknown."""
         ...
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
@@ -154,22 +147,20 @@ def least_tokens(text: str, model: WindowedModel, limit: int, unchecked_chars: i
         limit: The number of tokens from which on the count does not matter.
         unchecked_chars: Characters up to which nothing is tokenised; None: `UNCHECKED_CHARS * limit`.
     """
-    bound = model.token_length.min_tokens(text) if model.token_length is not None else 0
-    if bound > limit or len(text) <= (UNCHECKED_CHARS * limit if unchecked_chars is None else unchecked_chars):
-        return bound
+    if len(text) <= (UNCHECKED_CHARS * limit if unchecked_chars is None else unchecked_chars):
+        return 0
     found = lo = 0
     while lo < len(text) and found <= limit:
         hi = _cut(text, lo)
         found += len(model.tokens(text[lo:hi])) - (CUT_TOKENS if lo else 0)
         lo = hi
-    return max(bound, found)
+    return found
 
 
 def largest_body(model: WindowedModel) -> int:
     """Return the most bytes of a request to a server: the JSON of the longest prompt that can fit the model."""
-    tokens, length = model.max_context or UNKNOWN_TOKENS, model.token_length
-    chars = UNKNOWN_CHARS if length is None else length.chars
-    return min(MAX_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * chars * tokens)
+    tokens = model.max_context or UNKNOWN_TOKENS
+    return min(MAX_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * TOKEN_CHARS * tokens)
 
 
 def check_schema(schema: Schema, model: WindowedModel) -> None:

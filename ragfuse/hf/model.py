@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
 from ragfuse.hf.states import Kind, TenantStates, begin, kind_of
-from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.process.shared import OneProcess
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -125,7 +123,6 @@ class HFModel(OneProcess):
         """Build now what tokenising a prompt needs, which is else built as the first prompt is waited for."""
         if self.has_tokenizer:
             self.encoder.decode(self.encoder.tokens("a"))
-            _ = self.token_length
 
     @property
     def bos(self) -> tuple[int, ...]:
@@ -147,11 +144,6 @@ class HFModel(OneProcess):
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    @cached_property
-    def token_length(self) -> TokenLength | None:
-        """A bound on the text that one token stands for; None if the tokenizer gives no bound."""
-        return token_length(self.tokenizer)
 
     @property
     def nbytes_per_token(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse import Ask, Engine, InputError, Piece
+from ragfuse import Ask, InputError, Piece
 from ragfuse.engine.context_window import (
     CUT_TOKENS,
     PIECE_CHARS,
@@ -20,7 +20,6 @@ from ragfuse.engine.context_window import (
 )
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.token_length import TokenLength
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.known_spans import KnownSpans
@@ -30,17 +29,17 @@ PAST = 4 << 20
 
 
 class Words:
-    """A model with a token for each word; it counts the characters that it tokenises."""
+    """A model with a token for each word, or each so many characters; it counts the characters that it tokenises."""
 
     name = "words"
 
     def __init__(self, longest: int | None = 1000, chars_per_token: int | None = None) -> None:
         self.max_context, self.read = longest, 0
-        self.token_length = None if chars_per_token is None else TokenLength(chars_per_token)
+        self._chars = chars_per_token
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         self.read += len(text)
-        return [len(word) for word in text.split()]
+        return list(range(0, len(text), self._chars)) if self._chars else [len(word) for word in text.split()]
 
 
 @pytest.fixture
@@ -72,16 +71,6 @@ def searched(monkeypatch):
 
 
 # of texts
-
-
-def test_a_text_of_more_characters_than_the_window_can_hold_is_refused_and_nothing_of_it_is_read():
-    model = Words(1000, 16)
-    with pytest.raises(
-        OverlongError, match=r"words takes at most 1,000 tokens.*at least 1,001 in 16,001 characters\. Shorten it"
-    ):
-        check_texts(["a" * 8000, "b" * 8001], model)
-    check_texts(["a" * 16_000], Words(1000, 16))
-    assert model.read == 0
 
 
 @pytest.mark.parametrize("n_chars", [1 << 20, 1 << 22, 1 << 24])
@@ -224,7 +213,8 @@ def test_a_name_of_a_conversation_makes_no_difference(engine, read, searched):
     read.clear()
     with pytest.raises(OverlongError):
         engine.answer([("user", QUESTIONS["a text"])], Ask(session="a"))
-    assert (sum(read), sum(searched)) == (0, 0)
+    assert sum(read) <= 4 * PIECE_CHARS
+    assert sum(searched) == 0
 
 
 def test_where_chunks_may_be_left_out_what_is_left_counts(engine, read):
@@ -281,18 +271,18 @@ def test_a_schema_of_four_megabytes_is_refused_before_it_is_tokenised(engine, re
 
 
 def test_modules_of_a_union_stand_in_one_place_and_count_once():
-    text = "word " * 150
+    text = "word-of-a-schema " * 150
     union = "".join(f'<module name="m{n}">{text}</module>' for n in range(50))
     schema = parse_schema(f'<schema name="s">{text}<union>{union}</union></schema>')
-    check_schema(schema, Words(300, 5))
+    check_schema(schema, Words(300))
     with pytest.raises(OverlongError):
-        check_schema(schema, Words(299, 5))
+        check_schema(schema, Words(299))
 
 
 def test_room_for_arguments_counts():
     schema = parse_schema('<schema name="s"><module name="a">b<parameter name="p" len="300"/></module></schema>')
-    with pytest.raises(OverlongError, match="found at least 301"):
-        check_schema(schema, Words(300, 1))
+    with pytest.raises(OverlongError, match="found at least 300"):
+        check_schema(schema, Words(299))
 
 
 def test_of_a_long_schema_no_more_is_read_than_the_window_holds():
@@ -324,13 +314,6 @@ def test_a_prompt_in_pml_of_four_megabytes_is_refused_before_it_is_tokenised(eng
 # of a server
 
 
-def test_the_largest_request_follows_from_the_window_and_the_longest_token():
-    assert largest_body(Words(8192, 81)) == (1 << 18) + 2 * 81 * 8192
-    assert largest_body(Words(1 << 20, 500)) == 1 << 24
-    assert largest_body(Words(1000)) == (1 << 18) + 2 * 32 * 1000
-    assert largest_body(Words(None)) == (1 << 18) + 2 * 32 * (1 << 17)
-
-
-def test_a_prompt_that_fits_fits_into_the_largest_request(engine: Engine):
-    model = engine.model
-    assert model.max_context * model.token_length.chars < largest_body(model)
+def test_the_largest_request_follows_from_the_window():
+    assert largest_body(Words(1000)) == (1 << 18) + 2 * 128 * 1000
+    assert largest_body(Words(1 << 20)) == largest_body(Words(None)) == 1 << 24
