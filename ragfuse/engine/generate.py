@@ -19,10 +19,10 @@ from ragfuse.engine.decoder import decode_elsewhere
 from ragfuse.engine.options import is_streamable, options_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import PreparedPrompt, trace_of
-from ragfuse.hf.common import SharedKV, SharedSpan
 from ragfuse.hf.handover import Streamer, generate, sharing
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.resume import ForcedTokens, ResumedStream
+from ragfuse.hf.shared_kv import SharedKV, SharedSpan
 from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.settings import Settings
 from ragfuse.telemetry.otel import span

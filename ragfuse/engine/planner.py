@@ -16,8 +16,8 @@ from ragfuse.engine.options import with_remaining_deadline
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.fuse.select import cost_of
+from ragfuse.hf.kept_states import TenantStates
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.states import TenantStates
 from ragfuse.plan.controller import LoadingController
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
@@ -157,7 +157,7 @@ class Planner:
         return replace(found.with_full_prefill(why), misses=found.misses)
 
     def kept_states(self) -> TenantStates | None:
-        """Return the kept states of a model whose cache is not KV per token (`hf.states`); None where none are kept."""
+        """Return the kept states of a model whose cache is not KV per token; None where none are kept."""
         return self._prefixes.kept_states()
 
     def _n_before(self, prompt: Prompt, model: HFModel) -> int:

@@ -10,8 +10,8 @@ from ragfuse.engine.overflow import drops, room_of
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.fuse.fusor import CachedRun, LayerSource, LostRun
+from ragfuse.hf.kept_states import TenantStates
 from ragfuse.hf.model import HFModel, NoSource, Prefill
-from ragfuse.hf.states import TenantStates
 from ragfuse.settings import Settings
 from ragfuse.telemetry.otel import fused
 from ragfuse.types.plan import LoadPlan, is_exact

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.packed import PackedLinear
+from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.hf.probe import is_alibi
 from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV

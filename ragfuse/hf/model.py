@@ -26,10 +26,10 @@ from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, real_positions
+from ragfuse.hf.kept_states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.lock import FairLock
-from ragfuse.hf.packed import pack
+from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
-from ragfuse.hf.states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.process.shared import OneProcess
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -94,7 +94,7 @@ class HFModel(OneProcess):
         self.profile = known if known is not None else self._probed()
 
     def packed(self) -> HFModel:
-        """Pack its weights for fast CPU products (`hf/packed.py`) and return itself; a refused model stays unpacked."""
+        """Pack its weights for fast CPU products and return itself; a refused model stays unpacked."""
         if not self.profile.refusal:
             pack(self.model)
         return self
@@ -256,7 +256,7 @@ class HFModel(OneProcess):
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
     def prefill_state(self, token_ids: Sequence[int], states: TenantStates | None) -> Prefill:
-        """Prefill all but the last token of a prompt for a model whose state is not KV per token (`hf/states.py`).
+        """Prefill all but the last token of a prompt for a model whose state is not KV per token (`hf/kept_states.py`).
 
         Args:
             token_ids: The tokens of the prompt; `generate` computes the last.

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.hf.test_packed import packs
 
 from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
 from ragfuse.hf.drift import DRIFT_FILE, write_drift
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.packed import PackedLinear
+from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.models import adapters
 from ragfuse.models.loader import load_model
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.hf import kit
-from tests.hf.test_packed import packs
 
 
 def drift_of(model: HFModel, size: float = 0.1) -> ChunkKV:
