@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
@@ -58,7 +59,7 @@ class GrammarCompiler:
         self.tokens = tokens_of(tokenizer, n_tokens, ends)
         self.ends = tuple(ends)
         self._lock = threading.Lock()
-        self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
+        self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
         every = tokenizer.added_tokens_decoder
         added = {str(token): id for id, token in every.items()}
         self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
@@ -68,15 +69,11 @@ class GrammarCompiler:
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled."""
         with self._lock:
-            made = self._compiled.pop(grammar, None)
-            if made is not None:
-                self._compiled[grammar] = made  # the last one now
-                return made.deep_copy()
-        made = self._new_matcher(grammar)
+            made = self._compiled.get(grammar)
+        if made is None:
+            made = self._new_matcher(grammar)
         with self._lock:
             self._compiled[grammar] = made
-            while len(self._compiled) > CACHED_GRAMMARS:
-                del self._compiled[next(iter(self._compiled))]
             return made.deep_copy()
 
     def _new_matcher(self, grammar: Grammar) -> LLMatcher:

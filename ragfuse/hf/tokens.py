@@ -52,12 +52,7 @@ class TextEncoder:
         tokens = tokenizer.added_tokens_decoder.values()
         self._unspecial = {str(each) for each in tokens if not each.special and str(each) not in special}
         self._normalised = set[int]()
-        if not tokenizer.is_fast:
-            raise ModelError(
-                f"Wanted a fast tokenizer (of the `tokenizers` library), found {type(tokenizer).__name__}. "
-                "Load the model with its fast tokenizer."
-            )
-        serialised = cast(Any, tokenizer).backend_tokenizer.to_str()
+        serialised = fast_backend(tokenizer).to_str()
         self._backend = _copied(serialised)
         self._backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
         self._pieces = self._tokenizer_of_pieces(self._backend, serialised)
@@ -263,6 +258,17 @@ class TextEncoder:
         best.add_special_tokens([_special(token) for token in marks])
         best.encode_special_tokens = True
         return best
+
+
+def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return what a tokenizer runs on; ModelError for one that is written in Python."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"Wanted a fast tokenizer (of the `tokenizers` library), found {type(tokenizer).__name__}. "
+            "Load the model with its fast tokenizer."
+        )
+    backend: Tokenizer = cast(Any, tokenizer).backend_tokenizer
+    return backend
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
