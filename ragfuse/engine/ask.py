@@ -19,6 +19,8 @@ from ragfuse.types.grammar import Grammar
 from ragfuse.types.selection import known_policy
 from ragfuse.types.whole_text import whole_text
 
+NO_LIMIT = -1
+"""The `max_tokens` of an answer that gets all of the model's context behind its prompt."""
 RESERVED = frozenset(
     {
         "conversation",
@@ -67,6 +69,7 @@ class Ask:
     Args:
         max_tokens: Most tokens of the answer. More than the model's context has room for behind the prompt are refused;
             where earlier turns or chunks may be left out for them, more than it takes in all.
+            -1 is no limit: as many as fit.
         policy: The selection policy: which tokens of reused chunks are recomputed.
         ratio: The share of them that is recomputed, 0..1.
         reuse: False for a full prefill without any reuse, for comparison.
@@ -191,8 +194,10 @@ class Ask:
             raise SettingsError(f"deadline_s is {self.deadline_s}; wanted 0 seconds or more.", "deadline_s")
         if self.policy is not None:
             known_policy(self.policy)
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise SettingsError(f"max_tokens is {self.max_tokens}; wanted at least 1 new token.", "max_tokens")
+        if self.max_tokens is not None and self.max_tokens < 1 and self.max_tokens != NO_LIMIT:
+            raise SettingsError(
+                f"max_tokens is {self.max_tokens}; wanted at least 1 new token, or -1 for no limit.", "max_tokens"
+            )
         if self.overflow not in (None, "error", "drop"):
             raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.", "overflow")
         if self.session is not None and not (0 < len(self.session) <= 256 and self.session.isprintable()):

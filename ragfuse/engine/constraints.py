@@ -16,8 +16,9 @@ from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, is_single
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, GrammarProcessor, check, is_installed
+from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, GrammarProcessor, check, held_schema, is_installed
 from ragfuse.hf.handover import resolve_option, stop_strings_of
+from ragfuse.hf.held_schema import broken
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
 from ragfuse.hf.stream import Detokenizer, FirstToken, StopWhere, TextSink
@@ -217,7 +218,7 @@ def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, ask: Ask,
 
 def _laid_out(schema: str) -> str:
     """Return the schema with llguidance's options for the layout of the JSON."""
-    return json.dumps({**json.loads(schema), "x-guidance": dict(LAYOUT)})
+    return json.dumps({**json.loads(held_schema(schema)[0]), "x-guidance": dict(LAYOUT)})
 
 
 @dataclass(frozen=True)
@@ -318,6 +319,17 @@ class OutputConstraints:
         """Return the streamer that receives tokens as they are generated; it calls `say` with text and reasoning."""
         return FirstToken() if say is None else TextSink(self.draft(options), say)
 
+    def _unheld(self, draft: Draft) -> tuple[str, ...]:
+        """Return what of the schemas was not held while decoding, and what of it the answer breaks."""
+        texts = [(self.schemas[call.name], json.dumps(call.arguments)) for call in draft.calls]
+        if self.ask.grammar is not None and self.ask.grammar.kind == "json":
+            texts.append((self.ask.grammar.source, draft.text))
+        unheld = list[str]()
+        for schema, text in texts:
+            if left_out := held_schema(schema)[1]:
+                unheld += (*left_out, *broken(schema, text))
+        return tuple(unheld)
+
     def read(self, ids: Sequence[int], options: Mapping[str, Any], trace: Trace) -> Answer:
         """Return the answer that generated ids stand for.
 
@@ -332,7 +344,8 @@ class OutputConstraints:
         over = draft.over or is_short
         reason: Ended = "stop" if over and (calls or not self.must_call) else "length"
         reason = "tool_calls" if calls and reason == "stop" else reason
-        return Answer(draft.text, token_ids, reason, trace, calls, draft.reasoning)
+        trace = replace(trace, unheld=self._unheld(draft))
+        return Answer(draft.text, token_ids, reason, trace, calls, draft.reasoning, draft.end_ids)
 
 
 def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:

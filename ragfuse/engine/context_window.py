@@ -12,8 +12,8 @@ BODY_NBYTES = 1 << 18
 """Bytes allowed for everything in a request that is not the text of its prompt: names, tools, settings."""
 ESCAPED_NBYTES = 2
 """Bytes of JSON allowed per character of a prompt: an escaped line break has two."""
-UNKNOWN_CHARS = 32
-"""Characters per token in the largest request, where the tokenizer sets no limit."""
+TOKEN_CHARS = 128
+"""Most characters that a token stands for, in the longest vocabularies: a run of spaces."""
 UNKNOWN_TOKENS = 1 << 17
 """Tokens of the prompt in the largest request, where the model sets no limit."""
 MAX_NBYTES = 1 << 24
@@ -29,7 +29,7 @@ def advice_for(may_drop: bool) -> str:
 
 def may_fit(text: str, model: HFModel) -> bool:
     """Return False for a text that can never fit the model's context; True means that it may fit."""
-    return model.max_context is None or _least_tokens(text, model) <= model.max_context
+    return model.max_context is None or len(text) // TOKEN_CHARS <= model.max_context
 
 
 def named(n_left_out: int) -> str:
@@ -52,7 +52,7 @@ def check_text(text: str, model: HFModel, may_drop: bool, n_left_out: int) -> No
     if not may_fit(text, model):
         raise OverlongError(
             f"{named(n_left_out)} does not fit: {model.name} takes at most {model.max_context:,} tokens, found at "
-            f"least {_least_tokens(text, model):,} in {len(text):,} characters.",
+            f"least {len(text) // TOKEN_CHARS:,} in {len(text):,} characters.",
             advice_for(may_drop),
             may_drop,
         )
@@ -60,10 +60,5 @@ def check_text(text: str, model: HFModel, may_drop: bool, n_left_out: int) -> No
 
 def largest_body(model: HFModel) -> int:
     """Return the most bytes of a request to a server: the JSON of the longest prompt that can fit the model."""
-    tokens, length = model.max_context or UNKNOWN_TOKENS, model.token_length
-    chars = UNKNOWN_CHARS if length is None else length.chars
-    return min(MAX_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * chars * tokens)
-
-
-def _least_tokens(text: str, model: HFModel) -> int:
-    return model.token_length.min_tokens(text) if model.token_length is not None else 0
+    tokens = model.max_context or UNKNOWN_TOKENS
+    return min(MAX_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * TOKEN_CHARS * tokens)

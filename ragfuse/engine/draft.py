@@ -34,6 +34,7 @@ class Draft:
 
     Attributes:
         ids: The ids before the end token.
+        end_ids: The end token, once it has come.
         over: Whether the answer has ended; later ids are ignored.
     """
 
@@ -50,6 +51,7 @@ class Draft:
         is_thinking: bool = False,
     ) -> None:
         self.ids = list[int]()
+        self.end_ids: tuple[int, ...] = ()
         self.over = False
         self._detokenizer, self._ends, self._stops = detokenizer, frozenset(ends), StopFinder(stops)
         self._format, self._max_calls, self._tags = calls, max_calls, tags
@@ -83,6 +85,7 @@ class Draft:
                 return
             if id in self._ends:
                 self.over = True
+                self.end_ids = (id,)
                 return
             self.ids.append(id)
             self._detokenizer.add([id])

@@ -14,9 +14,9 @@ from ragfuse.engine.constraints import OutputConstraints
 from ragfuse.engine.options import is_streamable, options_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import PreparedPrompt, trace_of
-from ragfuse.hf.common import SharedKV, SharedSpan
 from ragfuse.hf.handover import generate, sharing
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.shared_kv import SharedKV, SharedSpan
 from ragfuse.hf.stream import StopWhen
 from ragfuse.settings import Settings
 from ragfuse.telemetry.otel import span

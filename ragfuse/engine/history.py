@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.encoder import PACE_S
+from ragfuse.engine.options import asked_length
 from ragfuse.engine.overflow import fitted
 from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.prefix_cache import PrefixCache
@@ -249,7 +250,7 @@ class ConversationHistory:
         if not limits:
             return None
         window = min(limits)
-        answer = min(ask.max_tokens or self._settings.max_tokens, max(1, window // 4))
+        answer = min(asked_length(ask) or self._settings.max_tokens, max(1, window // 4))
         return window, window - answer
 
     def _fits(self, prompt: Prompt, ask: Ask) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.engine.ask import Ask
+from ragfuse.engine.ask import NO_LIMIT, Ask
 from ragfuse.errors import InputError, OverlongError
 from ragfuse.hf.handover import resolve_option
 from ragfuse.hf.model import HFModel
@@ -44,9 +44,15 @@ def remaining_context(
     return max_tokens - n_tokens + 1
 
 
-def asked_length(ask: Ask) -> int | None:
-    """Return the most tokens that the question itself gives its answer; None where it does not say."""
-    return ask.options.get("max_new_tokens") or ask.max_tokens
+def asked_length(ask: Ask, room: int | None = None) -> int | None:
+    """Return the most tokens that the question itself gives its answer; None where it does not say.
+
+    Args:
+        ask: The question's options.
+        room: What an answer without a limit gets.
+    """
+    asked = ask.options.get("max_new_tokens") or ask.max_tokens
+    return room if asked == NO_LIMIT else asked
 
 
 def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[str, Any]:
@@ -64,7 +70,7 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
     if not options.get("do_sample", getattr(config, "do_sample", False)):
         options = {"temperature": None, "top_p": None, "top_k": None, **options}
     if options.get("max_length") is None:
-        limit = asked_length(ask) or getattr(config, "max_new_tokens", None) or settings.max_tokens
+        limit = asked_length(ask, room) or getattr(config, "max_new_tokens", None) or settings.max_tokens
         options["max_new_tokens"] = limit if room is None else min(limit, room)
         min_tokens = options.get("min_new_tokens") or 0
         if min_tokens > options["max_new_tokens"]:

@@ -10,8 +10,8 @@ from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.fuse.fusor import CachedRun
+from ragfuse.hf.kept_states import TenantStates
 from ragfuse.hf.model import HFModel, NoSource, Prefill
-from ragfuse.hf.states import TenantStates
 from ragfuse.telemetry.otel import fused
 from ragfuse.types.plan import is_blended
 

@@ -3,7 +3,7 @@
 Unlike fused chunks, prefixes are exact: an entry has only rows that a full prefill would give too, and is used at the
 positions at which it was computed. Entries are kept in memory only and evicted like everything else there.
 Conversations keep KV of their own, blended rows included (`history.py`); an entry that both need is stored once.
-Models whose state is not KV per token (such as recurrent ones) have their whole state kept instead (`hf.states`).
+Models whose state is not KV per token (such as recurrent ones) have their whole state kept instead (`hf.kept_states`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import accumulate
 from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
-from ragfuse.hf.states import States, TenantStates
+from ragfuse.hf.kept_states import States, TenantStates
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.radix import RadixTree, Rows

@@ -20,7 +20,6 @@ from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.context_window import check_text, may_fit
-from ragfuse.engine.options import ends_of
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, mended_documents, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
@@ -31,7 +30,7 @@ from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.altered import altered
 from ragfuse.text.assemble import Assembler
-from ragfuse.text.call_probe import call_format
+from ragfuse.text.call_formats import call_format
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
 from ragfuse.text.fit import ShortenedContents, drop_last_chunks
 from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
@@ -167,11 +166,9 @@ class PromptBuilder:
 
     @property
     def calls(self) -> CallFormat:
-        """The format in which the model writes tool calls, probed once from its chat template."""
+        """The format in which the model's chat template writes tool calls."""
         if self._calls is None:
-            model, tokenizer = self._runtime.model, self._runtime.model.tokenizer
-            own = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-            self._calls = call_format(self.render, own, [tokenizer.decode([end]) for end in ends_of(model)])
+            self._calls = call_format(self.render)
         return self._calls
 
     def prompt(

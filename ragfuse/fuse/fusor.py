@@ -83,7 +83,7 @@ class Buffers:
             one layer.
         padding: Rows behind the prompt that `get` returns, too, so that few different shapes occur.
         windows: Sliding window of each layer. Layers with and without one lie apart, as only these are shared between
-            prompts (`hf/common.py`), which shall free them.
+            prompts (`hf/shared_kv.py`), which shall free them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A transformers cache that writes rows at any index during a fused prefill and appends rows while decoding.
 
-Ranges of rows that several caches have in common can be stored once, outside the caches (`hf/common.py`); the buffers
-of a cache then hold only the rows between these ranges.
+Ranges of rows that several caches have in common can be stored once, outside the caches (`hf/shared_kv.py`); the
+buffers of a cache then hold only the rows between these ranges.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragfuse.errors import ModelError
-from ragfuse.hf import probe
 from ragfuse.types.kv import ChunkKV, LayerKV
 
 DRIFT_FILE = "ragfuse_drift.kv"
@@ -28,7 +27,7 @@ def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
     Call it before the model's weights are packed.
 
     Raises:
-        ModelError: It is damaged, of another model's shape, or was measured on other weights.
+        ModelError: It is damaged, or was measured on other weights.
     """
     path = folder / DRIFT_FILE
     if not path.is_file():
@@ -40,8 +39,6 @@ def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
         layers = tuple(LayerKV(parts[f"keys.{i}"], parts[f"values.{i}"]) for i in range(n_layers))
     except (OSError, SafetensorError, KeyError, AttributeError) as error:
         raise ModelError(f"'{path}' cannot be read ({error}). {again}") from error
-    if len(parts) != 2 * len(layers) or [_shapes(layer) for layer in layers] != _shapes_of(model):
-        raise ModelError(f"'{path}' was measured on a model of another shape. {again}")
     sample = _sample(model)
     if sample.shape != stored.shape or not torch.allclose(sample, stored.to(sample), rtol=ROUNDING, atol=1e-6):
         raise ModelError(f"'{path}' was measured on other weights. {again}")
@@ -55,19 +52,6 @@ def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
     save_file(
         {name: part.contiguous() for name, part in named.items()} | {"weights": _sample(model)}, folder / DRIFT_FILE
     )
-
-
-def _shapes(layer: LayerKV) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(layer.keys.shape), tuple(layer.values.shape)
-
-
-def _shapes_of(model: PreTrainedModel) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the shapes of one row of KV in every layer; none if the model's state is not KV per token."""
-    one = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    try:
-        return [_shapes(layer) for layer in probe.plain_kv(model, one, one[0])]
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-        return []
 
 
 def _sample(model: PreTrainedModel) -> Tensor:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.packed import PackedLinear
+from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.hf.probe import is_alibi
+from ragfuse.hf.tokens import fast_backend
 from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV
 
@@ -88,12 +89,7 @@ def weights_digest(model: nn.Module) -> str:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Return the digest of a tokenizer, without its current padding and truncation settings."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        words = tokenizer.get_vocab() if tokenizer is not None else {}
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        return digest(type(tokenizer).__name__, _text(words), _text({id: str(token) for id, token in added.items()}))
-    parts = json.loads(backend.to_str())
+    parts = json.loads(fast_backend(tokenizer).to_str()) if tokenizer is not None else {}
     return digest(json.dumps({**parts, "padding": None, "truncation": None}, sort_keys=True))
 
 
@@ -165,11 +161,6 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
             else (tensor.q_scale(), tensor.q_zero_point())
         )
         _feed(hasher, name, [tensor.int_repr(), *scales])
-    elif tensor.is_mkldnn:
-        _feed_tensor(hasher, name, tensor.to_dense())
-    elif tensor.layout != torch.strided:
-        whole = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
-        _feed(hasher, name, [whole.indices(), whole.values()])
     else:
         _feed_bytes(hasher, tensor.resolve_conj().resolve_neg())
     if (state := getattr(tensor, "quant_state", None)) is not None:  # bitsandbytes' four bits

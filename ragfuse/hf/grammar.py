@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ragfuse.errors import InputError
+from ragfuse.hf.held_schema import held
 from ragfuse.types.grammar import Grammar
 
 LLMatcher = Any
@@ -57,7 +59,7 @@ class GrammarCompiler:
         self.tokens = tokens_of(tokenizer, n_tokens, ends)
         self.ends = tuple(ends)
         self._lock = threading.Lock()
-        self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
+        self._compiled: LRUCache[Grammar, LLMatcher] = LRUCache(CACHED_GRAMMARS)
         every = tokenizer.added_tokens_decoder
         added = {str(token): id for id, token in every.items()}
         self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
@@ -67,15 +69,11 @@ class GrammarCompiler:
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled."""
         with self._lock:
-            made = self._compiled.pop(grammar, None)
-            if made is not None:
-                self._compiled[grammar] = made  # the last one now
-                return made.deep_copy()
-        made = self._new_matcher(grammar)
+            made = self._compiled.get(grammar)
+        if made is None:
+            made = self._new_matcher(grammar)
         with self._lock:
             self._compiled[grammar] = made
-            while len(self._compiled) > CACHED_GRAMMARS:
-                del self._compiled[next(iter(self._compiled))]
             return made.deep_copy()
 
     def _new_matcher(self, grammar: Grammar) -> LLMatcher:
@@ -153,11 +151,6 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[
     _require()
     from llguidance.hf import from_tokenizer
 
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise InputError(
-            "Grammars and tools need a fast tokenizer (of the `tokenizers` library), this model's is "
-            f"{type(tokenizer).__name__}. Ask without grammars and tools, or load the model with its fast tokenizer."
-        )
     try:
         return from_tokenizer(tokenizer, n_vocab=max(n_tokens, len(tokenizer)), eos_token=list(ends) or None)
     except Exception as error:  # the library raises exceptions of many kinds
@@ -172,18 +165,29 @@ def _reason(matcher: LLMatcher) -> str:
     return lines[0].removeprefix("parser error: ") if lines else "no token is allowed"
 
 
+def held_schema(source: str) -> tuple[str, tuple[str, ...]]:
+    """Return a JSON schema as decoding can hold it, and what was left out of it, by field."""
+    return held(source, _compiles)
+
+
+def _compiles(schema: Mapping[str, Any]) -> bool:
+    from llguidance import LLMatcher
+
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+
+
 def _source(grammar: Grammar) -> str:
     """Return a grammar in llguidance's own format."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
         layout: Any = dict(LAYOUT)
-        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=layout)
+        return LLMatcher.grammar_from_json_schema(held_schema(grammar.source)[0], overrides=layout)
     make: Any = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     return str(make(grammar.source))
 
 
-LAYOUT = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separator", ": "))
+LAYOUT = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separator", ": "), ("coerce_one_of", True))
 """JSON layout of `json.dumps`: with free white space a small model may write nothing else."""
 
 

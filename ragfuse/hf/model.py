@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,10 @@ from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, real_positions
+from ragfuse.hf.kept_states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.lock import FairLock
-from ragfuse.hf.packed import pack
+from ragfuse.hf.packed_linear import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
-from ragfuse.hf.states import Kind, TenantStates, begin, kind_of
-from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.process.shared import OneProcess
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -97,7 +95,7 @@ class HFModel(OneProcess):
         self.profile = known if known is not None else self._probed()
 
     def packed(self) -> HFModel:
-        """Pack its weights for fast CPU products (`hf/packed.py`) and return itself; a refused model stays unpacked."""
+        """Pack its weights for fast CPU products and return itself; a refused model stays unpacked."""
         if not self.profile.refusal:
             pack(self.model)
         return self
@@ -126,7 +124,6 @@ class HFModel(OneProcess):
         """Build now what tokenising a prompt needs, which is else built as the first prompt is waited for."""
         if self.has_tokenizer:
             self.encoder.decode(self.encoder.tokens("a"))
-            _ = self.token_length
 
     @property
     def bos(self) -> tuple[int, ...]:
@@ -148,11 +145,6 @@ class HFModel(OneProcess):
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    @cached_property
-    def token_length(self) -> TokenLength | None:
-        """A bound on the text that one token stands for; None if the tokenizer gives no bound."""
-        return token_length(self.tokenizer)
 
     @property
     def nbytes_per_token(self) -> int:
@@ -275,7 +267,7 @@ class HFModel(OneProcess):
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
     def prefill_state(self, token_ids: Sequence[int], states: TenantStates | None) -> Prefill:
-        """Prefill all but the last token of a prompt for a model whose state is not KV per token (`hf/states.py`).
+        """Prefill all but the last token of a prompt for a model whose state is not KV per token (`hf/kept_states.py`).
 
         Args:
             token_ids: The tokens of the prompt; `generate` computes the last.

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.encodings import Chars, Offsets, encoding_of, text_of
 
 Given = tuple[int, int, tuple[int, ...]]
@@ -32,8 +32,6 @@ Place = Literal["start", "border", "middle"]
 
 TEXT_PROBES = ("a", "the", "1", "A b")
 JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
-PREFIX_PROBES = ("\n", "x\n", "x.")
-"""Texts to put before a piece if the tokenizer puts something before every text; their ids are cut off again."""
 _THOUGHT = re.compile("think|thought|reasoning", re.IGNORECASE)
 """Matches the names of tags around reasoning; an added token of such a name is a control token."""
 PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -53,25 +51,17 @@ class TextEncoder:
         special = {*tokenizer.all_special_tokens}
         tokens = tokenizer.added_tokens_decoder.values()
         self._unspecial = {str(each) for each in tokens if not each.special and str(each) not in special}
-        serialised = cast(Any, tokenizer).backend_tokenizer.to_str() if tokenizer.is_fast else None
-        self._backend, self._pieces = None, _nothing()
-        self._before: dict[Place, tuple[str, str]] = {}
         self._normalised = set[int]()
-        self._anchor: list[int] = []
-        self._lead = ""
-        self._flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
-        if serialised is not None:
-            self._backend = _copied(serialised)
-            self._backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
-            self._pieces = self._tokenizer_of_pieces(self._backend, serialised)
-            self._anchor = encoding_of(self._pieces, "x").ids[-1:]
-            self._before = {"start": self._prefixes(""), "border": self._prefixes(self._plain_token())}
-            unknown, is_normal = _unknown(tokenizer), self._backend.normalizer is not None
-            found = tokenizer.added_tokens_decoder.items() if is_normal else ()
+        serialised = fast_backend(tokenizer).to_str()
+        self._backend = _copied(serialised)
+        self._backend.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+        self._pieces = self._tokenizer_of_pieces(self._backend, serialised)
+        self._anchor = encoding_of(self._pieces, "x").ids[-1:]
+        self._before: dict[Place, tuple[str, str]] = {"start": self._prefixes("")}
+        self._before["border"] = self._prefixes(self._plain_token())
+        if self._backend.normalizer is not None:
+            unknown, found = _unknown(tokenizer), tokenizer.added_tokens_decoder.items()
             self._normalised = {int(id) for id, token in found if token.normalized and int(id) != unknown}
-        else:
-            self._anchor = self._call("x", True)[-1:]
-            self._lead = self._find_lead()
 
     # pieces
 
@@ -81,8 +71,6 @@ class TextEncoder:
 
     def template_tokens(self, text: str) -> list[int]:
         """Return the ids of a text that the chat template wrote in the middle of a prompt; control tokens stay such."""
-        if self._backend is None:
-            return self._call_within(checked(text), split=False)
         with self._lock:
             self._pieces.encode_special_tokens = False
             try:
@@ -103,8 +91,6 @@ class TextEncoder:
 
     def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
         """Return the ids that the tokenizer puts before a text at the start of a prompt or after a control token."""
-        if self._backend is None:
-            return []
         before = self._put_before("border" if is_behind_token else "start", text)
         first = encoding_of(self._backend, text)
         offsets = Offsets.of(first)
@@ -114,16 +100,8 @@ class TextEncoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids as in the middle of a text, control tokens included."""
-        backend = self._backend
-        head = (
-            ""
-            if not self._anchor
-            else text_of(backend, self._anchor)
-            if backend is not None
-            else self._decode_alone(self._anchor)
-        )
-        whole = [*self._anchor, *ids]
-        return (text_of(backend, whole) if backend is not None else self._decode_alone(whole))[len(head) :]
+        head = text_of(self._backend, self._anchor)
+        return text_of(self._backend, [*self._anchor, *ids])[len(head) :]
 
     # what looks like a control token
 
@@ -140,7 +118,7 @@ class TextEncoder:
             return []
         encoding = encoding_of(self._matcher, _lowered(checked(text)))
         found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
-        if self._backend is not None and not self._normalised.isdisjoint(self._control_ids):
+        if not self._normalised.isdisjoint(self._control_ids):
             seen = encoding_of(self._backend, text)  # its normalizer may turn other letters into a control token
             wanted, offsets = self._normalised & self._control_ids, Offsets.of(seen)
             found += [offsets[row] for row, id in enumerate(seen.ids) if id in wanted]
@@ -158,14 +136,14 @@ class TextEncoder:
             given: Text whose ids are known, in order; ignored where a token of the whole text crosses its ends.
         """
         text = checked(text)
-        parts = list(self._parts_by_calls(text, bare) if self._backend is None else self._parts(text, bare))
+        parts = list(self._parts(text, bare))
         for lo, hi, ids in given:
             parts = [part for whole in parts for part in self._with_given(whole, lo, hi, ids)]
         return [part for part in parts if part[0]]
 
     def _parts(self, text: str, bare: Sequence[Chars]) -> Iterator[Part]:
         """Yield the ids of a text; text between added tokens in which something is bare is encoded again."""
-        encoding = encoding_of(cast(Tokenizer, self._backend), _masked(text, bare))
+        encoding = encoding_of(self._backend, _masked(text, bare))
         ids, offsets, done = encoding.ids, Offsets.of(encoding), 0
         hidden = sorted(lo for lo, _ in bare)
         for (first, last), (lo, hi) in _sections(len(text), self._borders(text, ids, offsets) if bare else (), offsets):
@@ -200,16 +178,8 @@ class TextEncoder:
 
     # inside
 
-    def _decode_alone(self, ids: Sequence[int]) -> str:
-        if self._backend is not None:
-            return text_of(self._backend, ids)
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
     def _encoded(self, text: str, before: str = "") -> tuple[list[int], Sequence[Chars]]:
         """Return the ids of `before + text` in the middle of a prompt, and the characters in `text` of each id."""
-        if self._backend is None:
-            ids = self._call_within(text) if text else []
-            return ids, [(0, len(text))] * len(ids)
         if not text and not before:
             return [], []
         with self._lock:
@@ -250,13 +220,13 @@ class TextEncoder:
 
     def _put_before(self, place: Place, text: str) -> str:
         """Return what the tokenizer puts before this text at that place."""
-        if self._backend is None or place == "middle" or not text:
+        if place == "middle" or not text:
             return ""
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
         """Return what the tokenizer puts before a text after `head`, and before one that begins with a space."""
-        if head is None or self._backend is None:
+        if head is None:
             return "", ""
         backend, n = self._backend, len(encoding_of(self._backend, head).ids)
 
@@ -274,7 +244,7 @@ class TextEncoder:
         """Return an added token without flags (lstrip, rstrip, single_word), or None."""
         tokens = self._tokenizer.added_tokens_decoder.values()
         fit = (str(token) for token in tokens if not (token.lstrip or token.rstrip or token.single_word))
-        return next((word for word in fit if self._backend is not None and len(self._backend.encode(word).ids)), None)
+        return next((word for word in fit if self._backend.encode(word).ids), None)
 
     def _tokenizer_of_pieces(self, backend: Tokenizer, serialised: str) -> Tokenizer:
         """Return the tokenizer for pieces: `backend` without the prefix of every text, if pieces then decode right."""
@@ -289,51 +259,16 @@ class TextEncoder:
         best.encode_special_tokens = True
         return best
 
-    # slow tokenizers, which give no character offsets
 
-    def _call(self, text: str, split: bool) -> list[int]:
-        with self._lock:
-            options = {"split_special_tokens": split, "verbose": False}
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False, **options).input_ids
-        return ids
-
-    def _call_within(self, text: str, split: bool = True) -> list[int]:
-        """Return the ids of a text after other text, encoded behind `_lead` if the tokenizer prefixes every text."""
-        if self._lead:
-            head, ids = self._call(self._lead, split), self._call(self._lead + text, split)
-            if ids[: len(head)] == head:
-                return ids[len(head) :]
-        return self._call(text, split)
-
-    def _find_lead(self) -> str:
-        """Return a text after which pieces are tokenised as in the middle of a prompt; "" if none is needed."""
-        for lead in ("", *PREFIX_PROBES):
-            self._lead = lead
-            if all(self.decode(self._call_within(probe)) == probe for probe in TEXT_PROBES):
-                return lead
-        return ""
-
-    def _parts_by_calls(self, text: str, bare: Sequence[Chars]) -> Iterator[Part]:
-        """Yield the ids of a text, with one call for each span between control tokens where something is bare."""
-        hidden, at = {lo for lo, _ in bare}, 0
-        spans = [self._stripping(text, lo, hi) for lo, hi in self.control_spans(text) if lo not in hidden]
-        for lo, hi in [*spans, (len(text), len(text))] if bare else [(len(text), len(text))]:
-            if at < lo:
-                ids = self._call(text[at:lo], bool(bare))
-                yield tuple(ids), _spread(ids, at, lo)
-            if lo < hi:
-                ids = self._call(text[lo:hi], False)
-                yield tuple(ids), _spread(ids, lo, hi)
-            at = max(at, hi)
-
-    def _stripping(self, text: str, lo: int, hi: int) -> Chars:
-        """Extend a control token by the white space that its lstrip and rstrip flags absorb."""
-        token = self._flags.get(text[lo:hi])
-        while token is not None and token.lstrip and lo and text[lo - 1].isspace():
-            lo -= 1
-        while token is not None and token.rstrip and hi < len(text) and text[hi].isspace():
-            hi += 1
-        return lo, hi
+def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return what a tokenizer runs on; ModelError for one that is written in Python."""
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"Wanted a fast tokenizer (of the `tokenizers` library), found {type(tokenizer).__name__}. "
+            "Load the model with its fast tokenizer."
+        )
+    backend: Tokenizer = cast(Any, tokenizer).backend_tokenizer
+    return backend
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
@@ -468,12 +403,6 @@ def _lowered(text: str) -> str:
 
 def _moved(offsets: Sequence[Chars], by: int) -> Sequence[Chars]:
     return offsets.moved(by) if isinstance(offsets, Offsets) else [(lo + by, hi + by) for lo, hi in offsets]
-
-
-def _spread(ids: Sequence[int], lo: int, hi: int) -> list[Chars]:
-    """Return estimated character offsets of ids, spread evenly over lo:hi."""
-    n = max(1, len(ids))
-    return [(lo + (hi - lo) * at // n, lo + (hi - lo) * (at + 1) // n) for at in range(len(ids))]
 
 
 def _is_inside(found: Sequence[tuple[int, Place]], at: int) -> bool:

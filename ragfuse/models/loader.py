@@ -63,7 +63,7 @@ def load_model(
 ) -> HFModel:
     """Load the model at a folder or Hugging Face id, with its tokenizer.
 
-    Weights are packed for fast CPU products (`hf/packed.py`), unless they are quantised or have adapters.
+    Weights are packed for fast CPU products (`hf/packed_linear.py`), unless they are quantised or have adapters.
 
     Args:
         source: A folder of weights, of an adapter or of a chunk adapter, or an id.

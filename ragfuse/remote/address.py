@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
@@ -48,6 +50,23 @@ class ServerAddress:
         return f"{self.base_url}/{path}"
 
     @property
+    def proxy(self) -> str:
+        """The environment's proxy that requests go through; "" where there is none, and for a server on loopback."""
+        parts = urlsplit(self.base_url)
+        host = parts.hostname or ""
+        if is_loopback(host) or proxy_bypass(host):
+            return ""
+        proxies = getproxies()
+        return proxies.get(parts.scheme) or proxies.get("all", "")
+
+    @property
+    def place(self) -> str:
+        """The address as error messages name it, with the proxy before it."""
+        if not self.proxy:
+            return self.base_url
+        return f"{self.base_url} (asked through the proxy {_hidden(self.proxy)}; to ask it directly set NO_PROXY)"
+
+    @property
     def headers(self) -> dict[str, str]:
         """The headers of each request; compressed replies are not wanted, as their size is bounded as sent."""
         key = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -89,6 +108,14 @@ def address_of(
     key = Settings().api_key if api_key is None else api_key
     retries = {} if max_retries is None else {"max_retries": max_retries}
     return ServerAddress(base_url or "", key, model, **retries)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address is this machine's own."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 def _normalised(given: str) -> str:

@@ -103,7 +103,7 @@ class Connection:
         except httpx.HTTPError as error:
             raise self._failed(error) from error
         raise ServerError(
-            f"The server at {self._address.base_url} broke off in the middle of its answer. Ask again; its log may "
+            f"The server at {self._address.place} broke off in the middle of its answer. Ask again; its log may "
             "say why."
         )
 
@@ -111,7 +111,7 @@ class Connection:
         event = _json(data)
         if not isinstance(event, dict):
             raise ServerError(
-                f"The server at {self._address.base_url} broke off in an event, or sends none: found {data[:60]!r}. "
+                f"The server at {self._address.place} broke off in an event, or sends none: found {data[:60]!r}. "
                 "Check base_url=, and the server's log."
             )
         if error := _error(event):
@@ -139,7 +139,7 @@ class Connection:
 
     def _refuse(self, response: httpx.Response) -> NoReturn:
         """Raise the error for a response other than 200."""
-        status, base_url = response.status_code, self._address.base_url
+        status, base_url = response.status_code, self._address.place
         error = _error(_json(response.content))
         message, kind = str(error.get("message") or f"HTTP status {status}")[:MAX_ERROR_CHARS], error.get("type")
         if status == 401:
@@ -161,7 +161,7 @@ class Connection:
 
     def _failed(self, error: httpx.HTTPError) -> ServerError:
         """Return the error for a request that was not answered."""
-        base_url, why = self._address.base_url, str(error) or type(error).__name__
+        base_url, why = self._address.place, str(error) or type(error).__name__
         if isinstance(error, NOT_ARRIVED):
             return ServerError(
                 f"No server answers at {base_url} ({why}). Start one with `ragfuse serve`, or correct base_url=."
@@ -174,7 +174,7 @@ class Connection:
 
     def _strange(self, found: str) -> ServerError:
         return ServerError(
-            f"What answers at {self._address.base_url} is no ragfuse server: found {found}. Wanted the address that "
+            f"What answers at {self._address.place} is no ragfuse server: found {found}. Wanted the address that "
             f"`ragfuse serve` prints, such as {LOCAL}."
         )
 
@@ -184,7 +184,12 @@ class Connection:
             if self._ssl is None:
                 self._ssl = httpx.create_ssl_context() if self._address.base_url.startswith("https:") else False
         timeout = httpx.Timeout(self._address.timeout_s, connect=min(CONNECT_S, self._address.timeout_s))
-        return {"timeout": timeout, "verify": self._ssl, "headers": self._address.headers}
+        return {
+            "timeout": timeout,
+            "verify": self._ssl,
+            "headers": self._address.headers,
+            "trust_env": bool(self._address.proxy),
+        }
 
     def _policy(self) -> dict[str, Any]:
         """Return tenacity's options: which errors are tried again, how often, and after how long."""

@@ -48,7 +48,7 @@ class LogprobRecorder:
         return scores
 
     def end(self, ids: Sequence[int]) -> None:
-        """Record the last token of the finished answer `ids`, and drop end tokens that are not part of it."""
+        """Record the last token of the finished answer `ids`, its end token included, and drop what follows."""
         if self._log_probabilities is not None and len(self._recorded) < len(ids):
             self._record(ids[-1])
         self._log_probabilities = None

@@ -47,11 +47,12 @@ def chat_requests(request: ChatRequest, template: ChatTemplate | None = None) ->
     if request.top_logprobs and not request.logprobs:
         raise unusable("top_logprobs", "top_logprobs needs logprobs: true; give both or neither.")
     choice, tools = allowed_of(request.tool_choice, request.tools or [])
-    if None not in (given := (request.max_completion_tokens, request.max_tokens)) and len(set(given)) > 1:
+    lengths = {request.max_completion_tokens, request.max_tokens} - {None}
+    if len(lengths) > 1:
         raise unusable("max_tokens", "max_completion_tokens and max_tokens differ; give one of them.")
     ask = replace(
         ask_of(request),
-        max_tokens=request.max_completion_tokens or request.max_tokens,
+        max_tokens=next(iter(lengths), None),
         tools=tools,
         tool_choice=Ask.tool_choice_of(choice, tools),
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -179,8 +180,8 @@ def ask_of(request: CompletionRequest) -> Ask:
 def _check_ends(request: CompletionRequest, ask: Ask) -> None:
     """Raise APIError for fields that would end an answer in contradictory places."""
     min_tokens = request.min_tokens or 0
-    max_tokens = request.max_tokens or getattr(request, "max_completion_tokens", None)
-    if max_tokens is not None and min_tokens > max_tokens:
+    max_tokens = request.max_tokens or getattr(request, "max_completion_tokens", None) or 0
+    if 0 < max_tokens < min_tokens:
         raise unusable("min_tokens", f"min_tokens is {min_tokens}, above max_tokens ({max_tokens}).")
     name = "min_tokens" if min_tokens else "stop_token_ids"
     calls = getattr(request, "tools", None) and getattr(request, "tool_choice", None) != "none"

@@ -69,7 +69,7 @@ class ResponseRequest(RequestBody):
     """Whether the response can be continued and fetched later."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=-1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)

@@ -71,7 +71,7 @@ class AnswerRequest:
     def take_logprobs(self, answer: Answer | None = None) -> list[TokenLogprob]:
         """Return the log probabilities recorded since the last call; with the finished answer, all remaining ones."""
         if self.recorder is not None and answer is not None:
-            self.recorder.end(answer.token_ids)
+            self.recorder.end((*answer.token_ids, *answer.end_ids))
         return self.recorder.take() if self.recorder is not None else []
 
 

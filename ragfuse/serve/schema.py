@@ -17,7 +17,7 @@ from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
 MAX_STOP_CHARS = 256
 """Most characters of a stop string."""
 MAX_CHOICES = 8
-"""Most answers to one request, and most prompts in one."""
+"""Most answers to one prompt."""
 SEED_LIMIT = 2**63
 """Seeds are from -SEED_LIMIT to SEED_LIMIT - 1."""
 
@@ -31,7 +31,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Item = TypeVar("Item")
-Several = Annotated[list[Item], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+Several = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
 
 
 INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -205,8 +205,8 @@ class CompletionRequest(RequestBody):
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of an answer; more than the model's window has room for behind the prompt are refused."""
+    max_tokens: int | None = Field(default=None, ge=-1)
+    """Most tokens of an answer, no more than fit behind the prompt; -1 is no limit."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """0 or null means greedy decoding."""
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -254,7 +254,7 @@ class ChatRequest(CompletionRequest):
 
     messages: Annotated[list[RequestMessage], FailFast]
     """At least one message; there may be none if `pml` is given."""
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=-1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
@@ -279,7 +279,7 @@ class TextRequest(CompletionRequest):
 
     prompt: str | Several[str] | Ids | Several[Ids] | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
     """One text or several, the token ids of one or several, or one text in parts, some of which are documents."""
-    max_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=-1)
     """With 0 nothing is generated; together with `echo` and `logprobs` the prompt is scored."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None

@@ -1,7 +1,7 @@
 """Tool calls in text: the format in which a model writes them, its grammar, and the parser.
 
-The format is that of the chat template, found by `text/call_probe.py`, or `DEFAULT_CALL_FORMAT` if the template has
-none. Callers decide which tools there are and whether they must be called.
+The format is that of the chat template (`text/call_formats.py`), or `DEFAULT_CALL_FORMAT` if it has none. Callers
+decide which tools there are and whether they must be called.
 """
 
 from __future__ import annotations

@@ -132,6 +132,8 @@ class Trace:
         tokens_chunks: Reused tokens of chunks.
         unsaved: Data that could not be read from disk or written to it, and why; only this process remembers it.
         tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk once.
+        unheld: Keywords of the answer's JSON schema that were not held while decoding, by field, and which the answer
+            breaks.
     """
 
     model: str = ""
@@ -165,6 +167,7 @@ class Trace:
     tokens_chunks: int = 0
     unsaved: tuple[str, ...] = ()
     tokens_to_encode: int = 0
+    unheld: tuple[str, ...] = ()
 
     @property
     def tokens_found(self) -> int:
@@ -272,6 +275,7 @@ class Answer:
         trace: What was reused, and why.
         tool_calls: Tools that the model calls.
         reasoning: The model's reasoning, where it writes it apart from the answer.
+        end_ids: The end token that ended it, if one did.
     """
 
     text: str
@@ -280,6 +284,7 @@ class Answer:
     trace: Trace
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
+    end_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)

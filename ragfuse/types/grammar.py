@@ -87,12 +87,12 @@ def _closed(schema: Any) -> Any:
 
 def _below(name: str, value: Any) -> Any:
     """Return the value of a schema keyword, with the schemas in it closed; plain values stay as they are."""
-    if name in _NAMED and isinstance(value, Mapping):
+    if name in NAMED_SCHEMAS and isinstance(value, Mapping):
         return {key: _closed(each) for key, each in value.items()}
-    return value if name in _VALUES else _closed(value)
+    return value if name in PLAIN_VALUES else _closed(value)
 
 
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _ELSEWHERE = frozenset({"anyOf", "oneOf", "$ref"})
-_VALUES = ("enum", "const", "default", "examples", "required")
+PLAIN_VALUES = ("enum", "const", "default", "examples", "required")
 """Keywords whose values are plain values or names, not schemas."""

@@ -110,7 +110,7 @@ class LoadPlan:
         unread: Segments that are in the store but computed, because that is faster than reading them.
         layers_a_read: Layers that are read together; 0: `ragfuse.load` decides (this machine was not measured).
         forecast: Predicted times; None: this machine was not measured.
-        n_before: For a model whose KV cannot be reused: tokens whose state an earlier prompt left (`hf.states`).
+        n_before: For a model whose KV cannot be reused: tokens whose state an earlier prompt left (`hf.kept_states`).
         cost: The cost of the policy.
     """
 

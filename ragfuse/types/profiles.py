@@ -37,7 +37,7 @@ class ModelProfile:
         refusal: Why its KV cannot be reused; "" where it can.
         fixed: Whether a refused model's KV can still be reused at the positions at which it was encoded, as schema
             modules do.
-        state: For a refused model: how it continues from a copy of its cache (`hf.states.Kind`).
+        state: For a refused model: how it continues from a copy of its cache (`hf.kept_states.Kind`).
         errors: Errors that the probe measured, by name.
         policy: The policy that calibration chose.
         ratio: The recompute ratio that calibration chose.

@@ -7,7 +7,7 @@ import torch
 from ragfuse_bench.presets import PRESETS, bench_model, preset
 
 from ragfuse.errors import ModelError, SettingsError
-from ragfuse.hf.blank import random_model
+from ragfuse.hf.random_model import random_model
 
 
 @pytest.mark.parametrize(

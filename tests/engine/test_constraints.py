@@ -248,6 +248,16 @@ def test_what_cannot_be_used_is_told_before_anything_is_loaded(case, tmp_path):
                 ask(ASKED, Ask(**options))
 
 
+def test_what_decoding_does_not_hold_of_a_schema_is_in_the_trace(random_engine):
+    code = {"type": "string", "pattern": "^(?!x)[a-z]$", "maxLength": 2}
+    schema = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(schema), max_tokens=60))
+    left_out, *broken = answer.trace.unheld
+    assert left_out.startswith("code: pattern")
+    is_right = re.search(code["pattern"], json.loads(answer.text)["code"]) is not None
+    assert is_right == (broken == [])
+
+
 def test_an_answer_that_can_neither_go_on_nor_end_is_no_answer(random_engine):
     rules = 'start: "a" "b" | "a" more\nmore: "c" more'
     bias = {random_engine.tokens("c")[0]: 100}

@@ -3,23 +3,14 @@
 import pytest
 
 from ragfuse import Ask, Engine, InputError, Piece
-from ragfuse.engine.context_window import largest_body
+from ragfuse.engine.context_window import TOKEN_CHARS, largest_body
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.token_length import TokenLength
 from ragfuse.text.known_spans import KnownSpans
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
 
-PAST = 1 << 20
+PAST = 1 << 21
 LONG = "word " * (PAST // 5)
-
-
-class Window:
-    """As much of a model as the largest request follows from."""
-
-    def __init__(self, longest: int | None, chars_per_token: int | None = None) -> None:
-        self.max_context = longest
-        self.token_length = None if chars_per_token is None else TokenLength(chars_per_token)
 
 
 @pytest.fixture
@@ -54,7 +45,7 @@ QUESTIONS = {
     "a text": LONG,
     "one word": "a" * PAST,
     "a message": [("user", LONG)],
-    "many parts": [("user", ["word "] * (PAST // 50))],
+    "many parts": [("user", ["word "] * (PAST // 10))],
     "chunks": [("user", [Piece("word " * 100, "chunk")] * (PAST // 500))],
     "what the system says": [("system", LONG), ("user", "hi")],
 }
@@ -116,13 +107,10 @@ def test_schemas_and_prompts_in_pml_that_do_not_fit_are_refused(engine):
         engine.answer(pml=f'<prompt schema="s"><a/><user>{text}</user></prompt>')
 
 
-def test_the_largest_request_follows_from_the_window_and_the_longest_token():
-    assert largest_body(Window(8192, 81)) == (1 << 18) + 2 * 81 * 8192
-    assert largest_body(Window(1 << 20, 500)) == 1 << 24
-    assert largest_body(Window(1000)) == (1 << 18) + 2 * 32 * 1000
-    assert largest_body(Window(None)) == (1 << 18) + 2 * 32 * (1 << 17)
+def test_the_largest_request_follows_from_the_window(engine: Engine):
+    assert largest_body(engine.model) == (1 << 18) + 2 * TOKEN_CHARS * engine.model.max_context
 
 
-def test_a_prompt_that_fits_fits_into_the_largest_request(engine: Engine):
-    model = engine.model
-    assert model.max_context * model.token_length.chars < largest_body(model)
+def test_no_token_stands_for_more_characters_than_is_reckoned_with(engine: Engine):
+    tokenizer = engine.model.tokenizer
+    assert max(len(tokenizer.decode([token])) for token in range(len(tokenizer))) <= TOKEN_CHARS

@@ -1,11 +1,13 @@
 """The quality gate: who is refused, and what is said once."""
 
 import logging
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from ragfuse import Engine, Settings
 from ragfuse.engine.model_profiles import (
@@ -50,6 +52,8 @@ def loaded(name: str = "m", dtype: torch.dtype = torch.bfloat16, device: str = "
     """A stand-in for a loaded model: what commands need to know of one."""
     model = object.__new__(HFModel)
     model.name, model.dtype, model.device = name, dtype, torch.device(device)
+    model.model = torch.nn.Module()
+    model.model.config = LlamaConfig(name_or_path=name)
     return model
 
 
@@ -75,6 +79,7 @@ def test_the_hint_is_given_once_and_only_where_it_helps(caplog: pytest.LogCaptur
 @pytest.mark.usefixtures("with_units")
 def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path: Path) -> None:
     folder = tmp_path / "my models" / "m"
+    folder.mkdir(parents=True)
     settings = Settings(model=str(folder), store=tmp_path / "my store", model_kwargs={"revision": "r", "token": "hf"})
     told = shlex.split(calibrate_command(settings, loaded(str(folder), torch.float32)))
     assert told == [
@@ -85,6 +90,23 @@ def test_a_command_that_is_told_is_about_the_model_as_it_is_here(tmp_path: Path)
         *("--dtype", "float16", "--device", "cuda:1"),
     ]
     assert options_for(Settings(), loaded()) == []
+
+
+def test_the_command_for_a_model_that_came_from_no_folder_can_be_run_once_it_is_saved(
+    tiny_settings: Settings, tmp_path: Path
+) -> None:
+    tiny = load_model(Path(tiny_settings.model), "float32", "cpu")
+    tiny.model.config._name_or_path = ""
+    with Engine(Settings(home=tmp_path, dtype="float32"), tiny.model, tokenizer=tiny.tokenizer) as engine:
+        steps = calibrate_command(engine.settings, engine.model).split(", ")
+        digest = engine.model.fingerprint
+    for step in steps[:-1]:
+        name, folder = re.fullmatch(r"(\w+)\.save_pretrained\('(.+)'\)", step).groups()
+        getattr(tiny, name).save_pretrained(tmp_path / folder)
+    told = shlex.split(steps[-1].removeprefix("then "))
+    assert told[told.index("--model") + 1] == folder
+    with Engine(Settings(model=str(tmp_path / folder), home=tmp_path, dtype="float32")) as engine:
+        assert engine.model.fingerprint == digest
 
 
 def test_an_uncalibrated_model_answers_at_the_default_and_says_so(

@@ -17,25 +17,25 @@ END = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 EACH = "{% for call in m.tool_calls %}"
+BETWEEN = "{{ '' if loop.last else '\n' }}"
+PAIR = "{% for k, v in call.function.arguments.items() %}"
+NAME, VALUE = "{{ call.function.name }}", "{{ v if v is string else v | tojson }}"
 TEMPLATES = {
-    "words": f"{TOLD}{BEGIN}<|assistant|>{EACH}<tool_call>{CALL}</tool_call>{{% endfor %}}{END}",
-    "tokens": f"{TOLD}{BEGIN}<|assistant|>{EACH}<|tool|>{CALL}{{% endfor %}}{END}",
-    "list": f"{TOLD}{BEGIN}<|assistant|><|tool|>[{EACH}{CALL}{{{{ '' if loop.last else ', ' }}}}{{% endfor %}}]{END}",
+    "words": f"{TOLD}{BEGIN}<|assistant|>{EACH}<tool_call>\n{CALL}\n</tool_call>{BETWEEN}{{% endfor %}}{END}",
+    "list": f'{TOLD}{BEGIN}<|assistant|>[TOOL_CALLS][{EACH}{CALL[:-1]}, "id": "{{{{ call.id }}}}"}}'
+    f"{{{{ '' if loop.last else ', ' }}}}{{% endfor %}}]{END}",
     "bare": f"{TOLD}{BEGIN}{{% if m.tool_calls | length > 1 %}}{{{{ raise_exception('one') }}}}{{% endif %}}"
     f"<|assistant|>{EACH}{CALL.replace('arguments', 'parameters', 1)}{{% endfor %}}{END}",
+    "coder": f"{TOLD}{BEGIN}<|assistant|>{EACH}<tool_call>\n<function={NAME}>\n{PAIR}<parameter={{{{ k }}}}>\n"
+    f"{VALUE}\n</parameter>\n{{% endfor %}}</function>\n</tool_call>{BETWEEN}{{% endfor %}}{END}",
+    "glm": f"{TOLD}{BEGIN}<|assistant|>{EACH}<tool_call>{NAME}\n{PAIR}<arg_key>{{{{ k }}}}</arg_key>\n"
+    f"<arg_value>{VALUE}</arg_value>\n{{% endfor %}}</tool_call>{BETWEEN}{{% endfor %}}{END}",
+    "args": f"{TOLD}{BEGIN}<|assistant|>{EACH}[TOOL_CALLS]{NAME}[ARGS]{{{{ call.function.arguments | tojson }}}}"
+    f"{{% endfor %}}{END}",
 }
-PAIR = "{% for k, v in call.function.arguments.items() %}"
-TEMPLATES |= {
-    "coder": f"{TOLD}{BEGIN}<|assistant|>{EACH}<tool_call>\n<function={{{{ call.function.name }}}}>\n{PAIR}"
-    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
-    f"{{{{ '' if loop.last else '\n' }}}}{{% endfor %}}{END}",
-    "glm": f"{TOLD}{BEGIN}<|assistant|>{EACH}<|tool|>"
-    f"{{{{ call.function.name }}}}\n{PAIR}"
-    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n"
-    f"{{% endfor %}}</tool_call>{{% endfor %}}{END}",
-    "args": f"{TOLD}{BEGIN}<|assistant|>{EACH}<|tool|>{{{{ call.function.name }}}}[ARGS]"
-    f"{{{{ call.function.arguments | tojson }}}}{{% endfor %}}{END}",
-}
+TEMPLATES["tokens"] = TEMPLATES["words"]
+TOKENS = {"tokens": "<tool_call>", "glm": "<tool_call>", "list": "[TOOL_CALLS]", "args": "[TOOL_CALLS]"}
+"""What the tokenizer has a token for, by the template; elsewhere marks are spelled."""
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "description": "D.", "parameters": CITY}}
@@ -45,14 +45,21 @@ ASKED = [("user", "What is the weather in Rome?")]
 WARM = {"do_sample": True, "temperature": 1.2, "top_k": 0}
 
 
+def save_with_template(tiny_path, folder, name):
+    """Save the tiny model with one of the templates, and its token for tools named as the template's mark."""
+    shutil.copytree(tiny_path, folder)
+    for file in folder.glob("*.json"):
+        file.write_text(file.read_text().replace("<|tool|>", TOKENS.get(name, "<|tool|>")))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module", params=TEMPLATES)
 def native(request, tiny_path, tmp_path_factory):
     """An engine over random weights with one of the templates."""
     folder = tmp_path_factory.mktemp(request.param)
-    shutil.copytree(tiny_path, folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    tokenizer.chat_template = TEMPLATES[request.param]
-    tokenizer.save_pretrained(folder / "model")
+    save_with_template(tiny_path, folder / "model", request.param)
     settings = Settings(model=str(folder / "model"), dtype="float32", store=folder, home=folder, max_tokens=120)
     with Engine(settings) as engine:
         assert engine.prompts.calls.native
@@ -142,7 +149,7 @@ def test_where_calls_are_free_no_markup_is_text_and_streams_say_the_text(native,
         said = "".join(stream)
         answer = stream.answer
     assert said == answer.text
-    assert "<|tool|>" not in said
+    assert "[TOOL_CALLS]" not in said
     assert "<tool_call>" not in said
     assert (answer.finish_reason == "tool_calls") <= bool(answer.tool_calls)
 

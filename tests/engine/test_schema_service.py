@@ -7,8 +7,8 @@ import torch
 
 from ragfuse import Ask, Engine, InputError, PMLTemplate, Settings
 from ragfuse.errors import PMLError
-from ragfuse.hf.common import SharedKV
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.shared_kv import SharedKV
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.types.keys import ChunkKey

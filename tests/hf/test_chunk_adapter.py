@@ -16,11 +16,11 @@ from ragfuse.errors import ModelError
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_chunk_adapter
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.packed import PackedLinear
+from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.loader import load_model
 from tests.hf.test_lora import filled, model_at
-from tests.hf.test_packed import packs
+from tests.hf.test_packed_linear import packs
 
 CHUNK, FILLER = list(range(5, 45)), list(range(60, 80))
 

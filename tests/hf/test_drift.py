@@ -10,12 +10,12 @@ from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
 from ragfuse.hf.drift import DRIFT_FILE, write_drift
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.packed import PackedLinear
+from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.models import adapters
 from ragfuse.models.loader import load_model
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.hf import kit
-from tests.hf.test_packed import packs
+from tests.hf.test_packed_linear import packs
 
 
 def drift_of(model: HFModel, size: float = 0.1) -> ChunkKV:
@@ -62,21 +62,14 @@ def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> 
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda parts: {k: v for k, v in parts.items() if k != "keys.1"}, "keys.1"),
-        (lambda parts: {**parts, "more": torch.zeros(1)}, "another shape"),
-        (lambda parts: {**parts, "keys.0": parts["keys.0"][:, :, 1:].contiguous()}, "another shape"),
-    ],
-)
-def test_a_drift_that_does_not_fit_is_an_error_that_names_the_file(folder: Path, damage, said: str) -> None:
+def test_a_drift_that_lacks_a_layer_is_an_error_that_names_the_file(folder: Path) -> None:
     plain = load_model(folder, "float32")
     write_drift(folder, drift_of(plain), plain.model)
-    save_file(damage(load_file(folder / DRIFT_FILE)), folder / DRIFT_FILE)
-    with pytest.raises(ModelError, match=said) as caught:
+    parts = load_file(folder / DRIFT_FILE)
+    del parts["keys.1"]
+    save_file(parts, folder / DRIFT_FILE)
+    with pytest.raises(ModelError, match=DRIFT_FILE) as caught:
         load_model(folder, "float32")
-    assert DRIFT_FILE in str(caught.value)
     assert "measure the drift again" in str(caught.value)
 
 

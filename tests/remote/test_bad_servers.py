@@ -109,6 +109,22 @@ def test_a_good_stream_is_an_answer() -> None:
     assert all(f"authorization: Bearer {SECRET}".encode() in each for each in seen)
 
 
+def test_a_proxy_of_the_environment_is_never_asked_for_loopback_and_named_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with listening(reply(b"<html>", "403 Forbidden", "text/html")) as (proxy, asked):
+        monkeypatch.setenv("HTTP_PROXY", proxy.replace("//", "//user:word@"))
+        for host in ("127.0.0.1", "localhost"):
+            with listening(reply(CARD), STREAM + said("Hello") + end() + DONE) as (url, _):
+                assert ask(url.replace("127.0.0.1", host)).text == "Hello"
+        assert asked == []
+        with pytest.raises(ServerError, match=proxy.removeprefix("http://")) as caught:
+            ask("http://server.invalid:8000")
+        assert "word" not in str(caught.value)
+        assert len(asked) == 1
+
+
 def test_no_server_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

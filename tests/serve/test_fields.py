@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ragfuse.serve.keys import APITenant
 from ragfuse.serve.requests import chat_requests
 from ragfuse.serve.schema import INERT, ChatRequest, ExplainRequest, StreamOptions, TextRequest
 from tests.serve.kit import Served, said, with_documents
@@ -241,6 +242,19 @@ def test_one_length_is_asked_for(served: Served) -> None:
     assert asked(served, "chat", both).json()["error"]["param"] == "max_tokens"
     same = asked(served, "chat", {"max_tokens": 4, "max_completion_tokens": 4}).json()
     assert same["usage"]["completion_tokens"] == 4
+
+
+def test_minus_one_is_no_limit(served: Served) -> None:
+    window = served.service.engine(APITenant("")).model.max_context
+    body = {"stop_token_ids": [], "logit_bias": {str(LETTERS[0]): 100}}
+    for kind, names in {"chat": ("max_tokens", "max_completion_tokens"), "text": ("max_tokens",)}.items():
+        for name in names:
+            usage = asked(served, kind, {**body, name: -1}).json()["usage"]
+            assert usage["total_tokens"] >= window
+    told = served.post("/v1/responses", {"model": served.service.model, "input": "Who?", "max_output_tokens": -1})
+    assert told.status_code == 200, told.text
+    for name, value in {"max_tokens": 0, "max_completion_tokens": -2}.items():
+        assert asked(served, "chat", {name: value}).json()["error"]["param"] == name
 
 
 @pytest.mark.parametrize("kind", PATHS)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.engine.options import ends_of
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.requests import chat_requests, text_requests
@@ -170,6 +171,23 @@ def test_an_echo_stands_before_the_answer_streamed_too(served: Served) -> None:
     assert pieces[0]["text"] == PROMPT
     two = text(served, prompt=["Once", "Twice"], max_tokens=0, echo=True)["choices"]
     assert [(each["index"], each["text"]) for each in two] == [(0, "Once"), (1, "Twice")]
+
+
+@pytest.mark.parametrize("n_prompts", [10])
+def test_scores_do_not_depend_on_what_was_drawn(served: Served, n_prompts: int) -> None:
+    """The body of lm-eval's `local-completions`, whose sums leave out the last entry: that of the drawn token."""
+    engine = engine_of(served)
+    (end, *_) = ends_of(engine.model)
+    texts = [f"{PROMPT} counted {number} ships" for number in range(n_prompts)]
+    prompts = [[*engine.model.bos, *engine.tokens(each)] for each in texts]
+    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    for bias in ({}, {"logit_bias": {str(end): 100}}):
+        choices = text(served, **body, **bias)["choices"]
+        assert [each["index"] for each in choices] == list(range(n_prompts))
+        for ids, choice in zip(prompts, choices, strict=True):
+            found = choice["logprobs"]
+            assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["token_logprobs"]) == len(ids) + 1
+            assert found["token_logprobs"][1:-1] == pytest.approx(slow_scores(engine, ids), abs=1e-3)
 
 
 def test_an_echo_of_documents_says_them(served: Served) -> None:

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from ragfuse import Settings
-from tests.engine.test_native_calls import TEMPLATES, TOOLS
+from tests.engine.test_native_calls import TOOLS, save_with_template
 from tests.serve.kit import QUESTION, Served, serving
 from tests.serve.test_fields import asked, joined, pieces, whole
 
@@ -81,10 +81,7 @@ def test_pad_tokens_that_a_model_writes_are_counted_over_http(padding: Served, k
 def native(request: pytest.FixtureRequest, tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server over a model whose chat template writes calls in its own way."""
     home = tmp_path_factory.mktemp(request.param)
-    shutil.copytree(tiny_path, home / "model")
-    words = AutoTokenizer.from_pretrained(home / "model")
-    words.chat_template = TEMPLATES[request.param]
-    words.save_pretrained(home / "model")
+    save_with_template(tiny_path, home / "model", request.param)
     yield from server(home / "model", home / "store")
 
 

@@ -1,4 +1,4 @@
-"""How calls of tools stand in text: found on each template, written, read back, never mistaken for text."""
+"""How calls of tools stand in text: known by each template, written, read back, never mistaken for text."""
 
 import json
 
@@ -6,9 +6,10 @@ import jinja2
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ragfuse.text.call_probe import call_format
+from ragfuse.text import call_formats as formats
+from ragfuse.text.call_formats import call_format
 from ragfuse.text.chat_messages import ChatMessage, Piece
-from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, CallReader, Pairs, spelled
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, CallReader, spelled
 from ragfuse.types.answer import ToolCall
 
 HERMES = """{% if tools %}<|im_start|>system
@@ -49,10 +50,12 @@ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% else 
 endif %}{% endfor %}"""
 DEEP = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}{{ tools | tojson }}{% endif %}<|user|>{{
 m.content }}{%
-elif m.tool_calls %}<|assistant|><|calls|>{% for call in m.tool_calls %}<|call|>function<|sep|>{{ call.function.name }}
+elif m.tool_calls %}<|assistant|><\uff5ctool▁calls▁begin\uff5c>{% for call in m.tool_calls %}{{
+'' if loop.first else '\n' }}<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{{ call.function.name }}
 ```json
 {{ call.function.arguments + '' }}
-```<|end|>{% endfor %}<|im_end|>{% elif m.role == 'tool' %}<|result|>{{ m.content }}{% else %}<|assistant|>{{
+```<\uff5ctool▁call▁end\uff5c>{% endfor %}<\uff5ctool▁calls▁end\uff5c><|im_end|>{%
+elif m.role == 'tool' %}<|result|>{{ m.content }}{% else %}<|assistant|>{{
 m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 THINKS = HERMES.replace(
     "{% if m.content %}",
@@ -84,6 +87,7 @@ TIGHT = (
     GLM.replace("}}\n{% for k", "}}{% for k")
     .replace("</arg_key>\n", "</arg_key>")
     .replace("</arg_value>\n", "</arg_value>")
+    .replace("\n<tool_call>", "<tool_call>")
 )
 NEWER = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{%
 endif %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}{% for call in m.tool_calls %}[TOOL_CALLS]{{
@@ -92,7 +96,6 @@ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}<|i
 SILENT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-OWN = ["<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|calls|>", "<|call|>"]
 TYPES = {"weather": json.dumps({"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})}
 A, B = ToolCall("weather", {"city": 'Rom "a"\n', "days": 2}), ToolCall("walk.to", {})
 
@@ -111,111 +114,32 @@ def render_of(source: str):
 
 
 def format_of(source: str) -> CallFormat:
-    return call_format(render_of(source), OWN, ["<|im_end|>"])
+    return call_format(render_of(source))
 
 
-def test_hermes_is_found():
-    for source in (HERMES, THINKS):
-        found = format_of(source)
-        assert found.native
-        assert found.marker == "<tool_call>"
-        assert not found.as_text
-        assert found.head.strip() == '<tool_call>\n{"name": "'
-        assert found.inner == ('", "arguments": ',)
-        assert found.again == '}\n</tool_call>\n<tool_call>\n{"name": "'
-        assert found.tail == "}\n</tool_call>"
-
-
-EMPTY = "\n<think></think>"
-THOUGHTS = {
-    "an empty one before every answer": lambda source: source.replace(
-        "<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}" + EMPTY + "{% endif %}"
-    ),
-    "begun by the prompt, gone from earlier turns": lambda source: THOUGHTS["an empty one before the last answer"](
-        source
-    ).replace(
-        "{% if add_generation_prompt %}<|im_start|>assistant\n",
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n",
-    ),
-    "an empty one before the last answer": lambda source: source.replace(
-        "{% if m.content %}",
-        "{% if loop.last and m.role == 'assistant' %}\n<think>\n\n</think>\n{% endif %}{% if m.content %}",
-    ),
-    "an empty one in the prompt": lambda source: source.replace(
-        "{% if add_generation_prompt %}<|im_start|>assistant\n",
-        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n",
-    ),
+WRITES = {
+    "hermes": (HERMES, formats.HERMES),
+    "hermes behind a thought": (THINKS, formats.HERMES),
+    "llama": (LLAMA, formats.LLAMA),
+    "mistral list": (MISTRAL, formats.MISTRAL_LIST),
+    "mistral": (NEWER, formats.MISTRAL),
+    "deepseek": (DEEP, formats.DEEPSEEK),
+    "coder": (CODER, formats.QWEN_CODER),
+    "glm": (GLM, formats.GLM),
+    "tight": (TIGHT, formats.GLM_TIGHT),
+    "no tools": (SILENT, DEFAULT_CALL_FORMAT),
+    "no known format": (XML, DEFAULT_CALL_FORMAT),
+    "bare JSON behind an unknown mark": (LLAMA.replace('{"name"', '<|call|>{"name"'), DEFAULT_CALL_FORMAT),
 }
 
 
-@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]")], ids=lambda tags: tags[0])
-@pytest.mark.parametrize("thoughts", THOUGHTS)
-@pytest.mark.parametrize("calls", ["HERMES", "CODER", "GLM", "TIGHT"])
-def test_a_call_is_found_whatever_thoughts_a_template_writes_before_it(calls, thoughts, tags):
-    bare = globals()[calls]
-    source = THOUGHTS[thoughts](bare)
-    assert source != bare
-    wanted, found = format_of(bare), format_of(source.replace("<think>", tags[0]).replace("</think>", tags[1]))
-    assert found.native
-    assert found.head.strip() == wanted.head.strip()
-    assert (found.inner, found.again, found.tail, found.pairs) == (
-        wanted.inner,
-        wanted.again,
-        wanted.tail,
-        wanted.pairs,
-    )
-    assert found.marker == wanted.marker
-
-
-def test_bare_json_is_found_with_one_call_at_a_time():
-    found = format_of(LLAMA)
-    assert (found.head, found.inner, found.tail) == ('{"name": "', ('", "parameters": ',), "}")
-    assert found.native
-    assert found.again is None
-    assert found.marker == ""
-
-
-def test_a_list_of_calls_with_ids_of_nine_letters_is_found():
-    found = format_of(MISTRAL)
-    assert found.native
-    assert found.id_size == 9
-    assert found.slots == ("name", "arguments", "id")
-    assert found.marker == "[TOOL_CALLS]"
-    assert found.head == '[TOOL_CALLS] [{"name": "'
-    assert found.tail == '"}]'
-    assert found.again == '"}, {"name": "'
-
-
-def test_arguments_that_must_be_text_are_found():
-    found = format_of(DEEP)
-    assert found.native
-    assert found.as_text
-    assert found.marker == "<|calls|>"
-    assert found.inner == ("\n```json\n",)
-    assert found.tail == "\n```<|end|>"
-
-
-def test_arguments_that_are_written_one_by_one_are_found():
-    found = format_of(CODER)
-    assert found.native
-    assert (found.head, found.inner) == ("<tool_call>\n<function=", (">\n",))
-    assert found.pairs == Pairs("<parameter=", ">\n", "\n</parameter>\n")
-    assert found.tail == "</function>\n</tool_call>"
-    assert found.again == "</function>\n</tool_call>\n<tool_call>\n<function="
-    for source, gap in ((GLM, "\n"), (TIGHT, "")):
-        found = format_of(source)
-        assert (found.head, found.inner, found.tail) == ("<tool_call>", (gap,), "</tool_call>")
-        assert found.pairs == Pairs("<arg_key>", f"</arg_key>{gap}<arg_value>", f"</arg_value>{gap}")
-
-
-def test_a_name_before_its_arguments_without_quotes_is_found():
-    found = format_of(NEWER)
-    assert (found.head, found.inner, found.again, found.tail) == ("[TOOL_CALLS]", ("[ARGS]",), "[TOOL_CALLS]", "")
-    assert found.marker == "[TOOL_CALLS]"
+@pytest.mark.parametrize(("source", "wanted"), WRITES.values(), ids=WRITES.keys())
+def test_a_template_is_known_by_the_calls_that_it_writes(source: str, wanted: CallFormat):
+    assert format_of(source) is wanted
 
 
 def test_a_token_before_bare_json_belongs_to_the_call():
-    found = call_format(render_of(LLAMA), [*OWN, "<|python_tag|>"], ["<|im_end|>"])
+    found = format_of(LLAMA)
     for lead in ("", "<|python_tag|>"):
         (call,) = found.read(lead + found.write((A,)))
         assert (call.name, call.arguments) == (A.name, A.arguments)
@@ -276,11 +200,6 @@ def test_a_call_without_the_white_space_of_its_format_is_read_too(source: str):
     tight = "".join(line.strip() for line in found.write((ToolCall("walk", {"to": "Rome", "by": "bus"}),)).splitlines())
     (call,) = found.read(tight)
     assert (call.name, call.arguments) == ("walk", {"to": "Rome", "by": "bus"})
-
-
-@pytest.mark.parametrize("source", [SILENT, XML], ids=["no tools", "no way to tell"])
-def test_what_fits_no_format_is_written_in_plain_words(source: str):
-    assert format_of(source) is DEFAULT_CALL_FORMAT
 
 
 def ready(format: CallFormat, text: str) -> int:

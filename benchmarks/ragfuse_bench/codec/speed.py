@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ragfuse.calibration.runner import Runner
 from ragfuse.codec import Codec, LayerMeta
-from ragfuse.hf.blank import random_model
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.random_model import random_model
 from ragfuse.types.kv import ChunkKV
 
 PREFILL = "prefill"

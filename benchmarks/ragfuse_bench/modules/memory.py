@@ -28,7 +28,7 @@ from torch import Tensor
 from ragfuse.calibration.runner import is_glibc, thread_count
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
-from ragfuse.hf.common import give_back
+from ragfuse.hf.shared_kv import give_back
 from ragfuse.settings import Settings
 
 CODE = "from ragfuse_bench.modules.memory import main; main()"

@@ -23,7 +23,7 @@ from ragfuse.calibration.comparison import FULL, Row, ask
 from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.runner import Runner, malloc_setting, versions
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.packed import can_pack
+from ragfuse.hf.packed_linear import can_pack
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.keys import digest
 

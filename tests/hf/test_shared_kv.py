@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from ragfuse.hf.common import MIN_SHARED_ROWS, SharedKV, SharedSpan
 from ragfuse.hf.handover import generate, sharing
 from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.hf.shared_kv import MIN_SHARED_ROWS, SharedKV, SharedSpan
 from tests.hf import kit
 from tests.hf.test_decode import GREEDY, WAIT_S, Noting, model, no_thread_is_left, nothing_failed
 

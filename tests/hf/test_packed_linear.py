@@ -8,11 +8,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragfuse.fuse.fusor import CachedRun
-from ragfuse.hf.blank import random_model
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill, fingerprint
-from ragfuse.hf.packed import PackedLinear, can_pack, pack
+from ragfuse.hf.packed_linear import PackedLinear, can_pack, pack
 from ragfuse.hf.probe import decoder_layers
+from ragfuse.hf.random_model import random_model
 from ragfuse.models.loader import load_model
 from tests.hf import kit
 from tests.hf.families import FAMILIES, REFUSED

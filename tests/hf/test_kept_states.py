@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from ragfuse import Answer, Ask, Engine, Settings
+from ragfuse.hf.kept_states import MAX_KEPT, MAX_STEPS, States, copied, kind_of, tensors
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.states import MAX_KEPT, MAX_STEPS, States, copied, kind_of, tensors
 from tests.hf import kit
 from tests.hf.families import HYBRIDS, REFUSED
 from tests.tiny import adds_up

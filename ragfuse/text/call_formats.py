@@ -1,0 +1,134 @@
+"""The formats in which models are known to write tool calls, and which of them a chat template writes.
+
+A model of another format gets its tools in plain text, in `DEFAULT_CALL_FORMAT` of `text/tool_calls.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ragfuse.text.chat_messages import ChatMessage
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs
+from ragfuse.types.answer import ToolCall
+
+RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
+"""Renders messages and tools, and at the end the beginning of an answer if the third argument is true; may raise."""
+
+HERMES = CallFormat(
+    head='<tool_call>\n{"name": "',
+    inner=('", "arguments": ',),
+    again='}\n</tool_call>\n<tool_call>\n{"name": "',
+    tail="}\n</tool_call>",
+    marker="<tool_call>",
+    native=True,
+)
+LLAMA = CallFormat(
+    head='{"name": "',
+    inner=('", "parameters": ',),
+    again=None,
+    tail="}",
+    marker="",
+    native=True,
+    lead="<|python_tag|>",
+)
+MISTRAL_LIST = CallFormat(
+    head='[TOOL_CALLS] [{"name": "',
+    inner=('", "arguments": ', ', "id": "'),
+    again='"}, {"name": "',
+    tail='"}]',
+    marker="[TOOL_CALLS]",
+    slots=("name", "arguments", "id"),
+    native=True,
+    id_size=9,
+)
+MISTRAL = CallFormat(
+    head="[TOOL_CALLS]",
+    inner=("[ARGS]",),
+    again="[TOOL_CALLS]",
+    tail="",
+    marker="[TOOL_CALLS]",
+    native=True,
+)
+DEEPSEEK = CallFormat(
+    head="<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
+    inner=("\n```json\n",),
+    again="\n```<\uff5ctool▁call▁end\uff5c>\n<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>",
+    tail="\n```<\uff5ctool▁call▁end\uff5c><\uff5ctool▁calls▁end\uff5c>",
+    marker="<\uff5ctool▁calls▁begin\uff5c>",
+    native=True,
+    as_text=True,
+)
+QWEN_CODER = CallFormat(
+    head="<tool_call>\n<function=",
+    inner=(">\n",),
+    again="</function>\n</tool_call>\n<tool_call>\n<function=",
+    tail="</function>\n</tool_call>",
+    marker="<tool_call>",
+    native=True,
+    pairs=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
+)
+GLM = CallFormat(
+    head="<tool_call>",
+    inner=("\n",),
+    again="</tool_call>\n<tool_call>",
+    tail="</tool_call>",
+    marker="<tool_call>",
+    native=True,
+    pairs=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+GLM_TIGHT = replace(
+    GLM,
+    inner=("",),
+    again="</tool_call><tool_call>",
+    pairs=Pairs("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+)
+KNOWN_FORMATS = (
+    HERMES,
+    LLAMA,
+    MISTRAL_LIST,
+    replace(MISTRAL_LIST, head='[TOOL_CALLS][{"name": "'),
+    MISTRAL,
+    DEEPSEEK,
+    QWEN_CODER,
+    GLM,
+    GLM_TIGHT,
+)
+CALLS = (
+    ToolCall("first_tool", {"first_key": "first_value", "other_key": "other_value"}, "call_1"),
+    ToolCall("second_tool", {"second_key": "second_value"}, "call_2"),
+)
+DESCRIPTION, RESULT = "Finds the format.", "The result."
+
+
+def call_format(render: RenderCalls) -> CallFormat:
+    """Return the format in which a chat template writes calls; `DEFAULT_CALL_FORMAT` where it is no known one."""
+    return next((format for format in KNOWN_FORMATS if _writes(render, format)), DEFAULT_CALL_FORMAT)
+
+
+def _writes(render: RenderCalls, format: CallFormat) -> bool:
+    """Return whether a template describes tools, and writes their calls in exactly this format, and their results."""
+    calls = CALLS[:1] if format.again is None else CALLS
+    results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
+    turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]
+    messages = [format.message(turn, str(turn.content), lambda value: value) for turn in turns]
+    try:
+        text = render(messages, _TOOLS, False)
+        # Only what begins an answer tells bare JSON from JSON that stands behind a mark.
+        before = "" if format.marker else render(messages[:1], _TOOLS, True)
+    except Exception:  # a template may raise anything
+        return False
+    return all(each in text for each in (before + format.write(calls), DESCRIPTION, RESULT))
+
+
+def _tool(call: ToolCall) -> dict[str, Any]:
+    properties = {name: {"type": "string", "description": "A key."} for name in call.arguments}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {
+        "type": "function",
+        "function": {"name": call.name, "description": DESCRIPTION, "parameters": parameters},
+    }
+
+
+_TOOLS = tuple(map(_tool, CALLS))
