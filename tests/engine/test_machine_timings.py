@@ -41,7 +41,7 @@ def test_what_another_process_measures_counts_after_a_minute(engine, tiny_settin
 
 def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, server, caplog):
     found, clock, _ = server
-    found.timings.learn(known := timings(engine, memory=0.0, disk=1e-9))
+    found.learn(known := timings(engine, memory=0.0, disk=1e-9))
     engine.catalog.file.put(found.name(known.model, known.device, known.threads), {"version": 0})
     clock.now += TIMINGS_RECHECK_S
     assert found.machine(engine.model) == known

@@ -235,12 +235,12 @@ def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cac
     held = []
     lookup = cached.store.lookup
 
-    def noted(keys, counts=True):
+    def noted(keys):
         free = prefixes._changed.acquire(blocking=False)
         held.append(not free)
         if free:
             prefixes._changed.release()
-        return lookup(keys, counts)
+        return lookup(keys)
 
     asked(cached, "Once there was a harbour in which forty ships lay, and ")
     cached.store.clear()

@@ -61,8 +61,8 @@ def test_held_are_those_whose_entries_are_in_memory() -> None:
     assert held.held(keys[1:]) == [1, 2]
     assert held.held([ChunkKey("m", "1", "of another context")]) == [1]
     assert held.held([ChunkKey("another model", "1", "~")]) == []
-    assert held.runtime.encoder.key(2) == keys[2]
-    assert held.runtime.encoder.key(9) is None
+    assert held.key(2) == keys[2]
+    assert held.key(9) is None
 
 
 def test_only_the_last_chunks_are_remembered_and_conversations_among_them() -> None:

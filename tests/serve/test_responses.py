@@ -221,7 +221,6 @@ def test_what_is_not_to_be_stored_leaves_nothing(client: Any, model: str, served
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"conversation": "c"}, "conversation"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"nonsense": 1}, "nonsense"),
         ({"documents": [""]}, "documents"),
     ],

@@ -154,9 +154,10 @@ def test_scores_do_not_depend_on_how_many_tokens_are_computed_at_once(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(served)
-    whole = [score for _, score in engine.runtime.score(PROMPT)]
+    ids = engine.tokens(PROMPT)
+    whole = [score for _, score in engine.runtime.score(ids)]
     monkeypatch.setattr("ragfuse.hf.scores.PIECE", 5)
-    parts = [score for _, score in engine.runtime.score(PROMPT)]
+    parts = [score for _, score in engine.runtime.score(ids)]
     assert [each[0] for each in parts[1:] if each] == pytest.approx([each[0] for each in whole[1:] if each], abs=1e-4)
 
 
@@ -201,9 +202,6 @@ def test_no_tokens_are_an_empty_answer(served: Served) -> None:
     told = text(served, max_tokens=0)
     assert (told["choices"][0]["text"], told["choices"][0]["finish_reason"]) == ("", "length")
     assert told["usage"]["completion_tokens"] == 0 < told["usage"]["prompt_tokens"]
-    assert refused(
-        served.post("/v1/completions", {"model": served.service.model, "prompt": "x" * 9000, "max_tokens": 0})
-    )
 
 
 # tools

@@ -111,4 +111,4 @@ def test_a_prompt_says_which_conversation_it_goes_on_with(tiny_settings):
         assert nobody is None
         known, _ = asked(engine, "And when?", ("user", "Who kept it?"), ("assistant", answer))
         assert known in {info.id for info in engine.sessions.ls()}
-        assert engine.history.name_of("Who kept it?") is None
+        assert engine.history.name_of("Who kept it?", Ask()) is None

@@ -43,7 +43,7 @@ def test_the_second_question_reuses_every_document_in_another_order(llm: Ragfuse
     assert sorted(sources[0]) == sorted(sources[1]) == [f"letter-{number}" for number in range(4)]
     assert sources[0] != sources[1]
     usage = second.meta["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == second.meta["ragfuse"]["tokens_reused"] > 0
+    assert usage["prompt_tokens_details"]["cached_tokens"] > second.meta["ragfuse"]["tokens_reused"] > 0
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert len(RUNS) == 0
 

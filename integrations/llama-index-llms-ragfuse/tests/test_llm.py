@@ -78,7 +78,7 @@ def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
     usage = response.raw["usage"]
     assert usage["prompt_tokens"] == len(engine.prompt([("user", ASKED)])) == counter.prompt_llm_token_count
     assert usage["completion_tokens"] == 12 == counter.completion_llm_token_count
-    assert usage["prompt_tokens_details"]["cached_tokens"] == response.raw["ragfuse"]["tokens_reused"] > 0
+    assert usage["prompt_tokens_details"]["cached_tokens"] > response.raw["ragfuse"]["tokens_reused"] > 0
     assert usage["prompt_tokens_details"]["cache_creation_tokens"] == 0
     assert response.additional_kwargs["total_tokens"] == usage["total_tokens"]
 
