@@ -74,7 +74,7 @@ class EncodeWorker:
                     raise
                 continue
             done = now if done is None else done
-            unsaved = _n_unsaved(engine, texts)
+            unsaved = max(0, _n_unsaved(engine, texts) - len(now.left_out))
             if not unsaved:
                 break
         assert done is not None

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from ragfuse import Engine, InputError, Settings, SettingsError
 from ragfuse.cli.main import app
-from ragfuse.errors import OverlongError
 from ragfuse.ray import encode
 from ragfuse.ray.bulk import BulkSummary
 from ragfuse.ray.cluster import connected, nodes, shared_settings
@@ -118,10 +117,9 @@ def test_what_is_no_dataset_of_texts_is_refused(settings: Settings) -> None:
             encode(wrong, settings, **SIZE)
 
 
-def test_an_error_of_ragfuse_in_a_worker_is_raised_as_itself(settings: Settings) -> None:
-    with pytest.raises(OverlongError, match="takes at most 4,096 tokens, found 24,999") as told:
-        encode([("word " * 5000, "long")], settings, **SIZE)
-    assert told.value.advice == "Shorten it."
+def test_a_text_that_the_model_cannot_read_is_left_out(settings: Settings) -> None:
+    done = encode([("word " * 5000, "long"), CHUNKS[0]], settings, **SIZE)
+    assert (done.chunks, done.unsaved) == (1, 0)
 
 
 def test_a_connected_process_stays_connected(two_ray_nodes: str) -> None:
