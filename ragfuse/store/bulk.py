@@ -1,4 +1,4 @@
-"""Operations on many chunks: move them between tiers, export and import them, and collect garbage.
+"""Operations on many chunks: export and import them, and collect garbage.
 
 The caller decides which chunks.
 """
@@ -62,41 +62,6 @@ class Outcome:
         for key in self.done.keys() - tier.stat(self.done).keys():
             del self.done[key]
             self.fail(key, f"tier {tier.name} has too little space for all of them")
-
-
-def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
-    """Move chunks to one tier and delete them from all others, keeping their pins.
-
-    Chunks that the tier has no space for stay where they were. All chunks are copied before any is deleted, so nothing
-    is lost if this is interrupted.
-
-    Raises:
-        StoreError: There is no tier of that name.
-    """
-    target, tally = store.tier(tier), Outcome()
-    others = [other for other in store.tiers if other is not target]
-    sources = _sources(store.tiers, keys := list(dict.fromkeys(keys)))
-    pinned = {key for other in others for key, entry in other.stat(keys).items() if entry.pinned}
-    done, taken, total = 0, 0, sum(entry.nbytes for entry in sources.values())
-    for key in keys:
-        entry, there = sources.get(key), target.stat([key]).get(key)
-        is_there = there is not None and entry is not None and loss_of(there.sizes) <= loss_of(entry.sizes)
-        if there is not None and is_there and store.read_whole(key, [target]) is not None:
-            tally.done[key] = there.nbytes
-        elif entry is None or (whole := store.read_whole(key)) is None:
-            tally.fail(key, "it is not in the store, or cannot be read")
-        elif taken + whole[0].nbytes > target.capacity or not store.write_whole(key, *whole, target):
-            tally.fail(key, f"tier {target.name} has no space for it, or did not accept it")
-        else:
-            tally.done[key] = whole[0].nbytes
-            taken += whole[0].nbytes
-        target.pin({key} & pinned & tally.done.keys(), True)
-        done += entry.nbytes if entry is not None else 0
-        _report(progress, done, total)
-    tally.keep_only(target)
-    for other in others:
-        other.delete(list(tally.done))
-    return tally
 
 
 def export(

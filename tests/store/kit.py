@@ -144,3 +144,13 @@ def seen_whole(
             (which,) = [i for i, (_, blobs) in enumerate(versions) if all(map(torch.equal, found[1:], blobs))]
             seen.add(which)
     return seen
+
+
+def leave_only_in(store, keys, name):
+    """Leave entries in one tier of a store alone."""
+    keys = list(keys)
+    for each in keys:
+        assert store.write_whole(each, *store.read_whole(each), store.tier(name))
+    for tier in store.tiers:
+        if tier.name != name:
+            tier.delete(keys)

@@ -1,4 +1,4 @@
-"""Many chunks at once: moved without loss, pinned, and freed when they are too old."""
+"""Many chunks at once: pinned, forgotten, and freed when they are too old."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ import pytest
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
 from ragfuse.store.tier import Freed
-from tests.store.kit import Clock, encoded, files, key, kv, same, ticks
+from tests.store.kit import Clock, encoded, files, key, kv, ticks
 
 MB = 1 << 20
 KEYS = [key(i) for i in range(6)]
@@ -33,77 +33,6 @@ def store(tmp_path, clock):
 def where(store: KVStore, *keys) -> list[str]:
     """The tiers of each key."""
     return ["+".join(tier.name for tier in store.tiers if one in tier.stat([one])) for one in keys]
-
-
-# moving
-
-
-def test_many_chunks_are_moved_and_progress_is_told_in_bytes(store):
-    for i, one in enumerate(KEYS[:4]):
-        store.put(one, kv(i), wait=True)
-    told = []
-    done = bulk.move(store, [*KEYS[:3], KEYS[0], key("none")], "disk", lambda *bytes: told.append(bytes))
-    assert (done.chunks, done.failed) == (3, 1)
-    assert (done.troubles[0].what, "not in the store" in done.troubles[0].why) == (str(key("none")), True)
-    assert where(store, *KEYS[:4]) == ["disk", "disk", "disk", "memory+disk"]
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1] == 3 * UNIT
-    assert same(store.read_layers(KEYS[1], 2)[0], kv(1).layers[2])
-
-
-def test_what_the_target_has_no_room_for_stays_where_it_is(tmp_path):
-    with KVStore([MemoryTier(3 * UNIT, lru), DiskTier(tmp_path, MB, lru)]) as store:
-        for i, one in enumerate(KEYS):
-            store.put(one, kv(i), tier="disk", wait=True)
-        done = bulk.move(store, KEYS, "memory")
-        assert (done.chunks, done.failed) == (3, 3)
-        assert sorted(where(store, *KEYS)) == ["disk", "disk", "disk", "memory", "memory", "memory"]
-        assert "space" in done.troubles[0].why
-
-
-def test_an_evictor_that_pushes_out_what_was_just_moved_loses_nothing(tmp_path):
-    def newest_first(entries):
-        return [entry.key for entry in sorted(entries, key=lambda entry: -entry.last_used)]
-
-    with KVStore([MemoryTier(3 * UNIT, newest_first), DiskTier(tmp_path, MB, lru)]) as store:
-        store.put(key("old"), kv(), tier="memory")
-        for i, one in enumerate(KEYS):
-            store.put(one, kv(i), tier="disk", wait=True)
-        done = bulk.move(store, KEYS, "memory")
-        assert done.chunks + done.failed == 6
-        assert "" not in where(store, *KEYS)
-
-
-def test_a_pin_goes_along_also_one_of_an_earlier_process(store, tmp_path, clock):
-    store.put(KEYS[0], kv(), tier="disk", wait=True)
-    store.pin(KEYS[0])
-    store.close()
-    with KVStore([MemoryTier(MB, lru, clock=clock), DiskTier(tmp_path, MB, lru, clock=clock)]) as opened:
-        assert bulk.move(opened, [KEYS[0]], "memory").chunks
-        assert opened.tiers[0].stat([KEYS[0]])[KEYS[0]].pinned
-
-
-def test_a_damaged_copy_in_the_target_is_no_reason_to_drop_the_good_one(store, tmp_path):
-    store.put(KEYS[0], kv(), wait=True)
-    (path,) = files(tmp_path)
-    whole = bytearray(path.read_bytes())
-    whole[-100] ^= 1
-    path.write_bytes(whole)
-    bulk.move(store, [KEYS[0]], "disk")
-    assert same(store.read_layers(KEYS[0], 2)[0], kv().layers[2])
-
-
-def test_a_move_that_is_stopped_has_lost_nothing(store):
-    for i, one in enumerate(KEYS):
-        store.put(one, kv(i), tier="disk", wait=True)
-
-    def stop(done, total):
-        if done > total / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        bulk.move(store, KEYS, "memory", stop)
-    assert all("disk" in place for place in where(store, *KEYS))
 
 
 # pinning and forgetting many

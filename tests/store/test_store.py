@@ -10,7 +10,7 @@ from ragfuse.codec import RawCodec
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
-from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk, open_store
+from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.store.kit import encoded, files, key, kv, same
 from tests.store.redis_server import until
@@ -444,25 +444,7 @@ def test_a_layer_read_before_a_clear_is_not_kept_after_it(store, tmp_path):
         assert opened.entries() == []
 
 
-# moving, pinning, closing
-
-
-def test_a_moved_chunk_is_in_its_new_tier_alone(store, tmp_path):
-    store.put(A, kv(), wait=True)
-    assert bulk.move(store, [A], "disk").chunks
-    assert [(entry.key, entry.tier) for entry in store.entries()] == [(A, "disk")]
-    assert bulk.move(store, [A], "memory").chunks
-    assert [(entry.key, entry.tier) for entry in store.entries()] == [(A, "memory")]
-    assert files(tmp_path) == []
-    assert whole(store, A, kv())
-
-
-def test_a_chunk_that_cannot_be_moved_stays_where_it_is(tmp_path):
-    with KVStore([MemoryTier(10, lru), DiskTier(tmp_path, MB, lru)]) as store:
-        store.put(A, kv(), wait=True)
-        assert not bulk.move(store, [A], "memory").chunks
-        assert not bulk.move(store, [B], "memory").chunks
-        assert whole(store, A, kv())
+# pinning, closing
 
 
 def test_a_pinned_chunk_is_not_evicted_from_any_tier(tmp_path):
@@ -483,8 +465,6 @@ def test_a_pinned_chunk_is_not_evicted_from_any_tier(tmp_path):
 def test_an_unknown_tier_is_named_with_those_there_are(store):
     with pytest.raises(StoreError, match=r"no tier 'tape'; it has: memory, disk"):
         store.put(A, kv(), tier="tape")
-    with pytest.raises(StoreError, match="tape"):
-        bulk.move(store, [A], "tape")
 
 
 def test_two_tiers_of_one_name_are_refused():
