@@ -31,7 +31,7 @@ def test_every_form_has_its_share_and_nothing_is_reused_wrongly(varied_path: Pat
     assert recovered["whole"] > 0.98
     assert result["false_reuse"] == 0
     assert [row["known"] for row in result["ms_per_8k"]] == [14, 40]
-    assert all(row["ms"] > 0 and row["mb"] > 0 for row in result["ms_per_8k"])
+    assert all(row["ms"] > 0 for row in result["ms_per_8k"])
     assert "Matched ids that differ: 0." in text
 
 
