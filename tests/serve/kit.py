@@ -84,6 +84,11 @@ def serving(settings: Settings, keys: Keys | None = None, host: str = "127.0.0.1
         assert not thread.is_alive()
 
 
+def access_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The server's lines on its requests; one is written after its answer was sent."""
+    return [each.getMessage() for each in caplog.records if each.name == "ragfuse.serve.access"]
+
+
 def wait_for(is_so: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
     """Until it is so; fails where it never is."""
     until_s = time.monotonic() + patience_s

@@ -12,7 +12,7 @@ import pytest
 from ragfuse import Engine, InputError, Settings, SettingsError
 from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 from ragfuse.serve.keys import Keys, check_host, read_keys
-from tests.serve.kit import Served, serving, with_documents
+from tests.serve.kit import Served, access_lines, serving, wait_for, with_documents
 from tests.tiny import CHUNKS
 
 BLUE, OTHER_BLUE, GREEN = "blue-key-of-a-test-1", "blue-key-of-a-test-2", "green-key-of-a-test-1"
@@ -164,7 +164,8 @@ def test_the_log_names_tenants_as_the_store_does(
         body = {"model": served.service.model, "messages": [{"role": "user", "content": "Who?"}], **with_documents()}
         for key in (BLUE, GREEN, OTHER_BLUE):
             assert served.post("/v1/chat/completions", body, **bearer(key)).status_code == 200
-    lines = [each.getMessage() for each in caplog.records if each.name == "ragfuse.serve.access"]
+        wait_for(lambda: len(access_lines(caplog)) == 3)
+    lines = access_lines(caplog)
     blue, green, none = (line.split(", ")[1] for line in lines)
     assert none == "no tenant"
     with StoreAdmin(settings) as admin:

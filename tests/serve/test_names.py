@@ -12,7 +12,7 @@ import pytest
 from ragfuse import Settings, SettingsError
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.page_routes import HEADERS
-from tests.serve.kit import Served, process, said, serving, wait_for
+from tests.serve.kit import Served, access_lines, process, said, serving, wait_for
 
 KEY = "blue:a-key-of-the-blue-tenant"
 
@@ -60,10 +60,10 @@ def test_a_request_leaves_one_line_without_its_key_and_its_question(
         usage = ask(named, "reader").json()["usage"]
         named.get("/v1/mod%0Aels")
         named.get("/health")
-    lines = [each.getMessage() for each in caplog.records if each.name == "ragfuse.serve.access"]
+        wait_for(lambda: len(access_lines(caplog)) == 2)
+    lines = access_lines(caplog)
     tenant = named.service.keys.tenants[0].name
     tokens = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
-    assert len(lines) == 2
     assert lines[0].startswith(f"POST /v1/chat/completions 200, tenant {tenant}, ")
     assert lines[0].endswith(f" ms, {tokens}")
     assert lines[1].startswith("GET /v1/mod%0Aels 401, ")

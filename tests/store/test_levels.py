@@ -4,7 +4,7 @@ import pytest
 
 from ragfuse.codec import OtherTables, UniformCodec
 from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
+from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.store.redis import RedisTier
 from tests.store.kit import encoded_at, key, kv, rounded, same
 from tests.store.redis_server import fresh_url, until
@@ -157,17 +157,3 @@ def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is
         assert store.why_not(A) == "it cannot be decoded: tables aa wanted, bb found"
         assert (levels_of(store), store.stats().corrupt) == ({"disk": ["int8"]}, 0)
     assert caplog.text.count("cannot be decoded here at level int8") == 1
-
-
-# moving
-
-
-def test_moving_takes_the_entry_that_lost_least_with_all_its_levels(tmp_path):
-    with KVStore(mixed_tiers(tmp_path)) as store:
-        memory, disk, redis = store.tiers
-        memory.put(A, *encoded_at(kv(), "int8"))
-        disk.put(A, *encoded_at(kv(), "raw", "int8"))
-        redis.put(A, *encoded_at(kv(), "int8"))
-        assert bulk.move(store, [A], "redis").chunks
-        assert levels_of(store) == {"redis": ["raw", "int8"]}
-        assert whole(store, kv())
