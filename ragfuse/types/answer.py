@@ -183,13 +183,13 @@ class Trace:
 
     @property
     def summary(self) -> str:
-        """One line such as "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, first token 0.14 s"."""
-        first = f"first token {self.ttft_s:.2f} s"
+        """One line such as "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, TTFT 0.14 s"."""
+        first = f"TTFT {self.ttft_s:.2f} s"
         first += f" (wanted within {self.deadline_s:g} s)" if self.is_late else ""
         if not self.tokens_reused:
             return f"{self.tokens} tokens: none reused ({self.fallback_reason or 'nothing was found'}), {first}"
         chunks = [each.hit for each in self.segments if each.kind == "chunk" and not each.goes_on]
-        parts = [f"{self.tokens_prefix} as beginning"] if self.tokens_prefix else []
+        parts = [f"{self.tokens_prefix} prefix"] if self.tokens_prefix else []
         parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []
         parts += [f"{sum(chunks)} of {len(chunks)} chunks{self._why_no_chunk()}"] if chunks else []
         pending = sum(each.why == ENCODING for each in self.segments)
