@@ -105,15 +105,11 @@ class PromptBuilder:
         for each in self._catalog.texts(digest):
             if each.source == LEARNT:
                 self._index(each.text, LEARNT)
-        passages = dict[tuple[int, ...], str]()
-        for text in texts:
-            ids = self._runtime.model.tokens(text.strip())
-            shared = (*self._spans.sharing(ids, LEARNT), *self._spans.sharing(ids, CODE))
-            passages |= {span.tokens: span.text for span in shared}
-            self._drop(ids, text.strip())
-        for run, passage in passages.items():
-            self._drop(run, passage)
-        return set(passages)
+        forgotten = {text.strip(): self._runtime.model.tokens(text.strip()) for text in texts}
+        passages = self._spans.sharing(list(forgotten.values()), (LEARNT, CODE))
+        for text, ids in (*forgotten.items(), *((span.text, span.tokens) for span in passages)):
+            self._drop(ids, text)
+        return {span.tokens for span in passages}
 
     def _drop(self, ids: Sequence[int], text: str) -> None:
         self._spans.discard(ids)
