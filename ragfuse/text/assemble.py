@@ -18,7 +18,7 @@ from ragfuse.errors import InputError
 from ragfuse.process.shared import ALL_CORES
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
 from ragfuse.text.known_spans import Match
-from ragfuse.text.rendered import Chars, Rendered, rendered
+from ragfuse.text.rendering import Chars, Rendered, rendered
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, spelled
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt, Segment
@@ -160,7 +160,7 @@ class Assembler:
                     f"({error}). Change the roles or their order, or pass one text instead of messages."
                 ) from error
 
-        messages = [self.calls.message(turn, turn.text, _identity) for turn in turns]
+        messages = list(map(self.calls.message, turns))
         return rendered(write, messages, tools, self.tokenizer.control_spans, self.continues_last)
 
     def _of(self, found: Rendered, question: Chars, given: Sequence[Given], bos: Sequence[int] = ()) -> Prompt:
@@ -228,10 +228,6 @@ class Assembler:
             source = span.source if number < 0 else documents[number][2]
             yield Segment(tokens, 0, "chunk", (key,), source, span.text, rows, stored=stored, document=number)
         yield Segment(ids[at:], 0)
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 def _last(text: str, core: str) -> Chars:

@@ -300,7 +300,7 @@ def test_a_template_may_cut_a_chunk():
 
 
 def test_a_message_that_a_template_leaves_out_is_an_error():
-    with pytest.raises(InputError, match=r"message \d \(role 'user'\)"):
+    with pytest.raises(InputError, match="messages of role user"):
         assembler(DROPS_USER).chat([("user", "a"), ("assistant", "a b"), ("tool", A)])
 
 
