@@ -265,9 +265,8 @@ class PromptBuilder:
 
     def _cut(self, text: str) -> Iterator[Piece]:
         encoder, at = self._runtime.model.encoder, 0
-        parts = encoder.parts(text, encoder.control_spans(text))
-        offsets = list(chain.from_iterable(chars for _, chars in parts))
-        for match in self._spans.find(list(chain.from_iterable(ids for ids, _ in parts))):
+        ids, offsets = encoder.read(text, encoder.control_spans(text))
+        for match in self._spans.find(ids):
             known = match.span.text
             lo = text.find(known, max(at, offsets[match.lo][0] - len(known)), offsets[match.hi - 1][1] + len(known))
             if known and lo >= 0:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
@@ -51,9 +51,9 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def parts(
+    def read(
         self, text: str, bare: Sequence[Chars] = (), given: Sequence[Given] = ()
-    ) -> Sequence[tuple[tuple[int, ...], Sequence[Chars]]]:
+    ) -> tuple[Sequence[int], Sequence[Chars]]:
         """Tokenise a whole prompt.
 
         Args:
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
             given: Text whose ids are known; ignored where a token of the whole text crosses its ends.
 
         Returns:
-            Parts in order: their ids, and the characters of each id.
+            The ids, and the characters of each.
         """
         ...
 
@@ -191,9 +191,8 @@ class Assembler:
         """
         self.check(found.text)
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
-            parts = self.tokenizer.parts(found.text, found.bare, given)
-        ids = (*bos, *chain.from_iterable(ids for ids, _ in parts))
-        offsets = [*[(0, 0)] * len(bos), *chain.from_iterable(chars for _, chars in parts)]
+            own, chars = self.tokenizer.read(found.text, found.bare, given)
+        ids, offsets = (*bos, *own), [*[(0, 0)] * len(bos), *chars]
 
         def rows(lo: int, hi: int) -> tuple[int, int]:
             """Return the rows of the ids that hold any of these characters; (0, 0) if none."""
