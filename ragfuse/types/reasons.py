@@ -11,7 +11,7 @@ KNOWN_ONLY = (
     "these documents are known, but their KV is not stored now, as it was evicted or not encoded yet: they are encoded "
     "after the answer, for the next question"
 )
-DOCUMENTS_ALTERED = "the documents retrieved for it are known, but were altered on their way into it"
+DOCUMENTS_ALTERED = "the documents retrieved for it were altered on their way into it, and none was recognised"
 PROMPT_TOO_SHORT = "it is too short to hold a chunk"
 NOT_EXACT = (
     "verify found that fusing is not exact with this model where it must be (a policy that is named is used "
