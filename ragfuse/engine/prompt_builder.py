@@ -213,8 +213,8 @@ class PromptBuilder:
         dropped = list[str]()
         if leave_out:
             contents = [self.pieces(_split_at(message.pieces, sources)) for message in messages]
-            contents, dropped = without_last_chunks(contents, leave_out, last_user)
-            messages = [replace(each, content=content) for each, content in zip(messages, contents, strict=True)]
+            kept, dropped = without_last_chunks(contents, leave_out, last_user)
+            messages = [replace(each, content=content) for each, content in zip(messages, kept, strict=True)]
         if ask.continue_final_message and (messages[-1].role != "assistant" or not messages[-1].has_content):
             raise InputError(
                 "continue_final_message needs a last message of role 'assistant' with text; the last one has role "

@@ -179,7 +179,10 @@ def without_last_chunks(
                 left += [Piece(gap), pieces[at]]
             elif not is_separator:
                 left.append(Piece(gap))
-        kept.append([piece for piece in (*left, Piece(gaps[-1])) if piece.text])
+        tail = gaps[-1]
+        if chunks and (index, chunks[-1]) in gone and left and left[-1].text[-1:].isspace():
+            tail = tail.lstrip()
+        kept.append([piece for piece in (*left, Piece(tail)) if piece.text])
     return kept, [contents[index][at].source for index, at in dropped]
 
 

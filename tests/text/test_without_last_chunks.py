@@ -27,8 +27,8 @@ def test_nothing_left_out_is_nothing_changed():
     [
         (1, "Say.\n\nchunk a\n\nchunk b\n\nWho?", ("c.md",)),
         (2, "Say.\n\nchunk a\n\nWho?", ("b.md", "c.md")),
-        (3, "Say.\n\n\n\nWho?", ("a.md", "b.md", "c.md")),
-        (9, "Say.\n\n\n\nWho?", ("a.md", "b.md", "c.md")),
+        (3, "Say.\n\nWho?", ("a.md", "b.md", "c.md")),
+        (9, "Say.\n\nWho?", ("a.md", "b.md", "c.md")),
     ],
 )
 def test_the_last_goes_first_with_the_space_that_parted_it(n, wanted, sources):
@@ -49,8 +49,8 @@ def test_what_parts_all_chunks_alike_goes_with_them():
 
 def test_words_between_chunks_stay():
     pieces = ("Read: ", C[0], "\n\nThen compare it with ", C[1], "\n\nWho?")
-    assert left(1, *pieces)[0] == "Read: chunk a\n\nThen compare it with \n\nWho?"
-    assert left(2, *pieces)[0] == "Read: \n\nThen compare it with \n\nWho?"
+    assert left(1, *pieces)[0] == "Read: chunk a\n\nThen compare it with Who?"
+    assert left(2, *pieces)[0] == "Read: \n\nThen compare it with Who?"
 
 
 def test_words_are_never_joined():
