@@ -52,5 +52,5 @@ class BuildStage:
         leaves_out = limit is not None or (may_shorten and self.history.has_earlier(prompt, question))
         check_answer_fits(prompt, ask, request.model, leaves_out)
         if documents and all(segment.kind != "chunk" for segment in prompt.segments):
-            return replace(prompt, altered=self.prompts.altered(question, documents))
+            return replace(prompt, altered=self.prompts.alters(question, documents))
         return prompt

@@ -140,7 +140,7 @@ class Planner:
         silent = [tier.name for tier in tiers if tier.is_out]
         unknown = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
         if prompt.altered:
-            return f"{DOCUMENTS_ALTERED}: {prompt.altered}"
+            return DOCUMENTS_ALTERED
         chunks = [chunk_of(segment.keys[0]) for segment in prompt.segments if segment.kind == "chunk"]
         if silent or lost or not chunks:
             return f"{NOTHING_STORED}{unknown if silent else ''}"
