@@ -26,7 +26,7 @@ from ragfuse.hf.cache import RowCache
 from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
-from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, real_positions
+from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
 from ragfuse.hf.kept_states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
@@ -295,24 +295,11 @@ class HFModel(OneProcess):
         logits, count, at = [prefill.logits[None].float()], after.shape[1], prefill.positions
         if count:
             behind = None if at is None else torch.arange(1, count + 1, device=self.device) + at[-1]
-            with self.lock, torch.no_grad(), self.real_positions(prefill, count):
+            with self.lock, torch.no_grad():
                 options = probe.at_positions(self.model, behind)
                 out = self.model(input_ids=after, past_key_values=prefill.cache, use_cache=True, **options)
             logits.append(out.logits[0].float())
         return torch.cat(logits)
-
-    @contextmanager
-    def real_positions(self, prefill: Prefill, count: int) -> Iterator[None]:
-        """Give ALiBi models the prompt's real positions during one forward of `count` tokens after a prefill.
-
-        It matters only for prompts whose positions have gaps. The caller holds the lock.
-        """
-        wiring, cache = self.wiring, prefill.cache
-        if wiring is None or cache is None:
-            yield
-            return
-        with real_positions(wiring, prefill.positions, cache.length + count):
-            yield
 
     def fuse(
         self,
@@ -424,9 +411,11 @@ class HFModel(OneProcess):
         return found
 
     @property
-    def wiring(self) -> Wiring | None:
-        """How to hook into the model's layers; None if its KV cannot be fused (`profile.refusal` says why)."""
-        return None if self.profile.refusal else self._wiring(self.profile)
+    def shared_wiring(self) -> Wiring | None:
+        """How to hook into the model's layers for decoding steps of several answers; None if they run one by one."""
+        if self.profile.refusal or self.profile.mode != "rows" or not probe.takes_positions(self.model):
+            return None
+        return self._wiring(self.profile)
 
     def _wiring(self, profile: ModelProfile) -> Wiring:
         """Return the wiring for a profile, built once and kept while the profile stays the same."""

@@ -38,7 +38,7 @@ def scored(
         check()
         hi = min(lo + size, len(ids) - 1)
         given = torch.tensor([ids[lo:hi] if prefill.cache is not None else ids[:hi]], device=model.device)
-        with model.lock, torch.no_grad(), model.real_positions(prefill, hi - lo):
+        with model.lock, torch.no_grad():
             out = model.model(input_ids=given, past_key_values=prefill.cache, use_cache=True)
         found += _score(out.logits[0, lo - hi :], ids[lo + 1 : hi + 1], n_top)
     return found
