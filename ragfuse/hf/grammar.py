@@ -124,7 +124,11 @@ class GrammarProcessor(LogitsProcessor):
                 f"({reason}). Simplify the grammar, above all what refers to itself.",
                 "grammar",
             )
-        return scores.masked_fill(torch.from_numpy(bits).to(scores.device) == 0, float("-inf"))
+        allowed = torch.from_numpy(bits).to(scores.device) > 0
+        masked = scores.masked_fill(~allowed, float("-inf"))
+        if bool(masked.isneginf().all()):  # top_k or top_p took all that is allowed away: the grammar comes first
+            masked = torch.where(allowed, 0.0, masked)
+        return masked
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> LLTokenizer:
