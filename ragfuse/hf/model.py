@@ -43,6 +43,8 @@ SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
 """Most bytes of cached keys that are copied into a prompt's buffers and rotated at once; less for a CPU's cache."""
+SCORED_TOKENS = 256
+"""Tokens of a text whose logits are computed at once, each as long as the vocabulary."""
 CONTEXTS = 2
 """Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same prefix."""
 ENCODE_STEP_TOKENS = 128
@@ -256,10 +258,8 @@ class HFModel(OneProcess):
         at = self._explicit_positions(positions) if positions is not None else None
         if at is not None and not self.profile.refusal:
             return self.fuse(token_ids, at, [], KVSource(), "none", 0.0)
-        given = None if self.profile.refusal else DynamicCache()
-        options = probe.at_positions(self.model, at) | probe.last_logits(self.model)
-        with self.lock, torch.no_grad():
-            out = self.model(input_ids=ids, past_key_values=given, use_cache=True, **options)
+        with self.lock:
+            out = probe.run_forward(self.model, ids, None if self.profile.refusal else DynamicCache(), at)
         found = getattr(out, "past_key_values", None)
         cache = RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
         if cache is not None:
@@ -283,23 +283,37 @@ class HFModel(OneProcess):
         usual = torch.arange(len(positions), device=positions.device)
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
-    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes the prefill."""
+    def logits_along(
+        self, prefill: Prefill, token_ids: Sequence[int], check: Callable[[], object] = lambda: None
+    ) -> Iterator[Tensor]:
+        """Yield the logits [n, V] that predict the tokens after a prompt, some at a time; consumes the prefill.
+
+        Args:
+            prefill: The prompt.
+            token_ids: The tokens after it.
+            check: Called before each forward; it may raise to cancel.
+        """
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
             with self.lock, torch.no_grad():
                 out: Any = self.model(input_ids=whole, use_cache=False)
-            rows: Tensor = out.logits[0, -len(token_ids) :].float()
-            return rows
-        after = torch.tensor([list(token_ids[:-1])], device=self.device, dtype=torch.int64)
-        logits, count, at = [prefill.logits[None].float()], after.shape[1], prefill.positions
-        if count:
-            behind = None if at is None else torch.arange(1, count + 1, device=self.device) + at[-1]
+            yield out.logits[0, -len(token_ids) :]
+            return
+        yield prefill.logits[None]
+        begin = len(prefill.token_ids) if prefill.positions is None else int(prefill.positions[-1]) + 1
+        read = list(token_ids[:-1])
+        for lo in range(0, len(read), SCORED_TOKENS):
+            check()
+            ids = torch.tensor([read[lo : lo + SCORED_TOKENS]], device=self.device)
+            at = torch.arange(begin + lo, begin + lo + ids.shape[1], device=self.device)
             with self.lock, torch.no_grad():
-                options = probe.at_positions(self.model, behind)
-                out = self.model(input_ids=after, past_key_values=prefill.cache, use_cache=True, **options)
-            logits.append(out.logits[0].float())
-        return torch.cat(logits)
+                options = probe.at_positions(self.model, at)
+                out = self.model(input_ids=ids, past_key_values=prefill.cache, use_cache=True, **options)
+            yield out.logits[0]
+
+    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes the prefill."""
+        return torch.cat([logits.float() for logits in self.logits_along(prefill, token_ids)])
 
     def fuse(
         self,

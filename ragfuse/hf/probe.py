@@ -140,14 +140,14 @@ def plain_kv(
 
 
 @torch.no_grad()
-def run_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int) -> Any:
+def run_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None) -> Any:
     """Run the model's own forward over further tokens, and return its output with the logits of the last.
 
     Args:
         model: The model.
         token_ids: int64 [1, n].
         cache: Of the tokens before these, modified in place; None: the model makes one.
-        positions: int64 [n], or the first of n consecutive ones.
+        positions: int64 [n], or the first of n consecutive ones; None: from 0 on.
     """
     if isinstance(positions, int):
         positions = torch.arange(positions, positions + token_ids.shape[1], device=token_ids.device)
