@@ -16,9 +16,9 @@ from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, is_single
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, GrammarProcessor, check, held_schema, is_installed
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, check, is_installed
 from ragfuse.hf.handover import resolve_option, stop_strings_of
-from ragfuse.hf.held_schema import broken
+from ragfuse.hf.held_schema import broken, held_schema
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
 from ragfuse.hf.stream import Detokenizer, FirstToken, StopWhere, TextSink
@@ -210,15 +210,10 @@ class ConstraintCompiler:
 
 
 def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, ask: Ask, tags: Sequence[str]) -> Grammar:
-    schemas = {name: _laid_out(schema) for name, schema in tools.schemas.items()}
+    schemas = {name: held_schema(schema)[0] for name, schema in tools.schemas.items()}
     several = ask.parallel_tool_calls and tools.choice not in schemas
-    form = "" if ask.grammar is None else _laid_out(ask.grammar.source)
+    form = "" if ask.grammar is None else held_schema(ask.grammar.source)[0]
     return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must_call, several, tags, form))
-
-
-def _laid_out(schema: str) -> str:
-    """Return the schema with llguidance's options for the layout of the JSON."""
-    return json.dumps({**json.loads(held_schema(schema)[0]), "x-guidance": dict(LAYOUT)})
 
 
 @dataclass(frozen=True)
@@ -326,8 +321,7 @@ class OutputConstraints:
             texts.append((self.ask.grammar.source, draft.text))
         unheld = list[str]()
         for schema, text in texts:
-            if left_out := held_schema(schema)[1]:
-                unheld += (*left_out, *broken(schema, text))
+            unheld += (*held_schema(schema)[1], *broken(schema, text))
         return tuple(unheld)
 
     def read(self, ids: Sequence[int], options: Mapping[str, Any], trace: Trace) -> Answer:

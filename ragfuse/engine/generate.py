@@ -14,7 +14,7 @@ from ragfuse.engine.constraints import OutputConstraints
 from ragfuse.engine.options import is_streamable, options_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import PreparedPrompt, trace_of
-from ragfuse.hf.handover import generate, sharing
+from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.shared_kv import SharedKV, SharedSpan
 from ragfuse.hf.stream import StopWhen
@@ -72,7 +72,7 @@ class GenerateStage:
         return Generated(answer, ids, is_whole)
 
     def _share(self, prepared: PreparedPrompt, model: HFModel) -> None:
-        (cache, wiring), plan = sharing(model, prepared.prefill), prepared.plan
+        cache, wiring, plan = prepared.prefill.cache, model.shared_wiring, prepared.plan
         if cache is None or wiring is None or plan.fallback_reason or prepared.stream is not None:
             return
         spans = []

@@ -11,7 +11,7 @@ from ragfuse.engine.request import Request
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.kept_states import TenantStates
-from ragfuse.hf.model import HFModel, NoSource, Prefill
+from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.telemetry.otel import fused
 from ragfuse.types.plan import is_blended
 
@@ -55,6 +55,6 @@ def _prefill(model: HFModel, fetched: FetchedKV, states: TenantStates | None) ->
     for fetch in plan.fetches:
         segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
         runs.append(CachedRun(fetch.segment, lo, hi, segment.shift, is_blended(prompt, fetch)))
-    source = fetched if runs else NoSource()
+    source = fetched if runs else KVSource()
     ids, positions, asked = prompt.token_ids, prompt.positions, prompt.question_rows
     return model.fuse(ids, positions, runs, source, plan.policy, plan.ratio, question_rows=asked)

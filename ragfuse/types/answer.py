@@ -132,7 +132,7 @@ class Trace:
         tokens_chunks: Reused tokens of chunks.
         unsaved: Data that could not be read from disk or written to it, and why; only this process remembers it.
         tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk once.
-        unheld: Keywords of the answer's JSON schema that were not held while decoding, by field, and which the answer
+        unheld: Keywords of the answer's JSON schema that were not held while decoding, and those that the answer
             breaks.
     """
 
