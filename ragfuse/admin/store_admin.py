@@ -21,7 +21,7 @@ from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, KVStore, bulk
 from ragfuse.store.archive import ArchivedText
-from ragfuse.store.bulk import Outcome, Progress
+from ragfuse.store.bulk import Freed, Outcome, Progress
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.deletion import (
@@ -34,7 +34,6 @@ from ragfuse.store.deletion import (
 )
 from ragfuse.store.factory import free_name, open_tier
 from ragfuse.store.tenants import Tenant, tenants_in
-from ragfuse.store.tier import Freed
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry

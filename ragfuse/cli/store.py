@@ -237,11 +237,11 @@ def gc(store: Store = None, json: Json = None) -> None:
         freed = admin.gc()
         silent = [tier.name for tier in admin.store.tiers if tier.name not in freed]
     for name, removed in freed.items():
-        counts = f"{removed.expired:,} expired, {counted(removed.orphans, 'leftover')}"
+        counts = f"{removed.expired:,} expired, {counted(removed.leftovers, 'leftover')}"
         console.print(f"{name}: {counts}, {size_text(removed.nbytes)} freed", highlight=False)
     for name in silent:
         console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)
-    tiers = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
+    tiers = {name: {"expired": f.expired, "leftovers": f.leftovers, "nbytes": f.nbytes} for name, f in freed.items()}
     write_json({"tiers": tiers, "silent": silent}, json)
     raise typer.Exit(1 if silent else 0)
 

@@ -13,7 +13,7 @@ from ragfuse.errors import StoreError
 from ragfuse.store.archive import ArchivedChunk, ArchivedText, ArchiveProblem, new_archive, read_archive
 from ragfuse.store.levels import loss_of, only
 from ragfuse.store.store import KVStore
-from ragfuse.store.tier import Freed, Tier
+from ragfuse.store.tier import Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -155,6 +155,15 @@ def import_(
     return tally
 
 
+@dataclass(frozen=True)
+class Freed:
+    """What was removed from a tier: expired entries, what no entry needed, and the bytes of both."""
+
+    expired: int = 0
+    leftovers: int = 0
+    nbytes: int = 0
+
+
 def gc(store: KVStore) -> dict[str, Freed]:
     """Collect garbage: delete expired entries, and what no entry needs.
 
@@ -162,21 +171,25 @@ def gc(store: KVStore) -> dict[str, Freed]:
     tiers expire entries by themselves.
 
     Returns:
-        What was freed, by tier name; tiers that do not answer are left out.
+        What was freed since the store was opened, by tier name; tiers that do not answer are left out.
     """
-    freed = {tier.name: tier.tidy() if tier.remote else _delete_expired(store, tier) for tier in store.tiers}
+    freed = dict[str, Freed]()
+    for tier in store.tiers:
+        n_expired, nbytes = (0, 0) if tier.remote else _delete_expired(store, tier)
+        tier.tidy()
+        freed[tier.name] = Freed(n_expired, tier.counts["leftovers"], nbytes + tier.counts["freed"])
     silent = store.silent()
     return {name: tier_freed for name, tier_freed in freed.items() if name not in silent}
 
 
-def _delete_expired(store: KVStore, tier: Tier) -> Freed:
+def _delete_expired(store: KVStore, tier: Tier) -> tuple[int, int]:
     old = set(store.too_old(tier.list()))
     for other in store.tiers if old else ():
         there = other.stat(old)  # also of this tier: one may have been used while listing
         old -= there.keys() - set(store.too_old(there.values()))
     nbytes = sum(entry.nbytes for entry in tier.stat(old).values())
     n_deleted = tier.delete(old) if old else 0
-    return Freed(n_deleted, nbytes=nbytes if n_deleted else 0).plus(tier.tidy())
+    return n_deleted, nbytes if n_deleted else 0
 
 
 def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[ChunkKey, Entry]:

@@ -589,15 +589,15 @@ def test_gc_counts_damaged_entries(run, told, filled):
     damaged.write_bytes(bytes(2500))
     assert "1 leftover, 2.5 KB freed" in run("gc").output
     assert not damaged.exists()
-    assert told("gc")["tiers"]["disk"]["orphans"] == 0
+    assert told("gc")["tiers"]["disk"]["leftovers"] == 0
 
 
 def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
     temp = files(filled)[0].parent / "x.0123456789abcdef.tmp"
     temp.write_bytes(bytes(50))
     os.utime(temp, (1.0, 1.0))
-    assert told("gc")["tiers"]["disk"] == {"expired": 0, "orphans": 1, "nbytes": 50}  # cleared away at opening
-    assert told("gc")["tiers"]["disk"] == {"expired": 0, "orphans": 0, "nbytes": 0}
+    assert told("gc")["tiers"]["disk"] == {"expired": 0, "leftovers": 1, "nbytes": 50}  # cleared away at opening
+    assert told("gc")["tiers"]["disk"] == {"expired": 0, "leftovers": 0, "nbytes": 0}
     assert not [path for path in files(filled) if path.suffix == ".tmp"]
     told("pin", "--source", "ships")
     assert told("gc", TTL_S="0.000001")["tiers"]["disk"]["expired"] == 5
