@@ -16,6 +16,7 @@ from ragfuse.errors import StoreError
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.catalog import Catalog, CatalogQueries
+from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 QUOTA_MARGIN = 0.05
@@ -174,15 +175,16 @@ class QuotaKeeper:
         nbytes = sum(entry.nbytes for entry in entries)
         if limit is None or nbytes <= limit:
             return nbytes
-        to_delete = []
+        to_delete = list[ChunkKey]()
+        excess = nbytes - _target(limit)
         for entry in sorted((entry for entry in entries if not entry.pinned), key=lambda entry: entry.last_used):
-            if nbytes <= _target(limit):
+            if excess <= 0:
                 break
             to_delete.append(entry.key)
-            nbytes -= entry.nbytes
-        remaining = self._owner.store.drop(to_delete, tier).get(tier, set())
-        self.evicted["bytes"] += len(to_delete) - len(remaining)
-        return nbytes + sum(entry.nbytes for entry in entries if entry.key in remaining)
+            excess -= entry.nbytes
+        done = self._owner.store.forget(to_delete, tier)
+        self.evicted["bytes"] += len(done.entries)
+        return nbytes - done.nbytes
 
 
 def _target(limit: int) -> int:

@@ -28,7 +28,6 @@ from ragfuse.store.deletion import (
     Chunk,
     chunk_named,
     chunk_of,
-    dropped,
     forget_texts,
     sources_in_order,
 )
@@ -125,18 +124,13 @@ class Cleared:
 
     Args:
         dropped: Entries that were deleted.
-        stayed: Entries that could not be deleted.
-        texts: Number of texts deleted from the catalog.
-        silent: Selected tiers that could not be cleared, or do not answer.
-        unknown: Other tiers that do not answer. While any tier is silent or unknown, no text is deleted, as its
-            entries are not known.
+        texts: Number of texts deleted from the catalog; none while any tier does not answer, as it may hold entries.
+        silent: Tiers that failed to delete or do not answer.
     """
 
     dropped: Sequence[EntryRow]
-    stayed: Sequence[EntryRow]
     texts: int
     silent: Sequence[str]
-    unknown: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -274,14 +268,12 @@ class StoreAdmin:
 
     def clear(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> Cleared:
         """Delete `rows`, which the filter selected, and the texts of chunks that have no entry left."""
-        remaining = self.store.drop([row.entry.key for row in rows], entry_filter.tier)
-        still_stored = {chunk_of(entry.key) for entry in self.store.entries()}
-        result = dropped(self.store, remaining, entry_filter.tier)
-        stayed = [row for row in rows if result.has_left(row.entry)]
-        removed = [row for row in rows if not result.has_left(row.entry)]
-        chunks = {chunk_of(row.entry.key) for row in removed} - still_stored
-        texts = 0 if result.silent or result.unknown else self._delete_texts(chunks, entry_filter)
-        return Cleared(removed, stayed, texts, result.silent, result.unknown)
+        done = self.store.forget({row.entry.key for row in rows}, entry_filter.tier)
+        silent = list(dict.fromkeys((*done.silent, *self.store.silent())))
+        removed = {(entry.key, entry.tier) for entry in done.entries}
+        gone = [row for row in rows if (row.entry.key, row.entry.tier) in removed]
+        chunks = {chunk_of(row.entry.key) for row in gone} - {chunk_of(entry.key) for entry in self.store.entries()}
+        return Cleared(gone, 0 if silent else self._delete_texts(chunks, entry_filter), silent)
 
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""

@@ -114,16 +114,15 @@ def rm(
     if dropped or cleared.texts:
         what = f"{describe(dropped) if dropped else '0 entries'}, {counted(cleared.texts, 'text')}"
         console.print(f"Deleted {what}.", highlight=False, markup=False)
-    for name in (*cleared.silent, *cleared.unknown):
+    for name in cleared.silent:
         message = f"Tier {name} does not answer: what it holds stays there, and all texts stay. Delete again later."
         console.print(message, highlight=False, markup=False, soft_wrap=True)
     result = {
         "dropped": len(dropped),
         "nbytes": sum(row.entry.nbytes for row in dropped),
         "texts": cleared.texts,
-        "stayed": len(cleared.stayed),
+        "stayed": len(rows) - len(dropped),
         "silent": list(cleared.silent),
-        "unknown": list(cleared.unknown),
     }
     write_json(result, json)
     found = rows or cleared.texts or not (keys or source)  # whole tiers and tenants may be empty

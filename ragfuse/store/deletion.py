@@ -6,14 +6,12 @@ The caller decides which chunks. A tier that does not answer is always reported,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Set
 
 from ragfuse.store import KVStore
 from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import CatalogQueries
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.kv import Entry
 from ragfuse.types.whole_text import whole_text
 
 log = logging.getLogger("ragfuse.store")
@@ -38,40 +36,6 @@ def chunk_named(text: str) -> Chunk:
         return "", ""
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """What a deletion may have left behind.
-
-    Args:
-        left: By name of a tier that failed to delete, the keys that it may still hold.
-        silent: Tiers to delete from that failed or do not answer.
-        unknown: Other tiers that do not answer.
-    """
-
-    left: Mapping[str, Set[ChunkKey]]
-    silent: Sequence[str]
-    unknown: Sequence[str] = ()
-
-    def has_left(self, entry: Entry) -> bool:
-        """Return whether this entry may still exist."""
-        return entry.key in self.left.get(entry.tier, ())
-
-
-def dropped(store: KVStore, left: Mapping[str, Set[ChunkKey]], tier: str | None = None) -> Dropped:
-    """Return the result of a deletion: what is still stored, and which tiers did not answer.
-
-    Call it after `KVStore.entries` has listed what is left, so that tiers that failed meanwhile are reported too.
-
-    Args:
-        store: The store in which entries were deleted.
-        left: What `KVStore.drop` returned: the keys that could not be deleted, by tier.
-        tier: The tier in which they were deleted; None: all.
-    """
-    quiet = store.silent()
-    silent = list(dict.fromkeys([*left, *(name for name in quiet if tier in (None, name))]))
-    return Dropped(left, silent, [name for name in quiet if name not in silent])
-
-
 def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
     """Delete the texts of chunks from the catalog, whatever their source, and return how many there were."""
     by_model: dict[str, list[str]] = {}
@@ -87,14 +51,14 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
     """
     if not chunks:
         return 0
-    keys = {key for key in store.under_way() if chunk_of(key) in chunks}  # before listing: a save may end meanwhile
-    entries = [entry for entry in store.entries() if chunk_of(entry.key) in chunks]
-    done = dropped(store, store.drop(keys.union(entry.key for entry in entries)))
+    keys = store.under_way()  # before listing: a save may end meanwhile
+    keys.update(entry.key for entry in store.entries())
+    done = store.forget(key for key in keys if chunk_of(key) in chunks)
     if done.silent:
         log.warning(unanswered(done.silent, f"KV of the {len(chunks)} chunks to delete may still be stored there"))
     else:
         forget_texts(catalog, chunks)
-    return sum(entry.nbytes for entry in entries if not done.has_left(entry))
+    return done.nbytes
 
 
 def leave_source(

@@ -171,24 +171,20 @@ class Saves:
             if not self.submit(tier, partial(self._report, tier)):
                 self._unreported[tier.name] = {}
 
-    def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> set[ChunkKey]:
+    def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> None:
         """Cancel the saves of some chunks, into all tiers or into one.
 
         If it is for all tiers, their pins are forgotten, too.
-
-        Returns:
-            The keys of those chunks that were being saved.
         """
         with self._changed:
             self.epoch += 1
-            found = [save for save in self._under_way if save.content.key in keys]
-            for save in found:
-                save.barred.update(self._writers if tier is None else [tier])
+            for save in self._under_way:
+                if save.content.key in keys:
+                    save.barred.update(self._writers if tier is None else [tier])
             for key in keys:
                 self._partials.pop(key, None)
             if tier is None:
                 self._pins.difference_update(keys)
-            return {save.content.key for save in found}
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Set whether these chunks are protected from eviction in tiers that they are saved to from now on."""
