@@ -13,7 +13,7 @@ from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, KVStore
-from ragfuse.store.bulk import unanswered
+from ragfuse.store.deletion import unanswered
 from ragfuse.store.named import as_entry, value_of
 from ragfuse.store.tenants import hidden
 from ragfuse.types.arguments import checks_arguments

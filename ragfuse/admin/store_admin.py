@@ -1,7 +1,6 @@
-"""Administration of a store without loading a model: list, select, delete, move and archive entries.
+"""Administration of a store without loading a model: list, select, delete and archive entries.
 
-It opens the tiers and catalog that the settings describe. Work on many chunks is in `store/bulk.py`; the output for
-people is in the command line.
+It opens the tiers and catalog that the settings describe. The output for people is in the command line.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from ragfuse.plan.evict import lru
 from ragfuse.schemas.registry import SchemaRegistry
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
-from ragfuse.store import CatalogFile, KVStore, bulk
-from ragfuse.store.archive import ArchivedText
-from ragfuse.store.bulk import Freed, Outcome, Progress
-from ragfuse.store.catalog import Catalog
+from ragfuse.store import CatalogFile, KVStore, archive, deletion
+from ragfuse.store.archive import Outcome, Progress
+from ragfuse.store.catalog import Catalog, KnownText
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.deletion import (
     Chunk,
@@ -289,20 +287,19 @@ class StoreAdmin:
 
     def export(self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
         """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""
-        keys = list(dict.fromkeys(row.entry.key for row in rows))
-        return bulk.export(self.store, path, keys, self._texts(keys) if texts else (), progress)
+        entries = [row.entry for row in rows]
+        return archive.export(self.store, path, entries, self._texts(entries) if texts else (), progress)
 
     def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
         """Import the entries and texts of an archive."""
         if tier is not None:
             self._check_tier(tier)
-        return bulk.import_(
-            self.store, path, tier, self._add_texts if self.catalog.file is not None else None, progress
-        )
+        take_texts = self._add_texts if self.catalog.file is not None else None
+        return archive.import_(self.store, path, tier, take_texts, progress)
 
-    def gc(self) -> dict[str, Freed]:
+    def gc(self) -> dict[str, deletion.Freed]:
         """Delete expired entries and files that no entry needs; return what was freed, by tier."""
-        return bulk.gc(self.store)
+        return deletion.gc(self.store)
 
     @property
     def schemas(self) -> SchemaRegistry:
@@ -359,17 +356,16 @@ class StoreAdmin:
             names = sources_in_order(filter(None, sources.get(chunk, ())))
             yield EntryRow(entry, tenant, names[0] if names else "", texts.get(chunk, ""), names)
 
-    def _texts(self, keys: Iterable[ChunkKey]) -> Iterator[ArchivedText]:
-        wanted = {chunk_of(key) for key in keys}
-        for model in sorted({model for model, _ in wanted}):
-            for known in self.catalog.strict.texts(model):
-                if chunk_named(known.key) in wanted:
-                    yield ArchivedText(model, *known)
+    def _texts(self, entries: Iterable[Entry]) -> list[KnownText]:
+        wanted = {chunk_of(entry.key) for entry in entries}
+        models = sorted({model for model, _ in wanted})
+        known = (text for model in models for text in self.catalog.strict.texts(model))
+        return [text for text in known if chunk_named(text.key) in wanted]
 
-    def _add_texts(self, texts: Sequence[ArchivedText]) -> None:
-        by_model: dict[str, list[tuple[str, str, str]]] = {}
+    def _add_texts(self, texts: Sequence[KnownText]) -> None:
+        by_model: dict[str, list[KnownText]] = {}
         for text in texts:
-            by_model.setdefault(text.model, []).append((text.key, text.text, text.source))
+            by_model.setdefault(ChunkKey.parse(text.key).model, []).append(text)
         for model, known in by_model.items():
             self.catalog.strict.add_texts(model, known)
 

@@ -199,7 +199,7 @@ def export(
             outcome = admin.export(rows, file, texts, report)
     result = print_outcome(console, outcome, f"written to {file}")
     write_json({**result, "file": str(file), "silent": silent}, json)
-    raise typer.Exit(1 if outcome.failed or silent else 0)
+    raise typer.Exit(1 if outcome.troubles or silent else 0)
 
 
 @store.command("import")
@@ -222,7 +222,7 @@ def import_(
     ):
         outcome = admin.import_(file, tier, report)
     write_json(print_outcome(console, outcome, f"imported, {outcome.known} were there already"), json)
-    raise typer.Exit(1 if outcome.failed else 0)
+    raise typer.Exit(1 if outcome.troubles else 0)
 
 
 @store.command("gc")
@@ -291,7 +291,7 @@ def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter, cons
 
 
 def _refuse(silent: Sequence[str], consequence: str) -> NoReturn:
-    from ragfuse.store.bulk import unanswered
+    from ragfuse.store.deletion import unanswered
 
     raise StoreError(unanswered(silent, consequence))
 

@@ -17,8 +17,8 @@ from ragfuse.errors import InputError, PMLError, StoreError
 from ragfuse.schemas.nodes import Item, Module, inner
 from ragfuse.schemas.pml import one_of, parse_schema
 from ragfuse.store import KVStore
-from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import Catalog
+from ragfuse.store.deletion import unanswered
 from ragfuse.types.keys import ChunkKey, digest
 
 log = logging.getLogger("ragfuse.engine")

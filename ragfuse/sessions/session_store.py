@@ -22,7 +22,7 @@ from ragfuse.sessions.conversation_index import ConversationIndex, Known
 from ragfuse.sessions.session import Session, truncated
 from ragfuse.settings import SINKS
 from ragfuse.store import KVStore, SessionRow
-from ragfuse.store.bulk import unanswered
+from ragfuse.store.deletion import unanswered
 from ragfuse.types.keys import ChunkKey
 
 if TYPE_CHECKING:

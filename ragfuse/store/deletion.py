@@ -1,4 +1,4 @@
-"""Delete chunks completely: all their KV from the tiers, pinned or not, and their texts from the catalog.
+"""Delete chunks completely, all their KV from the tiers and their texts from the catalog, and collect garbage.
 
 The caller decides which chunks. A tier that does not answer is always reported, as it may still hold some.
 """
@@ -6,11 +6,12 @@ The caller decides which chunks. A tier that does not answer is always reported,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from dataclasses import dataclass
 
 from ragfuse.store import KVStore
-from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import CatalogQueries
+from ragfuse.store.tier import Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.whole_text import whole_text
 
@@ -34,6 +35,12 @@ def chunk_named(text: str) -> Chunk:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
         return "", ""
+
+
+def unanswered(names: Sequence[str], consequence: str) -> str:
+    """Return a message that these tiers do not answer, with the consequence and what to do."""
+    subject = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
+    return f"{subject} not answer: {consequence}. Try again once {'it answers' if len(names) == 1 else 'they answer'}."
 
 
 def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
@@ -87,3 +94,40 @@ def leave_source(
 def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
     """Return the sources of a text, each once: the one that brought it first, and last what was learnt from prompts."""
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What was removed from a tier: expired entries, what no entry needed, and the bytes of both."""
+
+    expired: int = 0
+    leftovers: int = 0
+    nbytes: int = 0
+
+
+def gc(store: KVStore) -> dict[str, Freed]:
+    """Collect garbage: delete expired entries, and what no entry needs.
+
+    An entry that has expired in one tier is kept while another tier of this store has a more recent use of it. Remote
+    tiers expire entries by themselves.
+
+    Returns:
+        What was freed since the store was opened, by tier name; tiers that do not answer are left out.
+    """
+    freed = dict[str, Freed]()
+    for tier in store.tiers:
+        n_expired, nbytes = (0, 0) if tier.remote else _delete_expired(store, tier)
+        tier.tidy()
+        freed[tier.name] = Freed(n_expired, tier.counts["leftovers"], nbytes + tier.counts["freed"])
+    silent = store.silent()
+    return {name: tier_freed for name, tier_freed in freed.items() if name not in silent}
+
+
+def _delete_expired(store: KVStore, tier: Tier) -> tuple[int, int]:
+    old = set(store.too_old(tier.list()))
+    for other in store.tiers if old else ():
+        there = other.stat(old)  # also of this tier: one may have been used while listing
+        old -= there.keys() - set(store.too_old(there.values()))
+    nbytes = sum(entry.nbytes for entry in tier.stat(old).values())
+    n_deleted = tier.delete(old) if old else 0
+    return n_deleted, nbytes if n_deleted else 0

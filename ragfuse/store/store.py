@@ -14,13 +14,11 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from torch import Tensor
-
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
-from ragfuse.store.levels import Codecs, EncodedLayers, EntryContent, TierLevels, joined, loss_of, tableless
+from ragfuse.store.levels import Codecs, EncodedLayers, EntryContent, TierLevels, loss_of, tableless
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import EntryMeta, Expired, Tier, Whole
+from ragfuse.store.tier import EntryMeta, Expired, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
@@ -343,30 +341,10 @@ class KVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # whole entries as bytes, for `bulk.py`
-
-    def read_whole(self, key: ChunkKey, tiers: Sequence[Tier] | None = None) -> Whole | None:
-        """Return description and pieces of a chunk's least lossy entry, from the fastest tier that can read it whole.
-
-        None if none of `tiers` (None: all) can.
-        """
-        found = [(tier, entry) for tier in tiers or self.tiers for entry in tier.stat([key]).values()]
-        for tier, entry in sorted(found, key=lambda pair: loss_of(pair[1].sizes)):
-            parts = [tier.get(key, range(entry.n_layers), level) for level in entry.sizes]
-            wholes = [(each[0].only(level), each[1:]) for each, level in zip(parts, entry.sizes, strict=True) if each]
-            if len(wholes) == len(parts):
-                return joined(wholes)
-        return None
-
     def warm(self, keys: Iterable[ChunkKey]) -> None:
         """Read chunks, so that the tiers before those that have them get a copy."""
         for key, entry in self.lookup(keys).items():
             self.read_layers(key, 0, entry.n_layers, entry.tier)
-
-    def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
-        """Write pieces to one tier as they are, unless the chunk is deleted meanwhile; return whether it has them."""
-        with self._saves.begin(EntryContent(self.levels, key, (meta, blobs), {})) as save:
-            return self._saves.write(save, [tier])
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Return the keys of those entries that have expired."""
