@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragfuse.admin.quotas import TenantUse, catalog_use
+from ragfuse.admin.quotas import TenantUse
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.plan.evict import lru
@@ -251,10 +251,11 @@ class StoreAdmin:
         entries = [row.entry for row in rows] if entry_filter.selects_tenants else self.store.entries()
         for entry in entries:
             nbytes.setdefault(entry.key.model, Counter())[entry.tier] += entry.nbytes
+        catalog = self.catalog.strict
         found = [
             (
                 tenants.get(digest, Tenant(digest)),
-                TenantUse(dict(nbytes.get(digest, {})), *catalog_use(self.catalog.strict, digest)),
+                TenantUse(nbytes.get(digest, {}), catalog.count_texts(digest), catalog.sessions.count(digest)),
             )
             for digest in named
         ]
