@@ -161,7 +161,7 @@ def _codec(run: Result) -> Iterator[str]:
 
 
 def _coded_by(name: str, row: Result) -> str:
-    return f"{name} by {row['coder']}" if row["coder"] else name
+    return f"{name} by {row['coder']}" if row.get("coder") else name  # earlier runs compared two coders
 
 
 def _codec_row(row: Result) -> list[str]:
