@@ -60,7 +60,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore, countdown
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.telemetry.counters import AnswerCounters
-from ragfuse.telemetry.otel import answered, batched
+from ragfuse.telemetry.otel import counted
 from ragfuse.text.chat_messages import Content
 from ragfuse.types.answer import Answer
 from ragfuse.types.arguments import checks_arguments
@@ -216,11 +216,12 @@ class Engine(OneProcess):
         self._check_open()
         return self._batch(prompts_of(prompts), ask or Ask(), cancelled or threading.Event())
 
-    @answered
     def _answer(self, request: Request) -> Answer:
-        with collect_notes() as unsaved:
+        streams = request.say is not None
+        with counted("answer", self, request.ask, streams) as answers, collect_notes() as unsaved:
             prompt = self._build.build(request)
-            return _with_unsaved(self._run(prompt, self._constrained(request)), unsaved)
+            answers.append(_with_unsaved(self._run(prompt, self._constrained(request)), unsaved))
+        return answers[0]
 
     @at_work()
     def _run(self, prompt: Prompt, request: Request) -> Answer:
@@ -253,10 +254,9 @@ class Engine(OneProcess):
                     yield prepared
                     return
 
-    @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event) -> list[Answer]:
         began_s = time.perf_counter()
-        with collect_notes() as unsaved:
+        with counted("batch", self, ask) as counts, collect_notes() as unsaved:
             requests = [self._request(prompt, ask, ends=(cancelled,), began_s=began_s) for prompt in prompts]
             built = [self._build.build(request) for request in requests]
             requests = [self._constrained(request) for request in requests]
@@ -264,7 +264,8 @@ class Engine(OneProcess):
                 answers = [self._run(prompt, request) for prompt, request in zip(built, requests, strict=True)]
             else:
                 answers = self._run_in_parallel(built, requests, cancelled)
-        return [_with_unsaved(answer, unsaved) for answer in answers]
+            counts += [_with_unsaved(answer, unsaved) for answer in answers]
+        return counts
 
     def _run_in_parallel(
         self, built: Sequence[Prompt], requests: Sequence[Request], cancelled: threading.Event

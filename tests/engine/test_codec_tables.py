@@ -153,8 +153,8 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
     with closing(DiskTier(tmp_path / "tier", 1 << 30, lru)) as tier:
         CodecRegistry(Catalog(), (tier,)).share(tables)
         fresh = CodecRegistry(Catalog(), (tier,))
-        assert fresh.packed("cg2", tables.digest).name == "cg2"
-        assert fresh.packed("cg2", "0" * 16) is None
+        assert fresh("cg2", "", tables.digest).name == "cg2"
+        assert fresh("cg2", "", "0" * 16) is None
 
 
 DIGEST = "ab" * 8

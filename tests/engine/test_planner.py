@@ -57,7 +57,7 @@ def test_documents_whose_kv_is_gone_are_not_told_as_new(engine):
     ingest(engine)
     engine.flush()
     rows = list(engine.store.entries())
-    engine.store.drop([entry.key for entry in rows])  # as eviction does: the catalog keeps the texts
+    engine.store.forget([entry.key for entry in rows])  # as eviction does: the catalog keeps the texts
     assert engine.plan(messages()).fallback_reason == KNOWN_ONLY
     assert (
         engine.plan(messages((*CHUNKS, "A passage that nobody has sent before. " * 12))).fallback_reason
