@@ -10,6 +10,7 @@ import pytest
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.engine import history as conversing
 from ragfuse.store import DiskTier
+from tests.hf import kit
 from tests.sessions.kit import QUESTIONS, built, is_full_prefill, resent, talk
 from tests.tiny import CHUNKS, INSTRUCTION, adds_up, ingest, messages, python
 
@@ -379,3 +380,20 @@ def test_messages_resent_without_documents_that_left_are_recognised(tiny_setting
         asked = [("user", QUESTIONS[0]), ("assistant", first.text), over(CHUNKS[2:3], QUESTIONS[1])]
         assert engine.answer(asked, Ask(session="one")).trace.history_reused
         assert len(engine.sessions.show("one").turns) == 2
+
+
+LINES = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant> "
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "bloom-alibi", "llama"])
+def test_a_history_is_read_where_it_was_computed_also_where_kv_cannot_be_moved(
+    tiny_settings, monkeypatch, name, prefix_cache
+):
+    with Engine(tiny_settings.model_copy(update={"prefix_cache": prefix_cache}), kit.family(name)) as engine:
+        monkeypatch.setattr(engine.model.tokenizer, "chat_template", LINES, raising=False)
+        answers = talk(engine, QUESTIONS[:3])
+        assert all(answer.trace.history_reused for answer in answers[1:])
+        ready = prepared(engine, [("user", QUESTIONS[3])], session="one")
+        assert {segment.shift for segment in ready.plan.prompt.segments if segment.keys} == {0}
+        assert is_full_prefill(engine, ready)
