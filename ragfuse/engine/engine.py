@@ -231,9 +231,8 @@ class Engine(OneProcess):
                 request.prefilled(prepared)
             self._remember.begin(prepared, request)
             self._generate.share(prepared, request)
-        with self._remember.begun(prepared, request):
-            generated = self._generate.generate(prepared, request)
-            self._remember.remember(prepared, generated, request)
+        generated = self._generate.generate(prepared, request)
+        self._remember.remember(prepared, generated, request)
         return generated.answer
 
     @contextmanager

@@ -156,5 +156,6 @@ def _judged(prompt: Prompt, profile: ModelProfile, blends: bool) -> ModelProfile
     """
     if blends:
         return profile
-    stays = prompt.schema_use is not None or any(segment.kind == "prefix" for segment in prompt.segments)
+    shifts = [segment.shift for segment in prompt.segments if segment.kind in ("prefix", "history")]
+    stays = prompt.schema_use is not None or (bool(shifts) and not any(shifts))
     return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)

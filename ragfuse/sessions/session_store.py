@@ -182,9 +182,10 @@ class SessionStore:
         """
         info = self._one(id)
         version, session = self.get(info.model, id) or (0, Session(id))
-        shorter = session.with_kv_spans(truncated(session.kv_spans, tokens, 1, 1.0, min(sinks, tokens)))
+        shorter = session.without(*truncated(session.left_out, session.n_tokens, tokens, 1, min(sinks, tokens)))
         if not self.put(info.model, shorter, version, info.persistent):
             raise InputError(f"The session '{id}' was continued meanwhile, so it was not shortened. Try again.")
+        self.release(set(session.keys).difference(shorter.keys))
         return shorter
 
     def expire(self, ttl_s: float) -> Deleted:
