@@ -29,7 +29,7 @@ from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, th
 from ragfuse.codec import RAW
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import StoreError
-from ragfuse.measure.tiers import forget_pages
+from ragfuse.load.timings import forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, EntryMeta, KVStore, MemoryTier, Tier

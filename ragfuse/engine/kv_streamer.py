@@ -15,8 +15,8 @@ from ragfuse.engine.request import Request
 from ragfuse.hf.model import HFModel
 from ragfuse.load.link import Links
 from ragfuse.load.stream import BYTES_UNREADABLE, Stream, Terms
-from ragfuse.plan.controller import blend_of
-from ragfuse.plan.stream_parts import parts_of
+from ragfuse.plan.cost import Blend
+from ragfuse.plan.stream_level import parts_of
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.types.answer import StreamTrace
@@ -113,15 +113,15 @@ class KVStreamer:
         return streamed
 
     def _run(self, streamed: StreamedPlan, far: Sequence[Fetch], model: HFModel) -> None:
-        plan, estimate, tier = streamed.plan, self.timings.estimate(model), far[0].tier
+        plan, costs, tier = streamed.plan, self.timings.costs(model), far[0].tier
         streamed.terms = terms = Terms(
             streamed.began_s,
             streamed.deadline_s,
-            estimate.fused_s(blend_of(plan)) if estimate is not None else 0.0,
+            costs.fused_s(Blend.of(plan)) if costs is not None else 0.0,
             self.settings.piece_tokens,
-            estimate.throughput(tier) if estimate is not None else None,
+            costs.throughput(tier) if costs is not None else None,
         )
-        parts, link = parts_of(plan, far, estimate), self.links.of(tier)
+        parts, link = parts_of(plan, far, costs), self.links.of(tier)
         streamed.stream = stream = Stream(self.store, far, parts, model.n_layers, link, terms, model.device)
         try:
             stream.run()

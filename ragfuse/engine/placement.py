@@ -28,21 +28,21 @@ class Placement:
 
         None means all of them: by the settings, or because this machine was not measured.
         """
-        machine, slow = self._timings.corrected(model), [tier.name for tier in self._store.tiers if tier.slow]
-        if machine is None or len(slow) < 2 or self._settings.placement == "all":
+        costs, slow = self._timings.costs(model), [tier.name for tier in self._store.tiers if tier.slow]
+        if costs is None or len(slow) < 2 or self._settings.placement == "all":
             return None
         prices, ratio = self._settings.prices.model_dump(), self._ratio(profile)
         written = {tier: self._store.levels.of(tier) for tier in slow} | self.levels(model, profile, n_tokens, nbytes)
-        return choose_tier(n_tokens, nbytes, machine, slow, prices, ratio, written)
+        return choose_tier(n_tokens, nbytes, costs, slow, prices, ratio, written)
 
     def levels(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
         """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine was measured."""
         chosen = [tier for tier, levels in self._settings.written.items() if levels == (AUTO_LEVEL,)]
-        machine = self._timings.corrected(model) if chosen else None
-        if machine is None:
+        costs = self._timings.costs(model) if chosen else None
+        if costs is None or not costs.tiers:
             return {}
         ratio = self._ratio(profile)
-        return {tier: (choose_level(n_tokens, nbytes, machine, tier, ratio),) for tier in chosen}
+        return {tier: (choose_level(n_tokens, nbytes, costs, tier, ratio),) for tier in chosen}
 
     def _ratio(self, profile: ModelProfile) -> float:
         """Return the default recompute ratio."""

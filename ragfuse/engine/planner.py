@@ -16,7 +16,7 @@ from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.controller import LoadingController
+from ragfuse.plan.controller import Controller
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
@@ -89,8 +89,8 @@ class Planner:
             prompt = self._prefixes.placed(prompt)
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
-        machine, corrections = self.timings.now(model)
-        controller = LoadingController(cost_of, machine, profile.default_choice, corrections)
+        costs = self.timings.costs(model)
+        controller = Controller(cost_of, costs, profile.default_choice, policy, ratio, ask.deadline_s)
         blends = any(segment.kind == "chunk" for segment in prompt.segments)
         refusal = refusal_of(_judged(prompt, profile, blends), policy) if ask.reuse else FULL_PREFILL_ASKED
         unused, why_unused = frozenset[ChunkKey](), refusal
@@ -98,12 +98,12 @@ class Planner:
             unused = frozenset(key for segment in prompt.segments if segment.kind == "chunk" for key in segment.keys)
             refusal = ""  # exact segments are still read
         if refusal:
-            full = controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).with_full_prefill(refusal)
+            full = controller.plan(prompt, {}).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
         keys = [key for segment in prompt.segments for key in segment.keys if key not in unused]
         entries = self._store.lookup(keys)
-        others = self._store.copies(entries) if machine is not None else {}
-        found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
+        others = self._store.copies(entries) if costs is not None and costs.tiers else {}
+        found = controller.plan(prompt, entries, lost, others)
         # A prefix that is not in the store is new text, not a miss.
         misses = (miss for miss in found.misses if (prompt.segments[miss[0]].kind, miss[1]) != ("prefix", MISSING))
         found = replace(found, misses=tuple(self._explained(prompt, *miss) for miss in misses))

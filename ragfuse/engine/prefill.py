@@ -35,10 +35,8 @@ class PrefillStage:
         with model.before_layers(request.check_open):
             prefill = _prefill(model, fetched, states)
         timing = fetched.timing()
-        if streamed is None or not streamed.streamed:
-            self.timings.note_load(model, plan, fetched.reader.load_s)
-        if not model.profile.state:
-            self.timings.note_compute(model, plan, timing.compute_s)
+        load_s = fetched.reader.load_s if streamed is None or not streamed.streamed else None
+        self.timings.note(model, plan, load_s, None if model.profile.state else timing.compute_s)
         room = model.max_context and model.max_context - plan.prompt.segments[-1].stop + 1
         return PreparedPrompt(plan, prefill, timing, room, streamed.trace() if streamed is not None else None)
 

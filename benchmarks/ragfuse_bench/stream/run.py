@@ -31,7 +31,7 @@ from ragfuse.codec import RAW, Codec
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure import measure
+from ragfuse.load.timings import measure
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.telemetry.progress import progress
