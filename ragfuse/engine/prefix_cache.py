@@ -19,8 +19,8 @@ from functools import partial
 from itertools import accumulate
 
 from ragfuse.engine.pending_saves import PendingSaves
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.kept_states import States, TenantStates
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore

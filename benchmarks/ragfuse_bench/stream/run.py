@@ -305,7 +305,7 @@ def _came(ready: PreparedPrompt) -> Sequence[PieceTrace]:
         return ready.stream.pieces if ready.stream is not None else ()
     fetches, tokens = ready.plan.fetches, len(ready.plan.prompt)
     segments, nbytes = tuple(fetch.segment for fetch in fetches), sum(fetch.nbytes for fetch in fetches)
-    return [PieceTrace(segments, tokens, fetches[0].level, nbytes=nbytes, seconds=ready.timing.load_s)]
+    return [PieceTrace(segments, tokens, fetches[0].level, nbytes=nbytes, seconds=ready.load_s)]
 
 
 def _by_name(codecs: Codecs) -> dict[str, Codec]:
