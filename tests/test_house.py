@@ -56,8 +56,8 @@ ROOMS: dict[str, set[str]] = {
     "remote": {
         *VALUES,
         "engine.answer_stream",
-        "engine.answerer",
         "engine.ask",
+        "engine.engine",
         "engine.question",
         "schemas.nodes",
         "schemas.pml",
