@@ -22,7 +22,7 @@ class PieceTrace:
         level: The codec level, or "text" for a piece that is recomputed.
         layers: First layer, and the one after the last.
         nbytes: Bytes read.
-        began_s: Seconds from the start of the deadline to the start of this step.
+        began_s: Seconds from the start of the stream to the start of this step.
         seconds: Seconds that the step took.
         throughput: Bytes per second of the whole link during the step; None where nothing was read.
         sharing: Streams on that link at the time.
@@ -46,14 +46,10 @@ class StreamTrace:
     """How the KV of one prompt was streamed from a slow tier under a deadline (CacheGen 5.3).
 
     Args:
-        deadline_s: The deadline, in seconds.
-        held: Whether the first token came within the deadline.
         pieces: All pieces, in the order in which they were decided.
         prior: Bytes per second that the link was assumed to carry at first; None: unknown.
     """
 
-    deadline_s: float
-    held: bool
     pieces: tuple[PieceTrace, ...]
     prior: float | None = None
 
@@ -177,8 +173,6 @@ class Trace:
     @property
     def is_late(self) -> bool:
         """Whether the first token came after the deadline."""
-        if self.stream is not None:
-            return not self.stream.held
         return self.deadline_s is not None and self.ttft_s > self.deadline_s
 
     @property

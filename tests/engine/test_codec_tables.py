@@ -138,9 +138,7 @@ def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tin
         assert levels_in(engine, "disk") == {("raw",)}
         slow = replace(timings(engine, memory=0.0, disk=1e-3), decode={"int8": 0.0, "cg3": 0.0})
         engine.timings.learn(replace(slow, packed={"int8": 0.5, "cg3": 0.1}))
-        assert set(engine.runtime._placement.levels(engine.model, engine.runtime.profile, 100, 10_000).values()) == {
-            ("cg3",)
-        }
+        assert set(engine.runtime.encoder.levels(100, 10_000).values()) == {("cg3",)}
         engine.forget(CHUNKS)
         ingest(engine)
         assert ("cg3",) in levels_in(engine, "disk")

@@ -7,11 +7,11 @@ import torch
 from ragfuse_bench.throttle import ThrottledTier
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.plan.cost import TierCost
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.types.plan import LoadPlan
-from ragfuse.types.profiles import TierSpeed
 from ragfuse.types.reasons import KNOWN_ONLY, NEW_OR_DELETED
 from tests.plan.kit import machine, timings
 from tests.store.kit import leave_only_in
@@ -104,7 +104,7 @@ def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_sam
             "read_layers",
             lambda key, at, count, *where: counts.append(count) or read(key, at, count, *where),
         )
-        monkeypatch.setattr("ragfuse.plan.controller._layers_a_read", lambda *_: layers)
+        monkeypatch.setattr("ragfuse.plan.cost.CostModel.counts", lambda *_: [layers])
         engine.timings.learn(timings(engine, disk=1e-6))
         answer = engine.answer(messages(), ask)
     assert answer.text == expected
@@ -215,7 +215,7 @@ def test_measuring_is_learned_with_a_further_folder(tiny_settings, tmp_path, mon
 
 
 def _all(model, tiers):
-    speeds = {tier.name: TierSpeed(0.0, 1e-9) for tier in tiers}
+    speeds = {tier.name: TierCost(0.0, 1e-9) for tier in tiers}
     assert len(tiers) == 3
     return replace(
         machine(),
