@@ -100,7 +100,6 @@ ROOMS: dict[str, set[str]] = {
         "telemetry.progress",
         "text.chat_messages",
         "text.file_texts",
-        "text.mended",
         "plan.explanation",
         "schemas.pml",
     },

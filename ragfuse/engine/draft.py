@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from ragfuse.hf.stream import Detokenizer, StopFinder
-from ragfuse.text.thoughts import Thoughts
+from ragfuse.text.chat_template import Thoughts
 from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
 from ragfuse.types.answer import Thought, ToolCall
 from ragfuse.types.partial_match import partial_match
