@@ -393,12 +393,12 @@ def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     """Return a text as a value that the schema allows as the argument of this name; otherwise the text itself."""
     from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
+    known = (schema.get("properties") or {}).get(name, {})
     try:
         value = _PYTHON_VALUES[text.strip()] if text.strip() in _PYTHON_VALUES else json.loads(text)
-    except (ValueError, RecursionError):
+        fits = not isinstance(value, str) and Draft202012Validator(schema).evolve(schema=known).is_valid(value)
+    except (ValueError, RecursionError, re.error):  # no JSON, nested too deeply, or a pattern that Python does not read
         return text
-    known = (schema.get("properties") or {}).get(name, {})
-    fits = not isinstance(value, str) and Draft202012Validator(schema).evolve(schema=known).is_valid(value)
     return value if fits else text
 
 
