@@ -16,7 +16,6 @@ from rich.console import Console
 
 from ragfuse.errors import InputError
 from ragfuse.fuse.fusor import CachedRun
-from ragfuse.fuse.gather import gathered
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.settings import SINKS
 from ragfuse.telemetry.progress import progress
@@ -78,20 +77,24 @@ def shortened(model: HFModel, ids: Sequence[int], cut: int, sinks: int = 0) -> t
     whole, n = model.full_prefill(ids[:-1]).kv, len(ids) - 1
     left = [*ids[:sinks], *ids[sinks + cut :]]
     rows = [(lo, hi) for lo, hi in ((0, sinks), (sinks + cut, n)) if lo < hi]
-    as_it_was = ChunkKV(tuple(_kept(kv, rows) for kv in whole.layers))
     kept, naive, bare = (
-        model.fuse(said, torch.arange(n - cut + 1), [CachedRun(0, 0, n - cut, 0, False)], KVSource([kv]), "none", 0.0)
-        for said, kv in (
-            (left, gathered(whole, rows, model.profile.rope)),
-            (left, as_it_was),
-            (ids[cut:], gathered(whole, [(cut, n)], model.profile.rope)),
-        )
+        _continued(model, said, whole, spans, moves)
+        for said, spans, moves in ((left, rows, True), (left, rows, False), (ids[cut:], [(cut, n)], True))
     )
     return kept, model.full_prefill(left), naive, bare
 
 
-def _kept(kv: LayerKV, rows: Sequence[tuple[int, int]]) -> LayerKV:
-    return LayerKV(*(torch.cat([part[:, lo:hi] for lo, hi in rows], 1) for part in (kv.keys, kv.values)))
+def _continued(
+    model: HFModel, ids: Sequence[int], whole: ChunkKV, spans: Sequence[tuple[int, int]], moves: bool
+) -> Prefill:
+    """The prefill of ids whose first are those of spans of rows; `moves`: keys are rotated to their new positions."""
+    runs, parts, at = list[CachedRun](), list[ChunkKV](), 0
+    for index, (lo, hi) in enumerate(spans):
+        runs.append(CachedRun(index, at, at + hi - lo, at - lo if moves else 0, False))
+        layers = (LayerKV(layer.keys[:, lo:hi], layer.values[:, lo:hi]) for layer in whole.layers)
+        parts.append(ChunkKV(tuple(layers)))
+        at += hi - lo
+    return model.fuse(ids, torch.arange(len(ids)), runs, KVSource(parts), "none", 0.0)
 
 
 def _loss(model: HFModel, prefill: Prefill, following: Sequence[int]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -16,9 +16,9 @@ from ragfuse.cli.options import default_of, option
 from ragfuse.errors import RagFuseError
 
 if TYPE_CHECKING:
-    from ragfuse.engine.answerer import Answerer
     from ragfuse.engine.ask import Ask
     from ragfuse.engine.engine import Engine
+    from ragfuse.remote import Answerer
     from ragfuse.settings import Settings
 
 Server = Annotated[
@@ -49,7 +49,6 @@ def open_answerer(
     console: Console,
     server: str | None = None,
     model: str | None = None,
-    check: Callable[[Engine], object] = lambda engine: None,
 ) -> Iterator[Answerer]:
     """Yield what answers questions: an engine with its model loaded, or a client of a server.
 
@@ -58,13 +57,12 @@ def open_answerer(
         console: Where the wait is shown.
         server: The server's address; None: the model is loaded here.
         model: Name of the model that the server must have; None: whichever it has.
-        check: As for `loaded_engine`.
 
     Raises:
         ServerError: No ragfuse server answers at the address, or it has another model.
     """
     if server is None:
-        with loaded_engine(settings, console, check) as engine:
+        with loaded_engine(settings, console) as engine:
             yield engine
         return
     from ragfuse.remote import RemoteEngine

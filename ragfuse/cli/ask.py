@@ -45,8 +45,8 @@ from ragfuse.errors import InputError
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
-    from ragfuse.engine.answerer import Answerer
-    from ragfuse.engine.engine import Ask, Engine
+    from ragfuse.engine.engine import Ask
+    from ragfuse.remote import Answerer
     from ragfuse.settings import Settings
     from ragfuse.types.answer import Answer
 
@@ -117,11 +117,7 @@ def ask(
     else:
         library = library_for(settings, index, docs)
 
-    def check(engine: Engine) -> None:
-        if written is not None:
-            engine.schemas.check(written)
-
-    with open_answerer(settings, console, server, model, check) as engine:
+    with open_answerer(settings, console, server, model) as engine:
         prompt: Any = written
         sources: list[str] = []
         if library is not None:

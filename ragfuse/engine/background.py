@@ -74,7 +74,7 @@ def jobs_after(plan: LoadPlan) -> Iterator[EncodeJob]:
         lacking = {segments[at].keys[0] for at, _ in plan.misses} - hits
         yield from (EncodeJob("run", run.tokens, run=run) for key, run in schema_use.runs.items() if key in lacking)
         return
-    for segment in segments:  # `prefix_cache.py` saves prefixes, `history.py` turns
+    for segment in segments:  # `prefix_cache.py` saves prefixes and turns
         if segment.kind == "chunk" and segment.keys[0] not in hits:
             hits.add(segment.keys[0])
             yield EncodeJob("chunk", segment.stored or segment.tokens, segment.text, segment.source)

@@ -1,7 +1,8 @@
-"""Conversation history: reuse the KV of earlier turns in a prompt, and save the KV of each new turn (AttentionStore).
+"""Conversation history: which session a question continues, what its prompt has of it, and the turn that it adds.
 
-A conversation is recognised by its messages, but KV is reused only for identical token ids. Truncation is in
-`sessions/session.py`; sessions are stored by `sessions/session_store.py`.
+A conversation is recognised by its messages, but KV is reused only for identical token ids (AttentionStore).
+`engine/prefix_cache.py` saves it. Truncation is in `sessions/session.py`; sessions are stored by
+`sessions/session_store.py`.
 """
 
 from __future__ import annotations
@@ -9,47 +10,39 @@ from __future__ import annotations
 import logging
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.options import asked_length
 from ragfuse.engine.overflow import fitted
 from ragfuse.engine.pending_saves import PendingSaves
-from ragfuse.engine.prefix_cache import PrefixCache
+from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import ChatInput, Ids, is_ids, mended_question, messages_of
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.trace_builder import PreparedPrompt
-from ragfuse.fuse.gather import gathered
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import (
     HistoryMessage,
-    KVSpan,
     Part,
     PendingTurn,
     Session,
     Turn,
     agreed,
     is_again,
-    matched,
-    names_of,
     prefix_digests,
     truncated,
 )
 from ragfuse.sessions.session_store import SessionStore
-from ragfuse.sessions.turn_kv import RowRanges, Saves, turn_kv_of
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
 from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
 from ragfuse.types.answer import Answer
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.kv import ChunkKV
-from ragfuse.types.prompt import Prompt, Segment
+from ragfuse.types.prompt import Prompt
 
 log = logging.getLogger("ragfuse.engine")
 
@@ -69,7 +62,7 @@ class ConversationHistory:
         runtime: The model and its encoder.
         store: Where KV is kept.
         index: Which conversation each KV entry belongs to; used for eviction and prefetching.
-        prefixes: The prefix cache, which shares exact KV of conversations with other prompts.
+        prefixes: The tree of beginnings, which saves the KV of turns.
         pending: Saves in the background.
     """
 
@@ -96,7 +89,6 @@ class ConversationHistory:
             later=pending.later,
             index=index,
         )
-        self._begun = set[int]()  # ids of prompts whose KV is saved but whose turn is not recorded yet
 
     # before the answer
 
@@ -217,32 +209,16 @@ class ConversationHistory:
 
     def _placed(self, prompt: Prompt, pending: PendingTurn, ask: Ask) -> Prompt:
         """Return the prompt with its first tokens replaced by history segments, truncated to the context window."""
-        history = _outside_chunks(matched(pending.session.kv_spans, prompt.token_ids), prompt)
-        n_past = sum(len(kv_span.tokens) for kv_span in history)
+        session, ids = pending.session, prompt.token_ids
+        known = session.known(ids)
+        n_past = known[-1].hi if known else 0
+        lo, hi = session.left_out if session.left_out[1] <= n_past else (0, 0)
         window, settings = self._window(ask), self._settings
         if window is not None:
-            room = max(0, window[1] - (len(prompt) - n_past))
-            history = truncated(history, room, window[0], settings.truncate_ratio, settings.sinks)
-        pending = replace(pending, history=history)
-        names, segments = names_of(pending.session), list[Segment]()
-        for lo, hi, kv_span in pending.placed():
-            start, rows = segments[-1].stop if segments else 0, None if hi - lo == len(kv_span.tokens) else (lo, hi)
-            name = names.get(kv_span.key, "")
-            segments.append(Segment(kv_span.tokens[lo:hi], start, "history", (kv_span.key,), name, rows=rows))
-        n_kept = segments[-1].stop if segments else 0
-        tail = (replace(each, start=each.start - n_past + n_kept) for each in _segments_from(prompt, n_past))
-        shift = n_kept - n_past
-        user_rows = (max(0, prompt.last_user_rows[0] + shift), max(0, prompt.last_user_rows[1] + shift))
-        first = max(-1, prompt.first_chunk + shift)
-        segments += tail
-        return replace(
-            prompt,
-            segments=tuple(segments),
-            truncated=-shift,
-            conversation=pending,
-            last_user_rows=user_rows,
-            first_chunk=first,
-        )
+            room, step = max(0, window[1] - (len(prompt) - n_past)), max(1, int(settings.truncate_ratio * window[0]))
+            lo, hi = truncated((lo, hi), n_past, room, step, settings.sinks)
+        short = without_rows(with_rows(prompt, known, "history"), lo, hi)
+        return replace(short, conversation=replace(pending, left_out=(lo, ids[lo:hi])))
 
     def _window(self, ask: Ask) -> tuple[int, int] | None:
         """Return the most tokens of prompt and answer together, and of the prompt alone; None without a limit."""
@@ -259,15 +235,8 @@ class ConversationHistory:
 
     # after it
 
-    def begin(self, ready: PreparedPrompt, ask: Ask) -> None:
-        """Start saving the KV of a prompt's new tokens while its answer is generated (AttentionStore 3.2.2)."""
-        pending = ready.plan.prompt.conversation
-        if isinstance(pending, PendingTurn) and self._is_kept(ready, pending, ask):
-            self._begun.add(id(ready))
-            self._save_later(ready, turn_kv_of(ready.plan, pending, self._runtime.encoder.key).saves, pending)
-
     def after(self, ready: PreparedPrompt, ids: Sequence[int], answer: Answer, ask: Ask) -> None:
-        """Record the turn that was answered, and save the answer's KV in the background.
+        """Record the turn that was answered, and save its KV in the background.
 
         Args:
             ready: The prefilled prompt.
@@ -275,41 +244,26 @@ class ConversationHistory:
             answer: The answer.
             ask: Its options.
         """
-        pending = ready.plan.prompt.conversation
-        if isinstance(pending, PendingTurn) and self._is_kept(ready, pending, ask):
-            self._remember(ready, pending, ids, answer, ask.continue_final_message)
-
-    def end(self, ready: PreparedPrompt) -> None:
-        """Finish a prompt: drop the KV that was saved for a turn that was never recorded, as after an error."""
-        pending = ready.plan.prompt.conversation
-        if isinstance(pending, PendingTurn) and id(ready) in self._begun:
-            self._begun.discard(id(ready))
-            saves = turn_kv_of(ready.plan, pending, self._runtime.encoder.key).saves
-            self._release_later({kv_span.key for kv_span, _ in saves})
-
-    def _remember(
-        self, ready: PreparedPrompt, pending: PendingTurn, ids: Sequence[int], answer: Answer, goes_on: bool
-    ) -> None:
-        """Record one turn and save its answer's KV; `goes_on`: the answer continues the last message."""
-        encoder, n_prompt = self._runtime.encoder, len(ready.plan.prompt)
-        turn_kv, answer_ids = turn_kv_of(ready.plan, pending, encoder.key), self._text_ids(answer)
-        n_rows = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - n_prompt)
-        kv_spans, written = [*turn_kv.new_spans], answer_ids[:n_rows]
-        if n_rows >= encoder.shortest:
-            kv_spans.append(KVSpan.whole(written, encoder.key(written, turn_kv.answer_context)))
-            answer_rows = ((n_prompt, n_prompt + n_rows),)
-            self._save_later(ready, ((kv_spans[-1], answer_rows),), pending, written)
+        pending, encoder = ready.plan.prompt.conversation, self._runtime.encoder
+        if not isinstance(pending, PendingTurn) or not self._is_kept(ready, pending, ask):
+            return
+        answer_ids = self._text_ids(answer)
+        n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(ready.plan.prompt))
+        tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
         messages = tuple(map(self._with_chunks, pending.messages))
         if not pending.keep_chunks:
             messages = tuple(map(_without_chunks, messages))
-        text = answer.text
+        text, goes_on = answer.text, ask.continue_final_message
         if goes_on and messages:
             text = messages[-1].text + self._continuation(answer, answer_ids)
             messages = messages[:-1]
         reply = HistoryMessage("assistant", ((text, "fresh", ""),) if text else (), answer.tool_calls)
-        turn = Turn((*messages, reply), () if answer.tool_calls or goes_on else answer_ids, tuple(kv_spans))
-        before = pending.session.with_kv_spans(turn_kv.history)
-        session = replace(before, turns=(*before.turns, turn))
+        turn = Turn((*messages, reply), () if answer.tool_calls or goes_on else answer_ids)
+        row, left_out = pending.left_out
+        turns = (*pending.session.turns, turn)
+        session = Session(
+            pending.id, turns, tokens, rows, (row, row + len(left_out)) if left_out and tokens else (0, 0)
+        )
         unused_keys = set(pending.previous_keys).difference(session.keys)
         if not self.sessions.put(encoder.digest, session, pending.version, pending.persistent):
             log.warning(
@@ -317,10 +271,9 @@ class ConversationHistory:
                 "answer is right.",
                 pending.id,
             )
-            unused_keys = {kv_span.key for kv_span in (*kv_spans, *(kv_span for kv_span, _ in turn_kv.saves))}
-        self._begun.discard(id(ready))
-        if unused_keys:
-            self._release_later(unused_keys)
+            unused_keys = set(session.keys).difference(pending.previous_keys)
+        if unused_keys:  # dropped after all pending saves
+            self._pending.later(lambda: self.sessions.release(unused_keys))
 
     def _is_kept(self, ready: PreparedPrompt, pending: PendingTurn, ask: Ask) -> bool:
         """Return whether the turn is kept; one that is not persistent only where its prompt has no chunks."""
@@ -344,45 +297,6 @@ class ConversationHistory:
         """
         text = self._runtime.encoder.model.encoder.decode(ids)
         return text if text.strip() == answer.text.strip() else answer.text
-
-    def _save_later(
-        self, ready: PreparedPrompt, saves: Saves, pending: PendingTurn, written: tuple[int, ...] = ()
-    ) -> None:
-        """Save KV rows of a prompt and its answer (`written`) in the background, unless too many bytes wait already.
-
-        Exact rows go to the prefix cache too: a prompt that begins with them waits until they are saved.
-        """
-        if ready.prefill.cache is None:
-            return
-        kv, ids = ready.prefill.kv, (*ready.plan.prompt.token_ids, *written)
-        exact = [(rows[0], each.key) for each, rows in saves if len(rows) == 1 and each.key.encoded != "filler"]
-        for (lo, hi), key in exact:
-            self._prefixes.note_raw(ids[:hi], lo, key)
-
-        def save() -> None:
-            for kv_span, rows in saves:
-                self._save(kv, kv_span, rows, pending.persistent)
-
-        self._pending.submit({pending.id, *(key for _, key in exact)}, kv.nbytes, save)
-
-    def _release_later(self, keys: Collection[ChunkKey]) -> None:
-        """Drop KV that no session uses, in the background, after all pending saves."""
-        self._pending.later(lambda: self.sessions.release(keys))
-
-    def _save(self, kv: ChunkKV, kv_span: KVSpan, rows: RowRanges, persistent: bool) -> None:
-        """Cut the rows out of a prompt's KV and store them: in memory alone unless the session is persistent."""
-        encoder = self._runtime.encoder
-        store, fast = encoder.store, [tier.name for tier in encoder.store.tiers if not tier.slow]
-        if not (persistent or fast):
-            return
-        if store.lookup([kv_span.key]) and (not persistent or store.is_persistent(kv_span.key)):
-            return
-        run = gathered(kv, rows, encoder.model.profile.rope)
-        if not persistent:
-            store.put(kv_span.key, run, tier=fast[-1])
-            return
-        home, levels = encoder.home(run.n_tokens, run.nbytes), encoder.levels(run.n_tokens, run.nbytes)
-        store.put(kv_span.key, run, slow_tier=home, levels=levels, pace_s=0.0 if fast else PACE_S)
 
 
 def _history_message(message: ChatMessage) -> HistoryMessage:
@@ -424,31 +338,11 @@ def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt
     drops_chunks = not pending.keep_chunks and any(segment.kind == "chunk" for segment in whole.segments)
     if drops_chunks or whole.token_ids != (*short.token_ids[:row], *omitted, *short.token_ids[row:]):
         omitted = ()
-    return replace(short, truncated=n_omitted, conversation=replace(pending, omitted=(row, omitted)))
+    return replace(short, truncated=n_omitted, conversation=replace(pending, left_out=(row, omitted)))
 
 
 def _without_chunks(message: HistoryMessage) -> HistoryMessage:
     return replace(message, parts=tuple(part for part in message.parts if part[1] == "fresh"))
-
-
-def _outside_chunks(history: Sequence[KVSpan], prompt: Prompt) -> tuple[KVSpan, ...]:
-    """Return the longest part of a history that does not end inside a chunk: the chunk's rest would match no entry."""
-    inside = [
-        (lo, hi) for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True) if segment.kind == "chunk"
-    ]
-    ends = list(accumulate(len(kv_span.tokens) for kv_span in history))
-    while ends and any(lo < ends[-1] < hi for lo, hi in inside):
-        ends.pop()
-    return tuple(history[: len(ends)])
-
-
-def _segments_from(prompt: Prompt, row: int) -> Iterator[Segment]:
-    """Yield the segments from a row on; the rest of a segment that begins earlier becomes fresh text."""
-    for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
-        if lo >= row:
-            yield segment
-        elif hi > row:
-            yield Segment(segment.tokens[row - lo :], segment.start + row - lo)
 
 
 def _n_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -1,37 +1,39 @@
-"""The prefix cache: the KV of the longest prefix that a prompt shares with an earlier one is read, not computed.
+"""The tree of beginnings: KV of prompts' first tokens is read where an earlier prompt or turn left it, not computed.
 
-Unlike fused chunks, prefixes are exact: an entry has only rows that a full prefill would give too, and is used at the
-positions at which it was computed. Entries are kept in memory only and evicted like everything else there.
-Conversations keep KV of their own, blended rows included (`history.py`); an entry that both need is stored once.
+All of it is found by token ids. Exact rows, those that a full prefill would give too, are nodes of one radix tree per
+tenant, which every prompt searches (prefix caching). A session has its own path (`Session.rows`): the exact nodes, and
+rows that only it may read, as they saw blended chunks or a truncated history. Entries keep the positions at which they
+were computed. The tree's are in memory, a persistent session's in slow tiers as well; all are evicted like any other.
 Models whose state is not KV per token (such as recurrent ones) have their whole state kept instead (`hf.kept_states`).
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
+import torch
+
+from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.pending_saves import PendingSaves
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.kept_states import States, TenantStates
+from ragfuse.sessions.session import PendingTurn
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
-from ragfuse.store.radix import RadixTree, Rows
-from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.store.radix import RadixTree, Rows, merged
+from ragfuse.types.keys import ChunkKey, Kind, digest, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import is_exact
+from ragfuse.types.plan import LoadPlan, is_exact
 from ragfuse.types.prompt import Prompt, Segment
-
-log = logging.getLogger("ragfuse.engine")
 
 PREFIX_SAVE_WAIT_S = 5.0
 """Longest time in seconds that a prompt waits for a shared prefix that is being saved, while another prompt uses the
@@ -41,9 +43,8 @@ MAX_BEFORE = 4096
 SWEEP_NODES = 256
 """Tree nodes at which evicted entries are first removed from the tree; again each time it has doubled in size."""
 
-
-RowsOf = Callable[[int, int], ChunkKV]
-"""Returns the KV of a prompt's tokens lo:hi."""
+Spans = Sequence[tuple[int, int]]
+"""Ranges lo:hi of a prompt's rows, in order."""
 
 
 @dataclass
@@ -53,19 +54,25 @@ class _Tenant:
     tree: RadixTree = field(default_factory=RadixTree)
     sweep_at: int = SWEEP_NODES
 
-    def n_known(self, token_ids: Sequence[int]) -> int:
-        """Return how many of the first ids are covered by entries without a gap."""
-        chain = _chained(self.tree.match(token_ids))
-        return chain[-1].hi if chain else 0
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows lo:hi of a prompt: where their KV was read, or None where it was computed."""
+
+    lo: int
+    hi: int
+    read: Rows | None = None
 
 
 class PrefixCache:
-    """The prefix cache of one engine: a radix tree of token ids per tenant, with entries in the store. Thread-safe.
+    """The beginnings that one engine knows: a radix tree of token ids per tenant, with entries in the store.
+
+    Thread-safe.
 
     Args:
-        settings: Whether it is on, the shortest run worth an entry, and sizes.
+        settings: Whether prompts share prefixes, the shortest run worth an entry, and sizes.
         runtime: The model and its encoder.
-        store: Where entries are kept, in its last fast tier.
+        store: Where entries are kept.
         pending: Saves in the background.
     """
 
@@ -83,10 +90,7 @@ class PrefixCache:
         """Whether prefix caching is enabled and there is a memory tier for it."""
         return self._settings.prefix_cache and bool(self._fast)
 
-    @property
-    def _is_lossless(self) -> bool:
-        """Whether the memory tier stores all KV losslessly, that of conversations too."""
-        return LEVEL_NAMES[0] in self._store.levels.of(self._fast[-1])
+    # before the prefill
 
     def placed(self, prompt: Prompt) -> Prompt:
         """Return the prompt with the prefix it shares with earlier prompts as segments of kind "prefix".
@@ -95,11 +99,12 @@ class PrefixCache:
         """
         if not self.is_on or not _is_plain(prompt):
             return prompt
-        n_past = _n_history(prompt)
+        placed = zip(prompt.segments, prompt.spans, strict=True)
+        n_past = max((hi for segment, (_, hi) in placed if segment.kind == "history"), default=0)
         with self._changed:
             tree = self._tenants[self._runtime.encoder.digest].tree
-            found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids) if each.hi > n_past]
-            found = [each for each in found if each.hi - each.lo > 0]
+            found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids)]
+            found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
         entries = self._store.lookup(keys) if keys else {}
         if evicted := keys - set(entries):
@@ -107,7 +112,7 @@ class PrefixCache:
                 tree.discard(evicted - self._pending.among(evicted))
         # Entries of conversations may exist at lossy levels only, and would not be exact.
         found = [each for each in found if each.key in entries and LEVEL_NAMES[0] in entries[each.key].sizes]
-        return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
+        return with_rows(prompt, found, "prefix")
 
     def kept_states(self) -> TenantStates | None:
         """Return the kept states of a model whose cache is not KV per token; None where prefix caching is off."""
@@ -127,7 +132,7 @@ class PrefixCache:
         ids, tree = prompt.token_ids, self._tenants[self._runtime.encoder.digest].tree
 
         def shares() -> bool:
-            at = self._n_known(ids) + self._settings.min_chunk_tokens
+            at = _n_chained(tree.match(ids)) + self._settings.min_chunk_tokens
             return at < len(ids) and any(ids[:at] == other[:at] for other in self._computed)
 
         with self._changed:
@@ -142,38 +147,84 @@ class PrefixCache:
                 self._computed.remove(ids)
                 self._changed.notify_all()
 
-    def begin(self, ready: PreparedPrompt) -> None:
-        """Start saving the exact rows of a prefilled prompt that are not cached yet, while its answer is generated.
+    # after it
 
-        Rows that its conversation saves are known already (`note_raw`) and not saved twice.
+    def save(self, ready: PreparedPrompt, written: Sequence[int] = ()) -> None:
+        """Save to memory, in the background, those exact rows of a prefilled prompt that are not cached yet.
+
+        This is called while the answer is generated (AttentionStore 3.2.2), and again for the answer's rows.
+
+        Args:
+            ready: The prefilled prompt.
+            written: The ids that the answer was generated as; () while it is being generated.
+        """
+        prompt, n_exact = ready.plan.prompt, exact_rows(ready.plan)
+        if not self.is_on or not self._can_save(ready) or (written and n_exact < len(prompt)):
+            return
+        n_exact = ready.n_held(len(written)) if written else n_exact
+        ids, turn = (*prompt.token_ids, *written), prompt.conversation
+        owns = isinstance(turn, PendingTurn) and turn.persistent and not written
+        with self._changed:
+            tree = self._tenants[self._runtime.encoder.digest].tree
+            n_known = 0 if owns else _n_chained(tree.match(ids[:n_exact]))
+        parts, new = list[Rows](), dict[ChunkKey, Spans]()
+        for run in [_Run(n_known, n_exact)] if written else _runs(ready.plan, owns):
+            lo = max(run.lo, n_known)
+            # A short last run is not saved, as a later prompt may extend it. It is saved where the first chunk follows,
+            # since `prefix_to_encode` needs every row before that chunk.
+            shortest = self._settings.min_chunk_tokens if run.hi == n_exact != prompt.first_chunk else 1
+            if run.hi <= n_exact and (run.read or run.hi - lo >= shortest):
+                parts.append(run.read or self._exact(ids, lo, run.hi))
+                new |= {} if run.read else {parts[-1].key: [(lo, run.hi)]}
+        inserted = self._insert(ids, parts)
+        self._save(ready, {key: spans for key, spans in new.items() if key in inserted})
+
+    def keep(
+        self, ready: PreparedPrompt, turn: PendingTurn, written: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[Rows, ...]]:
+        """Save what a prompt and its answer leave for the next turn of their conversation.
+
+        Exact rows are found by other prompts too. Rows that saw blended chunks, lossy KV or a truncated history are one
+        entry, whose key has a digest of how the prompt was computed, so that nothing takes it for exact.
+
+        Args:
+            ready: The prefilled prompt.
+            turn: The turn that it answers.
+            written: The answer's ids whose KV is in the prompt's cache.
+
+        Returns:
+            The conversation's token ids, those that the prompt leaves out included, and where the KV of the others is.
         """
         if not self._can_save(ready):
-            return
-        prompt, n_exact, min_tokens = ready.plan.prompt, exact_rows(ready), self._settings.min_chunk_tokens
-        ids = prompt.token_ids
-        parts = list(_parts(ready, n_exact))
-        n_known = self._n_known(ids[:n_exact])
-        runs = ((max(lo, n_known), hi) for lo, hi in _computed(parts, n_exact))
-        # A short last run is not saved, as a later prompt may extend it. It is saved where the first chunk follows,
-        # since `prefix_to_encode` needs every row before that chunk.
-        ends = {n_exact} - {prompt.first_chunk}
-        runs = ((lo, hi) for lo, hi in runs if hi - lo >= (min_tokens if hi in ends else 1))
-        new = [self._entry(ids, lo, hi) for lo, hi in runs]
-        if new or parts:
-            kv = ready.prefill.kv
-            self._save(ids, [*parts, *new], new, lambda lo, hi: _rows(kv, lo, hi), kv.nbytes if new else 0)
-
-    def after(self, ready: PreparedPrompt, written: Sequence[int]) -> None:
-        """Save the KV of an answer, generated as the ids `written`, where its whole prompt is exact."""
-        n_prompt, n_rows = len(ready.plan.prompt), ready.n_held(len(written))
-        if not self._can_save(ready) or exact_rows(ready) < n_prompt:
-            return
-        ids = (*ready.plan.prompt.token_ids, *written)[:n_rows]
-        lo = self._n_known(ids)
-        if n_rows - lo >= self._settings.min_chunk_tokens:
-            new = self._entry(ids, lo, n_rows)
-            kv = _rows(ready.prefill.rows(lo, n_rows), 0, n_rows - lo)
-            self._save(ids, [new], [new], lambda lo, hi: kv, kv.nbytes)
+            return (), ()
+        plan, prompt, encoder = ready.plan, ready.plan.prompt, self._runtime.encoder
+        ids, n_exact = (*prompt.token_ids, *written), exact_rows(plan)
+        placed = zip(prompt.segments, prompt.spans, strict=True)
+        skipped = [rows for segment, rows in placed if segment.kind == "chunk" and not turn.keep_chunks]
+        runs = _runs(plan, turn.persistent, skipped)
+        if len(written) >= encoder.shortest:
+            runs.append(_Run(len(prompt), len(ids)))
+        if skipped:
+            n_exact = min(n_exact, skipped[0][0])
+        elif n_exact == len(prompt):
+            n_exact = len(ids)
+        parts, new, private = list[Rows](), dict[ChunkKey, Spans](), list[tuple[int, int]]()
+        for run in runs:
+            if run.read or run.hi <= n_exact:
+                parts.append(run.read or self._exact(ids, run.lo, run.hi))
+                new |= {} if run.read else {parts[-1].key: [(run.lo, run.hi)]}
+            else:
+                private.append((run.lo, run.hi))
+        self._insert(ids, [each for each in parts if each.hi <= n_exact])
+        if private:
+            tokens = [token for lo, hi in private for token in ids[lo:hi]]
+            context = filler_context(digest("history", _plan_digest(plan), str(private[0][0])))
+            key = encoder.key(tokens, context)
+            new[key] = private
+            ends = accumulate(hi - lo for lo, hi in private)
+            parts += [Rows(lo, hi, key, end - (hi - lo)) for (lo, hi), end in zip(private, ends, strict=True)]
+        self._save(ready, new, turn)
+        return _in_conversation(ids, merged(sorted(parts, key=lambda part: part.lo)), *turn.left_out)
 
     def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
         """Return the prefix to encode in the background so that the prompt's first chunk is exact the next time.
@@ -185,11 +236,12 @@ class PrefixCache:
             The prompt's ids up to the end of its first chunk, and how many of them are exact already. No ids where the
             first chunk was not blended, or where what is before it was computed: it may be another one each time.
         """
-        n_exact, prompt = exact_rows(ready), ready.plan.prompt
+        n_exact, prompt = exact_rows(ready.plan), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
             is_first = 0 < lo == n_exact == prompt.first_chunk and segment.kind == "chunk"
-            if is_first and lo <= MAX_BEFORE and hi - lo >= self._settings.min_chunk_tokens and self._can_save(ready):
-                has_recurred = not any(_computed(list(_parts(ready, n_exact)), n_exact))
+            is_long = lo <= MAX_BEFORE and hi - lo >= self._settings.min_chunk_tokens
+            if is_first and is_long and self.is_on and self._can_save(ready):
+                has_recurred = all(run.read for run in _runs(ready.plan) if run.hi <= n_exact)
                 return (prompt.token_ids[:hi], lo) if has_recurred else ((), 0)
         return (), 0
 
@@ -202,7 +254,7 @@ class PrefixCache:
         before, run = token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
             known = self._tenants[encoder.digest].tree.match(before)
-        if not known or _chained(known)[-1:] != known[-1:] or known[-1].hi < n_exact:
+        if _n_chained(known) < n_exact:
             return  # no match would reach the new entry
         key = encoder.key(run, token_digest(before))
         if not self._store.lookup([key]):
@@ -212,18 +264,7 @@ class PrefixCache:
 
     def note(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
         """Add an entry to the tree: the tokens from `lo` on are stored under `key`, at positions from 0 on."""
-        if self.is_on:
-            with self._changed:
-                self._insert(token_ids, [Rows(lo, len(token_ids), key, 0, lo)])
-            self._sweep_later()
-
-    def note_raw(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
-        """Add an entry that a conversation is about to store; prompts that share it wait until it is.
-
-        Does nothing where memory stores KV at a lossy level, as the entry would not be exact.
-        """
-        if self.is_on and self._is_lossless:
-            self.note(token_ids, lo, key)
+        self._insert(token_ids, [Rows(lo, len(token_ids), key, 0, lo)])
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
         """Drop every entry that holds one of these runs of tokens, and the entries that follow it."""
@@ -239,43 +280,33 @@ class PrefixCache:
         """Release the kept states."""
         self._states.clear()
 
+    # inside
+
     def _can_save(self, ready: PreparedPrompt) -> bool:
         profile = self._runtime.encoder.model.profile
         movable = not profile.refusal or profile.fixed
-        return self.is_on and movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
+        return movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
 
-    def _entry(self, token_ids: Sequence[int], lo: int, hi: int) -> Rows:
-        """Return tokens lo:hi as a new entry; its KV stays at the positions at which it was computed.
-
-        An entry from token 0 on has the same key as a conversation's, so that it is stored once, unless conversations
-        are stored at a lossy level in memory.
-        """
-        context = token_digest(token_ids[:lo]) if lo else ""
-        layout = "" if not lo and self._is_lossless else f"at{lo}"
-        key = replace(self._runtime.encoder.key(token_ids[lo:hi], context), layout=layout)
-        return Rows(lo, hi, key)
-
-    def _n_known(self, token_ids: Sequence[int]) -> int:
-        with self._changed:
-            return self._tenants[self._runtime.encoder.digest].n_known(token_ids)
+    def _exact(self, token_ids: Sequence[int], lo: int, hi: int) -> Rows:
+        """Return tokens lo:hi as a new entry; its KV stays at the positions at which it was computed."""
+        key = self._runtime.encoder.key(token_ids[lo:hi], token_digest(token_ids[:lo]) if lo else "")
+        return Rows(lo, hi, replace(key, layout=f"at{lo}" if lo else ""))
 
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
-        """Insert the parts into the tree and return the keys that became nodes. The lock is held.
+        """Insert the parts into the tree, and return the keys that became nodes.
 
-        Parts that do not directly follow known entries are left out, as no match would reach them.
+        Parts behind a gap are left out, as no match would reach them. Where the tree has doubled in size since, evicted
+        entries are removed from it in the background.
         """
-        tree = self._tenants[self._runtime.encoder.digest].tree
-        known = [each for each in tree.match(token_ids) if each.hi <= min(part.lo for part in parts)]
-        return tree.insert(token_ids, _chained([*known, *parts]))
-
-    def _sweep_later(self) -> None:
-        """Remove evicted entries from the tree in the background if it has doubled in size since the last sweep."""
+        if not self.is_on or not parts:
+            return set()
         with self._changed:
             tenant = self._tenants[self._runtime.encoder.digest]
-            if tenant.tree.n_nodes < tenant.sweep_at:
-                return
-            tenant.sweep_at = 2 * tenant.tree.n_nodes
-        self._pending.later(partial(self._sweep, tenant))
+            inserted = tenant.tree.insert(token_ids, _chained([*tenant.tree.match(token_ids), *parts]))
+            if tenant.tree.n_nodes >= tenant.sweep_at:
+                tenant.sweep_at = 2 * tenant.tree.n_nodes
+                self._pending.later(partial(self._sweep, tenant))
+        return inserted
 
     def _sweep(self, tenant: _Tenant) -> None:
         with self._changed:
@@ -285,101 +316,74 @@ class PrefixCache:
             tenant.tree.discard(evicted)
             tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
 
-    def _save(self, ids: Sequence[int], parts: Sequence[Rows], new: Sequence[Rows], rows: RowsOf, nbytes: int) -> None:
-        """Insert all parts into the tree, and save the new ones that became nodes in the background.
-
-        Args:
-            ids: The token ids from the prompt's start.
-            parts: All entries that cover them.
-            new: Those of the parts that are not stored yet.
-            rows: Returns the KV of tokens lo:hi.
-            nbytes: Bytes that stay in memory until these entries are saved.
-        """
-        with self._changed:
-            inserted = self._insert(ids, sorted(parts, key=lambda part: part.lo))
-        new = [each for each in new if each.key in inserted]
+    def _save(self, ready: PreparedPrompt, new: Mapping[ChunkKey, Spans], turn: PendingTurn | None = None) -> None:
+        """Save entries of these rows of a prompt's KV in the background, unless too much waits already."""
         if new:
-            self._pending.submit({each.key for each in new}, nbytes, partial(self._write, rows, new))
-        self._sweep_later()
+            kv = ready.prefill.kv
+            names = {*new, *([turn.id] if turn is not None else ())}
+            is_persistent = turn is not None and turn.persistent
+            self._pending.submit(names, kv.nbytes, partial(self._write, kv, new, is_persistent))
 
-    def _write(self, rows: RowsOf, new: Sequence[Rows]) -> None:
-        tier = self._fast[-1]
-        for each in new:
-            if not self._store.lookup([each.key]):
-                self._store.put(each.key, rows(each.lo, each.hi), tier=tier, levels={tier: LEVEL_NAMES[:1]})
+    def _write(self, kv: ChunkKV, new: Mapping[ChunkKey, Spans], is_persistent: bool) -> None:
+        """Write entries: to memory without loss, and to slow tiers as well where they are persistent."""
+        encoder, raw = self._runtime.encoder, dict.fromkeys(self._fast[-1:], LEVEL_NAMES[:1])
+        for key, spans in new.items():
+            found = self._store.lookup([key]).get(key)
+            is_stored = found is not None and (not raw or LEVEL_NAMES[0] in found.sizes)
+            if is_stored and (not is_persistent or self._store.is_persistent(key)):
+                continue
+            rows = _copied(kv, spans)
+            if is_persistent:
+                home, levels = encoder.home(rows.n_tokens, rows.nbytes), encoder.levels(rows.n_tokens, rows.nbytes)
+                pace_s = 0.0 if raw else PACE_S
+                self._store.put(key, rows, slow_tier=home, levels={**levels, **raw}, pace_s=pace_s)
+            elif raw:
+                self._store.put(key, rows, tier=self._fast[-1], levels=raw)
 
 
-def exact_rows(ready: PreparedPrompt) -> int:
+def exact_rows(plan: LoadPlan) -> int:
     """Return how many of a prompt's first rows equal a full prefill's: those before the first blended or lossy one."""
-    plan = ready.plan
     lossy = (f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f))
     first = min(lossy, default=None)
     return len(plan.prompt) if first is None else plan.prompt.spans[first][0]
 
 
-def _parts(ready: PreparedPrompt, n_exact: int) -> Iterator[Rows]:
-    """Yield the entries that were read for a prompt's first `n_exact` rows."""
-    prompt = ready.plan.prompt
-    for fetch in sorted(ready.plan.fetches, key=lambda fetch: fetch.segment):
-        segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
-        if hi <= n_exact:
-            yield Rows(lo, hi, fetch.key, (segment.rows or (0, 0))[0], segment.shift)
-
-
-def _computed(parts: Sequence[Rows], n_exact: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs lo:hi of the first `n_exact` rows that were computed, not read."""
-    at = 0
-    for part in parts:
-        if at < part.lo:
-            yield at, part.lo
-        at = part.hi
-    if at < n_exact:
-        yield at, n_exact
-
-
-def _chained(parts: Sequence[Rows]) -> list[Rows]:
-    """Return the first parts, from row 0 on, up to the first gap."""
-    chain: list[Rows] = []
-    for part in parts:
-        if part.lo != (chain[-1].hi if chain else 0):
-            break
-        chain.append(part)
-    return chain
-
-
-def _rows(kv: ChunkKV, lo: int, hi: int) -> ChunkKV:
-    """Return a copy of rows lo:hi that shares no memory with the prompt's KV."""
-    return ChunkKV(tuple(LayerKV(each.keys[:, lo:hi].clone(), each.values[:, lo:hi].clone()) for each in kv.layers))
-
-
-def _is_plain(prompt: Prompt) -> bool:
-    """Return whether the prompt's positions are 0, 1, 2, ..., unlike those of a prompt over a schema."""
-    return prompt.schema_use is None and prompt.segments[-1].stop == len(prompt)
-
-
-def _n_history(prompt: Prompt) -> int:
-    """Return how many of a prompt's first rows are conversation history."""
-    placed = zip(prompt.segments, prompt.spans, strict=True)
-    return max((hi for segment, (_, hi) in placed if segment.kind == "history"), default=0)
-
-
-def _with(prompt: Prompt, found: Sequence[Rows]) -> Iterator[Segment]:
-    """Yield a prompt's segments, with prefix segments in place of the tokens that were found."""
-    ends = list(accumulate(len(segment.tokens) for segment in prompt.segments))
-    at = 0
+def with_rows(prompt: Prompt, found: Sequence[Rows], kind: Kind) -> Prompt:
+    """Return a prompt with segments of a kind in place of the tokens that were found, which are in order."""
+    ends, segments, at = [hi for _, hi in prompt.spans], list[Segment](), 0
     for rows in (*found, None):
         lo = rows.lo if rows is not None else len(prompt)
         for index in range(bisect_right(ends, at), len(ends)):
-            begin = ends[index] - len(prompt.segments[index].tokens)
+            begin = prompt.spans[index][0]
             if max(at, begin) >= lo:
                 break
-            yield _cut(prompt.segments[index], max(at, begin) - begin, min(lo, ends[index]) - begin)
-        if rows is None:
-            return
-        tokens, span = prompt.token_ids[rows.lo : rows.hi], (rows.row, rows.row + rows.hi - rows.lo)
-        start = prompt.segments[0].start + rows.lo
-        yield Segment(tokens, start, "prefix", (rows.key,), rows=span, origin=rows.origin)
-        at = rows.hi
+            segments.append(_cut(prompt.segments[index], max(at, begin) - begin, min(lo, ends[index]) - begin))
+        if rows is not None:
+            tokens, span = prompt.token_ids[rows.lo : rows.hi], (rows.row, rows.row + rows.hi - rows.lo)
+            start = prompt.segments[0].start + rows.lo
+            segments.append(Segment(tokens, start, kind, (rows.key,), rows=span, origin=rows.origin))
+            at = rows.hi
+    return replace(prompt, segments=tuple(segments)) if found else prompt
+
+
+def without_rows(prompt: Prompt, lo: int, hi: int) -> Prompt:
+    """Return a prompt without rows lo:hi; what follows them moves up (AttentionStore 3.4)."""
+    count, segments = hi - lo, list[Segment]()
+    for segment, (begin, end) in zip(prompt.segments, prompt.spans, strict=True):
+        if begin < lo:
+            segments.append(_cut(segment, 0, min(end, lo) - begin))
+        if end > hi:
+            rest = _cut(segment, max(begin, hi) - begin, end - begin)
+            origin = rest.origin - count if rest.origin is not None else None
+            segments.append(replace(rest, start=rest.start - count, origin=origin))
+    first, stop = prompt.last_user_rows
+    return replace(
+        prompt,
+        segments=tuple(segments),
+        truncated=count,
+        last_user_rows=(max(0, first - count), max(0, stop - count)),
+        first_chunk=max(-1, prompt.first_chunk - count),
+    )
 
 
 def _cut(segment: Segment, lo: int, hi: int) -> Segment:
@@ -389,3 +393,90 @@ def _cut(segment: Segment, lo: int, hi: int) -> Segment:
     first = (segment.rows or (0, 0))[0]
     rows, stored = ((first + lo, first + hi), segment.stored or segment.tokens) if segment.keys else (None, ())
     return replace(segment, tokens=segment.tokens[lo:hi], start=segment.start + lo, rows=rows, stored=stored)
+
+
+def _runs(plan: LoadPlan, owns: bool = False, skipped: Collection[tuple[int, int]] = ()) -> list[_Run]:
+    """Return a prompt's rows as runs that were read and runs that were computed; none is both exact and not.
+
+    Args:
+        plan: The plan by which it was computed.
+        owns: Whether rows that another prompt's entry gave count as computed, so that they get an entry of their own.
+        skipped: Rows of segments that are left out.
+    """
+    prompt, n_exact, runs = plan.prompt, exact_rows(plan), list[_Run]()
+    fetches = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}
+    for index, (segment, (lo, hi)) in enumerate(zip(prompt.segments, prompt.spans, strict=True)):
+        fetch, is_history = fetches.get(index), segment.kind == "history"
+        if (lo, hi) in skipped:
+            continue
+        if fetch is not None and (is_history or (hi <= n_exact and not owns)):
+            runs.append(_Run(lo, hi, Rows(lo, hi, fetch.key, (segment.rows or (0, 0))[0], segment.shift)))
+        elif runs and runs[-1].read is None and runs[-1].hi == lo != n_exact and not is_history:
+            runs[-1] = _Run(runs[-1].lo, hi)
+        else:
+            runs.append(_Run(lo, hi))
+    return runs
+
+
+def _in_conversation(
+    ids: Sequence[int], parts: Sequence[Rows], row: int, left_out: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[Rows, ...]]:
+    """Return a conversation's tokens, and the parts at their places in it.
+
+    Args:
+        ids: The ids of a prompt and its answer.
+        parts: Where the KV of its rows is.
+        row: The row before which the prompt leaves out tokens of the conversation.
+        left_out: These tokens.
+    """
+    tokens, placed = list[int](), list[Rows]()
+    for part in parts:
+        for each in (part.cut(0, row), part.cut(row, part.hi)):
+            if each.lo < each.hi:
+                tokens += left_out if each.lo == row else ()
+                placed.append(
+                    replace(
+                        each,
+                        lo=len(tokens),
+                        hi=len(tokens) + each.hi - each.lo,
+                        origin=each.origin + len(tokens) - each.lo,
+                    )
+                )
+                tokens += ids[each.lo : each.hi]
+    return tuple(tokens), tuple(placed)
+
+
+def _plan_digest(plan: LoadPlan) -> str:
+    """Return a digest of how a prompt was computed: tokens, policy, ratio and entries read."""
+    read = [f"{fetch.segment} {fetch.key} {fetch.level}" for fetch in plan.fetches]
+    return digest("made", token_digest(plan.prompt.token_ids), plan.policy, repr(plan.ratio), *read)
+
+
+def _chained(parts: Sequence[Rows]) -> list[Rows]:
+    """Return adjacent parts from row 0 on, up to the first gap; of parts that overlap, the first counts."""
+    chain: list[Rows] = []
+    for part in sorted(parts, key=lambda part: part.lo):
+        at = chain[-1].hi if chain else 0
+        if part.lo <= at < part.hi:
+            chain.append(part.cut(at, part.hi))
+    return chain
+
+
+def _n_chained(parts: Sequence[Rows]) -> int:
+    """Return how many of the first rows are covered by parts without a gap."""
+    return next((part.hi for part in reversed(_chained(parts))), 0)
+
+
+def _copied(kv: ChunkKV, spans: Spans) -> ChunkKV:
+    """Return a copy of these rows that shares no memory with the prompt's KV."""
+    return ChunkKV(tuple(_rows_of(layer, spans) for layer in kv.layers))
+
+
+def _rows_of(layer: LayerKV, spans: Spans) -> LayerKV:
+    keys, values = (torch.cat([part[:, lo:hi] for lo, hi in spans], 1) for part in (layer.keys, layer.values))
+    return LayerKV(keys, values)
+
+
+def _is_plain(prompt: Prompt) -> bool:
+    """Return whether the prompt's positions are 0, 1, 2, ..., unlike those of a prompt over a schema."""
+    return prompt.schema_use is None and prompt.segments[-1].stop == len(prompt)

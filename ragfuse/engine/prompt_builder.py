@@ -24,9 +24,7 @@ from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, mended
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.exit import EXITING, start_thread
-from ragfuse.settings import Settings
 from ragfuse.store import KnownText
-from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_formats import call_format
@@ -51,17 +49,16 @@ class PromptBuilder:
     """Builds the prompts of one engine. Thread-safe.
 
     Args:
-        settings: The shortest chunk, and whether chunks are encoded after filler text.
-        catalog: Where the texts of known chunks are kept.
-        runtime: The model and tenant; the model may be loaded at first use.
+        runtime: The model and tenant, and the catalog with the texts of known chunks; the model may be loaded at first
+            use.
     """
 
-    def __init__(self, settings: Settings, catalog: Catalog, runtime: Runtime) -> None:
-        self._settings, self._catalog, self._runtime = settings, catalog, runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self._settings, self._catalog, self._runtime = runtime.settings, runtime.catalog, runtime
         self._lock = threading.Lock()
         self._is_loaded = False
         self._unread: Mapping[str, Sequence[KnownText]] = {}  # by their beginnings, until all are in the index
-        shortest = max(6, settings.min_chunk_tokens)
+        shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
         self._calls: CallFormat | None = None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from ragfuse.engine.background import IDLE_WAIT_S, BackgroundEncoder, EncodeJob, jobs_after
 from ragfuse.engine.generate import Generated
 from ragfuse.engine.history import ConversationHistory
@@ -13,13 +10,10 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.recurrence import RecurrenceHint, RecurringPassages
-from ragfuse.engine.request import Request
+from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.process.shared import shared
 from ragfuse.schemas.bind import SchemaUse
-from ragfuse.settings import Settings
-from ragfuse.store import KVStore
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
 from ragfuse.types.reasons import CODE
@@ -34,31 +28,20 @@ class RememberStage:
 
     def __init__(
         self,
-        settings: Settings,
         runtime: Runtime,
-        store: KVStore,
         prompts: PromptBuilder,
         history: ConversationHistory,
         prefixes: PrefixCache,
         prefetcher: Prefetcher,
     ) -> None:
-        self._settings, self._runtime, self._store = settings, runtime, store
+        self._runtime, self._settings = runtime, runtime.settings
         self._prompts, self._history, self._prefixes, self._prefetcher = prompts, history, prefixes, prefetcher
         self._passages, self.jobs = RecurringPassages(), BackgroundEncoder(self._do)
 
-    @contextmanager
-    def begun(self, prepared: PreparedPrompt, request: Request) -> Iterator[None]:
-        """Delete, at the end of the block, what `begin` saved of a turn that was not remembered after all."""
-        try:
-            yield
-        finally:
-            self._history.end(prepared)
-
     def begin(self, prepared: PreparedPrompt, request: Request) -> None:
         """Save the new KV of a prompt while its answer is generated (AttentionStore 3.2.2)."""
-        self._history.begin(prepared, request.ask)
         if request.ask.reuse:
-            self._prefixes.begin(prepared)
+            self._prefixes.save(prepared)
 
     def remember(self, prepared: PreparedPrompt, generated: Generated, request: Request) -> None:
         """Save a question's turn and the KV of its answer, and queue its missing chunks for encoding."""
@@ -68,7 +51,7 @@ class RememberStage:
         if generated.is_whole:
             self._history.after(prepared, generated.token_ids, generated.answer, ask)
             if ask.reuse:
-                self._prefixes.after(prepared, generated.token_ids)
+                self._prefixes.save(prepared, generated.token_ids)
 
     def _submit(self, prepared: PreparedPrompt) -> None:
         """Queue the background jobs of an answered prompt: chunks to encode, passages to learn."""
@@ -90,7 +73,7 @@ class RememberStage:
 
     def _do(self, job: EncodeJob) -> None:
         if job.kind == "copy":
-            self._store.warm(job.keys)
+            self._runtime.store.warm(job.keys)
         elif job.kind == "learn":
             self._learn(job)
         else:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cachetools import LRUCache
+
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.options import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError
-from ragfuse.schemas.bind import bind, check_names
-from ragfuse.schemas.layout import NO_WRAPPING, ModulePosition, SchemaLayout, Wrapping, lay_out
+from ragfuse.schemas.bind import bind
+from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out, outline
 from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, inner
 from ragfuse.schemas.pml import parse_prompt, parse_schema, read_schema
 from ragfuse.schemas.pml_writer import to_pml
@@ -42,6 +44,10 @@ __all__ = [
     "parse_prompt",
     "parse_schema",
 ]
+
+
+MAX_LAYOUTS = 256
+"""Most schemas whose layouts are cached."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,7 @@ class SchemaService(SchemaRegistry):
         super().__init__(store, catalog, settings.salt)
         self._settings, self._prompts, self._runtime = settings, prompts, runtime
         self._laying_out, self._ensuring = threading.Lock(), threading.Lock()
-        self._layouts: dict[str, tuple[str, SchemaLayout]] = {}
-        self._laid_out_keys: dict[str, tuple[SchemaLayout, list[str]]] = {}
+        self._layouts: LRUCache[str, tuple[SchemaLayout, list[str]]] = LRUCache(MAX_LAYOUTS)  # by text, with the keys
         self._template: tuple[str, Wrapping] | None = None
 
     def register(
@@ -101,17 +106,14 @@ class SchemaService(SchemaRegistry):
             StoreError: It cannot be written to the catalog.
         """
         stored = _stored_schema(schema)
-        layout, encoder, began = self._lay_out(stored), self._runtime.encoder, time.perf_counter()
+        (layout, keys), encoder, began = self._laid_out(stored), self._runtime.encoder, time.perf_counter()
         remaining_context(layout.n_positions, encoder.model, f"Schema '{stored.name}'", "Shorten its modules.")
         done = Ingested(of=len(layout.runs))
         for run in layout.runs:
             done = done.plus(len(run.tokens), encoder.keep_run(run), time.perf_counter() - began)
             if progress is not None:
                 progress(done)
-        keys = [str(encoder.key_of(run)) for run in layout.runs]
         self.put(stored, encoder.digest, keys, must)
-        with self._laying_out:
-            self._layouts[stored.name] = stored.pml, layout
         return RegisteredSchema(layout, done)
 
     def has(self, schema: Schema) -> bool:
@@ -119,7 +121,9 @@ class SchemaService(SchemaRegistry):
         stored = self.get(schema.name)
         if stored is None or not stored.is_encoded(self._runtime.encoder.digest):
             return False
-        return self._layout_if_same(stored, schema) is not None
+        with suppress(PMLError):  # of another version
+            return self.laid_out(stored).schema == schema
+        return False
 
     def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> RegisteredSchema | None:
         """Register a schema unless it is registered already; a registration in another thread is waited for.
@@ -153,37 +157,9 @@ class SchemaService(SchemaRegistry):
             raise InputError(f"There is no schema '{name}', nor a file of this name; wanted {self.describe_names()}.")
         return stored
 
-    def check(self, request: PMLPrompt) -> None:
-        """Raise PMLError where the schema of a prompt in PML is not registered or does not fit it; needs no model."""
-        stored = self._needed_by(request)
-        check_names(request, parse_schema(stored.pml, stored.file))
-
-    def _needed_by(self, request: PMLPrompt) -> StoredSchema:
-        stored = self.get(request.schema)
-        if stored is None:
-            raise request.at.error(
-                f"a prompt for schema '{request.schema}', which is not registered",
-                self.describe_names(),
-                "Register it first: `ragfuse schema add FILE` or engine.schemas.register(FILE).",
-            )
-        return stored
-
     def laid_out(self, stored: StoredSchema) -> SchemaLayout:
-        """Return the layout of a stored schema for the engine's model; it is cached until the schema changes."""
-        with self._laying_out:
-            pml, layout = self._layouts.get(stored.name, ("", None))
-        if layout is None or pml != stored.pml:
-            layout = self._lay_out(stored)
-            with self._laying_out:
-                self._layouts[stored.name] = stored.pml, layout
-        return layout
-
-    def remove(self, name: str) -> int:
-        """Delete a schema and, in every tier, the KV that no other registered schema uses; return the bytes freed."""
-        with self._laying_out:
-            self._layouts.pop(name, None)
-            self._laid_out_keys.pop(name, None)
-        return super().remove(name)
+        """Return the layout of a stored schema for the engine's model; the latest ones are cached."""
+        return self._laid_out(stored)[0]
 
     def prompt(self, request: PMLPrompt, ask: Ask) -> Prompt:
         """Build the prompt of a request in PML: modules at the schema's positions, and new text (`schemas.bind`).
@@ -199,37 +175,30 @@ class SchemaService(SchemaRegistry):
             )
         if ask.tools:
             raise InputError("A prompt in PML cannot have tools: leave out `tools`, or ask with messages.", "tools")
-        stored, encoder = self._needed_by(request), self._runtime.encoder
-        layout = self._layout_of(stored, request.over)
-        self._note(stored, layout, encoder)
+        stored, encoder = self.get(request.schema), self._runtime.encoder
+        if stored is None:
+            raise request.at.error(
+                f"a prompt for schema '{request.schema}', which is not registered",
+                self.describe_names(),
+                "Register it first: `ragfuse schema add FILE` or engine.schemas.register(FILE).",
+            )
+        layout, keys = self._laid_out(stored if request.over is None else _stored_schema(request.over))
+        if not {*keys} <= {*stored.keys.get(encoder.digest, ())}:
+            self.note(stored.name, encoder.digest, keys)  # the answer may store them: they are deleted with the schema
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend)
 
     # inside
 
-    def _layout_of(self, stored: StoredSchema, schema: Schema | None) -> SchemaLayout:
-        """Return the layout of `schema`, even if the stored one of its name differs; None means the stored one."""
-        if schema is None:
-            return self.laid_out(stored)
-        return self._layout_if_same(stored, schema) or self._lay_out(_stored_schema(schema))
-
-    def _note(self, stored: StoredSchema, layout: SchemaLayout, encoder: Encoder) -> None:
-        """Record the keys that answers over a layout may store, so that they are deleted together with the schema."""
+    def _laid_out(self, stored: StoredSchema) -> tuple[SchemaLayout, list[str]]:
+        """Return the layout of a schema, and the keys of its runs."""
         with self._laying_out:
-            noted = self._laid_out_keys.get(stored.name)
-        if noted is None or noted[0] is not layout:
-            noted = layout, [str(encoder.key_of(run)) for run in layout.runs]
+            found = self._layouts.get(stored.pml)
+        if found is None:
+            layout, encoder = self._lay_out(stored), self._runtime.encoder
+            found = layout, [str(encoder.key_of(run)) for run in layout.runs]
             with self._laying_out:
-                self._laid_out_keys[stored.name] = noted
-        if not {*noted[1]} <= {*stored.keys.get(encoder.digest, ())}:
-            self.note(stored.name, encoder.digest, noted[1])
-
-    def _layout_if_same(self, stored: StoredSchema, schema: Schema) -> SchemaLayout | None:
-        """Return the layout of the stored schema if it equals `schema`, else None."""
-        try:
-            layout = self.laid_out(stored)
-        except PMLError:  # the stored schema is a different one
-            return None
-        return layout if layout.schema == schema else None
+                self._layouts[stored.pml] = found
+        return found
 
     def _lay_out(self, stored: StoredSchema) -> SchemaLayout:
         model, schema = self._runtime.encoder.model, parse_schema(stored.pml, stored.file)
@@ -251,24 +220,6 @@ class SchemaService(SchemaRegistry):
             render: Any = lambda messages, ask: self._prompts.render(messages, (), ask)  # noqa: E731
             self._template = wrapping_of(render, str(tokenizer.bos_token or "")) if has_template else ("", NO_WRAPPING)
         return self._template
-
-
-def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
-    """Yield one row in plain JSON types for each part of a layout, in order.
-
-    A row has depth, what (its kind), and positions start to stop. A module also has name, path, tokens (own text and
-    room for arguments) and nbytes (bytes of its run's KV); a parameter has name and tokens.
-    """
-    for depth, what, part in layout.outline():
-        row: dict[str, Any] = {"depth": depth, "what": what, "start": part.start, "stop": part.stop}
-        if isinstance(part, ModulePosition):
-            run = layout.modules.get(part.path)
-            n_kept = len(run.tokens) if run is not None else 0
-            own = sum(len(each.tokens) for each in part.ranges)
-            row |= {"name": part.name, "path": part.path, "tokens": own, "nbytes": n_kept * nbytes_per_token}
-        elif what == "param":
-            row |= {"name": getattr(part, "param", ""), "tokens": part.stop - part.start}
-        yield row
 
 
 def _has_messages(items: tuple[Item, ...]) -> bool:

@@ -21,16 +21,16 @@ from ragfuse.schemas.layout import (
     TokenRange,
     UnionPosition,
     check_together,
-    lay_out,
     opened,
 )
-from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, Schema, SourcePosition, TextNode
+from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, SourcePosition, TextNode
 from ragfuse.schemas.pml import one_of
 from ragfuse.types.keys import ChunkKey, Kind
 from ragfuse.types.prompt import Prompt, Segment
 
 KeyOf = Callable[[SchemaRun], ChunkKey]
 """Returns the key of a run's KV, encoded alone at its own positions; `ChunkKey.layout` is `SchemaRun.layout`."""
+Items = tuple[TextNode | Import | MessageNode, ...]
 
 
 @dataclass(frozen=True)
@@ -69,35 +69,33 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
     """
     if request.schema != layout.schema.name:
         raise request.at.error(f"a prompt for schema '{request.schema}'", f"one for '{layout.schema.name}'")
-    key_of, contents = cache(key_of), _contents(request, layout, encode)  # cached: many pieces share a run
-    placing = _Placing(layout, contents, _sources(layout, contents.imports), key_of, "chunk" if blend else "module")
-    placing.scope(layout.root)
+    imports = dict[str, SourcePosition]()
+    _import(layout, layout.root, request.items, imports)
+    check_together(imports, layout.forks)
+    key_of = cache(key_of)  # many pieces share a run
+    placing = _Placing(layout, encode, _sources(layout, imports), key_of, "chunk" if blend else "module")
+    placing.scope(layout.root, request.items, request.args, request.at)
     ending = tuple(encode(request.ending, False)) if request.ending else _generation_prompt(request, layout, encode)
     placing.free(_Free(ending, request.at))
-    others = dict.fromkeys(map(key_of, _others(layout, contents.imports)))
+    others = dict.fromkeys(map(key_of, _others(layout, imports)))
     return placing.prompt(request.at, tuple(others))
 
 
-def check_names(request: PMLPrompt, schema: Schema) -> None:
-    """Check a PML prompt against its schema without a tokenizer: all but how many tokens an argument may have.
-
-    Args:
-        request: The PML prompt.
-        schema: Its schema.
-
-    Raises:
-        PMLError: An import or argument does not exist in the schema, or does not fit; or the schema contradicts itself.
-    """
-    encode: Encode = lambda text, allow_special: (0,) if text else ()  # noqa: E731
-    _contents(request, lay_out(schema, encode, placeholder=0), encode)
-
-
-def _contents(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> _Contents:
-    """Return the contents of a PML prompt, checked against the layout of its schema."""
-    contents = _Contents(layout, encode)
-    contents.scope(layout.root, request.items, request.args, request.at)
-    check_together(contents.imports, layout.forks)
-    return contents
+def _import(layout: SchemaLayout, place: ModulePosition, items: Items, imports: dict[str, SourcePosition]) -> None:
+    """Collect the paths of the modules that items of a prompt import inside one module."""
+    children = {child.name: child for child in place.places()}
+    for item in items:
+        if not isinstance(item, Import):
+            continue
+        child = children.get(item.name)
+        if child is None:
+            elsewhere = [path for path in layout.places if path.rpartition("/")[2] == item.name]
+            where = place.path or layout.schema.name
+            raise item.at.error(f"unknown module '{item.name}' in '{where}'", one_of(item.name, elsewhere or children))
+        if child.path in imports:
+            raise item.at.error(f"module '{item.name}' imported twice", "each module once")
+        imports[child.path] = item.at
+        _import(layout, child, item.items, imports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,84 +105,6 @@ class _Free:
     tokens: tuple[int, ...]
     at: SourcePosition
     role: str = ""
-
-
-class _Contents:
-    """The checked contents of a PML prompt: imports, arguments by path, and texts by the module next to them."""
-
-    def __init__(self, layout: SchemaLayout, encode: Encode) -> None:
-        self._layout, self._encode = layout, encode
-        self.imports: dict[str, SourcePosition] = {}
-        self.arguments: dict[str, dict[str, tuple[int, ...]]] = {}
-        self.before: dict[str, list[_Free]] = {}
-        self.behind: dict[str, list[_Free]] = {}
-        self.at_end: dict[str, list[_Free]] = {}
-
-    def scope(
-        self,
-        place: ModulePosition,
-        items: tuple[TextNode | Import | MessageNode, ...],
-        args: tuple[tuple[str, str], ...],
-        at: SourcePosition,
-    ) -> None:
-        """Collect the imports, arguments and texts inside one module."""
-        items = _stripped(items)
-        self.arguments[place.path] = self._arguments(place, args, at)
-        children = {child.name: child for child in place.places()}
-        last_import = max((i for i, item in enumerate(items) if isinstance(item, Import)), default=-1)
-        waiting = list[_Free]()
-        behind: list[_Free] | None = None
-        for i, item in enumerate(items):
-            if isinstance(item, Import):
-                path = self._import(item, place, children)
-                self.before[path] = waiting
-                behind = self.behind[path] = []
-                waiting = []
-                continue
-            if i > last_import and isinstance(item, MessageNode):
-                behind = None
-            if free := self._free(item, is_last=i == len(items) - 1):
-                (waiting if behind is None else behind).append(free)
-        self.at_end[place.path] = waiting
-
-    def _import(self, item: Import, place: ModulePosition, children: Mapping[str, ModulePosition]) -> str:
-        child = children.get(item.name)
-        if child is None:
-            raise self._unknown(item, place, children)
-        if child.path in self.imports:
-            raise item.at.error(f"module '{item.name}' imported twice", "each module once")
-        self.imports[child.path] = item.at
-        self.scope(child, item.items, item.args, item.at)
-        return child.path
-
-    def _unknown(self, item: Import, place: ModulePosition, children: Mapping[str, ModulePosition]) -> Exception:
-        elsewhere = [path for path in self._layout.places if path.rpartition("/")[2] == item.name]
-        wanted = one_of(item.name, elsewhere or children)
-        return item.at.error(f"unknown module '{item.name}' in '{place.path or self._layout.schema.name}'", wanted)
-
-    def _arguments(
-        self, place: ModulePosition, args: tuple[tuple[str, str], ...], at: SourcePosition
-    ) -> dict[str, tuple[int, ...]]:
-        max_tokens = {part.param: len(part.tokens) for part in place.ranges if part.param}
-        found = {}
-        for name, value in args:
-            if name not in max_tokens:
-                where = f"'{place.path}'" if place.path else "the schema itself"
-                raise at.error(f"unknown argument '{name}' of {where}", one_of(name, max_tokens))
-            tokens = tuple(self._encode(value, False))
-            if len(tokens) > max_tokens[name]:
-                raise at.error(f"argument '{name}' of {len(tokens)} tokens", f"at most {max_tokens[name]}")
-            found[name] = tokens
-        return found
-
-    def _free(self, item: TextNode | MessageNode, is_last: bool) -> _Free | None:
-        """Return the tokens of a text; None for white space. An assistant's message at the end is left open."""
-        if isinstance(item, TextNode):
-            return _Free(tuple(self._encode(item.text, False)), item.at) if item.text.strip() else None
-        before, after = self._layout.wrapping.around(item.role)
-        is_open = is_last and item.role == "assistant"
-        ends = () if is_open else tuple(self._encode(after, True))
-        return _Free((*opened(self._encode, before), *self._encode(item.text, False), *ends), item.at, item.role)
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
@@ -222,7 +142,7 @@ def _generation_prompt(request: PMLPrompt, layout: SchemaLayout, encode: Encode)
     return tuple(encode(layout.wrapping.ask, True))
 
 
-def _stripped(items: tuple[TextNode | Import | MessageNode, ...]) -> tuple[TextNode | Import | MessageNode, ...]:
+def _stripped(items: Items) -> Items:
     """Drop texts of white space at the end."""
     n = len(items)
     while n and isinstance(last := items[n - 1], TextNode) and not last.text.strip():
@@ -256,7 +176,7 @@ class _Placing:
     """Places token ranges and texts in order; `cursor` is the first free position."""
 
     layout: SchemaLayout
-    contents: _Contents
+    encode: Encode
     sources: Mapping[str, SchemaRun]
     key_of: KeyOf
     kind: Kind
@@ -266,20 +186,32 @@ class _Placing:
     moved: int = 0
     _last: _Free | None = None
 
-    def scope(self, place: ModulePosition) -> None:
-        """Place an imported module and everything that is imported in it, in order."""
+    def scope(self, place: ModulePosition, items: Items, args: tuple[tuple[str, str], ...], at: SourcePosition) -> None:
+        """Place a module with everything that the items of a prompt import in it, and their texts, in order."""
+        items, arguments = _stripped(items), self._arguments(place, args, at)
+        last_import = max((i for i, item in enumerate(items) if isinstance(item, Import)), default=-1)
+        imports = dict[str, tuple[Import, list[_Free], list[_Free]]]()  # each with the texts before and behind it
+        texts = at_end = list[_Free]()
+        for i, item in enumerate(items):
+            if isinstance(item, Import):
+                imports[item.name] = item, [] if imports else texts, (texts := [])
+                at_end = []
+                continue
+            if i > last_import and isinstance(item, MessageNode):
+                texts = at_end
+            if free := self._free(item, is_last=i == len(items) - 1):
+                texts.append(free)
         for part in place.parts:
             if isinstance(part, TokenRange):
-                self._place_range(part)
+                self._place_range(part, arguments)
                 continue
             for child in part.places if isinstance(part, UnionPosition) else (part,):
-                if child.path in self.contents.imports:
-                    self._child(child)
-        for text in self.contents.at_end[place.path]:
+                if child.name in imports:
+                    self._child(child, *imports[child.name])
+        for text in at_end:
             self.free(text)
 
-    def _child(self, place: ModulePosition) -> None:
-        before, behind = self.contents.before[place.path], self.contents.behind[place.path]
+    def _child(self, place: ModulePosition, item: Import, before: list[_Free], behind: list[_Free]) -> None:
         for text in (*before, *behind):
             if text.role and place.in_message:
                 found = f"'<{text.role}>' next to module '{place.name}', which is inside a message"
@@ -288,10 +220,34 @@ class _Placing:
             self.free(text)
         self.imported.append(place.path)
         self._make_room(place.start)
-        self.scope(place)
+        self.scope(place, item.items, item.args, item.at)
         self.cursor = max(self.cursor, place.stop + self.moved)
         for text in behind:
             self.free(text)
+
+    def _arguments(
+        self, place: ModulePosition, args: tuple[tuple[str, str], ...], at: SourcePosition
+    ) -> dict[str, tuple[int, ...]]:
+        max_tokens = {part.param: len(part.tokens) for part in place.ranges if part.param}
+        found = {}
+        for name, value in args:
+            if name not in max_tokens:
+                where = f"'{place.path}'" if place.path else "the schema itself"
+                raise at.error(f"unknown argument '{name}' of {where}", one_of(name, max_tokens))
+            tokens = tuple(self.encode(value, False))
+            if len(tokens) > max_tokens[name]:
+                raise at.error(f"argument '{name}' of {len(tokens)} tokens", f"at most {max_tokens[name]}")
+            found[name] = tokens
+        return found
+
+    def _free(self, item: TextNode | MessageNode, is_last: bool) -> _Free | None:
+        """Return the tokens of a text; None for white space. An assistant's message at the end is left open."""
+        if isinstance(item, TextNode):
+            return _Free(tuple(self.encode(item.text, False)), item.at) if item.text.strip() else None
+        before, after = self.layout.wrapping.around(item.role)
+        is_open = is_last and item.role == "assistant"
+        ends = () if is_open else tuple(self.encode(after, True))
+        return _Free((*opened(self.encode, before), *self.encode(item.text, False), *ends), item.at, item.role)
 
     def free(self, text: _Free) -> None:
         """Place a text of the prompt at the cursor."""
@@ -299,12 +255,11 @@ class _Placing:
             self._add(_Piece(self.cursor, list(text.tokens)))
             self._last = text
 
-    def _place_range(self, part: TokenRange) -> None:
+    def _place_range(self, part: TokenRange, arguments: Mapping[str, tuple[int, ...]]) -> None:
         self._make_room(part.start)
         start, run = part.start + self.moved, self.sources.get(part.owner)
         if part.param:
-            argument = self.contents.arguments[part.owner].get(part.param, ())
-            self._add(_Piece(start, list(argument)))
+            self._add(_Piece(start, list(arguments.get(part.param, ()))))
         elif run is None:
             self._add(_Piece(start, list(part.tokens)))
         else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from ragfuse.schemas.nodes import (
     NOWHERE,
@@ -215,13 +215,6 @@ class SchemaLayout:
     def n_positions(self) -> int:
         """Positions that the schema takes."""
         return self.root.stop
-
-    def outline(self) -> Iterator[tuple[int, str, ModulePosition | UnionPosition | TokenRange]]:
-        """Yield every part in order, for display, as (depth, kind, part).
-
-        The kind is "schema", "module", "union", "param" or "text".
-        """
-        yield from _outline(self.root, 0)
 
 
 def lay_out(
@@ -435,16 +428,29 @@ def check_together(named: Mapping[str, SourcePosition], forks: Mapping[str, Unio
             raise named[path].error(f"'{other}' and '{path}' of the same union", "only one of them")
 
 
-def _outline(
-    place: ModulePosition, depth: int
-) -> Iterator[tuple[int, str, ModulePosition | UnionPosition | TokenRange]]:
-    yield depth, "module" if place.path else "schema", place
-    for part in place.parts:
+def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
+    """Yield one row in plain JSON types for each part of a layout, in order.
+
+    A row has depth, what ("schema", "module", "union", "param" or "text"), and positions start to stop. A module also
+    has name, path, tokens (own text and room for arguments) and nbytes (bytes of its run's KV); a parameter has name
+    and tokens.
+    """
+
+    def rows(part: Part, depth: int) -> Iterator[dict[str, Any]]:
+        row = {"depth": depth, "what": "text", "start": part.start, "stop": part.stop}
         if isinstance(part, TokenRange):
-            yield depth + 1, "param" if part.param else "text", part
+            yield {**row, "what": "param", "name": part.param, "tokens": len(part.tokens)} if part.param else row
         elif isinstance(part, UnionPosition):
-            yield depth + 1, "union", part
-            for each in part.places:
-                yield from _outline(each, depth + 2)
+            yield {**row, "what": "union"}
         else:
-            yield from _outline(part, depth + 1)
+            run = layout.modules.get(part.path)
+            sizes = {
+                "tokens": sum(len(each.tokens) for each in part.ranges),
+                "nbytes": len(run.tokens) * nbytes_per_token if run is not None else 0,
+            }
+            yield {**row, "what": "module" if part.path else "schema", "name": part.name, "path": part.path, **sizes}
+        inside = () if isinstance(part, TokenRange) else part.places if isinstance(part, UnionPosition) else part.parts
+        for each in inside:
+            yield from rows(each, depth + 1)
+
+    yield from rows(layout.root, 0)

@@ -1,7 +1,7 @@
 """The parser of PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2).
 
 Errors carry file, line and column. The XML is read by expat of the standard library. DTDs are rejected, so only the
-five predefined and numeric entities exist and nothing is fetched, and size and depth are limited. White space is kept
+five predefined and numeric entities exist and nothing is fetched, and the depth is limited. White space is kept
 as text; comments are dropped. `schemas/layout.py` assigns token positions and checks that names are unique.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from xml.parsers import expat
 
 from ragfuse.errors import PMLError
@@ -34,11 +34,10 @@ from ragfuse.schemas.nodes import (
 )
 from ragfuse.types.whole_text import whole_text
 
-MAX_PML_CHARS = 16_000_000
+Root = TypeVar("Root", Schema, PMLPrompt)
 MAX_DEPTH = 64
-MAX_ELEMENTS = 100_000
 MAX_MODULE_NAME_CHARS = 100
-"""Limits of one PML text: characters, nesting depth, elements, characters of a name."""
+"""Limits of one PML text: nesting depth, and characters of a name."""
 
 PML_ROLES = ("system", "user", "assistant")
 _PARTS = ("module", "union", "parameter", "param", *PML_ROLES)
@@ -80,12 +79,12 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
 
 def parse_schema(text: str, file: str = "") -> Schema:
     """Parse a PML text that must be a schema; PMLError otherwise."""
-    return _as_schema(parse(text, file))
+    return _only(Schema, parse(text, file))
 
 
 def parse_prompt(text: str, file: str = "") -> PMLPrompt:
     """Parse a PML text that must be a prompt; PMLError otherwise."""
-    return _as_prompt(parse(text, file))
+    return _only(PMLPrompt, parse(text, file))
 
 
 def read(source: str | Path) -> Schema | PMLPrompt:
@@ -106,23 +105,18 @@ def read(source: str | Path) -> Schema | PMLPrompt:
 
 def read_schema(source: str | Path) -> Schema:
     """Parse PML as `read` does; PMLError where it is no schema."""
-    return _as_schema(read(source))
+    return _only(Schema, read(source))
 
 
 def read_prompt(source: str | Path) -> PMLPrompt:
     """Parse PML as `read` does; PMLError where it is no prompt."""
-    return _as_prompt(read(source))
+    return _only(PMLPrompt, read(source))
 
 
-def _as_schema(found: Schema | PMLPrompt) -> Schema:
-    if isinstance(found, PMLPrompt):
-        raise found.at.error("<prompt>", "<schema>")
-    return found
-
-
-def _as_prompt(found: Schema | PMLPrompt) -> PMLPrompt:
-    if isinstance(found, Schema):
-        raise found.at.error("<schema>", "<prompt>")
+def _only(kind: type[Root], found: Schema | PMLPrompt) -> Root:
+    if not isinstance(found, kind):
+        named = ("<schema>", "<prompt>") if kind is PMLPrompt else ("<prompt>", "<schema>")
+        raise found.at.error(*named)
     return found
 
 
@@ -151,20 +145,15 @@ class _Element:
 
 def _root(text: str, file: str) -> _Element:
     """Return the root element of a text."""
-    if len(text) > MAX_PML_CHARS:
-        raise PMLError(f"{len(text)} characters", f"at most {MAX_PML_CHARS}", file)
-    parser, count = expat.ParserCreate("utf-8"), 0
+    parser = expat.ParserCreate("utf-8")
     opened = [_Element("document", {}, SourcePosition(file))]
 
     def here() -> SourcePosition:
         return SourcePosition(file, parser.CurrentLineNumber, parser.CurrentColumnNumber + 1)
 
     def start(tag: str, attributes: dict[str, str]) -> None:
-        nonlocal count
-        count += 1
-        if count > MAX_ELEMENTS or len(opened) > MAX_DEPTH:
-            limits = f"at most {MAX_ELEMENTS} elements, nested in at most {MAX_DEPTH}"
-            raise here().error(f"'<{tag}>' as one element too many", limits)
+        if len(opened) > MAX_DEPTH:
+            raise here().error(f"'<{tag}>' as one element too many", f"elements nested in at most {MAX_DEPTH}")
         element = _Element(tag, attributes, here())
         opened[-1].items.append(element)
         opened.append(element)

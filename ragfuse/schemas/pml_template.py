@@ -9,12 +9,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from ragfuse.errors import InputError
 from ragfuse.schemas.frontends.python import schema_of
-from ragfuse.schemas.frontends.templates import Syntax, filled, from_template, parsed
-from ragfuse.schemas.nodes import Import, MessageNode, Param, PMLPrompt, Schema, SourcePosition, TextNode, inner
+from ragfuse.schemas.frontends.templates import Syntax, from_template, parsed
+from ragfuse.schemas.nodes import MessageNode, Param, PMLPrompt, Schema, SourcePosition, TextNode, inner
 from ragfuse.schemas.pml import read_prompt, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.types.arguments import checks_arguments
@@ -163,8 +163,8 @@ class PMLTemplate:
             found: PMLPrompt = self._function(**own_values)
             return found
         if self._request is None:
-            return filled(self.schema, own_values)
-        return _each(self._request, lambda text, at: self._text(text, values, at))
+            return PMLPrompt(self.schema.name, (), tuple((name, str(value)) for name, value in own_values.items()))
+        return cast(PMLPrompt, _changed(self._request, lambda text, at: self._text(text, values, at)))
 
     def _own_variables(self) -> dict[str, bool]:
         """Return the variables of the prompt without its question, and whether each has a default value."""
@@ -183,7 +183,7 @@ class PMLTemplate:
             found.extend(name for _, name, _ in parts if name is not None)
             return text
 
-        _each(request, collect)
+        _changed(request, collect)
         return found
 
     def _text(self, text: str, values: Mapping[str, object], at: SourcePosition) -> str:
@@ -197,22 +197,9 @@ def _schema(source: Schema | Path | str | Callable[..., Any]) -> Schema:
     return read_schema(source) if isinstance(source, str | Path) else schema_of(source)
 
 
-def _each(request: PMLPrompt, change: Change) -> PMLPrompt:
-    """Return a prompt with `change` applied to every text: its own, those of messages and of arguments."""
-    args, items = _args(request.args, request.at, change), _items(request.items, change)
-    return replace(request, args=args, items=items, ending=change(request.ending, request.at))
-
-
-def _items(
-    items: tuple[TextNode | Import | MessageNode, ...], change: Change
-) -> tuple[TextNode | Import | MessageNode, ...]:
-    return tuple(
-        replace(item, args=_args(item.args, item.at, change), items=_items(item.items, change))
-        if isinstance(item, Import)
-        else replace(item, text=change(item.text, item.at))
-        for item in items
-    )
-
-
-def _args(args: tuple[tuple[str, str], ...], at: SourcePosition, change: Change) -> tuple[tuple[str, str], ...]:
-    return tuple((name, change(value, at)) for name, value in args)
+def _changed(node: Any, change: Change) -> Any:
+    """Return a prompt or an item of it with `change` applied to its texts and to those of its arguments."""
+    if isinstance(node, TextNode | MessageNode):
+        return replace(node, text=change(node.text, node.at))
+    args = tuple((name, change(value, node.at)) for name, value in node.args)
+    return replace(node, args=args, items=tuple(_changed(each, change) for each in node.items))

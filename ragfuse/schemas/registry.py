@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.errors import InputError, PMLError, StoreError
 from ragfuse.schemas.nodes import Item, Module, inner
 from ragfuse.schemas.pml import one_of, parse_schema
 from ragfuse.store import KVStore
-from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import Catalog
-from ragfuse.store.deletion import dropped
+from ragfuse.store.deletion import unanswered
 from ragfuse.types.keys import ChunkKey, digest
 
 log = logging.getLogger("ragfuse.engine")
@@ -72,15 +74,23 @@ class StoredSchema:
         """Whether exactly this text was encoded for `model`, a digest of model and tenant."""
         return self.encoded.get(model) == digest("schema", self.pml)
 
+    def with_keys(self, model: str, keys: Sequence[str]) -> StoredSchema:
+        """Return it with keys of one model; those of earlier versions of the text stay, as their KV is still stored."""
+        known = dict.fromkeys((*keys, *self.keys.get(model, ())))
+        return replace(self, keys={**self.keys, model: list(known)})
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StoredSchema | None:
         """Return the schema of a catalog record; None if the record is not one."""
         try:
-            keys = {str(model): [str(key) for key in keys] for model, keys in data["keys"].items()}
-            encoded = {str(model): str(text) for model, text in data.get("encoded", {}).items()}
-            return cls(str(data["name"]), str(data["pml"]), str(data["file"]), float(data["added"]), keys, encoded)
-        except (KeyError, TypeError, ValueError, AttributeError):
+            return _adapter().validate_python(dict(data))
+        except ValidationError:
             return None
+
+
+@cache
+def _adapter() -> TypeAdapter[StoredSchema]:
+    return TypeAdapter(StoredSchema)
 
 
 class SchemaRegistry:
@@ -116,15 +126,23 @@ class SchemaRegistry:
         with self._lock:
             previous = self._get(schema.name) or schema
             encoded = {**previous.encoded, model: digest("schema", schema.pml)}
-            all_keys = _more(previous.keys, model, keys)
-            self._write(replace(schema, added=self._clock(), keys=all_keys, encoded=encoded), required)
+            self._write(
+                replace(
+                    previous.with_keys(model, keys),
+                    pml=schema.pml,
+                    file=schema.file,
+                    added=self._clock(),
+                    encoded=encoded,
+                ),
+                required,
+            )
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
         """Record keys of KV that may be encoded for a schema after an answer, so that it is deleted with the schema."""
         with self._lock:
             schema = self._get(name)
             if schema is not None:
-                self._write(replace(schema, keys=_more(schema.keys, model, keys)))
+                self._write(schema.with_keys(model, keys))
 
     def get(self, name: str) -> StoredSchema | None:
         """Return the schema of that name, or None."""
@@ -168,12 +186,10 @@ class SchemaRegistry:
             self._catalog.strict.delete(self._prefix + name)
             self._in_process.pop(name, None)
             self._unwritten.discard(name)
-        removed = {key for key in _keys(schema) if key not in others}
-        sizes = [(entry, entry.nbytes) for tier in self._store.tiers for entry in tier.stat(removed).values()]
-        outcome = dropped(self._store, self._store.drop(removed))
-        if outcome.silent:
-            log.warning(unanswered(outcome.silent, f"KV of schema '{name}' stays there"))
-        return sum(nbytes for entry, nbytes in sizes if not outcome.has_left(entry))
+        done = self._store.forget(_keys(schema) - others)
+        if done.silent:
+            log.warning(unanswered(done.silent, f"KV of schema '{name}' stays there"))
+        return done.nbytes
 
     def _all(self) -> list[StoredSchema]:
         found = map(self.get, self.names())
@@ -193,19 +209,8 @@ class SchemaRegistry:
         return StoredSchema.from_dict(data) if data else None
 
 
-def _more(before: Mapping[str, Sequence[str]], model: str, keys: Sequence[str]) -> dict[str, list[str]]:
-    """Add keys of one model; keys of earlier versions of the text stay, because their KV is still stored."""
-    others = {name: list(old) for name, old in before.items()}
-    return {**others, model: list(dict.fromkeys([*keys, *others.get(model, [])]))}
-
-
-def _keys(schema: StoredSchema) -> Iterator[ChunkKey]:
-    for keys in schema.keys.values():
-        for key in keys:
-            try:
-                yield ChunkKey.parse(key)
-            except ValueError:  # a damaged key is skipped, the others still count
-                continue
+def _keys(schema: StoredSchema) -> set[ChunkKey]:
+    return {ChunkKey.parse(key) for keys in schema.keys.values() for key in keys}
 
 
 def _counts(stored: StoredSchema) -> tuple[int, int]:

@@ -39,8 +39,8 @@ class ConversationIndex:
     # what is known
 
     def note(self, name: Name, session: Session) -> None:
-        """Set a conversation's keys: those of spans that its prompts still use."""
-        self._note(name, tuple(dict.fromkeys(each.key for each in session.kv_spans if each.n_kept)))
+        """Set a conversation's keys."""
+        self._note(name, session.keys)
 
     def forget(self, name: Name) -> None:
         """Remove a conversation."""

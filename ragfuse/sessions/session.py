@@ -1,24 +1,25 @@
-"""Conversations as values: turns, and spans of tokens with the key of their KV. No model, no store, no I/O.
+"""Conversations as values: a name, turns, and the path of their tokens to the rows that hold their KV. No I/O.
 
-The key of a span depends on its tokens and their context, not on its position. Truncation therefore only changes which
-rows of it are used and where they start; the stored bytes stay the same (AttentionStore 3.4).
+Truncation only changes which rows a prompt uses and where they start; the stored bytes stay the same (AttentionStore
+3.4).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ragfuse.store.radix import Rows
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import ChunkKey, digest
 
-VERSION = 2
+VERSION = 3
 """Version of the stored form of a session; sessions of other versions are not read."""
 
 Part = tuple[str, str, str]
@@ -98,66 +99,35 @@ def is_again(given: HistoryMessage, stored: HistoryMessage) -> bool:
 
 
 @dataclass(frozen=True)
-class KVSpan:
-    """Consecutive tokens of a conversation whose KV is one entry of the store.
-
-    Args:
-        tokens: The token ids.
-        key: The entry's key.
-        kept: Ranges lo:hi, in order, of the tokens that prompts still use; truncation drops the others.
-    """
-
-    tokens: tuple[int, ...]
-    key: ChunkKey
-    kept: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def whole(cls, tokens: Sequence[int], key: ChunkKey) -> KVSpan:
-        """Return a span of which all tokens are kept."""
-        return cls(tuple(tokens), key, ((0, len(tokens)),))
-
-    @property
-    def n_kept(self) -> int:
-        """Number of tokens that prompts still use."""
-        return sum(hi - lo for lo, hi in self.kept)
-
-    def without(self, first: int, count: int) -> KVSpan:
-        """Return the span with `count` of its kept tokens dropped, from index `first` among these on."""
-        kept: list[tuple[int, int]] = []
-        at = 0
-        for lo, hi in self.kept:
-            ranges = ((lo, min(hi, lo + max(0, first - at))), (max(lo, min(hi, lo + first + count - at)), hi))
-            kept += [each for each in ranges if each[0] < each[1]]
-            at += hi - lo
-        return replace(self, kept=tuple(kept))
-
-
-@dataclass(frozen=True)
 class Turn:
     """One turn of a conversation.
 
     Args:
         messages: The new messages; the last one is the answer.
         answer_ids: The answer's token ids as they were generated; tokenising its text may give others.
-        kv_spans: The spans of KV that the turn added.
     """
 
     messages: tuple[HistoryMessage, ...]
     answer_ids: tuple[int, ...]
-    kv_spans: tuple[KVSpan, ...]
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens of its spans, dropped ones included."""
-        return sum(len(kv_span.tokens) for kv_span in self.kv_spans)
 
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation: its name and its turns. Immutable; each turn makes a new value."""
+    """A conversation: its name, its turns, and the path of its KV. Immutable; each turn makes a new value.
+
+    Args:
+        id: Its name.
+        turns: Its turns.
+        tokens: The token ids from its beginning to its leaf, the end of what is kept of it.
+        rows: Where the KV of these tokens is, in order, without that of the dropped ones.
+        left_out: The range lo:hi of the tokens that prompts no longer use, as they were truncated.
+    """
 
     id: str
     turns: tuple[Turn, ...] = ()
+    tokens: tuple[int, ...] = ()
+    rows: tuple[Rows, ...] = ()
+    left_out: tuple[int, int] = (0, 0)
 
     @property
     def messages(self) -> tuple[HistoryMessage, ...]:
@@ -171,24 +141,19 @@ class Session:
         return frozenset(source for _, _, source in parts if source)
 
     @property
-    def kv_spans(self) -> tuple[KVSpan, ...]:
-        """The spans of all turns, in order."""
-        return tuple(kv_span for turn in self.turns for kv_span in turn.kv_spans)
-
-    @property
     def n_tokens(self) -> int:
-        """Number of tokens of all turns, dropped ones included."""
-        return sum(turn.n_tokens for turn in self.turns)
+        """Number of its tokens, dropped ones included."""
+        return len(self.tokens)
 
     @property
     def dropped(self) -> int:
         """Number of tokens that prompts no longer use."""
-        return self.n_tokens - sum(kv_span.n_kept for kv_span in self.kv_spans)
+        return self.left_out[1] - self.left_out[0]
 
     @property
     def keys(self) -> tuple[ChunkKey, ...]:
-        """The keys of all its KV, including that of dropped tokens."""
-        return tuple(dict.fromkeys(kv_span.key for kv_span in self.kv_spans))
+        """The keys of all its KV."""
+        return tuple(dict.fromkeys(rows.key for rows in self.rows))
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -196,19 +161,17 @@ class Session:
         digests = prefix_digests(self.messages)
         return tuple(digests[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns))
 
-    def upto(self, turns: int) -> Session:
-        """Return the session with its first `turns` turns only."""
-        return replace(self, turns=self.turns[:turns])
+    def known(self, token_ids: Sequence[int]) -> tuple[Rows, ...]:
+        """Return the rows that a prompt of these ids can begin with; at least one id stays unmatched."""
+        pairs = enumerate(zip(self.tokens, token_ids, strict=False))
+        most = min(len(self.tokens), len(token_ids) - 1)
+        n_common = next((at for at, (mine, theirs) in pairs if mine != theirs), most)
+        return tuple(takewhile(lambda rows: rows.hi <= min(n_common, most), self.rows))
 
-    def with_kv_spans(self, kv_spans: Sequence[KVSpan]) -> Session:
-        """Return the session with its spans replaced; they are assigned to turns by their numbers of tokens."""
-        unassigned, turns = list(kv_spans), list[Turn]()
-        for turn in self.turns:
-            assigned: list[KVSpan] = []
-            while unassigned and sum(len(each.tokens) for each in assigned) < turn.n_tokens:
-                assigned.append(unassigned.pop(0))
-            turns.append(replace(turn, kv_spans=tuple(assigned)))
-        return replace(self, turns=tuple(turns))
+    def without(self, lo: int, hi: int) -> Session:
+        """Return the session with the range lo:hi of its tokens dropped."""
+        cut = (part for rows in self.rows for part in (rows.cut(0, lo), rows.cut(hi, rows.hi)))
+        return replace(self, left_out=(lo, hi), rows=tuple(part for part in cut if part.lo < part.hi))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the session in plain JSON types."""
@@ -229,46 +192,29 @@ def _adapter() -> TypeAdapter[Session]:
     return TypeAdapter(Session)
 
 
-def truncated(
-    kv_spans: Sequence[KVSpan], max_tokens: int, window: int, ratio: float, sinks: int = 0
-) -> tuple[KVSpan, ...]:
-    """Drop the earliest tokens of a history until at most `max_tokens` remain (AttentionStore 3.4).
+def truncated(left_out: tuple[int, int], n_past: int, max_tokens: int, step: int, sinks: int = 0) -> tuple[int, int]:
+    """Return which tokens of a history prompts leave out, so that at most `max_tokens` remain (AttentionStore 3.4).
 
-    Tokens are dropped in steps of `ratio * window`, so that the next turns fit too. Keys do not change.
+    The earliest tokens are dropped in steps, so that the next turns fit too.
 
     Args:
-        kv_spans: The history's spans.
+        left_out: The range lo:hi that is left out already.
+        n_past: The history's tokens, those included.
         max_tokens: Most tokens that remain.
-        window: Tokens of the context window.
-        ratio: The share of the window that one step drops, 0..1.
+        step: How many tokens one step drops.
         sinks: How many first tokens always stay (attention sinks).
 
     Returns:
-        The spans; unchanged if they fit already. More than `max_tokens` tokens remain only where the sinks alone are
-        more.
+        The range; unchanged if the history fits already. More than `max_tokens` tokens remain only where the sinks
+        alone are more.
     """
-    n_past = sum(kv_span.n_kept for kv_span in kv_spans)
-    if n_past <= max_tokens:
-        return tuple(kv_spans)
-    step = max(1, int(ratio * window))
-    n_dropped = min(max(0, n_past - sinks), step * -(-(n_past - max_tokens) // step))
-    shorter, at = list[KVSpan](), 0
-    for kv_span in kv_spans:
-        lo, hi = max(sinks, at), min(sinks + n_dropped, at + kv_span.n_kept)
-        shorter.append(kv_span.without(lo - at, hi - lo) if lo < hi else kv_span)
-        at += kv_span.n_kept
-    return tuple(shorter)
-
-
-def matched(kv_spans: Sequence[KVSpan], token_ids: Sequence[int]) -> tuple[KVSpan, ...]:
-    """Return the leading spans whose tokens `token_ids` begins with; at least one id stays unmatched."""
-    at, count = 0, 0
-    ids = tuple(token_ids)
-    for kv_span in kv_spans:
-        if at + len(kv_span.tokens) >= len(ids) or ids[at : at + len(kv_span.tokens)] != kv_span.tokens:
-            break
-        at, count = at + len(kv_span.tokens), count + 1
-    return tuple(kv_spans[:count])
+    lo, hi = left_out
+    excess = n_past - (hi - lo) - max_tokens
+    if excess <= 0:
+        return left_out
+    first = min(sinks, n_past, *([lo] if lo < hi else []))
+    n_dropped = hi - lo + step * -(-excess // step)
+    return first, min(n_past, first + n_dropped)
 
 
 def agreed(
@@ -287,13 +233,8 @@ def agreed(
     for count, turn in enumerate(session.turns):
         sent, rest = rest[: len(turn.messages)], rest[len(turn.messages) :]
         if len(sent) < len(turn.messages) or not all(map(matches, sent, turn.messages)):
-            return session.upto(count)
+            return replace(session, turns=session.turns[:count])
     return session
-
-
-def names_of(session: Session) -> dict[ChunkKey, str]:
-    """Return for each span's key the name of its turn, such as "turn 2", for traces."""
-    return {kv_span.key: f"turn {number}" for number, turn in enumerate(session.turns, 1) for kv_span in turn.kv_spans}
 
 
 @dataclass(frozen=True)
@@ -307,9 +248,7 @@ class PendingTurn:
         persistent: Whether the session is written to the catalog.
         keep_chunks: Whether retrieved chunks are kept as part of the conversation.
         previous_keys: Keys of the stored session's KV.
-        history: The spans that the prompt begins with, truncated as they are used in it.
-        omitted: Of whole turns that were left out: the row before which they stood, and their tokens. A prompt with
-            such turns has no history.
+        left_out: The row before which the prompt leaves out tokens of the conversation, and these tokens.
     """
 
     session: Session
@@ -318,15 +257,9 @@ class PendingTurn:
     persistent: bool = False
     keep_chunks: bool = True
     previous_keys: tuple[ChunkKey, ...] = ()
-    history: tuple[KVSpan, ...] = field(default=())
-    omitted: tuple[int, tuple[int, ...]] = (0, ())
+    left_out: tuple[int, tuple[int, ...]] = (0, ())
 
     @property
     def id(self) -> str:
         """The session's name."""
         return self.session.id
-
-    def placed(self) -> Iterator[tuple[int, int, KVSpan]]:
-        """Yield lo, hi and span for each range of rows that the prompt uses of its history, in order."""
-        for kv_span in self.history:
-            yield from ((lo, hi, kv_span) for lo, hi in kv_span.kept)

@@ -86,7 +86,7 @@ class RadixTree:
             if node.key is not None and count:
                 found.append(Rows(at, at + count, node.key, node.row, node.origin))
             at += count
-        return _merged(found)
+        return merged(found)
 
     def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
         """Add a prompt's prefix to the tree. Nodes that already name an entry keep it.
@@ -216,7 +216,7 @@ def _contains(wanted: bytes, text: bytes) -> bool:
     return at >= 0
 
 
-def _merged(found: Sequence[Rows]) -> list[Rows]:
+def merged(found: Sequence[Rows]) -> list[Rows]:
     """Join adjacent spans that are consecutive rows of the same entry."""
     merged: list[Rows] = []
     for each in found:

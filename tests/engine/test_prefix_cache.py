@@ -161,9 +161,9 @@ def test_a_chunk_is_forgotten_whose_ends_were_tokenised_with_what_stood_beside_i
     assert asked(cached, question).trace.tokens_reused == 0
 
 
-def test_where_memory_keeps_conversations_in_fewer_bits_beginnings_are_exact_all_the_same(on):
+def test_where_disk_keeps_conversations_in_fewer_bits_beginnings_are_exact_all_the_same(on):
     said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
-    levels = (("memory", ("int8",)),)
+    levels = (("disk", ("int8",)),)
     with Engine(on.model_copy(update={"levels": levels, "history": "all"})) as engine:
         engine.answer(said, Ask(session="one"))
         engine.flush()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.bind import bind, check_names
+from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import SchemaLayout, SchemaRun, lay_out
 from ragfuse.schemas.nodes import Import, PMLPrompt, Schema, TextNode
 from tests.text.layouts import (
@@ -19,7 +19,6 @@ from tests.text.layouts import (
     TURNS,
     Bound,
     arguments,
-    asked,
     bound,
     encode,
     importing,
@@ -27,7 +26,6 @@ from tests.text.layouts import (
     laid,
     read,
     requests,
-    schema_of,
     shown,
 )
 
@@ -361,21 +359,6 @@ def test_what_the_schema_does_not_have_is_refused_with_what_it_has(
     assert found in caught.value.found
     assert wanted in caught.value.wanted
     assert caught.value.line == (2 if inside else 1)
-
-
-@pytest.mark.parametrize(("inside", "args", "found", "wanted"), [each for each in IMPORTS if "tokens" not in each[2]])
-def test_a_check_without_a_tokenizer_says_the_same(inside: str, args: str, found: str, wanted: str) -> None:
-    request, schema = asked("\n" + inside, args), schema_of(CITIES)
-    with pytest.raises(PMLError) as caught:
-        check_names(request, schema)
-    with pytest.raises(PMLError) as bound_error:
-        bind(request, laid(CITIES), encode, key_of)
-    assert str(caught.value) == str(bound_error.value)
-
-
-def test_a_check_without_a_tokenizer_takes_what_may_fit() -> None:
-    check_names(asked("<plan days='1234567'><rome/></plan>"), schema_of(CITIES))
-    check_names(asked(""), schema_of(""))
 
 
 def test_a_prompt_of_another_schema_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.layout import ModulePosition, SchemaLayout, TokenRange, UnionPosition, lay_out
+from ragfuse.schemas.layout import SchemaLayout, TokenRange, lay_out, outline
 from ragfuse.schemas.nodes import Schema
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.types.keys import digest
@@ -269,7 +269,8 @@ def test_an_edit_changes_only_the_runs_that_it_is_in_and_those_whose_gaps_it_wid
 
 def test_the_outline_names_everything_in_order() -> None:
     layout = laid('t<module name="m"><param name="p" len="2"/></module><union><module name="x">y</module></union>')
-    lines = [(depth, what, part.start, part.stop) for depth, what, part in layout.outline()]
+    rows = list(outline(layout, 10))
+    lines = [(row["depth"], row["what"], row["start"], row["stop"]) for row in rows]
     assert lines == [
         (0, "schema", 0, 4),
         (1, "text", 0, 1),
@@ -279,7 +280,7 @@ def test_the_outline_names_everything_in_order() -> None:
         (2, "module", 3, 4),
         (3, "text", 3, 4),
     ]
-    assert {type(part) for _, _, part in layout.outline()} == {ModulePosition, TokenRange, UnionPosition}
+    assert [row["nbytes"] for row in rows if row["what"] == "module"] == [0, 10]
 
 
 @given(SCHEMAS)

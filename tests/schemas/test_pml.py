@@ -14,7 +14,6 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 
 from ragfuse.errors import InputError, PMLError
-from ragfuse.schemas import pml
 from ragfuse.schemas.nodes import (
     Import,
     Item,
@@ -31,7 +30,6 @@ from ragfuse.schemas.nodes import (
 )
 from ragfuse.schemas.pml import (
     MAX_DEPTH,
-    MAX_PML_CHARS,
     PML_ROLES,
     PML_TAGS,
     is_name,
@@ -231,14 +229,6 @@ def test_depth_is_limited() -> None:
     assert schema(nested + "</module>" * (MAX_DEPTH - 1)).items
     with pytest.raises(PMLError, match=f"nested in at most {MAX_DEPTH}"):
         parse("<schema name='s'>" + "<module name='m'>" * 100_000)
-
-
-def test_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PMLError, match=f"wanted at most {MAX_PML_CHARS}"):
-        parse(" " * (MAX_PML_CHARS + 1))
-    monkeypatch.setattr(pml, "MAX_ELEMENTS", 100)
-    with pytest.raises(PMLError, match=r"1:416: .* at most 100 elements"):
-        parse("<prompt schema='s'>" + "<a/>" * 100)
 
 
 def test_half_a_character_and_nul_are_replaced_as_in_any_text() -> None:

@@ -92,7 +92,7 @@ def test_templates_of_others_are_taken() -> None:
         (SCHEMA, '<prompt schema="other"/>', "found a prompt for schema 'other'; wanted one for 's'"),
         (SCHEMA, SCHEMA, "wanted <prompt>"),
         (PROMPT, None, "wanted <schema>"),
-        (SCHEMA, '<prompt schema="s">\n<m n="{n!r}"/></prompt>', "PML:2:1: found variable 'n' in a template"),
+        (SCHEMA, '<prompt schema="s">\n<m n="{n!r}"/></prompt>', "PML:2:1: found variable 'n:r' in a template"),
         (SCHEMA, '<prompt schema="s">{n</prompt>', "str.format cannot read"),
         (print, None, "decorated with `program`"),
         ("no such file.xml", None, "no readable file"),

@@ -28,8 +28,8 @@ def hotel(stars: Annotated[int, MaxTokens(2)]) -> None:
     f"A hotel of {stars} stars. "
 
 
-@program(max_tokens={"days": 6})
-def trip(days: str, abroad: bool, town: str = "oslo", *, slow: bool = False) -> None:
+@program
+def trip(days: Annotated[str, MaxTokens(6)], abroad: bool, town: str = "oslo", *, slow: bool = False) -> None:
     """What a trip is."""
     with system:
         RULE
@@ -223,11 +223,11 @@ def assigns(days: str) -> None:
     days = days.strip()
 
 
-def formats(days: str) -> None:
+def formats(days: Annotated[str, MaxTokens(3)]) -> None:
     f"For {days:>3}."
 
 
-def computes(days: str) -> None:
+def computes(days: Annotated[str, MaxTokens(3)]) -> None:
     f"For {days.strip()}."
 
 
@@ -253,7 +253,7 @@ def number() -> None:
 
 
 REFUSED: list[tuple[Callable[..., Any], int, str, str]] = [
-    (no_length, 1, "parameter 'days' without a maximum length", "max_tokens={'days': ...}"),
+    (no_length, 1, "parameter 'days' without a maximum length", "days: Annotated[str, MaxTokens(...)]"),
     (loops, 2, "'for _ in days:'", "strings, f-strings"),
     (assigns, 1, "'days = days.strip()'", "strings, f-strings"),
     (formats, 1, "days:>3", "f-strings of parameters"),
@@ -270,9 +270,8 @@ REFUSED: list[tuple[Callable[..., Any], int, str, str]] = [
 def test_what_cannot_be_compiled_is_refused_with_its_line(
     function: Callable[..., Any], line: int, found: str, wanted: str
 ) -> None:
-    rooms = {"days": 3} if function in (formats, computes) else {}
     with pytest.raises(PMLError) as caught:
-        program(max_tokens=rooms)(function)
+        program(function)
     error = caught.value
     assert Path(error.file) == Path(__file__)
     assert error.line == function.__code__.co_firstlineno + line

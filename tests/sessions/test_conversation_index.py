@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from ragfuse import Settings, SettingsError
 from ragfuse.plan.evict import ConversationEvictor, lru
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
-from ragfuse.sessions.session import HistoryMessage, KVSpan, Session, Turn
+from ragfuse.sessions.session import HistoryMessage, Session, Turn
+from ragfuse.store.radix import Rows
 from ragfuse.types.keys import ChunkKey
 
 KEYS = tuple(ChunkKey("m", name) for name in "pqrst")
 NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
 
 
-def session(keys: Sequence[ChunkKey], dropped: Sequence[ChunkKey] = ()) -> Session:
-    gone = tuple(KVSpan((1, 2), key, ()) for key in dropped)
-    kv_spans = gone + tuple(KVSpan.whole((1, 2), key) for key in keys)
-    return Session("any", (Turn((HistoryMessage("user"),), (), kv_spans),))
+def session(keys: Sequence[ChunkKey]) -> Session:
+    rows = tuple(Rows(2 * at, 2 * at + 2, key) for at, key in enumerate(keys))
+    return Session("any", (Turn((HistoryMessage("user"),), ()),), (1, 2) * len(keys), rows)
 
 
 STEPS = st.lists(
@@ -64,7 +64,7 @@ def test_a_key_is_its_first_waiting_conversation_s_else_its_last_one_s(steps):
 
 def test_what_a_prompt_has_no_more_of_is_nobody_s():
     conversations = ConversationIndex()
-    conversations.note(NAMES[0], session(KEYS[1:3], dropped=KEYS[:1]))
+    conversations.note(NAMES[0], session(KEYS[:3]).without(0, 2))
     assert conversations.keys(NAMES[0]) == KEYS[1:3]
     assert conversations.conversation_of(KEYS[0]) is None
 

@@ -10,6 +10,7 @@ import pytest
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.engine import history as conversing
 from ragfuse.store import DiskTier
+from tests.hf import kit
 from tests.sessions.kit import QUESTIONS, built, is_full_prefill, resent, talk
 from tests.tiny import CHUNKS, INSTRUCTION, adds_up, ingest, messages, python
 
@@ -141,9 +142,9 @@ def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_na
 
 
 def test_a_turn_waits_for_no_other_conversation_s_saves(engine, monkeypatch):
-    go, real = threading.Event(), engine.history._save
+    go, real = threading.Event(), engine.prefixes._write
     monkeypatch.setattr(conversing, "TURN_SAVE_WAIT_S", 60.0)
-    monkeypatch.setattr(engine.history, "_save", lambda *given: go.wait(60) and real(*given))
+    monkeypatch.setattr(engine.prefixes, "_write", lambda *given: go.wait(60) and real(*given))
     talk(engine, QUESTIONS[:1], session="slow")
     other = threading.Thread(target=talk, args=(engine, QUESTIONS[1:2]), kwargs={"session": "other"})
     other.start()
@@ -163,7 +164,7 @@ def test_an_answer_that_was_altered_is_not_taken_for_what_was_said(engine):
     altered = resent(QUESTIONS[:3], answers)
     altered[1] = ("assistant", "Something else entirely.")
     answer = engine.answer(altered, Ask(session="other"))
-    assert answer.trace.history_reused == 0
+    assert answer.trace.history_reused == answers[0].trace.tokens
     assert answer.token_ids == engine.answer(altered, Ask(reuse=False)).token_ids
 
 
@@ -187,7 +188,7 @@ def test_an_answer_cut_at_a_stop_string_is_resumed_as_it_is_shown(engine):
 def test_lost_entries_are_computed_from_their_tokens_and_kept_again(engine):
     talk(engine, QUESTIONS[:3])
     engine.flush()
-    keys = [kv_span.key for kv_span in engine.sessions.show("one").kv_spans]
+    keys = [rows.key for rows in engine.sessions.show("one").rows]
     engine.store.forget(keys[1:4])
     asked = [("user", QUESTIONS[3])]
     full = engine.answer(asked, Ask(session="one", reuse=False))
@@ -197,7 +198,7 @@ def test_lost_entries_are_computed_from_their_tokens_and_kept_again(engine):
     assert engine.answer(asked, Ask(session="one")).token_ids == full.token_ids
     engine.flush()
     assert set(keys) <= set(engine.store.lookup(keys))
-    assert [kv_span.key for kv_span in engine.sessions.show("one").kv_spans][:6] == keys
+    assert [rows.key for rows in engine.sessions.show("one").rows][:6] == keys
 
 
 def test_a_store_that_lost_everything_costs_time_and_nothing_else(engine):
@@ -242,12 +243,11 @@ def test_chunks_of_earlier_turns_stay_and_what_was_blended_is_never_taken_for_ex
     assert not all(segment.exact for segment in first.trace.segments)
     ready = prepared(engine, [("user", QUESTIONS[0])], session="one")
     assert ready.plan.prompt.token_ids[: first.trace.tokens] == engine.prompt(messages()).token_ids
-    kept = [kv_span.key for kv_span in engine.sessions.show("one").kv_spans]
-    assert [key.encoded for key in kept] == ["filler", "filler"]
+    assert [rows.key.encoded for rows in engine.sessions.show("one").rows] == ["alone", "filler"]
     second = engine.answer([("user", QUESTIONS[0])], Ask(session="one"))
     assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
-    assert not any(segment.exact for segment in history(second.trace))
-    assert [kv_span.key.encoded for kv_span in engine.sessions.show("one").kv_spans] == ["filler"] * 4
+    assert [segment.exact for segment in history(second.trace)] == [True, False]
+    assert [rows.key.encoded for rows in engine.sessions.show("one").rows] == ["alone", "filler", "filler"]
 
 
 def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
@@ -380,3 +380,20 @@ def test_messages_resent_without_documents_that_left_are_recognised(tiny_setting
         asked = [("user", QUESTIONS[0]), ("assistant", first.text), over(CHUNKS[2:3], QUESTIONS[1])]
         assert engine.answer(asked, Ask(session="one")).trace.history_reused
         assert len(engine.sessions.show("one").turns) == 2
+
+
+LINES = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}<assistant> "
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "bloom-alibi", "llama"])
+def test_a_history_is_read_where_it_was_computed_also_where_kv_cannot_be_moved(
+    tiny_settings, monkeypatch, name, prefix_cache
+):
+    with Engine(tiny_settings.model_copy(update={"prefix_cache": prefix_cache}), kit.family(name)) as engine:
+        monkeypatch.setattr(engine.model.tokenizer, "chat_template", LINES, raising=False)
+        answers = talk(engine, QUESTIONS[:3])
+        assert all(answer.trace.history_reused for answer in answers[1:])
+        ready = prepared(engine, [("user", QUESTIONS[3])], session="one")
+        assert {segment.shift for segment in ready.plan.prompt.segments if segment.keys} == {0}
+        assert is_full_prefill(engine, ready)

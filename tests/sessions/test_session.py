@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.sessions.session import (
     HistoryMessage,
-    KVSpan,
     Session,
     Turn,
     agreed,
     is_again,
     is_same,
-    matched,
     prefix_digests,
     truncated,
 )
+from ragfuse.store.radix import Rows
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import ChunkKey
 
@@ -28,79 +28,48 @@ def key(number: int) -> ChunkKey:
     return ChunkKey("a" * 32, f"{number:032x}")
 
 
-def kv_spans(*sizes: int) -> tuple[KVSpan, ...]:
-    """Stretches of so many tokens, counted through from 0."""
-    found, at = [], 0
-    for number, size in enumerate(sizes):
-        found.append(KVSpan.whole(tuple(range(at, at + size)), key(number)))
-        at += size
-    return tuple(found)
-
-
-def kept(given: tuple[KVSpan, ...]) -> list[int]:
-    return [token for kv_span in given for lo, hi in kv_span.kept for token in kv_span.tokens[lo:hi]]
+def path(*sizes: int) -> tuple[Rows, ...]:
+    """Entries of so many tokens, one behind the other."""
+    ends = tuple(accumulate(sizes))
+    return tuple(Rows(end - size, end, key(at)) for at, (size, end) in enumerate(zip(sizes, ends, strict=True)))
 
 
 def session(*sizes: int) -> Session:
-    turns = tuple(
-        Turn(
-            (HistoryMessage("user", (("why?", "fresh", ""), ("a text", "chunk", "book"))), HistoryMessage("assistant")),
-            (1, 2),
-            (s,),
-        )
-        for s in kv_spans(*sizes)
-    )
-    return Session("one", turns)
-
-
-def test_the_earliest_half_of_the_window_is_dropped() -> None:
-    assert kept(truncated(kv_spans(30, 50, 40), 100, 100, 0.5)) == list(range(50, 120))
-
-
-def test_nothing_is_dropped_where_all_fits() -> None:
-    given = kv_spans(30, 50)
-    assert truncated(given, 80, 100, 0.5) == given
-
-
-def test_as_many_halves_are_dropped_as_it_takes() -> None:
-    assert kept(truncated(kv_spans(30, 50, 40), 15, 100, 0.5)) == []
-    assert kept(truncated(kv_spans(30, 50, 40), 25, 100, 0.25)) == list(range(100, 120))
-
-
-def test_sinks_stay() -> None:
-    once = truncated(kv_spans(30, 50, 40), 100, 100, 0.5, sinks=4)
-    assert kept(once) == [0, 1, 2, 3, *range(54, 120)]
-    assert once[0].kept == ((0, 4),)
-    assert kept(truncated(once, 50, 100, 0.5, sinks=4)) == [0, 1, 2, 3, *range(104, 120)]
+    question = HistoryMessage("user", (("why?", "fresh", ""), ("a text", "chunk", "book")))
+    turn = Turn((question, HistoryMessage("assistant")), (1, 2))
+    return Session("one", (turn,) * len(sizes), tuple(range(sum(sizes))), path(*sizes))
 
 
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
-    st.lists(st.tuples(st.integers(0, 150), st.integers(1, 80), st.floats(0.01, 1), st.integers(0, 9)), max_size=4),
+    st.lists(st.tuples(st.integers(0, 150), st.integers(1, 80), st.integers(0, 9)), max_size=4),
 )
-def test_rows_are_dropped_as_from_a_list(sizes: list[int], rounds: list[tuple[int, int, float, int]]) -> None:
-    given, wanted = kv_spans(*sizes), list(range(sum(sizes)))
-    for room, window, ratio, sinks in rounds:
-        given, before = truncated(given, room, window, ratio, sinks), len(wanted)
-        step = max(1, int(ratio * window))
-        while len(wanted) > room and len(wanted) > sinks:
-            wanted = wanted[:sinks] + wanted[sinks + step :]
-        assert kept(given) == wanted
-        assert len(wanted) <= max(room, min(before, sinks))
-    assert [(each.key, each.tokens) for each in given] == [(each.key, each.tokens) for each in kv_spans(*sizes)]
+def test_rows_are_dropped_as_from_a_list(sizes: list[int], rounds: list[tuple[int, int, int]]) -> None:
+    given, wanted, stay = session(*sizes), list(range(sum(sizes))), sum(sizes)
+    for room, step, sinks in rounds:
+        left_out = truncated(given.left_out, given.n_tokens, room, step, sinks)
+        given, before = given.without(*left_out), len(wanted)
+        if len(wanted) > room:
+            stay = min(stay, sinks)
+        while len(wanted) > room and len(wanted) > stay:
+            wanted = wanted[:stay] + wanted[stay + step :]
+        assert [at for rows in given.rows for at in range(rows.lo, rows.hi)] == wanted
+        assert given.n_tokens - given.dropped == len(wanted) <= max(room, min(before, sinks))
+    held = {rows.key: rows for rows in path(*sizes)}
+    assert all(rows.row == rows.lo - held[rows.key].lo for rows in given.rows)
 
 
 def test_a_history_is_as_long_as_its_tokens_agree() -> None:
-    given = kv_spans(3, 2, 4)
-    assert matched(given, range(20)) == given
-    assert matched(given, [0, 1, 2, 3, 9, 5, 6, 7, 8, 9]) == given[:1]
-    assert matched(given, [7]) == ()
+    given = session(3, 2, 4)
+    assert given.known(range(20)) == given.rows
+    assert given.known([0, 1, 2, 3, 9, 5, 6, 7, 8, 9]) == given.rows[:1]
+    assert given.known([7]) == ()
 
 
 def test_something_is_always_left_to_compute() -> None:
-    given = kv_spans(3, 2, 4)
-    assert matched(given, range(9)) == given[:2]
-    assert matched(given, range(10)) == given
+    given = session(3, 2, 4)
+    assert given.known(range(9)) == given.rows[:2]
+    assert given.known(range(10)) == given.rows
 
 
 def test_messages_are_told_apart_by_all_that_they_say() -> None:
@@ -130,8 +99,7 @@ def test_a_beginning_tells_of_all_messages_before_it() -> None:
 
 
 def test_a_session_comes_back_as_it_was_written() -> None:
-    given = session(3, 4)
-    given = given.with_kv_spans(truncated(given.kv_spans, 2, 4, 0.5, sinks=1))
+    given = session(3, 4).without(1, 7)
     assert Session.from_dict(json.loads(json.dumps(given.as_dict()))) == given
     assert given.dropped == 6
 
@@ -142,18 +110,9 @@ def test_what_is_no_session_is_none() -> None:
         {},
         {**written, "version": 0},
         {**written, "turns": [1]},
-        {**written, "turns": [{**written["turns"][0], "kv_spans": [{"tokens": [1], "key": "no key", "kept": []}]}]},
+        {**written, "rows": [{**written["rows"][0], "key": "no key"}]},
     ):
         assert Session.from_dict(broken) is None
-
-
-def test_stretches_are_given_back_to_their_turns() -> None:
-    given = session(3, 4, 5)
-    halves = [KVSpan.whole(each.tokens[:1], key(9)) for each in given.kv_spans[:1]]
-    halves += [KVSpan.whole(given.kv_spans[0].tokens[1:], key(8)), given.kv_spans[1]]
-    mended = given.with_kv_spans(halves)
-    assert [len(turn.kv_spans) for turn in mended.turns] == [2, 1, 0]
-    assert mended.messages == given.messages
 
 
 FIRST, SECOND = ("A passage.", "chunk", "book"), ("Another passage.", "chunk", "book")
@@ -199,6 +158,7 @@ def test_turns_agree_as_far_as_their_messages_do() -> None:
     given, reply = session(3, 4), HistoryMessage("assistant")
     asked = given.messages[0]
     assert agreed(given, [asked, reply, asked, reply, user(WHY)]) == given
-    assert agreed(given, [asked, reply, asked]) == agreed(given, [asked, reply, user(WHY), reply]) == given.upto(1)
-    assert agreed(given, [user(WHY), reply, asked, reply]) == given.upto(0)
+    first = replace(given, turns=given.turns[:1])
+    assert agreed(given, [asked, reply, asked]) == agreed(given, [asked, reply, user(WHY), reply]) == first
+    assert agreed(given, [user(WHY), reply, asked, reply]).turns == ()
     assert agreed(given, [user(WHY), reply, user(WHY), reply], is_again) == given

@@ -48,8 +48,7 @@ def test_an_export_is_plain_json_and_says_all(engine):
     said = resent(QUESTIONS[:2], answers)
     assert told["messages"] == [{"role": role, "content": text} for role, text in said]
     assert len(said) == 4
-    tokens = [token for turn in told["turns"] for kv_span in turn["kv_spans"] for token in kv_span["tokens"]]
-    assert len(tokens) == answers[1].trace.tokens + len(answers[1].token_ids) - 1
+    assert len(told["tokens"]) == told["rows"][-1]["hi"] == answers[1].trace.tokens + len(answers[1].token_ids) - 1
 
 
 def test_deleting_frees_just_what_no_other_session_has(engine):

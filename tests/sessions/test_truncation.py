@@ -34,7 +34,7 @@ def test_a_shortened_prompt_equals_attention_over_the_kept_rows_at_their_new_pos
         prompt = ready.plan.prompt
         assert prompt.truncated > 0
         assert not ready.plan.misses
-        whole = [token for kv_span in engine.sessions.show("one").kv_spans for token in kv_span.tokens]
+        whole = engine.sessions.show("one").tokens
         full = engine.model.full_prefill(whole).kv
         kept = [*range(sinks), *range(sinks + prompt.truncated, len(whole))]
         twin = reference.LlamaTwin(engine.model.model)
@@ -57,7 +57,7 @@ def test_a_shortened_prompt_equals_attention_over_the_kept_rows_at_their_new_pos
 def test_the_first_four_tokens_stay_unless_told_otherwise(said):
     with narrow(said) as engine:
         prompt = prepared(engine, [("user", QUESTIONS[3])], session="one").plan.prompt
-        whole = [token for kv_span in engine.sessions.show("one").kv_spans for token in kv_span.tokens]
+        whole = engine.sessions.show("one").tokens
         assert prompt.truncated > 0
         assert prompt.token_ids[:8] == (*whole[:4], *whole[4 + prompt.truncated :][:4])
 
@@ -71,14 +71,16 @@ def test_a_shortened_prompt_knows_which_rows_the_user_said(said):
 
 
 def test_shortening_changes_no_byte_and_no_key(said):
-    keys = [kv_span.key for kv_span in said.sessions.show("one").kv_spans]
+    rows = said.sessions.show("one").rows
+    keys = [each.key for each in rows if each.lo < 4 or each.hi > 124]
     before = {key: said.store.read_layers(key, 0, said.model.n_layers) for key in keys}
     with narrow(said) as engine:
         answer = engine.answer([("user", QUESTIONS[3])], Ask(session="one"))
         assert answer.trace.truncated == 120
         assert answer.trace.tokens + 12 <= 240
         assert adds_up(answer.trace)
-        assert [kv_span.key for kv_span in engine.sessions.show("one").kv_spans][: len(keys)] == keys
+        assert len(keys) < len(rows)
+        assert [each.key for each in engine.sessions.show("one").rows][: len(keys)] == keys
         assert engine.sessions.show("one").dropped == 120
         for key, layers in before.items():
             after = engine.store.read_layers(key, 0, engine.model.n_layers)
@@ -104,23 +106,23 @@ def test_a_shortened_conversation_goes_on_and_is_never_taken_for_exact(said):
         assert truncated == sorted(truncated)
         session = engine.sessions.show("one")
         assert len(session.turns) == 8
-        assert {kv_span.key.encoded for kv_span in session.kv_spans[6:]} == {"filler"}
+        first, *others = session.rows
+        assert first.hi == 4
+        assert {each.key.encoded for each in others} == {"filler"}
 
 
 def test_a_lost_row_of_a_shortened_conversation_is_computed_under_a_key_of_its_own(said):
     with narrow(said) as engine:
         talk(engine, QUESTIONS[3:])
         engine.flush()
-        kv_spans = engine.sessions.show("one").kv_spans
-        lost = next(kv_span for kv_span in kv_spans if kv_span.n_kept)
+        session = engine.sessions.show("one")
+        lost = session.rows[0]
         engine.store.forget([lost.key])
         answer = engine.answer([("user", "So?")], Ask(session="one"))
         assert [segment.hit for segment in history(answer.trace)].count(False) == 1
         after = engine.sessions.show("one")
-        assert lost.key not in {kv_span.key for kv_span in after.kv_spans if kv_span.n_kept}
-        assert [t for s in after.kv_spans for t in s.tokens][: sum(len(s.tokens) for s in kv_spans)] == [
-            t for s in kv_spans for t in s.tokens
-        ]
+        assert lost.key not in after.keys
+        assert after.tokens[: session.n_tokens] == session.tokens
         engine.flush()
         assert all(segment.hit for segment in history(talk(engine, ["And?"])[0].trace))
 
@@ -142,7 +144,7 @@ def test_the_models_own_limit_shortens_a_conversation(engine, monkeypatch):
 def test_a_session_is_shortened_by_name(said):
     n_before = said.sessions.show("one").n_tokens
     shorter = said.sessions.truncate("one", 50, sinks=3)
-    assert (shorter.dropped, shorter.kv_spans[0].kept) == (n_before - 50, ((0, 3),))
+    assert (shorter.dropped, shorter.rows[0].lo, shorter.rows[0].hi) == (n_before - 50, 0, 3)
     answer = said.answer([("user", QUESTIONS[3])], Ask(session="one"))
     assert (answer.trace.history_reused, answer.trace.truncated) == (50, n_before - 50)
 
@@ -150,10 +152,10 @@ def test_a_session_is_shortened_by_name(said):
 @pytest.mark.parametrize("tokens", [0, 3, 4, 30])
 def test_so_many_tokens_stay_the_first_four_among_them(said, tokens):
     session = said.sessions.truncate("one", tokens)
-    first, *others = session.kv_spans
+    kept = [at for rows in session.rows for at in range(rows.lo, rows.hi)]
     assert session.n_tokens - session.dropped == tokens
-    assert first.kept == (((0, min(4, tokens)),) if tokens else ())
-    assert sum(each.n_kept for each in others) == max(0, tokens - 4)
+    n_first = min(4, tokens)
+    assert kept == [*range(n_first), *range(session.n_tokens - tokens + n_first, session.n_tokens)]
 
 
 def unknown(turns):

@@ -11,13 +11,13 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain, count
 from types import FunctionType
-from typing import Any, ParamSpec, cast, overload
+from typing import Any, ParamSpec, cast
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
@@ -66,29 +66,15 @@ class MessageBlock:
 system, user, assistant = MessageBlock("system"), MessageBlock("user"), MessageBlock("assistant")
 
 
-@overload
-def program(function: Callable[P, Any]) -> Callable[P, PMLPrompt]: ...
-
-
-@overload
-def program(*, max_tokens: Mapping[str, int]) -> Callable[[Callable[P, Any]], Callable[P, PMLPrompt]]: ...
-
-
-def program(
-    function: Callable[..., Any] | None = None, *, max_tokens: Mapping[str, int] | None = None
-) -> Callable[..., Any]:
+def program(function: Callable[P, Any]) -> Callable[P, PMLPrompt]:
     """Decorate a function as a prompt function, which returns a prompt; `schema_of` returns its schema.
 
-    Args:
-        function: The function.
-        max_tokens: The most tokens of each parameter that its texts contain; or annotate it with `MaxTokens`.
+    Parameters that its texts contain are annotated with `MaxTokens`.
 
     Raises:
         PMLError: The function cannot be compiled; with file and line.
     """
-    if function is None:
-        return lambda function: _Compiler(function, max_tokens or {}).compiled()
-    return _Compiler(function, max_tokens or {}).compiled()
+    return _Compiler(function).compiled()
 
 
 def schema_of(function: Callable[..., Any]) -> Schema:
@@ -132,7 +118,7 @@ _Compiled = tuple[Sequence[Item], Sequence[ast.stmt]]
 class _Compiler:
     """A compiler of one function to a schema and to a function that returns a prompt over it."""
 
-    def __init__(self, function: Callable[..., Any], max_tokens: Mapping[str, int]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         if not isinstance(function, FunctionType):
             raise PMLError(f"{function!r}", _DEF)
         self.function = function
@@ -142,8 +128,7 @@ class _Compiler:
         self.parameters = set(inspect.signature(function).parameters)
         hints = inspect.get_annotations(function, locals=self.outer_values, eval_str=True)
         annotated = ((name, getattr(hint, "__metadata__", ())) for name, hint in hints.items())
-        found = {name: each.n for name, extras in annotated for each in extras if isinstance(each, MaxTokens)}
-        self.max_tokens = {**found, **max_tokens}
+        self.max_tokens = {name: each.n for name, extras in annotated for each in extras if isinstance(each, MaxTokens)}
 
     def compiled(self) -> Callable[..., PMLPrompt]:
         """Return the compiled function, with its schema as an attribute."""
@@ -226,7 +211,7 @@ class _Compiler:
             value = plain.value if isinstance(plain, ast.Constant) else self._value(plain)
             if isinstance(plain, ast.Name) and plain.id in self.parameters and part is not plain and not has_format:
                 if plain.id not in self.max_tokens:
-                    wanted = f"max_tokens={{'{plain.id}': ...}}, or Annotated[str, MaxTokens(...)]"
+                    wanted = f"{plain.id}: Annotated[str, MaxTokens(...)]"
                     raise self._error(plain, f"parameter '{plain.id}' without a maximum length", wanted)
                 items.append(Param(plain.id, self.max_tokens[plain.id], at=self._spot(plain)))
                 steps += ast.parse(f"{_PML}.fill({plain.id!r}, {plain.id})").body
