@@ -245,7 +245,11 @@ class CallFormat:
         """Return a message as chat templates take it."""
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.tool_calls:
-            message["tool_calls"] = [self._call_fields(call) for call in turn.tool_calls]
+            message["tool_calls"] = []
+        for call in turn.tool_calls:
+            given = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else call.arguments
+            function = {"name": call.name, "arguments": given}
+            message["tool_calls"].append({"type": "function", "id": self._id(call.id), "function": function})
         if turn.tool_call_id:
             message["tool_call_id"] = self._id(turn.tool_call_id)
         if turn.name:
@@ -253,11 +257,6 @@ class CallFormat:
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         return message
-
-    def _call_fields(self, call: ToolCall) -> dict[str, Any]:
-        given = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else call.arguments
-        function = {"name": call.name, "arguments": given}
-        return {"type": "function", "id": self._id(call.id), "function": function}
 
     def _id(self, id: str) -> str:
         """Return an id of the length that the template takes; equal ids give equal results."""
