@@ -99,7 +99,6 @@ ROOMS: dict[str, set[str]] = {
         "telemetry.progress",
         "text.chat_messages",
         "text.file_texts",
-        "text.mended",
         "plan.cost",
         "plan.explanation",
         "schemas.pml",

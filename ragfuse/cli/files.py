@@ -116,7 +116,7 @@ def texts_of(file: Path) -> list[str]:
     Raises:
         InputError: The document cannot be parsed, or contains no text.
     """
-    from ragfuse.text.mended import mended_value
+    from ragfuse.types.whole_text import whole_value
 
     suffix = file.suffix.lower()
     try:
@@ -128,7 +128,7 @@ def texts_of(file: Path) -> list[str]:
     if not any(text.strip() for text in texts):
         hint = "if its pages are scanned, run OCR on it first" if suffix == PDF_TYPE else "leave it out"
         raise InputError(f"'{file}' contains no text; {hint}.")
-    return list(mended_value(texts, f"'{file}'"))
+    return list(whole_value(texts, f"'{file}'"))
 
 
 def _read(file: Path, suffix: str) -> Iterator[str]:

@@ -13,11 +13,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse.errors import SettingsError
-from ragfuse.text.mended import mended_value
 from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.selection import known_policy
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.whole_text import whole_text, whole_value
 
 NO_LIMIT = -1
 """The `max_tokens` of an answer that gets all of the model's context behind its prompt."""
@@ -212,8 +211,8 @@ class Ask:
                 "chat_template_kwargs",
             )
         object.__setattr__(self, "options", _checked_options(self.options))
-        object.__setattr__(self, "tools", mended_value(self.tools, "A tool"))
-        whole = mended_value(self.chat_template_kwargs, "A variable of the chat template")
+        object.__setattr__(self, "tools", whole_value(self.tools, "A tool"))
+        whole = whole_value(self.chat_template_kwargs, "A variable of the chat template")
         object.__setattr__(self, "chat_template_kwargs", whole)
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not all(isinstance(stop, str) and stop for stop in stops):

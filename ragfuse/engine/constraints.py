@@ -25,8 +25,7 @@ from ragfuse.hf.held_schema import broken, held_schema
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
 from ragfuse.hf.stream import Detokenizer, FirstToken, StopWhere, TextSink
-from ragfuse.text.chat_template import ChatTemplate
-from ragfuse.text.thoughts import Thoughts
+from ragfuse.text.chat_template import ChatTemplate, Thoughts
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.answer import Answer, Ended, Thought, Trace
 from ragfuse.types.grammar import Grammar, json_text

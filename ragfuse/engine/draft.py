@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from ragfuse.hf.stream import Detokenizer, StopFinder
-from ragfuse.text.thoughts import Thoughts
+from ragfuse.text.chat_template import Thoughts
 from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
 from ragfuse.types.answer import Thought, ToolCall
 from ragfuse.types.partial_match import partial_match
@@ -76,7 +76,7 @@ class Draft:
     @property
     def calls(self) -> tuple[ToolCall, ...]:
         """All complete tool calls, each once; none in an answer that ended at a stop string."""
-        return () if self._reader is None else tuple(self._reader.calls[: self._max_calls])
+        return () if self._reader is None else self._reader.calls[: self._max_calls]
 
     def add(self, ids: Iterable[int]) -> None:
         """Parse the next generated ids."""
@@ -111,7 +111,7 @@ class Draft:
         """Return an independent copy, as for another beam of the same answer."""
         new = copy.copy(self)
         new.ids, new._taken, new._detokenizer = list(self.ids), list(self._taken), self._detokenizer.copy()
-        new._stops, new._reader = copy.copy(self._stops), None if self._reader is None else self._reader.copy()
+        new._stops, new._reader = copy.copy(self._stops), copy.copy(self._reader)
         return new
 
     # inside

@@ -13,9 +13,8 @@ from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml import read_prompt
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
-from ragfuse.text.mended import mended, mended_value
 from ragfuse.types.answer import ToolCall
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.whole_text import whole_text, whole_value
 
 ChatInput = str | Sequence[tuple[str, Content] | ChatMessage]
 """One text, or messages for the chat template, each a (role, content) pair or a `ChatMessage`."""
@@ -39,7 +38,7 @@ def is_ids(question: object) -> TypeGuard[Ids]:
 def mended_content(content: Content) -> Content:
     """Return a message's content, and the sources of its chunks, as `whole_text` does."""
     if isinstance(content, str):
-        return mended(content, "The prompt")
+        return whole_text(content, "The prompt")
     return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
 
 
@@ -59,7 +58,7 @@ def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, st
         if not is_pair or not all(isinstance(part, str) for part in each):
             raise InputError(f"A document is a pair of two texts, (text, source); found {each!r:.80}.", "documents")
         source = whole_text(each[1])
-        yield mended(each[0], f"'{source}'"), source
+        yield whole_text(each[0], f"'{source}'"), source
 
 
 def texts_of(texts: Iterable[str], argument: str) -> tuple[str, ...]:
@@ -91,13 +90,13 @@ def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
         return question
     question = cast(ChatInput, question)
     if isinstance(question, str):
-        return mended(question, "The prompt")
+        return whole_text(question, "The prompt")
     return [
         replace(
             message,
             content=mended_content(message.content),
             name=whole_text(message.name),
-            reasoning=mended(message.reasoning, "The prompt"),
+            reasoning=whole_text(message.reasoning, "The prompt"),
             tool_calls=tuple(map(_mended_call, message.tool_calls)),
             tool_call_id=whole_text(message.tool_call_id),
         )
@@ -143,16 +142,14 @@ def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
 
 def _mended_part(part: str | Piece) -> str | Piece:
     if isinstance(part, str):
-        return mended(part, "The prompt")
+        return whole_text(part, "The prompt")
     source = whole_text(part.source)
-    text = mended(part.text, f"'{source}'" if source else "The prompt")
+    text = whole_text(part.text, f"'{source}'" if source else "The prompt")
     return part if text is part.text and source is part.source else replace(part, text=text, source=source)
 
 
 def _mended_call(call: ToolCall) -> ToolCall:
-    given = call.name, dict(call.arguments), call.id
-    whole = mended_value(given, "A call of a tool")
-    return call if whole is given else ToolCall(*whole)
+    return ToolCall(*whole_value((call.name, call.arguments, call.id), "A call of a tool"))
 
 
 def _message(given: object) -> ChatMessage:

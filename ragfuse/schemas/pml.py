@@ -32,7 +32,7 @@ from ragfuse.schemas.nodes import (
     Union,
     joined,
 )
-from ragfuse.text.mended import mended
+from ragfuse.types.whole_text import whole_text
 
 Root = TypeVar("Root", Schema, PMLPrompt)
 MAX_DEPTH = 64
@@ -66,7 +66,7 @@ def parse(text: str, file: str = "") -> Schema | PMLPrompt:
     Raises:
         PMLError: The text cannot be parsed; the error carries the place.
     """
-    root = _root(mended(text, file or "A text in PML"), file)
+    root = _root(whole_text(text, file or "A text in PML"), file)
     if root.tag == "schema":
         return cast(Schema, _node(root))
     if root.tag != "prompt":

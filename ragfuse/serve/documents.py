@@ -25,8 +25,8 @@ from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.split import passages
 from ragfuse.store.deletion import Chunk, leave_source
-from ragfuse.text.mended import mended
 from ragfuse.types.keys import token_digest
+from ragfuse.types.whole_text import whole_text
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -182,7 +182,7 @@ class TenantDocuments:
 
     async def _encode(self, document: StoredDocument, read: Callable[[], str]) -> None:
         began_s, document.status = time.monotonic(), "reading"
-        text = mended(await asyncio.to_thread(read), f"'{document.name}'")
+        text = whole_text(await asyncio.to_thread(read), f"'{document.name}'")
         if len(text) > MAX_DOCUMENT_CHARS:
             raise InputError(f"The document has more than {MAX_DOCUMENT_CHARS:,} characters. Send it in parts.", "text")
         document.passages = await self._turn(lambda engine: _split(engine, text))

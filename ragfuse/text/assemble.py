@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from ragfuse.errors import InputError
 from ragfuse.process.shared import ALL_CORES
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
+from ragfuse.text.chat_template import Chars, Rendered, rendered
 from ragfuse.text.known_spans import Match
-from ragfuse.text.rendering import Chars, Rendered, rendered
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, spelled
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt, Segment

@@ -26,7 +26,6 @@ _CODE_LINE = re.compile(
     r"""|if \(|for \(|while \(|[#]include|//|/\*|else:|try:)"""
 )
 _WINDOW = 4
-_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class Border(IntEnum):
@@ -143,11 +142,5 @@ def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
 
 def _hashed_cut(ids: Sequence[int], start: int) -> int:
     """Return the cut in the second half of the longest passage where the hash of the preceding ids is least."""
-
-    def mixed(at: int) -> int:
-        value = 0
-        for id in ids[at - _WINDOW : at]:
-            value = ((value ^ id) * _FACTOR) & _MASK
-        return value
-
-    return min(range(start + MAX_PASSAGE_TOKENS // 2, start + MAX_PASSAGE_TOKENS + 1), key=mixed)
+    cuts = range(start + MAX_PASSAGE_TOKENS // 2, start + MAX_PASSAGE_TOKENS + 1)
+    return min(cuts, key=lambda at: hash(tuple(ids[at - _WINDOW : at])))  # that of numbers is the same everywhere

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from weakref import ref
+from weakref import ReferenceType, ref
 
 MAX_TEXTS = 64
 """The most texts kept per task or thread; a run keeps four times as many."""
@@ -33,39 +33,27 @@ RetrievedText = tuple[str, str, str]
 """(document as its framework puts it into a prompt, its source, its text without metadata or "" if that is equal)."""
 
 
+@dataclass(eq=False)
 class RetrievedTexts:
-    """Retrieved texts, newest first, each once for each source, the oldest first; beyond the limits the oldest go."""
+    """Retrieved texts, newest first, each once for each source; beyond the limits the oldest are dropped.
 
-    def __init__(self, limit: int, texts: Sequence[RetrievedText] = ()) -> None:
-        self._limit = limit
-        self.all: tuple[RetrievedText, ...] = tuple(texts)
+    Args:
+        owner: The asyncio task, or the thread outside of tasks, in which they were retrieved; None: a run's.
+        all: The texts.
+    """
+
+    owner: ReferenceType[object] | None = None
+    all: tuple[RetrievedText, ...] = ()
 
     def add(self, texts: Sequence[RetrievedText]) -> None:
         """Add texts as the newest."""
-        given, before = dict.fromkeys(texts), [each for each in self.all if each not in texts]
-        groups: dict[str, list[RetrievedText]] = {}
-        for each in (*given, *before):
-            groups.setdefault(each[0], [])
-        for each in (*before, *given):
-            groups[each[0]].append(each)
+        most = MAX_TEXTS if self.owner else 4 * MAX_TEXTS
         kept, room = list[RetrievedText](), MAX_RETRIEVED_CHARS
-        for each in chain.from_iterable(groups.values()):
-            if len(each[0]) <= room and len(kept) < self._limit:
+        for each in dict.fromkeys((*texts, *self.all)):
+            if len(each[0]) <= room and len(kept) < most:
                 kept.append(each)
                 room -= len(each[0])
         self.all = tuple(kept)
-
-
-class TaskTexts(RetrievedTexts):
-    """The texts retrieved by runs that ended in one asyncio task, or in one thread outside of tasks (`owner`)."""
-
-    def __init__(self, owner: object, texts: Sequence[RetrievedText] = ()) -> None:
-        super().__init__(MAX_TEXTS, texts)
-        self._owner = ref(owner)
-
-    def belongs_to(self, owner: object) -> bool:
-        """Whether the texts belong to this task or thread."""
-        return self._owner() is owner
 
 
 @dataclass(eq=False)
@@ -73,16 +61,16 @@ class RetrievalRun:
     """An outermost run with all runs nested in it; `task`: the texts of the task or thread that started it."""
 
     id: Hashable
-    task: TaskTexts
+    task: RetrievedTexts
     open: set[Hashable] = field(default_factory=set)
-    texts: RetrievedTexts = field(default_factory=lambda: RetrievedTexts(4 * MAX_TEXTS))
+    texts: RetrievedTexts = field(default_factory=RetrievedTexts)
     model_asked: bool = True
     """Whether a model was asked since the last new text was retrieved."""
 
     def record(self, texts: Sequence[RetrievedText]) -> None:
         """Add retrieved texts to the run."""
         if texts:
-            self.model_asked = self.model_asked and all(text in self.texts.all for text in texts)
+            self.model_asked = self.model_asked and set(texts) <= set(self.texts.all)
             self.texts.add(texts)
 
 
@@ -100,7 +88,7 @@ class RetrievalRuns:
 
     def __init__(self, framework: str, outlasts: bool) -> None:
         self._outlasts = outlasts
-        self._task: ContextVar[TaskTexts | None] = ContextVar(f"ragfuse_{framework}_texts", default=None)
+        self._task: ContextVar[RetrievedTexts | None] = ContextVar(f"ragfuse_{framework}_texts", default=None)
         self._lock = threading.Lock()
         self._roots: dict[Hashable, RetrievalRun] = {}
         self._runs: dict[Hashable, RetrievalRun] = {}
@@ -115,7 +103,8 @@ class RetrievalRuns:
             run = self._runs.get(parent) if parent else None
             if run is None:  # an outermost run, or one whose parent was not reported
                 run = self._roots[id] = RetrievalRun(id, self._task_texts())
-                self._drop_oldest()
+                if len(self._roots) > MAX_RUNS:  # the end of the oldest may never be reported
+                    self._drop(next(iter(self._roots.values())))
             self._runs[id] = run
             run.open.add(id)
             run.record(texts)
@@ -163,7 +152,11 @@ class RetrievalRuns:
             prompt, and may be another user's.
         """
         task_texts = self._task.get()
-        found = (*self.known(ids), *(task_texts.all if task_texts else ()))
+        with self._lock:
+            runs = dict.fromkeys(run for id in ids if id and (run := self._runs.get(id)))
+            for run in runs:
+                run.model_asked = True
+            found = [*chain.from_iterable(run.texts.all for run in runs), *(task_texts.all if task_texts else ())]
         prompt_text = prompt() if found else ""
         letters = _letters(prompt_text)
         texts: dict[tuple[str, str], None] = {}
@@ -172,14 +165,6 @@ class RetrievalRuns:
             if form or any(probe in letters for probe in _probes(text)):
                 texts[form or text, source] = None
         return tuple(texts)
-
-    def known(self, ids: Iterable[Hashable | None]) -> list[RetrievedText]:
-        """Return what was retrieved in these runs, the newest first, and note that a model is asked about it."""
-        with self._lock:
-            runs = dict.fromkeys(run for id in ids if id and (run := self._runs.get(id)))
-            for run in runs:
-                run.model_asked = True
-            return [text for run in runs for text in run.texts.all]
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -190,11 +175,15 @@ class RetrievalRuns:
         finally:
             self._task.reset(token)
 
-    def _task_texts(self) -> TaskTexts:
+    def _task_texts(self) -> RetrievedTexts:
         """Return the texts of the current task or thread; a new one inherits those of its context."""
-        owner, found = _owner(), self._task.get()
-        if found is None or not found.belongs_to(owner):
-            found = TaskTexts(owner, found.all if found else ())
+        try:
+            owner: object = asyncio.current_task() or threading.current_thread()
+        except RuntimeError:  # no event loop runs in this thread
+            owner = threading.current_thread()
+        found = self._task.get()
+        if found is None or found.owner is None or found.owner() is not owner:
+            found = RetrievedTexts(ref(owner), found.all if found else ())
             self._task.set(found)
         return found
 
@@ -202,11 +191,6 @@ class RetrievalRuns:
         del self._roots[run.id]
         for id in run.open:
             self._runs.pop(id, None)  # a program may use an id twice
-
-    def _drop_oldest(self) -> None:
-        """Drop the oldest outermost runs if there are too many, as their end may never be reported."""
-        while len(self._roots) > MAX_RUNS:
-            self._drop(next(iter(self._roots.values())))
 
 
 def _letters(text: str) -> str:
@@ -231,10 +215,3 @@ def _forms(text: str, without_metadata: str) -> Iterator[str]:
         printed = repr(f'"{form}')[2:-1]
         yield printed
         yield printed.replace("\\'", "'")
-
-
-def _owner() -> object:
-    try:
-        return asyncio.current_task() or threading.current_thread()
-    except RuntimeError:  # no event loop runs in this thread
-        return threading.current_thread()

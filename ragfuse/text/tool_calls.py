@@ -6,7 +6,6 @@ decide which tools there are and whether they must be called.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import secrets
@@ -25,6 +24,8 @@ Schemas = Mapping[str, str]
 """The JSON schema of each tool's arguments, as JSON text, by the tool's name."""
 MAX_SPACE_CHARS = 4096
 """The most characters of white space before a call that are skipped."""
+MAX_SCHEMA_DEPTH = 16
+"""The most nested references and unions that are followed."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class Pairs:
         named = re.compile(rf"{before}\s*([^\n<>]+?)\s*{_pattern(self.between).pattern}")
         follows = f"(?={before}|{behind.pattern})"
         ends = [re.compile(f"{each}{follows}") for each in (re.escape(self.after), rf"{after}\s*")]
-        properties = schema.get("properties") or {}
+        space = self.between[len(self.between.rstrip()) :]
         while name := named.match(text, at):
-            start = _after_space(text, name.end(), self.between)
+            start = name.end() + len(space) * text.startswith(space, name.end())
             value_end = min((end for each in ends if (end := each.search(text, start))), key=re.Match.end, default=None)
             if value_end is None:
                 break
-            found[name[1]] = _parsed(text[start : value_end.start()], _types_of(properties.get(name[1]), schema))
+            found[name[1]] = _value(text[start : value_end.start()], name[1], schema)
             at = value_end.end()
         return found, at
 
@@ -83,7 +84,7 @@ class CallFormat:
         slots: The order of name, arguments and id.
         native: The chat template writes calls itself.
         as_text: The template takes arguments as JSON text, not as an object.
-        id_size: Length of the call ids that the template takes; 0: any.
+        id_size: Length of the call ids that the template takes; 0: any, and none is written.
         pairs: The format of arguments that are not one JSON object.
         lead: A token that a model may write before bare JSON; "": none.
     """
@@ -144,12 +145,12 @@ class CallFormat:
         found: dict[str, Any] = {}
         value: Any = None
         for slot, after in zip(self.slots, (*self.inner, ""), strict=True):
-            if slot == "id":
-                value, at = self._id_at(text, at)
-            elif slot == "name":
-                value, at = _name_at(text, at, after, self.pairs is not None)
-            else:
+            if slot == "arguments":
                 value, at = self._arguments_at(text, at, found.get("name", ""), schemas)
+            else:
+                name = r"\s*([\w.-]+)" if self.pairs else r"([^\s\"\\{}<>\[\]()]+)"
+                match = re.compile(name if slot == "name" else f"(.{{{self.id_size}}})").match(text, at)
+                value, at = (match[1], match.end()) if match else (None, at)
             passed = _pattern(after).match(text, at)
             if value is None or passed is None:
                 return None, -1
@@ -158,7 +159,11 @@ class CallFormat:
 
     def _arguments_at(self, text: str, at: int, name: str, schemas: Schemas) -> tuple[dict[str, Any] | None, int]:
         if self.pairs is None:
-            return _object_at(text, at)
+            try:
+                value, end = json.JSONDecoder().raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip()))
+            except (ValueError, RecursionError):  # no JSON, or nested too deeply
+                return None, at
+            return (value, end) if isinstance(value, dict) else (None, at)
         behind = _pattern(self._call_end) if self._call_end else re.compile(r"\s*\Z")
         found, end = self.pairs.read(text, at, json.loads(schemas.get(name, "{}")), behind)
         return (found, end) if behind.match(text, end) else (None, at)
@@ -167,17 +172,6 @@ class CallFormat:
     def _call_end(self) -> str:
         """The text that follows the last slot of every call, whether another call comes after it or none."""
         return self.tail if self.again is None else _shared(self.tail, self.again)
-
-    @property
-    def required_letter(self) -> str:
-        """A letter that every complete call has at its end; "" if there is none."""
-        if self.slots[-1] == "arguments":
-            return "}" if self.pairs is None else self._call_end.rstrip()[-1:]
-        return ""
-
-    def _id_at(self, text: str, at: int) -> tuple[str | None, int]:
-        found = re.compile(f"[A-Za-z0-9_-]{{{self.id_size or '1,'}}}").match(text, at)
-        return (found[0], found.end()) if found else (None, at)
 
     def rules(
         self,
@@ -244,14 +238,18 @@ class CallFormat:
             elif slot == "arguments":
                 yield f"%json {schema}" if self.pairs is None else arguments
             else:
-                yield f"/[a-zA-Z0-9]{{{self.id_size or 9}}}/"
+                yield f"/[a-zA-Z0-9]{{{self.id_size}}}/"
             yield literal(after)
 
     def message(self, turn: ChatMessage) -> dict[str, Any]:
         """Return a message as chat templates take it."""
         message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.tool_calls:
-            message["tool_calls"] = [self._call_fields(call) for call in turn.tool_calls]
+            message["tool_calls"] = []
+        for call in turn.tool_calls:
+            given = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else call.arguments
+            function = {"name": call.name, "arguments": given}
+            message["tool_calls"].append({"type": "function", "id": self._id(call.id), "function": function})
         if turn.tool_call_id:
             message["tool_call_id"] = self._id(turn.tool_call_id)
         if turn.name:
@@ -259,11 +257,6 @@ class CallFormat:
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         return message
-
-    def _call_fields(self, call: ToolCall) -> dict[str, Any]:
-        given = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else call.arguments
-        function = {"name": call.name, "arguments": given}
-        return {"type": "function", "id": self._id(call.id), "function": function}
 
     def _id(self, id: str) -> str:
         """Return an id of the length that the template takes; equal ids give equal results."""
@@ -290,41 +283,28 @@ class CallReader:
     """
 
     def __init__(self, format: CallFormat, schemas: Schemas = MappingProxyType({})) -> None:
-        self.calls: list[ToolCall] = []
+        self.calls: tuple[ToolCall, ...] = ()
         self.repeats = False
         self._format, self._schemas = format, schemas
-        self._at, self._tried = -1, 0
+        self._at = -1
 
     def read(self, text: str, opening: int) -> tuple[ToolCall, ...]:
         """Return all complete calls of a text whose first call begins at `opening`."""
-        format = self._format
-        letter = format.required_letter
-        if letter and letter not in text[self._tried :]:
-            return tuple(self.calls)
-        self._tried = len(text)
-        at = max(self._at, opening)
-        while start := self._before(at == opening and self._at < 0).match(text, at):
-            call, end = format.one(text, start.end(), self._schemas)
+        lead, head = _pattern(self._format.lead).pattern, _pattern(self._format.head).pattern
+        first = re.compile(f"(?:{lead})?{head}").match(text, opening)
+        while start := first if self._at < 0 else self._next(text):
+            call, end = self._format.one(text, start.end(), self._schemas)
             if call is None:
                 break
-            self._at = at = end
-            self.repeats |= _is_among(call, self.calls)
-            if not _is_among(call, self.calls):
-                self.calls.append(call)
-        return tuple(self.calls)
+            self._at = end
+            if any(call.name == other.name and call.arguments == other.arguments for other in self.calls):
+                self.repeats = True
+            else:
+                self.calls += (call,)
+        return self.calls
 
-    def copy(self) -> CallReader:
-        """Return an independent copy, for an answer that continues differently."""
-        new = copy.copy(self)
-        new.calls = list(self.calls)
-        return new
-
-    def _before(self, is_first: bool) -> re.Pattern[str]:
-        """Return a pattern of the text before the next call's slots."""
-        if not is_first:
-            return _pattern(self._format.again) if self._format.again is not None else _NEVER
-        lead = f"(?:{_pattern(self._format.lead).pattern})?" if self._format.lead else ""
-        return re.compile(lead + _pattern(self._format.head).pattern)
+    def _next(self, text: str) -> re.Match[str] | None:
+        return None if self._format.again is None else _pattern(self._format.again).match(text, self._at)
 
 
 DEFAULT_CALL_FORMAT = CallFormat(
@@ -355,7 +335,7 @@ def spelled(turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) ->
             messages[0] = replace(messages[0], content=(*messages[0].content, Piece("\n\n"), text))
         else:
             messages.insert(0, ChatMessage("system", (text,)))
-    return list(_joined(messages))
+    return ChatMessage.joined(messages) if any(turn.role == "tool" for turn in turns) else messages
 
 
 def _described(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -372,28 +352,8 @@ def _spelled(turn: ChatMessage) -> ChatMessage:
         pieces = (*turn.content, *gap, Piece(DEFAULT_CALL_FORMAT.write(turn.tool_calls)))
         return ChatMessage(turn.role, pieces, reasoning=turn.reasoning)
     if turn.role == "tool":
-        return ChatMessage("tool", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>")))
+        return ChatMessage("user", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>")))
     return turn
-
-
-def _joined(turns: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
-    """Yield messages with tool results as user messages; consecutive results and a following question are merged."""
-    merged: ChatMessage | None = None
-    for turn in turns:
-        if merged is not None and turn.role in ("tool", "user"):
-            merged = ChatMessage("user", (*merged.content, Piece("\n"), *turn.content))
-        else:
-            if merged is not None:
-                yield merged
-            merged = ChatMessage("user", turn.content) if turn.role == "tool" else None
-            if merged is None:
-                yield turn
-            continue
-        if turn.role == "user":
-            yield merged
-            merged = None
-    if merged is not None:
-        yield merged
 
 
 def _shared(one: str, other: str) -> str:
@@ -413,44 +373,11 @@ def _escaped(text: str) -> str:
     return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
 
 
-def _is_among(call: ToolCall, calls: Sequence[ToolCall]) -> bool:
-    return any(call.name == other.name and call.arguments == other.arguments for other in calls)
-
-
-_NEVER = re.compile(r"(?!)")
-
-
 def _pattern(text: str) -> re.Pattern[str]:
     """Return a pattern that matches a text of the format with any white space between and before its words."""
     words = [re.escape(word) for word in text.split()]
     inner = r"\s*".join(words)
     return re.compile(rf"\s*{inner}") if words else re.compile("")
-
-
-def _name_at(text: str, at: int, after: str, is_plain: bool) -> tuple[str | None, int]:
-    """Return a tool's name and where it ends: at `after`, or with `is_plain` at the first letter that no name has."""
-    pattern = r"[a-zA-Z0-9_.-]+" if is_plain else r"[^\s\"\\{}<>\[\]()]+?(?=" + _pattern(after).pattern + ")"
-    found = re.compile(rf"\s*({pattern})" if is_plain else f"({pattern})").match(text, at)
-    return (found[1], found.end()) if found else (None, at)
-
-
-def _object_at(text: str, at: int) -> tuple[dict[str, Any] | None, int]:
-    """Return a JSON object and where it ends; (None, at) if there is none."""
-    start = _SPACE.match(text, at)
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, start.end() if start else at)
-    except (ValueError, RecursionError):  # no JSON, or nested too deeply
-        return None, at
-    return (value, end) if isinstance(value, dict) else (None, at)
-
-
-_SPACE = re.compile(r"\s*")
-
-
-def _after_space(text: str, at: int, before: str) -> int:
-    """Return the place after the white space at the end of `before`, if the text has it at `at`; else `at`."""
-    space = before[len(before.rstrip()) :]
-    return at + len(space) if text.startswith(space, at) else at
 
 
 def _as_text(value: Any) -> str:
@@ -459,32 +386,19 @@ def _as_text(value: Any) -> str:
 
 _PYTHON_VALUES: Mapping[str, Any] = MappingProxyType({"True": True, "False": False, "None": None})
 """Values as Python writes them; some templates do so."""
-_JSON_TYPES: tuple[tuple[type, frozenset[str]], ...] = (
-    (bool, frozenset({"boolean"})),
-    (int, frozenset({"integer", "number"})),
-    (float, frozenset({"number"})),
-    (str, frozenset({"string"})),
-    (dict, frozenset({"object"})),
-    (list, frozenset({"array"})),
-    (type(None), frozenset({"null"})),
-)
 
 
-def _json_types_of(value: Any) -> frozenset[str]:
-    """Return the names of a value's type in JSON schema."""
-    return next((names for kind, names in _JSON_TYPES if isinstance(value, kind)), frozenset())
+def _value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
+    """Return a text as a value that the schema allows as the argument of this name; otherwise the text itself."""
+    from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
-
-def _parsed(text: str, types: frozenset[str]) -> Any:
-    """Parse a text as a value of one of these types (none: of any); if it is not one, return the text."""
-    if types == {"string"}:
-        return text
+    known = (schema.get("properties") or {}).get(name, {})
     try:
         value = _PYTHON_VALUES[text.strip()] if text.strip() in _PYTHON_VALUES else json.loads(text)
-    except (ValueError, RecursionError):
+        fits = not isinstance(value, str) and Draft202012Validator(schema).evolve(schema=known).is_valid(value)
+    except (ValueError, RecursionError, re.error):  # no JSON, nested too deeply, or a pattern that Python does not read
         return text
-    fits = not types or not types.isdisjoint(_json_types_of(value))
-    return value if fits and not isinstance(value, str) else text
+    return value if fits else text
 
 
 def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -498,15 +412,8 @@ def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset
         return _types_of(found, root, depth + 1)
     if types := schema.get("type"):
         return frozenset([types] if isinstance(types, str) else types)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if values:
-        return frozenset(kind for value in values for kind in _json_types_of(value))
     parts = [_types_of(each, root, depth + 1) for name in ("anyOf", "oneOf") for each in schema.get(name, ())]
-    return frozenset(kind for part in parts for kind in part) if all(parts) else frozenset()
-
-
-MAX_SCHEMA_DEPTH = 16
-"""The most nested references and unions that are followed."""
+    return frozenset().union(*parts) if all(parts) else frozenset()
 
 
 def _pair_rules(pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]) -> Iterator[str]:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ragfuse import Ask, ChatMessage, Engine, Piece, PMLTemplate, ToolCall
 from ragfuse.schemas.nodes import PMLPrompt, Schema, TextNode
 from ragfuse.schemas.pml import parse_prompt, parse_schema
-from ragfuse.text.mended import mended_value
-from ragfuse.types.whole_text import whole_text
+from ragfuse.types.whole_text import whole_text, whole_value
 from tests.tiny import CHUNKS, chunk_hits, known_texts, messages
 
 ODD = "A text from a PDF with an odd \ud835 character or \0 two, as some readers hand them out, and more words."
@@ -43,13 +42,13 @@ def test_each_half_and_nul_becomes_one_sign_and_two_halves_that_belong_together_
 
 def test_the_texts_of_a_value_are_replaced_wherever_they_stand(caplog):
     value = {"a\0": [1, None, {"b": ("\ud800", True)}], "c": 0.5}
-    assert mended_value(value, "It") == {"a\ufffd": [1, None, {"b": ["\ufffd", True]}], "c": 0.5}
-    assert [record.message.startswith("It has characters") for record in caplog.records] == [True]
-    for same in ({"a": [1, ("b",)], "c": None}, [], "text", 7):
-        assert mended_value(same, "It") is same
+    assert whole_value(value, "It") == {"a\ufffd": [1, None, {"b": ["\ufffd", True]}], "c": 0.5}
+    assert [record.message.startswith("It has characters") for record in caplog.records] == [True, True]
+    for same in ({"a": [1, ["b"]], "c": None}, [], "text", 7):
+        assert whole_value(same, "It") == same
     itself: list[Any] = ["\0"]
     itself.append(itself)
-    assert mended_value(itself, "It") is itself
+    assert whole_value(itself, "It") is itself
 
 
 def test_an_ingest_replaces_them_and_the_other_texts_are_kept(engine, caplog):

@@ -10,7 +10,7 @@ import pytest
 
 from integrations.tests.kit import TEMPLATE
 from ragfuse import Ask, ChatMessage, Engine, Grammar, InputError, Settings, ToolCall
-from ragfuse.text.thoughts import THOUGHT_TAGS, Thoughts, thoughts_of
+from ragfuse.text.chat_template import THOUGHT_TAGS, ChatTemplate, Thoughts
 from ragfuse.types.answer import Thought
 from tests.engine.test_native_calls import TOOLS
 from tests.scripted import saying
@@ -109,10 +109,10 @@ def test_a_plain_text_is_gone_on_with_as_it_stands(opened: Engine) -> None:
 
 def test_tags_are_known_by_template_or_tokenizer() -> None:
     for open, close in THOUGHT_TAGS:
-        assert thoughts_of("", [open, close]) == Thoughts(open, close)
-        assert thoughts_of(f"{{{{ m.split('{close}')[-1] }}}}", []) == Thoughts(open, close)
-        assert thoughts_of("", [open]) is None
-    assert thoughts_of("{{ messages }}", ["<tool_call>"]) is None
+        assert ChatTemplate.of("", [open, close]).thoughts == Thoughts(open, close)
+        assert ChatTemplate.of(f"{{{{ m.split('{close}')[-1] }}}}", []).thoughts == Thoughts(open, close)
+        assert ChatTemplate.of("", [open]).thoughts is None
+    assert ChatTemplate.of("{{ messages }}", ["<tool_call>"]).thoughts is None
     tags = Thoughts("<think>", "</think>")
     assert tags.is_open("<|assistant|><think>\n")
     assert not tags.is_open("<|assistant|><think>\n\n</think>\n\n")  # an empty one: nothing is to be thought

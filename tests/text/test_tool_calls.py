@@ -265,8 +265,8 @@ def test_plain_words_tell_of_tools_calls_and_results_and_keep_chunks():
     told = spelled(turns, [{"type": "function", "function": {"name": "weather"}}])
     assert [turn.role for turn in told] == ["system", "user", "assistant", "user"]
     assert '{"name": "weather"}' in told[0].content[0].text
-    assert DEFAULT_CALL_FORMAT.read("".join(piece.text for piece in told[2].content))[0].arguments == {"city": "Rome"}
+    assert DEFAULT_CALL_FORMAT.read(told[2].text)[0].arguments == {"city": "Rome"}
     assert chunk in told[3].content
-    said = "".join(piece.text for piece in told[3].content)
+    said = told[3].text
     assert said.count("<tool_response>") == 2
     assert said.endswith("So?")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ragfuse.errors import InputError
-from ragfuse.text.rendering import Rendered
-from ragfuse.text.rendering import rendered as render
+from ragfuse.text.chat_template import Rendered
+from ragfuse.text.chat_template import rendered as render
 from tests.text.operations import MOST_GROWTH, lines
 
 CONTROL = re.compile("<end>|</think>", re.IGNORECASE)
