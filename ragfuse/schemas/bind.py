@@ -263,8 +263,8 @@ class _Placing:
         elif run is None:
             self._add(_Piece(start, list(part.tokens)))
         else:
-            lo = run.rows[part.owner, part.start][0]
-            self._add(_Piece(start, list(part.tokens), run, lo, run.start + self.moved, part.owner))
+            lo, origin = run.row_of(part.start), run.start + self.moved
+            self._add(_Piece(start, list(part.tokens), run, lo, origin, part.owner))
         self.cursor = part.stop + self.moved
 
     def _make_room(self, start: int) -> None:

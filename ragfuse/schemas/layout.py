@@ -9,11 +9,10 @@ layout. This module knows no model and encodes nothing.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, cast
 
 from ragfuse.schemas.nodes import (
@@ -156,12 +155,9 @@ class SchemaRun:
         """The n positions that it is encoded at, relative to `start`, so that the first is 0."""
         return tuple(at - self.start for each in self.ranges for at in range(each.start, each.stop))
 
-    @cached_property
-    def rows(self) -> Mapping[tuple[str, int], tuple[int, int]]:
-        """Rows lo:hi of each token range among its tokens, by (owner, start)."""
-        stops = tuple(accumulate(len(each.tokens) for each in self.ranges))
-        spans = zip(self.ranges, stops, strict=True)
-        return {(each.owner, each.start): (stop - len(each.tokens), stop) for each, stop in spans}
+    def row_of(self, position: int) -> int:
+        """Return which of its tokens stands at a position of the schema."""
+        return bisect_left(self.positions, position - self.start)
 
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
@@ -255,9 +251,9 @@ def lay_out(
         schema,
         root,
         wrapping,
-        MappingProxyType(places),
-        MappingProxyType(builder.forks),
-        MappingProxyType(modules),
+        places,
+        builder.forks,
+        modules,
         tuple(sorted(scaffolds, key=lambda run: -sum(len(each.tokens) for each in run.ranges))),
         builder.has_messages,
         tuple(builder.notes),
