@@ -32,6 +32,7 @@ from ragfuse.sessions.session import (
     Turn,
     agreed,
     is_again,
+    is_same,
     prefix_digests,
     truncated,
 )
@@ -142,49 +143,41 @@ class ConversationHistory:
         return self._index.keys(name) or (self.sessions.get(*name) and self._index.keys(name)) or ()
 
     def _pending_turn(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
-        """Return the conversation that a question continues or begins; None where conversations are not kept."""
-        settings = self._settings
-        if ask.session is None and not self._may_continue(question):
+        """Return the turn that a question adds to a conversation; None where conversations are not kept.
+
+        Messages without a session's name, or that include one of the assistant, are the whole conversation: only the
+        turns that agree with them stay. Where the named session has none yet, they may branch off from another one;
+        chunks count only where they are sent again.
+        """
+        settings, name, digest = self._settings, ask.session, self._runtime.encoder.digest
+        if name is None and not self._may_continue(question):
             return None
-        encoder = self._runtime.encoder
-        given = [_history_message(message) for message in messages_of(question)]
-        if ask.session is not None:
-            return self._named(ask.session, given, encoder.digest)
-        persistent = settings.history == "all"
-        known = self.sessions.ending(encoder.digest, prefix_digests(given), persistent)
-        if known is None:
-            return PendingTurn(Session(secrets.token_hex(8)), tuple(given), persistent=persistent)
-        version, session = known
-        self._pending.wait([session.id], TURN_SAVE_WAIT_S)
-        kept = agreed(session, given)
+        given, persistent = [_history_message(each) for each in messages_of(question)], settings.history == "all"
+        named = self.sessions.get(digest, name) if name is not None else None
+        version, session = named or (0, Session(name or secrets.token_hex(8)))
+        source, is_whole = session, name is None or any(message.role == "assistant" for message in given)
+        if is_whole and not session.turns:
+            known = self.sessions.ending(digest, prefix_digests(given), persistent or name is not None)
+            source = known[1] if known is not None else session
+            if name is None and known is not None:
+                version, session = known
+        self._pending.wait([session.id, source.id], TURN_SAVE_WAIT_S)
+        if name is not None and not is_whole:
+            first = session.messages[:1]
+            new = tuple(message for message in given if message.role != "system" or message not in first)
+            return PendingTurn(session, new, version, True, settings.history_chunks, session.keys)
+        kept = agreed(source, given, is_again if name is not None and source is session else is_same)
+        new = tuple(given[len(kept.messages) :])
+        if name is not None:
+            kept = replace(kept, id=name)
+            return PendingTurn(kept, new, version, True, settings.history_chunks, session.keys)
         if len(kept.turns) < len(session.turns):  # it differs in a later turn: a new conversation branches off here
-            version, kept = 0, replace(kept, id=secrets.token_hex(8))
-        previous_keys = kept.keys if version else ()
-        return PendingTurn(kept, tuple(given[len(kept.messages) :]), version, persistent, previous_keys=previous_keys)
+            return PendingTurn(replace(kept, id=secrets.token_hex(8)), new, persistent=persistent)
+        return PendingTurn(kept, new, version, persistent, previous_keys=session.keys)
 
     def _may_continue(self, question: ChatInput | Ids) -> bool:
         """Return whether a question without a session name may continue a conversation."""
         return not (isinstance(question, str) or is_ids(question) or self._settings.history == "asked")
-
-    def _named(self, name: str, given: list[HistoryMessage], digest: str) -> PendingTurn:
-        """Return the session of this name with the new messages.
-
-        Messages that include one of the assistant are the whole conversation: only the turns that agree with them stay.
-        """
-        version, session = self.sessions.get(digest, name) or (0, Session(name))
-        self._pending.wait([session.id], TURN_SAVE_WAIT_S)
-        keep_chunks = self._settings.history_chunks
-        if any(message.role == "assistant" for message in given):
-            if session.turns:
-                kept = agreed(session, given, is_again)
-            else:  # perhaps a branch of another session; chunks count only where they are sent again
-                known = self.sessions.ending(digest, prefix_digests(given), persistent=True)
-                self._pending.wait([known[1].id if known is not None else name], TURN_SAVE_WAIT_S)
-                kept = agreed(replace(known[1], id=name), given) if known is not None else session
-            return PendingTurn(kept, tuple(given[len(kept.messages) :]), version, True, keep_chunks, session.keys)
-        first = session.messages[:1]
-        new = (message for message in given if message.role != "system" or message not in first)
-        return PendingTurn(session, tuple(new), version, True, keep_chunks, session.keys)
 
     def _with_chunks(self, message: HistoryMessage) -> HistoryMessage:
         """Return a message with its known chunks as parts of their own."""
