@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -25,8 +25,6 @@ from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import (
-    HistoryMessage,
-    Part,
     PendingTurn,
     Session,
     Turn,
@@ -109,7 +107,7 @@ class ConversationHistory:
         pending = self._pending_turn(question, ask)
         if pending is None:
             return fitted(lambda n: make(question, n), limit)
-        messages = [*_stored_messages(pending.session), *(chat_message_of(message) for message in pending.messages)]
+        messages = [*pending.session.messages, *pending.messages]
         return fitted(lambda n: self._shortened(lambda shorter: make(shorter, n), messages, pending, ask), limit)
 
     def may_shorten(self, question: ChatInput | Ids, ask: Ask) -> bool:
@@ -134,7 +132,7 @@ class ConversationHistory:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
         if ask.session is not None or not self._may_continue(question):
             return ask.session
-        given = prefix_digests([_history_message(message) for message in messages_of(question)])
+        given = prefix_digests(messages_of(question))
         known = self.sessions.ending(digest, given, persistent=self._settings.history == "all")
         return known[1].id if known is not None else None
 
@@ -152,7 +150,7 @@ class ConversationHistory:
         settings, name, digest = self._settings, ask.session, self._runtime.encoder.digest
         if name is None and not self._may_continue(question):
             return None
-        given, persistent = [_history_message(each) for each in messages_of(question)], settings.history == "all"
+        given, persistent = messages_of(question), settings.history == "all"
         named = self.sessions.get(digest, name) if name is not None else None
         version, session = named or (0, Session(name or secrets.token_hex(8)))
         source, is_whole = session, name is None or any(message.role == "assistant" for message in given)
@@ -163,8 +161,8 @@ class ConversationHistory:
                 version, session = known
         self._pending.wait([session.id, source.id], TURN_SAVE_WAIT_S)
         if name is not None and not is_whole:
-            first = session.messages[:1]
-            new = tuple(message for message in given if message.role != "system" or message not in first)
+            first = prefix_digests(session.messages[:1])
+            new = tuple(each for each in given if each.role != "system" or prefix_digests([each]) != first)
             return PendingTurn(session, new, version, True, settings.history_chunks, session.keys)
         kept = agreed(source, given, is_again if name is not None and source is session else is_same)
         new = tuple(given[len(kept.messages) :])
@@ -178,10 +176,6 @@ class ConversationHistory:
     def _may_continue(self, question: ChatInput | Ids) -> bool:
         """Return whether a question without a session name may continue a conversation."""
         return not (isinstance(question, str) or is_ids(question) or self._settings.history == "asked")
-
-    def _with_chunks(self, message: HistoryMessage) -> HistoryMessage:
-        """Return a message with its known chunks as parts of their own."""
-        return replace(message, parts=_parts_of(self._prompts.pieces(pieces_of(message))))
 
     def _shortened(
         self, make: Callable[[ChatInput | Ids], Prompt], messages: Sequence[ChatMessage], pending: PendingTurn, ask: Ask
@@ -243,15 +237,16 @@ class ConversationHistory:
         answer_ids = self._text_ids(answer)
         n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(ready.plan.prompt))
         tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
-        messages = tuple(map(self._with_chunks, pending.messages))
+        messages = [replace(each, content=tuple(self._prompts.pieces(each.pieces))) for each in pending.messages]
         if not pending.keep_chunks:
-            messages = tuple(map(_without_chunks, messages))
+            own = ([piece for piece in each.pieces if piece.kind == "fresh"] for each in messages)
+            messages = [replace(each, content=pieces) for each, pieces in zip(messages, own, strict=True)]
         text, goes_on = answer.text, ask.continue_final_message
         if goes_on and messages:
             text = messages[-1].text + self._continuation(answer, answer_ids)
             messages = messages[:-1]
-        reply = HistoryMessage("assistant", ((text, "fresh", ""),) if text else (), answer.tool_calls)
-        turn = Turn((*messages, reply), () if answer.tool_calls or goes_on else answer_ids)
+        said = Piece(text, ids=() if answer.tool_calls or goes_on else answer_ids)
+        turn = Turn((*messages, ChatMessage("assistant", (said,), answer.tool_calls)))
         row, left_out = pending.left_out
         turns = (*pending.session.turns, turn)
         session = Session(
@@ -292,38 +287,6 @@ class ConversationHistory:
         return text if text.strip() == answer.text.strip() else answer.text
 
 
-def _history_message(message: ChatMessage) -> HistoryMessage:
-    parts = _parts_of(message.pieces)
-    return HistoryMessage(
-        message.role, parts, message.tool_calls, message.tool_call_id, message.name, message.reasoning
-    )
-
-
-def _parts_of(pieces: Iterable[Piece]) -> tuple[Part, ...]:
-    return tuple((piece.text, piece.kind, piece.source) for piece in pieces if piece.text)
-
-
-def pieces_of(message: HistoryMessage) -> tuple[Piece, ...]:
-    """Return a stored message's content."""
-    return tuple(Piece(text, "chunk" if kind == "chunk" else "fresh", source) for text, kind, source in message.parts)
-
-
-def chat_message_of(message: HistoryMessage) -> ChatMessage:
-    """Return a stored message as a chat message for a prompt."""
-    return ChatMessage(
-        message.role, pieces_of(message), message.tool_calls, message.tool_call_id, message.name, message.reasoning
-    )
-
-
-def _stored_messages(session: Session) -> Iterator[ChatMessage]:
-    """Yield a session's messages; answers carry their generated ids, so that they are not tokenised again."""
-    for turn in session.turns:
-        yield from map(chat_message_of, turn.messages[:-1])
-        answer = chat_message_of(turn.messages[-1])
-        text = turn.messages[-1].text
-        yield replace(answer, content=(Piece(text, ids=turn.answer_ids),)) if text and turn.answer_ids else answer
-
-
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
     """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's next turn."""
     row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
@@ -332,10 +295,6 @@ def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt
     if drops_chunks or whole.token_ids != (*short.token_ids[:row], *omitted, *short.token_ids[row:]):
         omitted = ()
     return replace(short, truncated=n_omitted, conversation=replace(pending, left_out=(row, omitted)))
-
-
-def _without_chunks(message: HistoryMessage) -> HistoryMessage:
-    return replace(message, parts=tuple(part for part in message.parts if part[1] == "fresh"))
 
 
 def _n_common(one: Sequence[int], other: Sequence[int]) -> int:
