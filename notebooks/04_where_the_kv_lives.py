@@ -34,8 +34,7 @@ from ragfuse_bench.throttle import ThrottledTier
 
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.demo import corpus_path
-from ragfuse.measure import measure
-from ragfuse.plan.estimate import Estimate
+from ragfuse.load.timings import measure
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.plan.tiers import choose_tier, store_cost
@@ -60,13 +59,12 @@ engine = Engine(settings, model, KVStore(tiers))
 # %%
 machine = measure(model, tiers, longest=768, rounds=1)
 engine.timings.learn(machine)
-times = Estimate(machine)
 chunk_bytes = sum(layer.nbytes for layer in model.encode(model.tokens("word " * SIZE)[:SIZE]).layers)
 print(f"A chunk of {SIZE} tokens is {chunk_bytes / 1e6:.1f} MB of KV.")
 for name in machine.tiers:
-    print(f"{name:8} loads it in {1e3 * times.load_s(name, chunk_bytes):6.1f} ms")
+    print(f"{name:8} loads it in {1e3 * machine.load_s(name, chunk_bytes):6.1f} ms")
 for ratio in (0.1, 0.3, 1.0):
-    print(f"computing {ratio:4.0%} of its rows takes {1e3 * times.recompute_s(ratio, SIZE):6.1f} ms")
+    print(f"computing {ratio:4.0%} of its rows takes {1e3 * machine.recompute_s(ratio, SIZE):6.1f} ms")
 
 # %% [markdown]
 # ## Chunks in tiers
@@ -180,7 +178,7 @@ for turn in (1, 2, 3):
 prices = settings.prices.model_dump()
 names = list(machine.tiers)
 cost = [store_cost(10_000 * chunk_bytes, prices[name]) for name in names]
-load = [1e3 * times.load_s(name, chunk_bytes) for name in names]
+load = [1e3 * machine.load_s(name, chunk_bytes) for name in names]
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
 left.bar_label(left.bar(names, cost, color="tab:green"), fmt="%.2f", fontsize=8)
 left.set(ylabel="cost a month of 10,000 chunks", yscale="log")

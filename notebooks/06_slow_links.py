@@ -34,7 +34,7 @@ from ragfuse_bench.presets import bench_model
 
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.demo import corpus_path
-from ragfuse.measure import measure
+from ragfuse.load.timings import measure
 
 folder = Path(tempfile.mkdtemp())  # everything of this notebook, removed at its end
 LEVELS, SIZE = ["raw", "int8", "cg1", "cg2", "cg3", "cg4"], 256  # of chunks: levels, tokens

@@ -48,7 +48,7 @@ PROMISES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "tests/plan/test_loading.py",
             "tests/load/test_layers.py",
             "tests/load/test_replay.py",
-            "tests/engine/test_kv_streamer.py",
+            "tests/engine/test_streaming.py",
         ),
         "codecs": ("tests/codec/test_contract.py",),
         "tiers, and an entry is whole or absent after kill -9": (

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Static
+from ragfuse.fuse.select.policy import Candidates, Policy
 from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True, kw_only=True)
-class EverySecond(Static):
+class EverySecond(Policy):
     """Half of the rows, whatever is asked for."""
 
     name: str = "every-second"

@@ -1,6 +1,6 @@
 """The small steps of a Llama's layers, compiled: norms, gates and rotation, in as few passes over memory as they need.
 
-Beside the adapted products of `ragfuse.hf.lora` they are what costs most on a CPU. Results are the same up to rounding.
+Beside the adapted products they are what costs most on a CPU. Results are the same up to rounding.
 """
 
 from __future__ import annotations

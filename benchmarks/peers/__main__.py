@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
+from ragfuse_bench.cli.report import Report
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,6 @@ from benchmarks.peers.setup import found_llama, found_vllm
 from benchmarks.peers.weights import bf16_gguf, own_gguf
 from ragfuse.calibration.plots import require_plotting
 from ragfuse.calibration.runner import circumstances, thread_count, tune_malloc
-from ragfuse.cli.options import write_json
 from ragfuse.errors import InputError, RagFuseError
 from ragfuse.models import resolve_llm
 from ragfuse.settings import Settings
@@ -60,7 +60,7 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="Where to draw the result.")] = None,
 ) -> None:
     """Measure seconds to the first token over recurring chunks in changing order, by everyone in turn."""
-    console = Console(stderr=True)
+    console = Report("peers", json)
     tune_malloc(console)
     lengths, counts = tokens or [1100, 3000, 8000], rounds or [12, 8, 4]
     try:
@@ -103,7 +103,7 @@ def main(
         console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     if json is not None:
-        write_json(result, json)
+        console.write(result)
     if plot is not None:
         draw(result, plot)
 

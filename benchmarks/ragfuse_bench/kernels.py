@@ -22,6 +22,7 @@ from ragfuse.calibration.runner import circumstances, thread_count
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.probe import decoder_layers
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
@@ -76,7 +77,7 @@ def counted(model: HFModel, prefill: Callable[[], object]) -> Operations:
     def begin(module: object, args: object) -> None:
         found.reading = True
 
-    first = model.wiring.layers[0] if model.wiring is not None else model.model
+    first = decoder_layers(model.model)[0] if not model.profile.refusal else model.model
     handle = first.register_forward_pre_hook(begin)
     try:
         with found, Calls(found):

@@ -24,7 +24,7 @@ from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, th
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure.tiers import forget_pages
+from ragfuse.load.timings import forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier

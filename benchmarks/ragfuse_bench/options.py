@@ -39,8 +39,6 @@ from ragfuse.types.eviction import EVICTION_POLICIES
 KVPlace = Literal["memory", "pinned", "gpu", "disk"]
 HEADLINE_CHUNKS = 6
 CONTEXT_TOKENS, QUICK_TOKENS = 6000, 1000
-CHUNKS_OF_A_LOOKUP = 6
-"""Chunks of a prompt that `bench store` looks up at once."""
 PASSAGES_OF_A_LONG_PROMPT = 12
 """Passages in a prompt of `bench matching` whose time is taken."""
 DROPIN_CHUNKS = 6
@@ -205,34 +203,6 @@ class ControllerOptions(MeasuredModel):
         if min(self.plans, self.threads, self.rounds) < 1:
             raise SettingsError("Plans, threads and rounds are whole numbers from 1 on.")
         _check_speeds(self.mbps)
-
-
-@dataclass(frozen=True)
-class StoreOptions:
-    """What `bench store` measures. A chunk has `layers` layers of bfloat16 keys and values [heads, tokens, dims]."""
-
-    chunks: Annotated[int, typer.Option(min=1, help="Entries written to and read from each tier.")] = 48
-    tokens: int = 512
-    layers: int = 24
-    heads: int = 2
-    dims: int = 64
-    urls: Annotated[
-        tuple[str, ...], typer.Option("--tier", help="A further tier, as in redis:// or s3://. Repeat for more.")
-    ] = ()
-    index_rows: Annotated[
-        int, typer.Option("--rows", min=CHUNKS_OF_A_LOOKUP, help="Entries of the index in which look-ups are timed.")
-    ] = 1_000_000
-    lookups: int = 2000
-    model: str = "smollm2-135m-reader"
-    rounds: Rounds = 3
-    requests: Annotated[int, typer.Option(min=1, help="Rounds of requests, each timed with and without saving KV.")] = 8
-    threads: Threads = 1
-    home: Path = field(default_factory=_home)
-
-    def __post_init__(self) -> None:
-        counts = (self.chunks, self.tokens, self.layers, self.heads, self.dims, self.lookups, self.requests)
-        if min(*counts, self.rounds, self.threads) < 1 or self.index_rows < CHUNKS_OF_A_LOOKUP:
-            raise SettingsError("Chunks, rounds, rows and requests are whole numbers from 1 on, rows from 6 on.")
 
 
 @dataclass(frozen=True)

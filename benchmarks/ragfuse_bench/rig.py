@@ -20,14 +20,13 @@ from ragfuse.calibration.runner import Runner
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure import measure
-from ragfuse.measure.tiers import forget_pages
+from ragfuse.load.timings import forget_pages, measure
+from ragfuse.plan.cost import CostModel
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
 from ragfuse.telemetry.progress import progress
 from ragfuse.types.plan import Forecast, LoadPlan
-from ragfuse.types.profiles import MachineProfile
 from ragfuse.types.prompt import Prompt
 from ragfuse.types.sizes import UNLIMITED
 
@@ -91,7 +90,7 @@ class Rig:
 
 def _measured(
     model: HFModel, tiers: Sequence[Tier], longest: int, chill: Callable[[], object], console: Console
-) -> MachineProfile:
+) -> CostModel:
     with progress(console) as bar:
         task = bar.add_task("timing this machine", total=100)
 

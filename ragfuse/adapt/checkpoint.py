@@ -1,7 +1,7 @@
 """The folder of an adapter that is being trained: what it was started with, and where the training stands.
 
 The adapter itself lies in `chunk_adapter/`, in PEFT's form, so that it can be used at any time; `training/` holds what
-going on needs: one file with the weights, the optimizer's moments and the best weights so far, written at once.
+going on needs: one file with the weights and the optimizer's moments, written at once.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ragfuse.hf.branches import Branch, BranchModel, refuse_unadaptable
 from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.probe import logits_bound, logits_error
+from ragfuse.hf.probe import logits_error, tolerance_of
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.adapters import CHUNK_ADAPTER
 from ragfuse.models.dtypes import resolve_auto
@@ -169,7 +169,7 @@ class Adaptation:
         self.engine.store.clear()
         branch = Branch(prompt.token_ids[len(context.token_ids) :], (0,))
         error = logits_error(branches.blockwise(context, [branch]).logits[0], wanted)
-        if error > 2 * logits_bound(self.plain.dtype, self.plain.n_layers):
+        if error > 2 * tolerance_of(self.plain.dtype, self.plain.n_layers):
             raise ModelError(
                 f"Wanted the logits that the engine computes over separately encoded chunks, found others with "
                 f"{self.plain.name} (relative error {error:.2g}): its forward does not take a mask over them. Take "

@@ -21,7 +21,9 @@ from ragfuse.adapt.checkpoint import AdapterFolder, Evaluation, TrainingState, d
 from ragfuse.adapt.examples import NumberedExamples
 from ragfuse.adapt.teacher import Lesson, Teacher
 from ragfuse.hf.branches import BranchModel, BranchStates
+from ragfuse.hf.chunk_adapter import ADAPTER_WEIGHTS
 from ragfuse.hf.lora import LoraAdapter
+from ragfuse.models.adapters import CHUNK_ADAPTER
 
 POOL = 400
 """Number of different examples; then they come again."""
@@ -125,7 +127,6 @@ class Trainer:
             adapter.weights.values(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.98)
         )
         self._held_lessons: list[Lesson] = []
-        self._best: dict[str, Tensor] = {}
         self.state = TrainingState()
         self._resume()
 
@@ -139,8 +140,6 @@ class Trainer:
             self._adapter.load({name: tensors[f"weight.{name}"] for name in weights})
             if self.state.step:
                 restore_moments(self._optimizer, weights, tensors)
-            if f"best.{next(iter(weights))}" in tensors:
-                self._best = {name: tensors[f"best.{name}"] for name in weights}
         except (KeyError, RuntimeError) as error:  # a tensor is missing, or of another shape
             raise damaged(self._folder.state_file, error) from error
 
@@ -178,8 +177,8 @@ class Trainer:
                 saved = time.monotonic()
         if state.finished and state.evaluations[-1].step != state.step:
             self._timed(self._evaluate)
-        if not self._best and state.step:
-            self._write_adapter()  # stopped before the first measurement: what was learnt so far
+        if state.step and not (self._folder.path / CHUNK_ADAPTER / ADAPTER_WEIGHTS).is_file():
+            self._folder.put(self._adapter.save)  # stopped before the first measurement: what was learnt so far
         self._save()
         return state
 
@@ -236,23 +235,17 @@ class Trainer:
         self.state.evaluations.append(evaluation)
         self._note({"held": asdict(evaluation)})
         if self.state.step and (before is None or evaluation.kl < before.kl):
-            self._best = {name: weight.detach().cpu().clone() for name, weight in self._adapter.weights.items()}
-            self._write_adapter()
+            self._folder.put(self._adapter.save)
             self._save()
 
     def _is_stale(self) -> bool:
         best = self.state.best
         return best is not None and self.state.step - best.step >= STALE_EVALUATIONS * EVALUATE_STEPS
 
-    def _write_adapter(self) -> None:
-        weights = self._best or {name: weight.detach().cpu() for name, weight in self._adapter.weights.items()}
-        self._folder.put(lambda path: self._adapter.save(path, weights))
-
     def _save(self) -> None:
         weights = self._adapter.weights
         tensors: dict[str, Tensor] = {f"weight.{name}": weight for name, weight in weights.items()}
         tensors |= moments_of(self._optimizer, weights)
-        tensors |= {f"best.{name}": weight for name, weight in self._best.items()}
         self._folder.save(self.state, tensors)
 
     def _note(self, line: dict[str, object]) -> None:

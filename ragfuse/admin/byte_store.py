@@ -13,7 +13,7 @@ from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
 from ragfuse.store import CatalogFile, KVStore
-from ragfuse.store.bulk import unanswered
+from ragfuse.store.deletion import unanswered
 from ragfuse.store.named import as_entry, value_of
 from ragfuse.store.tenants import hidden
 from ragfuse.types.arguments import checks_arguments
@@ -70,9 +70,9 @@ class ByteStore:
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete values; unknown names are ignored. StoreError if the tier does not answer."""
-        remaining = self._store.drop([self._key(name) for name in names])
-        if remaining:
-            raise StoreError(unanswered(list(remaining), "what was to be deleted may still be there"))
+        silent = self._store.forget([self._key(name) for name in names]).silent
+        if silent:
+            raise StoreError(unanswered(silent, "what was to be deleted may still be there"))
 
     def names(self, prefix: str = "") -> Iterator[str]:
         """Yield the names that begin with `prefix`, in no particular order."""

@@ -6,22 +6,21 @@ A tier's capacity bounds all tenants together; without quotas one tenant could e
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ragfuse.errors import StoreError
-from ragfuse.sessions.session_store import SessionStore
-from ragfuse.store import KVStore, Tier
-from ragfuse.store.catalog import Catalog, CatalogQueries
-from ragfuse.types.kv import Entry
+from ragfuse.store import Tier
+from ragfuse.types.keys import ChunkKey
+
+if TYPE_CHECKING:
+    from ragfuse.engine.engine import Engine
 
 QUOTA_MARGIN = 0.05
 """Share of a quota that is freed beyond what is needed, so that not every new text causes a search for the oldest."""
-RECOUNT_S = 30.0
-"""Seconds between two counts of a tier's entries while the tenant cannot be over its quota."""
 
 
 @dataclass(frozen=True)
@@ -58,63 +57,43 @@ class TenantUse:
         return {"nbytes": dict(self.nbytes), "texts": self.texts, "sessions": self.sessions}
 
 
-class QuotaOwner(Protocol):
-    """The part of an engine that quotas need: the store, catalog and sessions of one tenant."""
-
-    store: KVStore
-    catalog: Catalog
-
-    @property
-    def sessions(self) -> SessionStore:
-        """The tenant's stored sessions."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """The digest of model and tenant that is part of every key."""
-        ...
-
-    def forget(self, texts: Iterable[str]) -> int:
-        """Delete these chunks, in every tier and in the catalog."""
-        ...
-
-
-def catalog_use(catalog: CatalogQueries, digest: str) -> tuple[int, int]:
-    """Return how many texts and sessions of a tenant the catalog has; StoreError where it cannot be read."""
-    return catalog.count_texts(digest), catalog.sessions.count(digest)
-
-
 class QuotaKeeper:
     """Keeps one tenant within its quota. `enforce` may take long; reading `use` and `evicted` never waits.
 
     Args:
         owner: The tenant's engine.
         quota: Its limits.
-        clock: A monotonic clock, in seconds.
 
     Attributes:
         use: What the tenant keeps, as last counted.
         evicted: Numbers deleted so far: entries under "bytes", "texts", "sessions".
     """
 
-    def __init__(self, owner: QuotaOwner, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, owner: Engine, quota: Quota) -> None:
         self.quota, self.use, self.evicted = quota, TenantUse(), Counter[str]()
-        self._owner, self._clock, self._lock = owner, clock, threading.Lock()
-        self._counts: dict[
-            str, tuple[int, float, int]
-        ] = {}  # tier -> (its bytes, time of the count in seconds, the tenant's bytes)
+        self._owner, self._lock = owner, threading.Lock()
 
     def enforce(self) -> TenantUse:
         """Count what the tenant has, delete the oldest over the quota, and return what is left.
 
         A catalog or tier that does not answer is skipped until the next call.
         """
+        owner, catalog, digest = self._owner, self._owner.catalog.strict, self._owner.digest
+
+        def forget(n: int, target: int) -> None:
+            owner.forget({known.text for known in catalog.texts(digest, n - target)})
+
         with self._lock:
-            try:
-                texts, sessions = self._texts(), self._sessions()
-            except StoreError:
-                texts, sessions = self.use.texts, self.use.sessions
-            self.use = TenantUse(self._nbytes(), texts, sessions)
+            with suppress(StoreError):
+                texts = self._kept("texts", self.quota.texts, lambda: catalog.count_texts(digest), forget)
+                sessions = self._kept(
+                    "sessions",
+                    self.quota.sessions,
+                    lambda: catalog.sessions.count(digest),
+                    lambda _, target: owner.sessions.keep_latest(target),
+                )
+                self.use = replace(self.use, texts=texts, sessions=sessions)
+            self.use = replace(self.use, nbytes={tier.name: self._bytes_in(tier) for tier in self._capped()})
             return self.use
 
     def limits(self) -> dict[str, int]:
@@ -124,65 +103,37 @@ class QuotaKeeper:
         limits = {"bytes": nbytes, "texts": self.quota.texts, "sessions": self.quota.sessions}
         return {kind: limit for kind, limit in limits.items() if limit is not None}
 
-    def _texts(self) -> int:
-        catalog, limit = self._owner.catalog.strict, self.quota.texts
-        n = catalog_use(catalog, self._owner.digest)[0]
+    def _kept(
+        self, kind: str, limit: int | None, count: Callable[[], int], delete: Callable[[int, int], object]
+    ) -> int:
+        """Count; over the limit, call `delete` with what there is and with the number to shrink to, and count again."""
+        n = count()
         if limit is None or n <= limit:
             return n
-        oldest = catalog.texts(self._owner.digest, n - _target(limit))
-        self._owner.forget({known.text for known in oldest})
-        remaining = catalog.count_texts(self._owner.digest)
-        self.evicted["texts"] += n - remaining
+        delete(n, _target(limit))
+        remaining = count()
+        self.evicted[kind] += n - remaining
         return remaining
-
-    def _sessions(self) -> int:
-        catalog, limit = self._owner.catalog.strict, self.quota.sessions
-        n = catalog_use(catalog, self._owner.digest)[1]
-        if limit is None or n <= limit:
-            return n
-        self._owner.sessions.keep_latest(_target(limit))
-        remaining = catalog.sessions.count(self._owner.digest)
-        self.evicted["sessions"] += n - remaining
-        return remaining
-
-    def _nbytes(self) -> dict[str, int]:
-        """Delete the oldest entries over the quota; return the tenant's bytes by tier afterwards."""
-        found = {}
-        for tier in self._capped():
-            all_bytes, count = tier.nbytes, self._counts.get(tier.name)
-            limit = self.quota.byte_limit(tier.capacity)
-            if count is None or (all_bytes != count[0] and self._may_be_over(all_bytes, count, limit)):
-                digest = self._owner.digest
-                entries = [entry for entry in tier.list() if entry.key.model == digest]
-                count = all_bytes, self._clock(), self._shrink(tier.name, entries, limit)
-                self._counts[tier.name] = count
-            found[tier.name] = count[2]
-        return found
 
     def _capped(self) -> list[Tier]:
         """Return the tiers that outlive the process and have a capacity; others limit themselves."""
         return [tier for tier in self._owner.store.tiers if tier.slow and not tier.remote]
 
-    def _may_be_over(self, all_bytes: int, count: tuple[int, float, int], limit: int | None) -> bool:
-        """Return whether a recount is due: the tenant may be over its quota, or the last count is old."""
-        before, when_s, tenant_bytes = count
-        grown = limit is not None and tenant_bytes + max(0, all_bytes - before) > limit
-        return grown or self._clock() - when_s >= RECOUNT_S
-
-    def _shrink(self, tier: str, entries: list[Entry], limit: int | None) -> int:
-        """Delete the oldest of a tenant's unpinned `entries` over `limit` in a tier; return the bytes that are left."""
-        nbytes = sum(entry.nbytes for entry in entries)
+    def _bytes_in(self, tier: Tier) -> int:
+        """Delete the oldest of the tenant's unpinned entries over its quota; return the bytes that are left."""
+        entries = [entry for entry in tier.list() if entry.key.model == self._owner.digest]
+        nbytes, limit = sum(entry.nbytes for entry in entries), self.quota.byte_limit(tier.capacity)
         if limit is None or nbytes <= limit:
             return nbytes
-        to_delete = []
+        doomed, excess = list[ChunkKey](), nbytes - _target(limit)
         for entry in sorted((entry for entry in entries if not entry.pinned), key=lambda entry: entry.last_used):
-            if nbytes <= _target(limit):
+            if excess <= 0:
                 break
-            to_delete.append(entry.key)
-            nbytes -= entry.nbytes
-        remaining = self._owner.store.drop(to_delete, tier).get(tier, set())
-        self.evicted["bytes"] += len(to_delete) - len(remaining)
-        return nbytes + sum(entry.nbytes for entry in entries if entry.key in remaining)
+            doomed.append(entry.key)
+            excess -= entry.nbytes
+        done = self._owner.store.forget(doomed, tier.name)
+        self.evicted["bytes"] += len(done.entries)
+        return nbytes - done.nbytes
 
 
 def _target(limit: int) -> int:

@@ -1,7 +1,6 @@
-"""Administration of a store without loading a model: list, select, delete, move and archive entries.
+"""Administration of a store without loading a model: list, select, delete and archive entries.
 
-It opens the tiers and catalog that the settings describe. Work on many chunks is in `store/bulk.py`; the output for
-people is in the command line.
+It opens the tiers and catalog that the settings describe. The output for people is in the command line.
 """
 
 from __future__ import annotations
@@ -12,29 +11,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ragfuse.admin.quotas import TenantUse, catalog_use
+from ragfuse.admin.quotas import TenantUse
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.schemas.registry import SchemaRegistry
 from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
-from ragfuse.store import CatalogFile, KVStore, bulk
-from ragfuse.store.archive import ArchivedText
-from ragfuse.store.bulk import Outcome, Progress
-from ragfuse.store.catalog import Catalog
+from ragfuse.store import CatalogFile, KVStore, archive, deletion
+from ragfuse.store.archive import Outcome, Progress
+from ragfuse.store.catalog import Catalog, KnownText
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.store.deletion import (
     Chunk,
     chunk_named,
     chunk_of,
-    dropped,
     forget_texts,
     sources_in_order,
 )
 from ragfuse.store.factory import free_name, open_tier
 from ragfuse.store.tenants import Tenant, tenants_in
-from ragfuse.store.tier import Freed
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -126,18 +122,13 @@ class Cleared:
 
     Args:
         dropped: Entries that were deleted.
-        stayed: Entries that could not be deleted.
-        texts: Number of texts deleted from the catalog.
-        silent: Selected tiers that could not be cleared, or do not answer.
-        unknown: Other tiers that do not answer. While any tier is silent or unknown, no text is deleted, as its
-            entries are not known.
+        texts: Number of texts deleted from the catalog; none while any tier does not answer, as it may hold entries.
+        silent: Tiers that failed to delete or do not answer.
     """
 
     dropped: Sequence[EntryRow]
-    stayed: Sequence[EntryRow]
     texts: int
     silent: Sequence[str]
-    unknown: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -260,10 +251,11 @@ class StoreAdmin:
         entries = [row.entry for row in rows] if entry_filter.selects_tenants else self.store.entries()
         for entry in entries:
             nbytes.setdefault(entry.key.model, Counter())[entry.tier] += entry.nbytes
+        catalog = self.catalog.strict
         found = [
             (
                 tenants.get(digest, Tenant(digest)),
-                TenantUse(dict(nbytes.get(digest, {})), *catalog_use(self.catalog.strict, digest)),
+                TenantUse(nbytes.get(digest, {}), catalog.count_texts(digest), catalog.sessions.count(digest)),
             )
             for digest in named
         ]
@@ -275,14 +267,12 @@ class StoreAdmin:
 
     def clear(self, rows: Sequence[EntryRow], entry_filter: EntryFilter) -> Cleared:
         """Delete `rows`, which the filter selected, and the texts of chunks that have no entry left."""
-        remaining = self.store.drop([row.entry.key for row in rows], entry_filter.tier)
-        still_stored = {chunk_of(entry.key) for entry in self.store.entries()}
-        result = dropped(self.store, remaining, entry_filter.tier)
-        stayed = [row for row in rows if result.has_left(row.entry)]
-        removed = [row for row in rows if not result.has_left(row.entry)]
-        chunks = {chunk_of(row.entry.key) for row in removed} - still_stored
-        texts = 0 if result.silent or result.unknown else self._delete_texts(chunks, entry_filter)
-        return Cleared(removed, stayed, texts, result.silent, result.unknown)
+        done = self.store.forget({row.entry.key for row in rows}, entry_filter.tier)
+        silent = list(dict.fromkeys((*done.silent, *self.store.silent())))
+        removed = {(entry.key, entry.tier) for entry in done.entries}
+        gone = [row for row in rows if (row.entry.key, row.entry.tier) in removed]
+        chunks = {chunk_of(row.entry.key) for row in gone} - {chunk_of(entry.key) for entry in self.store.entries()}
+        return Cleared(gone, 0 if silent else self._delete_texts(chunks, entry_filter), silent)
 
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
@@ -298,20 +288,19 @@ class StoreAdmin:
 
     def export(self, rows: Sequence[EntryRow], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
         """Write entries, and their texts if wanted, to an archive; an incomplete archive replaces no existing file."""
-        keys = list(dict.fromkeys(row.entry.key for row in rows))
-        return bulk.export(self.store, path, keys, self._texts(keys) if texts else (), progress)
+        entries = [row.entry for row in rows]
+        return archive.export(self.store, path, entries, self._texts(entries) if texts else (), progress)
 
     def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
         """Import the entries and texts of an archive."""
         if tier is not None:
             self._check_tier(tier)
-        return bulk.import_(
-            self.store, path, tier, self._add_texts if self.catalog.file is not None else None, progress
-        )
+        take_texts = self._add_texts if self.catalog.file is not None else None
+        return archive.import_(self.store, path, tier, take_texts, progress)
 
-    def gc(self) -> dict[str, Freed]:
+    def gc(self) -> dict[str, deletion.Freed]:
         """Delete expired entries and files that no entry needs; return what was freed, by tier."""
-        return bulk.gc(self.store)
+        return deletion.gc(self.store)
 
     @property
     def schemas(self) -> SchemaRegistry:
@@ -368,17 +357,16 @@ class StoreAdmin:
             names = sources_in_order(filter(None, sources.get(chunk, ())))
             yield EntryRow(entry, tenant, names[0] if names else "", texts.get(chunk, ""), names)
 
-    def _texts(self, keys: Iterable[ChunkKey]) -> Iterator[ArchivedText]:
-        wanted = {chunk_of(key) for key in keys}
-        for model in sorted({model for model, _ in wanted}):
-            for known in self.catalog.strict.texts(model):
-                if chunk_named(known.key) in wanted:
-                    yield ArchivedText(model, *known)
+    def _texts(self, entries: Iterable[Entry]) -> list[KnownText]:
+        wanted = {chunk_of(entry.key) for entry in entries}
+        models = sorted({model for model, _ in wanted})
+        known = (text for model in models for text in self.catalog.strict.texts(model))
+        return [text for text in known if chunk_named(text.key) in wanted]
 
-    def _add_texts(self, texts: Sequence[ArchivedText]) -> None:
-        by_model: dict[str, list[tuple[str, str, str]]] = {}
+    def _add_texts(self, texts: Sequence[KnownText]) -> None:
+        by_model: dict[str, list[KnownText]] = {}
         for text in texts:
-            by_model.setdefault(text.model, []).append((text.key, text.text, text.source))
+            by_model.setdefault(ChunkKey.parse(text.key).model, []).append(text)
         for model, known in by_model.items():
             self.catalog.strict.add_texts(model, known)
 

@@ -1,4 +1,4 @@
-"""Output of `ragfuse store`: tables of entries and tiers, and results of bulk operations."""
+"""Output of `ragfuse store`: tables of entries and tiers, and results of exports and imports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ragfuse.types.sizes import capacity_text, size_text
 if TYPE_CHECKING:
     from ragfuse.admin.store_admin import EntryRow
     from ragfuse.store import Tier
-    from ragfuse.store.bulk import Outcome
+    from ragfuse.store.archive import Outcome
 
 ENCODED_WORDS: Mapping[Encoded, str] = MappingProxyType(
     {
@@ -100,17 +100,18 @@ def describe(rows: Sequence[EntryRow]) -> str:
 
 def print_outcome(console: Console, outcome: Outcome, where: str) -> dict[str, Any]:
     """Print the result of a bulk operation: what was done, and what was left out and why; return it as JSON types."""
-    chunks = counted(outcome.chunks, "entry", "entries")
+    failed, nbytes = len(outcome.troubles), sum(outcome.done.values())
+    chunks = counted(len(outcome.done), "entry", "entries")
     texts = f" and {counted(outcome.texts, 'text')}" if outcome.texts else ""
-    lines = [f"{chunks}{texts} ({size_text(outcome.nbytes)}) {where}."]
-    lines += [f"left out: {trouble.what}: {trouble.why}" for trouble in outcome.troubles[:5]]
-    if outcome.failed > 5:
-        lines.append(f"left out: {outcome.failed - 5:,} more")
+    lines = [f"{chunks}{texts} ({size_text(nbytes)}) {where}."]
+    lines += [f"left out: {what}: {why}" for what, why in outcome.troubles[:5]]
+    if failed > 5:
+        lines.append(f"left out: {failed - 5:,} more")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    troubles = [{"what": trouble.what, "why": trouble.why} for trouble in outcome.troubles]
-    counts = {"entries": outcome.chunks, "nbytes": outcome.nbytes, "known": outcome.known, "texts": outcome.texts}
-    return {**counts, "failed": outcome.failed, "troubles": troubles}
+    troubles = [{"what": what, "why": why} for what, why in outcome.troubles]
+    counts = {"entries": len(outcome.done), "nbytes": nbytes, "known": outcome.known, "texts": outcome.texts}
+    return {**counts, "failed": failed, "troubles": troubles}
 
 
 def show_tiers(console: Console, tiers: Sequence[Tier], rows: Sequence[EntryRow]) -> list[dict[str, Any]]:

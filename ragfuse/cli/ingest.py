@@ -39,9 +39,9 @@ from ragfuse.types.sizes import size_text
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
-    from ragfuse.engine.answerer import Answerer
     from ragfuse.engine.engine import Engine, Ingested
     from ragfuse.ray.bulk import BulkSummary
+    from ragfuse.remote import Answerer
     from ragfuse.settings import Settings
 
 Chunks = Sequence[tuple[str, str]]

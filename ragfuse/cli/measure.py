@@ -37,7 +37,7 @@ from ragfuse.telemetry.progress import progress
 
 if TYPE_CHECKING:
     from ragfuse.engine.engine import Engine
-    from ragfuse.types.profiles import MachineProfile
+    from ragfuse.plan.cost import CostModel
 
 
 def measure(
@@ -140,16 +140,14 @@ def _notes(engine: Engine) -> Iterator[str]:
         )
 
 
-def _show(machine: MachineProfile, name: str, console: Console) -> None:
+def _show(machine: CostModel, name: str, console: Console) -> None:
     """Print the measurements as tables."""
-    fixed, linear, square = machine.prefill
     threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
     table = Table(title=f"Full prefill of {Path(name).name}, {threads}")
     for column in ("tokens", "measured s", "fitted s"):
         table.add_column(column, justify="right")
     for tokens, seconds in machine.prefill_points:
-        fitted = fixed + linear * tokens + square * tokens * tokens
-        table.add_row(f"{tokens:,}", f"{seconds:.3f}", f"{fitted:.3f}")
+        table.add_row(f"{tokens:,}", f"{seconds:.3f}", f"{machine.prefill_s(tokens):.3f}")
     console.print(table)
     table = Table(title="Tiers, read past the file cache where the system allows it")
     for column in ("tier", "a read ms", "reading MB/s"):
@@ -161,7 +159,7 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
     _show_levels(machine, console)
 
 
-def _show_levels(machine: MachineProfile, console: Console) -> None:
+def _show_levels(machine: CostModel, console: Console) -> None:
     """Print the decoding time and the size of each codec level."""
     if not machine.decode:
         return

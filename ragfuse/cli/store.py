@@ -114,16 +114,15 @@ def rm(
     if dropped or cleared.texts:
         what = f"{describe(dropped) if dropped else '0 entries'}, {counted(cleared.texts, 'text')}"
         console.print(f"Deleted {what}.", highlight=False, markup=False)
-    for name in (*cleared.silent, *cleared.unknown):
+    for name in cleared.silent:
         message = f"Tier {name} does not answer: what it holds stays there, and all texts stay. Delete again later."
         console.print(message, highlight=False, markup=False, soft_wrap=True)
     result = {
         "dropped": len(dropped),
         "nbytes": sum(row.entry.nbytes for row in dropped),
         "texts": cleared.texts,
-        "stayed": len(cleared.stayed),
+        "stayed": len(rows) - len(dropped),
         "silent": list(cleared.silent),
-        "unknown": list(cleared.unknown),
     }
     write_json(result, json)
     found = rows or cleared.texts or not (keys or source)  # whole tiers and tenants may be empty
@@ -200,7 +199,7 @@ def export(
             outcome = admin.export(rows, file, texts, report)
     result = print_outcome(console, outcome, f"written to {file}")
     write_json({**result, "file": str(file), "silent": silent}, json)
-    raise typer.Exit(1 if outcome.failed or silent else 0)
+    raise typer.Exit(1 if outcome.troubles or silent else 0)
 
 
 @store.command("import")
@@ -223,7 +222,7 @@ def import_(
     ):
         outcome = admin.import_(file, tier, report)
     write_json(print_outcome(console, outcome, f"imported, {outcome.known} were there already"), json)
-    raise typer.Exit(1 if outcome.failed else 0)
+    raise typer.Exit(1 if outcome.troubles else 0)
 
 
 @store.command("gc")
@@ -237,11 +236,11 @@ def gc(store: Store = None, json: Json = None) -> None:
         freed = admin.gc()
         silent = [tier.name for tier in admin.store.tiers if tier.name not in freed]
     for name, removed in freed.items():
-        counts = f"{removed.expired:,} expired, {counted(removed.orphans, 'leftover')}"
+        counts = f"{removed.expired:,} expired, {counted(removed.leftovers, 'leftover')}"
         console.print(f"{name}: {counts}, {size_text(removed.nbytes)} freed", highlight=False)
     for name in silent:
         console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)
-    tiers = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
+    tiers = {name: {"expired": f.expired, "leftovers": f.leftovers, "nbytes": f.nbytes} for name, f in freed.items()}
     write_json({"tiers": tiers, "silent": silent}, json)
     raise typer.Exit(1 if silent else 0)
 
@@ -292,7 +291,7 @@ def _select(admin: StoreAdmin, console: Console, entry_filter: EntryFilter, cons
 
 
 def _refuse(silent: Sequence[str], consequence: str) -> NoReturn:
-    from ragfuse.store.bulk import unanswered
+    from ragfuse.store.deletion import unanswered
 
     raise StoreError(unanswered(silent, consequence))
 

@@ -20,20 +20,18 @@ from torch import Tensor
 
 from ragfuse.codec import coders
 from ragfuse.codec.codec import DTYPES, LayerMeta
-from ragfuse.codec.coders import Coder, Order, Section, Shape
+from ragfuse.codec.coders import Order, Section
 from ragfuse.codec.container import OtherTables, narrowed, pack, refuses_damage, unpack
 from ragfuse.codec.quantise import BIN_SCALE_DTYPE, Split, from_8bit, from_numbers, outlier_tokens, to_8bit, to_numbers
-from ragfuse.codec.tables import GROUPINGS, MIDDLE, STEPS_PER_OCTAVE, CodecTables, Grouping, Ints, LayerTables, What
+from ragfuse.codec.tables import MIDDLE, STEPS_PER_OCTAVE, CodecTables, LayerTables, What
 from ragfuse.fuse.rope import rotate_in_place
 from ragfuse.types.kv import LayerKV
 
 CACHEGEN_KIND: Final = 2
-LEVEL_FIELDS: Final = struct.Struct("<fBBB9x")
-CODERS: Final[tuple[Coder, ...]] = ("zstd", "ans")
+LEVEL_FIELDS: Final = struct.Struct("<fB11x")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""For zstd, (minimum tokens, width of a class of rows): short chunks get fewer, wider classes, as each class takes
-some bytes for its Huffman table."""
-ANS_WIDTH: Final = 2
+"""(Minimum tokens, width of a class of rows): short chunks get fewer, wider classes, as each class takes some bytes for
+its Huffman table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,6 @@ class Level:
             those of the paper (its C.2).
         deltas: Whether tokens are stored as differences to an anchor instead of to the channel's mean.
         layerwise: Whether `bins` differ by layer; if not, all layers use the middle width.
-        grouping: Which channels share a distribution.
-        coder: The entropy coder.
         outlier_factor: A token with a head this many times larger or smaller than usual is stored in 8 bits; 0: no
             token is.
     """
@@ -56,8 +52,6 @@ class Level:
     bins: tuple[float, float, float] = (0.5, 1.0, 1.5)
     deltas: bool = False
     layerwise: bool = True
-    grouping: Grouping = "channel-layer"
-    coder: Coder = "zstd"
     outlier_factor: float = 4.0
 
     def width(self, at: int, n_layers: int) -> float:
@@ -108,11 +102,11 @@ class CacheGenCodec:
             outliers.to(torch.int32).numpy().astype("<u4").tobytes(),
             *(scales.contiguous().view(torch.int16).numpy().tobytes() for _, scales in exact),
             *self._pack_exact([codes for codes, _ in exact], layer_tables),
-            *self._pack_rest(np.concatenate(numbers), layer_tables, at, layer.n_tokens),
+            *coders.encode(np.concatenate(numbers), *self._for_rest(layer_tables, at, layer.n_tokens)),
         ]
         packed = [torch.from_numpy(np.frombuffer(part, dtype=np.uint8).copy()) for part in parts]
         meta = LayerMeta.of(layer, torch.ones(1))
-        blob = pack(CACHEGEN_KIND, at, self.tables.digest, meta, self._level_fields(at, self.level.coder), packed)
+        blob = pack(CACHEGEN_KIND, at, self.tables.digest, meta, self._level_fields(at), packed)
         return blob.to(layer.keys.device)
 
     @refuses_damage
@@ -124,18 +118,17 @@ class CacheGenCodec:
             ValueError: It is damaged or of another shape.
         """
         packed = unpack(blob.cpu(), CACHEGEN_KIND, self.tables.digest, meta)
-        coder = next((each for each in CODERS if packed.codec_fields == self._level_fields(packed.at, each)), None)
-        if coder is None:
+        if packed.codec_fields != self._level_fields(packed.at):
             raise OtherTables(f"The layer was not encoded at level {self.name} with its present bins.")
         layer_tables = self.tables.layers[packed.at]
-        keys, values = self._restored(packed.parts, layer_tables, packed.at, meta, coder)
+        keys, values = self._restored(packed.parts, layer_tables, packed.at, meta)
         dtype = DTYPES[meta.dtype]
         keys = rotate_in_place(keys, layer_tables.rope_of("keys"), 1)
         values = rotate_in_place(values, layer_tables.rope_of("values"), 1)
         return LayerKV(narrowed(keys, dtype).to(blob.device), narrowed(values, dtype).to(blob.device))
 
     def _restored(
-        self, parts: Sequence[Tensor], layer_tables: LayerTables, at: int, meta: LayerMeta, coder: Coder
+        self, parts: Sequence[Tensor], layer_tables: LayerTables, at: int, meta: LayerMeta
     ) -> tuple[Tensor, Tensor]:
         """Return float32 keys and values, with the keys still rotated to position 0."""
         n, width = meta.key_shape[1], self.level.width(at, len(self.tables.layers))
@@ -143,10 +136,10 @@ class CacheGenCodec:
         rows = np.frombuffer(outliers.contiguous().numpy().tobytes(), dtype="<u4").astype(np.int64)
         split = Split.of(n, torch.from_numpy(rows), self.level.deltas)
         views = [memoryview(part.contiguous().numpy().tobytes()) for part in parts[3:]]
-        codes = self._unpack_exact(views[0], views[1], layer_tables, len(split.exact), coder)
+        codes = self._unpack_exact(views[0], views[1], layer_tables, len(split.exact))
         exact = [from_8bit(code, _scales(scale, code.shape)) for code, scale in zip(codes, scales, strict=True)]
-        order, sections, cdf = self._for_rest(layer_tables, at, n, coder)
-        numbers = coders.decode(views[2], views[3], order, sections, len(split.rest), coder, cdf)
+        order, sections = self._for_rest(layer_tables, at, n)
+        numbers = coders.decode(views[2], views[3], order, sections, len(split.rest))
         cut = layer_tables.keys.heads * layer_tables.keys.dim
         keys = from_numbers(numbers[:cut], layer_tables.keys, width, exact[0], split)
         return keys, from_numbers(numbers[cut:], layer_tables.values, width, exact[1], split)
@@ -161,20 +154,15 @@ class CacheGenCodec:
         )
         return (keys | values).nonzero()[:, 0]
 
-    def _pack_rest(self, numbers: Ints, layer_tables: LayerTables, at: int, n: int) -> list[bytes]:
-        order, sections, cdf = self._for_rest(layer_tables, at, n, self.level.coder)
-        return coders.encode(numbers, order, sections, self.level.coder, cdf)
-
     def _pack_exact(self, codes: Sequence[Tensor], layer_tables: LayerTables) -> list[bytes]:
         """Pack the 8-bit codes. Anchors are many, so they are entropy-coded; a few outliers alone are stored as is."""
         if not self.level.deltas:
             return [b"".join(code.numpy().tobytes() for code in codes), b""]
-        order, sections, cdf = self._for_anchors(layer_tables, self.level.coder)
         rows = np.concatenate([code.mT.reshape(-1, code.shape[1]).numpy() for code in codes]).astype(np.int32)
-        return coders.encode(rows, order, sections, self.level.coder, cdf)
+        return coders.encode(rows, *self._for_anchors(layer_tables))
 
     def _unpack_exact(
-        self, stream: memoryview, large: memoryview, layer_tables: LayerTables, count: int, coder: Coder
+        self, stream: memoryview, large: memoryview, layer_tables: LayerTables, count: int
     ) -> list[Tensor]:
         """Unpack the 8-bit codes of keys and of values, each `[H, count, D]`."""
         shapes = [(part.heads, count, part.dim) for part in (layer_tables.keys, layer_tables.values)]
@@ -182,37 +170,26 @@ class CacheGenCodec:
             flat, cut = np.frombuffer(stream, dtype=np.int8).copy(), prod(shapes[0])
             parts = zip((flat[:cut], flat[cut:]), shapes, strict=True)
             return [torch.from_numpy(part.reshape(shape)) for part, shape in parts]
-        order, sections, cdf = self._for_anchors(layer_tables, coder)
-        rows = coders.decode(stream, large, order, sections, count, coder, cdf)
+        rows = coders.decode(stream, large, *self._for_anchors(layer_tables), count)
         cut = layer_tables.keys.heads * layer_tables.keys.dim
         both = zip((rows[:cut], rows[cut:]), shapes, strict=True)
         return [torch.from_numpy(part).view(heads, dim, count).mT for part, (heads, _, dim) in both]
 
-    def _for_anchors(self, layer_tables: LayerTables, coder: Coder) -> tuple[Order, tuple[Section, ...], Shape]:
-        grouping, overall = self.level.grouping, self.tables.overall
-        spreads = np.concatenate(
-            [part.codes("anchor", grouping, overall) for part in (layer_tables.keys, layer_tables.values)]
-        )
-        width = ANS_WIDTH if coder == "ans" else WIDTHS[-1][1]
-        return (*coders.in_sections(spreads - MIDDLE, width), self.tables.cdf(grouping, False))
+    def _for_anchors(self, layer_tables: LayerTables) -> tuple[Order, tuple[Section, ...]]:
+        spreads = np.concatenate([part.codes("anchor") for part in (layer_tables.keys, layer_tables.values)])
+        return coders.in_sections(spreads - MIDDLE, WIDTHS[-1][1])
 
-    def _for_rest(
-        self, layer_tables: LayerTables, at: int, n: int, coder: Coder
-    ) -> tuple[Order, tuple[Section, ...], Shape]:
-        """Return order and sections of a layer's rows (sorted by the spread of their bin numbers), and their shape."""
-        grouping = self.level.grouping
+    def _for_rest(self, layer_tables: LayerTables, at: int, n: int) -> tuple[Order, tuple[Section, ...]]:
+        """Return order and sections of a layer's rows, sorted by the spread of their bin numbers."""
         what: What = "change" if self.level.deltas else "spread"
-        spreads = np.concatenate(
-            [part.codes(what, grouping, self.tables.overall) for part in (layer_tables.keys, layer_tables.values)]
-        )
+        spreads = np.concatenate([part.codes(what) for part in (layer_tables.keys, layer_tables.values)])
         bins = round(STEPS_PER_OCTAVE * log2(self.level.width(at, len(self.tables.layers))))
-        width = ANS_WIDTH if coder == "ans" else next(width for min_tokens, width in WIDTHS if n >= min_tokens)
-        return (*coders.in_sections(spreads - MIDDLE - bins, width), self.tables.cdf(grouping, self.level.deltas))
+        width = next(width for min_tokens, width in WIDTHS if n >= min_tokens)
+        return coders.in_sections(spreads - MIDDLE - bins, width)
 
-    def _level_fields(self, at: int, coder: Coder) -> bytes:
+    def _level_fields(self, at: int) -> bytes:
         """Return the 16 bytes in a container that identify the level's settings."""
-        flags = (self.level.deltas, GROUPINGS.index(self.level.grouping), CODERS.index(coder))
-        return LEVEL_FIELDS.pack(self.level.width(at, len(self.tables.layers)), *flags)
+        return LEVEL_FIELDS.pack(self.level.width(at, len(self.tables.layers)), self.level.deltas)
 
 
 def _scales(scales: Tensor, shape: Sequence[int]) -> Tensor:

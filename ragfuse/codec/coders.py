@@ -1,8 +1,8 @@
 """Entropy coding of rows of whole numbers. Rows whose numbers have a similar spread form a class and share one model.
 
-zstd: each class is a frame of its own, whose literals zstd codes with one Huffman table. Small numbers are packed two
-or three to a byte, so that less than one bit per number is possible. ANS (constriction): one stream, with a model per
-class from the profiled shape. Numbers that are too large for their class are stored separately, in order.
+Each class is a zstd frame of its own, whose literals zstd codes with one Huffman table. Small numbers are packed two
+or three to a byte, so that less than one bit per number is possible. Numbers that are too large for their class are
+stored separately, in order.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
-import constriction  # type: ignore[import-untyped]
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ragfuse.codec.tables import GRID, SHAPE_REACH, STEPS_PER_OCTAVE, Floats, Ints
+from ragfuse.codec.tables import Floats, Ints
 
-Coder = Literal["zstd", "ans"]
 Order = npt.NDArray[np.intp]
-Shape = npt.NDArray[np.float64]
 
 SINGLE: Final = 127
 PAIR: Final = 7
@@ -60,13 +57,11 @@ class Section:
     Args:
         first: The first row, in sorted order.
         last: The row after the last one.
-        code: Code of the spread of its numbers.
         max_number: Largest absolute number that is not stored separately.
     """
 
     first: int
     last: int
-    code: int
     max_number: int
 
 
@@ -86,7 +81,7 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
     middles = [int(classes[order[end - 1]]) * width + width // 2 for end in ends]
     firsts = [0, *ends[:-1]]
     return order, tuple(
-        Section(int(first), int(end), middle, _max_number(middle))
+        Section(int(first), int(end), _max_number(middle))
         for first, end, middle in zip(firsts, ends, middles, strict=True)
     )
 
@@ -95,15 +90,13 @@ def _max_number(code: int) -> int:
     return TRIPLE if code <= TRIPLE_SPREAD else PAIR if code <= PAIR_SPREAD else SINGLE
 
 
-def encode(numbers: Ints, order: Order, sections: Sequence[Section], coder: Coder, cdf: Shape) -> list[bytes]:
+def encode(numbers: Ints, order: Order, sections: Sequence[Section]) -> list[bytes]:
     """Encode rows of numbers.
 
     Args:
         numbers: int32 `[R, n]`.
         order: The sorted order of the rows, from `in_sections`.
         sections: Their classes.
-        coder: The entropy coder.
-        cdf: Profiled shape of the distributions (`CodecTables.cdf`); only ANS uses it.
 
     Returns:
         Two byte strings: the stream, and the large numbers that are stored separately.
@@ -116,15 +109,10 @@ def encode(numbers: Ints, order: Order, sections: Sequence[Section], coder: Code
         large.append(np.clip(flat[is_large], -MAX_NUMBER, MAX_NUMBER))
         counts.append(int(is_large.sum()))
         marked.append(np.where(is_large, section.max_number + 1, flat))
-    if coder == "zstd":
-        frames = [_pack_symbols(flat, section) for flat, section in zip(marked, sections, strict=True)]
-        heads = b"".join(SECTION.pack(len(frame), count) for frame, count in zip(frames, counts, strict=True))
-        stream = heads + b"".join(frames)
-    else:
-        heads = b"".join(SECTION.pack(0, count) for count in counts)
-        stream = heads + _encode_ans(marked, sections, cdf)
+    frames = [_pack_symbols(flat, section) for flat, section in zip(marked, sections, strict=True)]
+    heads = b"".join(SECTION.pack(len(frame), count) for frame, count in zip(frames, counts, strict=True))
     all_large = np.concatenate(large)
-    return [stream, _frame(all_large.astype("<i4").tobytes(), 4) if all_large.size else b""]
+    return [heads + b"".join(frames), _frame(all_large.astype("<i4").tobytes(), 4) if all_large.size else b""]
 
 
 def decode(
@@ -133,8 +121,6 @@ def decode(
     order: Order,
     sections: Sequence[Section],
     n: int,
-    coder: Coder,
-    cdf: Shape,
 ) -> Floats:
     """Invert `encode`.
 
@@ -151,10 +137,7 @@ def decode(
     if sum(counts):
         large_numbers = np.frombuffer(_decompressed(zstandard.ZstdDecompressor(), large, 4 * sum(counts)), dtype="<i4")
     out = np.empty((sections[-1].last, n), dtype=np.float32)
-    if coder == "zstd":
-        _decode_zstd(body, [length for length, _ in heads], sections, out)
-    else:
-        _decode_ans(body, sections, out, cdf)
+    _decode_zstd(body, [length for length, _ in heads], sections, out)
     used = 0
     for section, count in zip(sections, counts, strict=True):
         if count:
@@ -200,28 +183,3 @@ def _decode_zstd(body: memoryview, lengths: Sequence[int], sections: Sequence[Se
             words = PAIRS[data] if section.max_number == PAIR else TRIPLES[data]
             flat[:] = words.view(np.float32).reshape(-1)[: len(flat)]
         begin += length
-
-
-def _model(section: Section, cdf: Shape) -> constriction.stream.model.Categorical:
-    """Return the probability of each number of a section, and of a larger one, from the shape; none is 0."""
-    edges = (np.arange(-section.max_number, section.max_number + 2) - 0.5) / 2.0 ** (section.code / STEPS_PER_OCTAVE)
-    points = np.arange(-SHAPE_REACH * GRID, SHAPE_REACH * GRID + 1) / GRID
-    shares = np.diff(np.interp(edges, points, cdf, left=0.0, right=1.0))
-    likely = np.append(shares, max(0.0, 1.0 - shares.sum())) + 1e-5
-    return constriction.stream.model.Categorical((likely / likely.sum()).astype(np.float32), perfect=False)
-
-
-def _encode_ans(marked: Sequence[Ints], sections: Sequence[Section], cdf: Shape) -> bytes:
-    """Encode by ANS. It is a stack, so the last section is encoded first."""
-    coder = constriction.stream.stack.AnsCoder()
-    for flat, section in reversed(list(zip(marked, sections, strict=True))):
-        coder.encode_reverse((flat + section.max_number).astype(np.int32), _model(section, cdf))
-    words: npt.NDArray[np.uint32] = coder.get_compressed()
-    return words.astype("<u4").tobytes()
-
-
-def _decode_ans(body: memoryview, sections: Sequence[Section], out: Floats, cdf: Shape) -> None:
-    coder = constriction.stream.stack.AnsCoder(np.frombuffer(body, dtype="<u4").astype(np.uint32))
-    for section in sections:
-        flat = out[section.first : section.last].reshape(-1)
-        np.subtract(coder.decode(_model(section, cdf), len(flat)), np.float32(section.max_number), out=flat)

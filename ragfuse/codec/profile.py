@@ -6,28 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ragfuse.codec.quantise import GROUP, MAX_CODE
-from ragfuse.codec.tables import (
-    GRID,
-    GROUPINGS,
-    POINTS,
-    SHAPE_REACH,
-    Channels,
-    CodecTables,
-    Grouping,
-    LayerTables,
-    from_codes,
-    to_codes,
-)
+from ragfuse.codec.tables import Channels, CodecTables, LayerTables, from_codes, to_codes
 from ragfuse.fuse.rope import rotate_in_place, rotated_pairs
 from ragfuse.types.kv import ChunkKV, RopeLayout
 
-CDF = npt.NDArray[np.uint16]
 OUTLIER_FACTOR = 4.0
 """Tokens this many times larger or smaller than usual are left out: outliers are stored in 8 bits."""
 MEDIAN = 0.6745
@@ -78,14 +64,12 @@ def profile_tables(
         ]
         for at in range(n_layers)
     ]
-    flat = [part for both in parts for part in both]
-    overall = to_codes([_root([part.pooled[which] for part in flat]) for which in range(3)])
-    layers = tuple(
-        LayerTables(keys.channels(), values.channels(), layout)
-        for (keys, values), layout in zip(parts, layouts, strict=True)
+    return CodecTables(
+        tuple(
+            LayerTables(keys.channels(), values.channels(), layout)
+            for (keys, values), layout in zip(parts, layouts, strict=True)
+        )
     )
-    shapes = [_shape(flat, grouping, which, overall) for grouping in GROUPINGS for which in (0, 1)]
-    return CodecTables(layers, np.concatenate(shapes).astype("<u2").tobytes(), overall)
 
 
 @dataclass
@@ -113,11 +97,8 @@ class _Part:
         spread = torch.maximum(spread, MIN_SPREAD_SHARE * whole)
         step = self.width * _geometric_mean(spread).expand_as(spread)
         self.step = _coded(step if self.weights is None else step / self.weights)
-        self.above = ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
-        self.change, self.anchor_codes = self._changes()
-        rows = (self.above, self.change, self.anchor_codes)
-        self.spreads = [row.square().mean(1).sqrt() for row in rows]
-        self.pooled = [_root(list(each.tolist())) for each in self.spreads]
+        above = ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
+        self.spreads = [row.square().mean(1).sqrt() for row in (above, *self._changes())]
 
     def _changes(self) -> tuple[Tensor, Tensor]:
         """Return the changes from anchors, in steps, and the anchors' own 8-bit codes, `[H * D, n]` each."""
@@ -137,7 +118,7 @@ class _Part:
         heads, _, dim = self.mean.shape
         mean = self.mean.numpy().astype("<f2").tobytes()
         spread, change, anchor = (to_codes(each.numpy()) for each in self.spreads)
-        return Channels(heads, dim, mean, to_codes(self.step.numpy()), spread, change, anchor, to_codes(self.pooled))
+        return Channels(heads, dim, mean, to_codes(self.step.numpy()), spread, change, anchor)
 
 
 def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None) -> list[Tensor]:
@@ -180,23 +161,3 @@ def _geometric_mean(spread: Tensor) -> Tensor:
 
 def _coded(numbers: Tensor) -> Tensor:
     return torch.from_numpy(from_codes(to_codes(numbers.numpy()))).view(numbers.shape)
-
-
-def _root(spreads: Sequence[float]) -> float:
-    return float(np.sqrt(np.mean(np.square(spreads))))
-
-
-def _shape(parts: Sequence[_Part], grouping: Grouping, which: int, overall: bytes) -> CDF:
-    """Return the cumulative distribution, uint16 `[POINTS]`: how many of 65,535 values lie below each grid point."""
-    counts = np.zeros(POINTS + 1)
-    for part in parts:
-        rows = (part.above, part.change)[which]
-        by = {
-            "channel-layer": part.spreads[which],
-            "layer": torch.full((len(rows),), part.pooled[which]),
-            "global": torch.full((len(rows),), float(from_codes(overall)[which])),
-        }[grouping]
-        at = (rows / by.clamp_min(1e-30)[:, None]).add_(SHAPE_REACH).mul_(GRID).ceil_().clamp_(0, POINTS).int()
-        counts += np.bincount(at.numpy().ravel(), minlength=POINTS + 1)
-    cdf: CDF = np.rint(np.cumsum(counts)[:POINTS] / counts.sum() * 65_535).astype(np.uint16)
-    return cdf

@@ -19,17 +19,11 @@ from blake3 import blake3
 
 from ragfuse.types.kv import RopeLayout
 
-TABLES_VERSION: Final = 2
+TABLES_VERSION: Final = 3
 STEPS_PER_OCTAVE: Final = 8
 """Steps per octave (factor of 2) of a number that is stored as one byte."""
 MIDDLE: Final = 128
-GRID: Final = 16
-SHAPE_REACH: Final = 12
-"""The shape of a distribution is sampled from -SHAPE_REACH to SHAPE_REACH spreads, at GRID points per spread."""
-POINTS: Final = 2 * GRID * SHAPE_REACH + 1
 
-Grouping = Literal["channel-layer", "layer", "global"]
-GROUPINGS: Final[tuple[Grouping, ...]] = ("channel-layer", "layer", "global")
 What = Literal["spread", "change", "anchor"]
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -61,7 +55,6 @@ class Channels:
         spread: Root mean square distance of values to their mean, in steps, as codes.
         change: The same of values to their anchor, in steps, as codes.
         anchor: Root mean square of the anchors' 8-bit codes, as codes.
-        pooled: Spread, change and anchor over all channels, as three codes.
     """
 
     heads: int
@@ -71,7 +64,6 @@ class Channels:
     spread: bytes
     change: bytes
     anchor: bytes
-    pooled: bytes
 
     @cached_property
     def means(self) -> Floats:
@@ -91,18 +83,9 @@ class Channels:
         rms: Floats = np.sqrt(np.square(self.means) + np.square(above))
         return rms
 
-    def codes(self, what: What, grouping: Grouping, overall: bytes) -> Ints:
-        """Return the code of `what` for each channel, int32 `[H * D]`.
-
-        Args:
-            what: Which of the three statistics.
-            grouping: Whether each channel has its own, or shares that of its layer, or that of all layers.
-            overall: Spread, change and anchor over all layers (`CodecTables.overall`).
-        """
-        if grouping == "channel-layer":
-            return np.frombuffer(getattr(self, what), dtype=np.uint8).astype(np.int32)
-        one = (self.pooled if grouping == "layer" else overall)[("spread", "change", "anchor").index(what)]
-        return np.full(self.heads * self.dim, one, dtype=np.int32)
+    def codes(self, what: What) -> Ints:
+        """Return the code of one of the three statistics for each channel, int32 `[H * D]`."""
+        return np.frombuffer(getattr(self, what), dtype=np.uint8).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -130,28 +113,17 @@ class CodecTables:
 
     Args:
         layers: The tables of each layer.
-        shapes: Cumulative distributions: for each grouping, of values and of changes, uint16 `[POINTS]`, how many of
-            65,535 lie below each point of the grid (in spreads).
-        overall: Spread, change and anchor over all layers, as three codes.
     """
 
     layers: tuple[LayerTables, ...]
-    shapes: bytes
-    overall: bytes
     digest: str = field(default="", init=False)
     """Digest of all contents, 16 hex digits."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", self._summed())
 
-    def cdf(self, grouping: Grouping, is_change: bool) -> npt.NDArray[np.float64]:
-        """Return a cumulative distribution, float64 `[POINTS]` from 0 to 1: the share below each point of the grid."""
-        shapes = np.frombuffer(self.shapes, dtype="<u2").reshape(len(GROUPINGS), 2, POINTS)
-        shape: npt.NDArray[np.uint16] = shapes[GROUPINGS.index(grouping), int(is_change)]
-        return shape.astype(np.float64) / 65_535
-
     def _summed(self) -> str:
-        hasher = blake3(b"ragfuse codec tables %d " % TABLES_VERSION + self.shapes + self.overall)
+        hasher = blake3(b"ragfuse codec tables %d " % TABLES_VERSION)
         for layer in self.layers:
             hasher.update(repr(None if layer.rope is None else asdict(layer.rope)).encode())
             for part in (layer.keys, layer.values):
@@ -164,8 +136,6 @@ class CodecTables:
         """Return the tables as plain JSON types, with bytes as base64."""
         return {
             "version": TABLES_VERSION,
-            "shapes": _text(self.shapes),
-            "overall": _text(self.overall),
             "layers": [
                 {
                     "rope": None if layer.rope is None else {**asdict(layer.rope), "inv_freq": [*layer.rope.inv_freq]},
@@ -188,7 +158,7 @@ class CodecTables:
                 LayerTables(_channels(layer["keys"]), _channels(layer["values"]), _rope(layer["rope"]))
                 for layer in data["layers"]
             )
-            return cls(layers, b64decode(data["shapes"], validate=True), b64decode(data["overall"], validate=True))
+            return cls(layers)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return None
 

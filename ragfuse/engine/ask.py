@@ -76,8 +76,8 @@ class Ask:
         stop: Stop strings, besides those of the model's generation config. The answer ends before the first. They are
             looked for in its text only, not in the prompt, reasoning, tool calls or text that follows a grammar.
         seed: The seed for sampling.
-        deadline_s: Seconds from planning to the first token. On a measured machine it limits how far loading time may
-            raise the ratio, and the plan's forecast says where it cannot be met.
+        deadline_s: Seconds from the question to the first token. On a measured machine it limits how far loading time
+            may raise the ratio, and the plan's forecast says where it cannot be met.
         options: Any options of transformers' `generate`; also OpenAI's `presence_penalty`, `frequency_penalty` and
             `logit_bias` (by token id), which count tokens of the answer only, and `stop_token_ids`, which end the
             answer like the model's own end tokens.

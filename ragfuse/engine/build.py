@@ -11,11 +11,9 @@ from ragfuse.engine.overflow import check_answer_fits, limit_of
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import mended_documents, mended_question
 from ragfuse.engine.request import Request
-from ragfuse.engine.runtime import Runtime
 from ragfuse.engine.schema_service import SchemaService
 from ragfuse.errors import about
 from ragfuse.schemas.nodes import PMLPrompt
-from ragfuse.settings import Settings
 from ragfuse.types.prompt import Prompt
 
 
@@ -23,8 +21,6 @@ from ragfuse.types.prompt import Prompt
 class BuildStage:
     """Builds the prompts of an engine from its known chunks, conversations and schemas."""
 
-    settings: Settings
-    runtime: Runtime
     prompts: PromptBuilder
     history: ConversationHistory
     schemas: SchemaService
@@ -44,13 +40,13 @@ class BuildStage:
             check_answer_fits(bound, ask, request.model, False)
             return bound
         tools, question = offered_tools(ask), mended_question(question)
-        limit = limit_of(ask, self.settings, request.model)
+        limit = limit_of(ask, request.runtime.settings, request.model)
         documents = list(mended_documents(ask.documents))
         may_shorten = self.history.may_shorten(question, ask)
-        make = partial(self.prompts.prompt, digest=self.runtime.digest, tools=tools, ask=ask, check=not may_shorten)
+        make = partial(self.prompts.prompt, digest=request.runtime.digest, tools=tools, ask=ask, check=not may_shorten)
         prompt = self.history.fitted(question, ask, lambda messages, n: make(messages, leave_out=n), limit)
         leaves_out = limit is not None or (may_shorten and self.history.has_earlier(prompt, question))
         check_answer_fits(prompt, ask, request.model, leaves_out)
         if documents and all(segment.kind != "chunk" for segment in prompt.segments):
-            return replace(prompt, altered=self.prompts.altered(question, documents))
+            return replace(prompt, altered=self.prompts.alters(question, documents))
         return prompt

@@ -14,11 +14,14 @@ from typing import Any
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import ends_of, is_single
+from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.question import has_calls
+from ragfuse.engine.request import Request
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, about
-from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, GrammarProcessor, check, held_schema, is_installed
+from ragfuse.hf.grammar import GrammarCompiler, GrammarProcessor, check, is_installed
 from ragfuse.hf.handover import resolve_option, stop_strings_of
-from ragfuse.hf.held_schema import broken
+from ragfuse.hf.held_schema import broken, held_schema
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
 from ragfuse.hf.stream import Detokenizer, FirstToken, StopWhere, TextSink
@@ -140,22 +143,18 @@ def _schema(tool: Tool) -> str:
 class ConstraintCompiler:
     """Compiles the constraints of one engine's answers; compilers are kept for its model. Thread-safe."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._lock = runtime, threading.Lock()
+    def __init__(self, runtime: Runtime, prompts: PromptBuilder) -> None:
+        self._runtime, self._prompts, self._lock = runtime, prompts, threading.Lock()
         self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
 
-    def compile(self, ask: Ask, calls: CallFormat, is_after_calls: bool = False) -> OutputConstraints:
+    def compile(self, request: Request) -> OutputConstraints:
         """Return the constraints of the answers to a question.
-
-        Args:
-            ask: The question's options.
-            calls: The format of the model's tool calls.
-            is_after_calls: Whether the question has tool calls in its messages, which a model may imitate.
 
         Raises:
             InputError: The tools or the grammar cannot be used, or the chat template has no variable of a name in
                 `chat_template_kwargs`.
         """
+        ask, calls = request.ask, self._prompts.calls
         model, tools = self._runtime.model, checked(ask.tools, ask.tool_choice, ask.grammar)
         if ask.chat_template_kwargs and (name := self.template.unread(ask.chat_template_kwargs)):
             raise InputError(
@@ -165,7 +164,9 @@ class ConstraintCompiler:
             )
         if ask.grammar is None and not tools.offered_tools:
             plain = OutputConstraints(ask, model, thoughts=self.template.thoughts)
-            may_imitate = (tools.given or is_after_calls) and is_installed() and is_single(ask.options, model)
+            may_imitate = (
+                (tools.given or has_calls(request.question)) and is_installed() and is_single(ask.options, model)
+            )
             return self._without_calls(plain, calls) if may_imitate else plain
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
@@ -210,15 +211,10 @@ class ConstraintCompiler:
 
 
 def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, ask: Ask, tags: Sequence[str]) -> Grammar:
-    schemas = {name: _laid_out(schema) for name, schema in tools.schemas.items()}
+    schemas = {name: held_schema(schema)[0] for name, schema in tools.schemas.items()}
     several = ask.parallel_tool_calls and tools.choice not in schemas
-    form = "" if ask.grammar is None else _laid_out(ask.grammar.source)
+    form = "" if ask.grammar is None else held_schema(ask.grammar.source)[0]
     return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must_call, several, tags, form))
-
-
-def _laid_out(schema: str) -> str:
-    """Return the schema with llguidance's options for the layout of the JSON."""
-    return json.dumps({**json.loads(held_schema(schema)[0]), "x-guidance": dict(LAYOUT)})
 
 
 @dataclass(frozen=True)
@@ -237,6 +233,7 @@ class OutputConstraints:
         schemas: JSON schemas of the tools' arguments, by tool name.
         thoughts: The tags around reasoning; None where the model writes none.
         is_thinking: Whether the prompt ends inside reasoning that it opened.
+        options: The options of `generate` that were asked for.
     """
 
     ask: Ask
@@ -248,27 +245,30 @@ class OutputConstraints:
     schemas: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     thoughts: Thoughts | None = None
     is_thinking: bool = False
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
-    def for_prompt(self, token_ids: Sequence[int], is_chat: bool) -> OutputConstraints:
+    def for_prompt(self, token_ids: Sequence[int], is_chat: bool, options: Mapping[str, Any]) -> OutputConstraints:
         """Return the constraints of the answers to a prompt.
 
         Args:
             token_ids: The prompt's ids; its end shows whether it opened reasoning.
             is_chat: Whether the chat template wrote it. Answers to any other prompt have no reasoning.
+            options: The options of `generate` that were asked for.
         """
         if self.thoughts is None or not is_chat:
-            return replace(self, thoughts=None)
+            return replace(self, thoughts=None, options=options)
         continues = self.ask.continue_final_message
         last_ids = list(token_ids[-(LONG_TAIL if continues else TAIL) :])
         prompt = str(self.model.tokenizer.decode(last_ids, skip_special_tokens=False))
-        return replace(self, is_thinking=self.thoughts.is_open(prompt, continues))
+        return replace(self, is_thinking=self.thoughts.is_open(prompt, continues), options=options)
 
-    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def generate_options(self) -> dict[str, Any]:
         """Return options for transformers' `generate`, with logits processors that enforce the constraints.
 
         Raises:
             InputError: A grammar is combined with beam search, or an option names ids that are not tokens.
         """
+        options = self.options
         processors = [*(options.get("logits_processor") or ())]
         if penalties := _penalties(options, self.model):
             processors.append(penalties)
@@ -284,22 +284,22 @@ class OutputConstraints:
             supported["eos_token_id"] = list(ends_of(self.model, options))
         return {**supported, "stop_strings": (), **({"logits_processor": processors} if processors else {})}
 
-    def stops(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def stops(self) -> tuple[str, ...]:
         """Return the stop strings that apply: the requested ones and the model's own.
 
         None apply to an answer that follows a grammar or must be tool calls.
         """
         if self.must_call or self.ask.grammar is not None:
             return ()
-        return tuple(dict.fromkeys((*self.ask.stop, *stop_strings_of(options, self.model))))
+        return tuple(dict.fromkeys((*self.ask.stop, *stop_strings_of(self.options, self.model))))
 
-    def draft(self, options: Mapping[str, Any]) -> Draft:
-        """Return an empty draft of an answer; `options` are the requested ones."""
-        stops, tags = self.stops(options), self.thoughts
+    def draft(self) -> Draft:
+        """Return an empty draft of an answer."""
+        stops, tags = self.stops(), self.thoughts
         texts = (*stops, *(self.calls.texts if self.calls is not None else ()))
         return Draft(
             Detokenizer.of(self.model.tokenizer, (*texts, tags.open, tags.close) if tags is not None else texts),
-            ends_of(self.model, options),
+            ends_of(self.model, self.options),
             stops,
             self.calls,
             self.schemas,
@@ -309,15 +309,15 @@ class OutputConstraints:
             self.is_thinking,
         )
 
-    def stopping(self, options: Mapping[str, Any]) -> list[StopWhere]:
+    def stopping(self) -> list[StopWhere]:
         """Return the stopping criteria for stop strings and tool calls, to use together with `generate`'s own."""
-        if self.calls is None and not self.stops(options):
+        if self.calls is None and not self.stops():
             return []
-        return [StopWhere(lambda: self.draft(options), not is_single(options, self.model))]
+        return [StopWhere(self.draft, not is_single(self.options, self.model))]
 
-    def sink(self, say: Callable[[str | Thought], None] | None, options: Mapping[str, Any]) -> FirstToken | TextSink:
+    def sink(self, say: Callable[[str | Thought], None] | None) -> FirstToken | TextSink:
         """Return the streamer that receives tokens as they are generated; it calls `say` with text and reasoning."""
-        return FirstToken() if say is None else TextSink(self.draft(options), say)
+        return FirstToken() if say is None else TextSink(self.draft(), say)
 
     def _unheld(self, draft: Draft) -> tuple[str, ...]:
         """Return what of the schemas was not held while decoding, and what of it the answer breaks."""
@@ -326,21 +326,20 @@ class OutputConstraints:
             texts.append((self.ask.grammar.source, draft.text))
         unheld = list[str]()
         for schema, text in texts:
-            if left_out := held_schema(schema)[1]:
-                unheld += (*left_out, *broken(schema, text))
+            unheld += (*held_schema(schema)[1], *broken(schema, text))
         return tuple(unheld)
 
-    def read(self, ids: Sequence[int], options: Mapping[str, Any], trace: Trace) -> Answer:
+    def read(self, ids: Sequence[int], trace: Trace) -> Answer:
         """Return the answer that generated ids stand for.
 
         Padding after its end is dropped; a pad token that the model generates is kept.
         """
-        draft = self.draft(options)
+        draft = self.draft()
         draft.add(ids)
         draft.end()
         token_ids, calls = tuple(draft.ids), draft.calls
-        has_time_limit = bool(resolve_option("max_time", options, self.model))
-        is_short = len(token_ids) < options.get("max_new_tokens", 0) and not has_time_limit
+        has_time_limit = bool(resolve_option("max_time", self.options, self.model))
+        is_short = len(token_ids) < self.options.get("max_new_tokens", 0) and not has_time_limit
         over = draft.over or is_short
         reason: Ended = "stop" if over and (calls or not self.must_call) else "length"
         reason = "tool_calls" if calls and reason == "stop" else reason

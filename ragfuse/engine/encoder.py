@@ -7,12 +7,15 @@ the same whether it was indexed or found in a prompt, and whatever the prompt's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.options import remaining_context
 from ragfuse.hf.model import HFModel
+from ragfuse.plan.tiers import choose_level, choose_tier
 from ragfuse.schemas.layout import SchemaRun
+from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import KVStore
 from ragfuse.text import filler_text
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
@@ -31,21 +34,21 @@ class Encoder:
     Args:
         model: The model.
         store: The store.
+        settings: The shortest run that is stored; prices, levels and placement.
+        timings: Timings of this machine, by which tiers and levels are chosen.
         digest: Digest of model and tenant in keys.
-        shortest: Least tokens of a run that is stored.
         filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
-        home: From (tokens, bytes) of a chunk to the one slow tier to write it to; None: all of them.
-        levels: From (tokens, bytes) of a chunk to the codec levels per tier.
+        ratio: The default recompute ratio.
         pace_s: Most seconds to wait for a save; None: wait until all tiers have it.
     """
 
     model: HFModel
     store: KVStore
+    settings: Settings
+    timings: MachineTimings
     digest: str
-    shortest: int
     filler_tokens: int
-    home: Callable[[int, int], str | None] = lambda n_tokens, nbytes: None
-    levels: Callable[[int, int], Mapping[str, Sequence[str]]] = lambda n_tokens, nbytes: {}
+    ratio: float
     pace_s: float | None = None
 
     def in_background(self) -> Encoder:
@@ -65,6 +68,30 @@ class Encoder:
         kv = self.model.encode(tokens)
         wanted = self.levels(len(tokens), kv.nbytes).get(tier) or self.store.levels.of(tier)
         return self.store.levels.nbytes(self.key(tokens), kv, wanted)
+
+    @property
+    def shortest(self) -> int:
+        """Least tokens of a run that is stored."""
+        return self.settings.min_chunk_tokens
+
+    def home(self, n_tokens: int, nbytes: int) -> str | None:
+        """Return the slow tier to write a new chunk to.
+
+        None means all of them: by the settings, or because this machine was not measured.
+        """
+        costs, slow = self.timings.costs(self.model), [tier.name for tier in self.store.tiers if tier.slow]
+        if costs is None or len(slow) < 2 or self.settings.placement == "all":
+            return None
+        written = {tier: self.store.levels.of(tier) for tier in slow} | self.levels(n_tokens, nbytes)
+        return choose_tier(n_tokens, nbytes, costs, slow, self.settings.prices.model_dump(), self.ratio, written)
+
+    def levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
+        """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine was measured."""
+        chosen = [tier for tier, levels in self.settings.written.items() if levels == (AUTO_LEVEL,)]
+        costs = self.timings.costs(self.model) if chosen else None
+        if costs is None or not costs.tiers:
+            return {}
+        return {tier: (choose_level(n_tokens, nbytes, costs, tier, self.ratio),) for tier in chosen}
 
     @property
     def context(self) -> str:

@@ -22,10 +22,7 @@ from ragfuse.engine.fetch import FetchStage
 from ragfuse.engine.generate import GenerateStage
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.ingest import Documents
-from ragfuse.engine.kv_streamer import KVStreamer
-from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.pending_saves import PendingSaves
-from ragfuse.engine.placement import Placement
 from ragfuse.engine.planner import Planner
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefill import PrefillStage
@@ -33,18 +30,16 @@ from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import (
     Question,
-    has_calls,
     mended_question,
     places_of,
     prompts_of,
     question_of,
 )
 from ragfuse.engine.remember import RememberStage
-from ragfuse.engine.request import Prefilled, Request, Say
+from ragfuse.engine.request import Prefilled, PreparedPrompt, Request, Say
 from ragfuse.engine.runtime import Runtime, handed_over
 from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
 from ragfuse.engine.store_opener import open_catalog, opened
-from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.errors import StoreError, about
 from ragfuse.fuse.fusor import LostRun
 from ragfuse.hf.model import HFModel
@@ -60,7 +55,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore, countdown
 from ragfuse.store.codec_registry import CodecRegistry
 from ragfuse.telemetry.counters import AnswerCounters
-from ragfuse.telemetry.otel import answered, batched
+from ragfuse.telemetry.otel import counted
 from ragfuse.text.chat_messages import Content
 from ragfuse.types.answer import Answer
 from ragfuse.types.arguments import checks_arguments
@@ -112,13 +107,11 @@ class Engine(OneProcess):
         codecs = CodecRegistry(self.catalog)
         self.store = opened(self.settings, store, codecs, self.conversations.evict(self.settings))
         codecs.tiers = self.store.tiers
-        self.timings = MachineTimings(self.settings.tiers, self.catalog)
-        placement = Placement(self.settings, self.store, self.timings)
-        self.runtime = Runtime(self.settings, given, self.catalog, self.store, codecs, placement)
-        self.links = Links(self.settings.streams)
+        self.runtime = Runtime(self.settings, given, self.catalog, self.store, codecs)
+        self.timings, self.links = self.runtime.timings, Links(self.settings.streams)
         self._saves = PendingSaves(self.settings.writer_queue, self.settings.history_buffer_bytes)
-        self.prompts = PromptBuilder(self.settings, self.catalog, self.runtime)
-        self.constraints = ConstraintCompiler(self.runtime)
+        self.prompts = PromptBuilder(self.runtime)
+        self.constraints = ConstraintCompiler(self.runtime, self.prompts)
         self.schemas = SchemaService(self.settings, self.store, self.catalog, self.prompts, self.runtime)
         self.prefixes = PrefixCache(self.settings, self.runtime, self.store, self._saves)
         self.history = ConversationHistory(
@@ -132,21 +125,13 @@ class Engine(OneProcess):
             self._saves,
         )
         self.sessions = self.history.sessions
-        self.prefetcher = Prefetcher(self.store, self.runtime, self.history.keys_of, self.settings.memory_free)
-        streamer = KVStreamer(self.settings, self.store, self.timings, self.links, self.prefetcher)
-        self._build = BuildStage(self.settings, self.runtime, self.prompts, self.history, self.schemas)
-        self._remember = RememberStage(
-            self.settings, self.runtime, self.store, self.prompts, self.history, self.prefixes, self.prefetcher
-        )
-        self._planner = Planner(
-            self.settings, self.store, self.catalog, self.timings, self.prefixes, self._remember.jobs
-        )
-        self._fetch = FetchStage(self.store, streamer, self.prefetcher)
-        self._prefill = PrefillStage(self.timings, self.prefixes)
-        self._generate = GenerateStage(self.settings)
-        self._documents = Documents(
-            self.settings, self.runtime, self.store, self.catalog, self.prompts, self.prefixes, self._remember.jobs
-        )
+        self.prefetcher = Prefetcher(self.runtime, self.history.keys_of)
+        self._build = BuildStage(self.prompts, self.history, self.schemas)
+        self._remember = RememberStage(self.runtime, self.prompts, self.history, self.prefixes, self.prefetcher)
+        self._planner = Planner(self.runtime, self.prefixes, self._remember.jobs)
+        self._fetch = FetchStage(self.links, self.prefetcher)
+        self._prefill, self._generate = PrefillStage(self.prefixes), GenerateStage()
+        self._documents = Documents(self.runtime, self.prompts, self.prefixes, self._remember.jobs)
         self.counters = AnswerCounters(self._remember.jobs, self.catalog)
 
     @staticmethod
@@ -176,7 +161,7 @@ class Engine(OneProcess):
             InputError: The prompt or an option is invalid.
         """
         self._check_open()
-        return self._answer(self._request(question_of(prompt, pml), ask or Ask(), began_s=time.perf_counter()))
+        return self._answer(self._request(question_of(prompt, pml), ask))
 
     def stream(
         self,
@@ -197,8 +182,8 @@ class Engine(OneProcess):
             prefilled: Called with the prefilled prompt before its answer is generated; what it raises ends the stream.
         """
         self._check_open()
-        ask, question = ask or Ask(), question_of(prompt, pml)
-        offered_tools(ask)  # raises for invalid tools here, not while the stream is read
+        question = question_of(prompt, pml)
+        offered_tools(ask or Ask())  # raises for invalid tools here, not while the stream is read
         return AnswerStream(partial(self._say, question, ask, prefilled))
 
     def batch(
@@ -216,28 +201,29 @@ class Engine(OneProcess):
         self._check_open()
         return self._batch(prompts_of(prompts), ask or Ask(), cancelled or threading.Event())
 
-    @answered
     def _answer(self, request: Request) -> Answer:
-        with collect_notes() as unsaved:
-            prompt = self._build.build(request)
-            return _with_unsaved(self._run(prompt, self._constrained(request)), unsaved)
+        streams = request.say is not None
+        with counted("answer", self, request.ask, streams) as answers, collect_notes() as unsaved:
+            answers.append(_with_unsaved(self._run(request), unsaved))
+        return answers[0]
 
     @at_work()
-    def _run(self, prompt: Prompt, request: Request) -> Answer:
-        """Run a built prompt through stages 2 to 6; `BuildStage`, the first, built it from the question."""
+    def _run(self, request: Request) -> Answer:
+        """Take a question through the six stages to its answer."""
+        prompt, constraints = self._build.build(request), self.constraints.compile(request)
         with self._prefilled(prompt, request) as prepared:
             if request.prefilled is not None:
                 request.prefilled(prepared)
             self._remember.begin(prepared, request)
             self._generate.share(prepared, request)
-        generated = self._generate.generate(prepared, request)
-        self._remember.remember(prepared, generated, request)
+            generated = self._generate.generate(prepared, constraints, request)
+            self._remember.remember(prepared, generated, request)
         return generated.answer
 
     @contextmanager
     def _prefilled(self, prompt: Prompt, request: Request) -> Iterator[PreparedPrompt]:
         """Plan, fetch and prefill a prompt, and hold the model; again without an entry that turns out unreadable."""
-        began_s, lost = time.perf_counter(), frozenset[int]()
+        lost = frozenset[int]()
         waits = request.ask.reuse and request.ask.deadline_s is None and not request.model.lock.is_mine
         with self.prefixes.turn(prompt) if waits else nullcontext():
             while True:
@@ -247,75 +233,41 @@ class Engine(OneProcess):
                         prepared = self._prefill.prefill(fetched, request)
                     except LostRun as error:
                         prompt, lost = plan.prompt, lost | {error.segment}
-                        request = request.after(time.perf_counter() - began_s)
                         continue
                     yield prepared
                     return
 
-    @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, cancelled: threading.Event) -> list[Answer]:
-        began_s = time.perf_counter()
-        with collect_notes() as unsaved:
-            requests = [self._request(prompt, ask, ends=(cancelled,), began_s=began_s) for prompt in prompts]
-            built = [self._build.build(request) for request in requests]
-            requests = [self._constrained(request) for request in requests]
-            if len(built) < 2 or requests[0].model.lock.is_mine:
-                answers = [self._run(prompt, request) for prompt, request in zip(built, requests, strict=True)]
-            else:
-                answers = self._run_in_parallel(built, requests, cancelled)
-        return [_with_unsaved(answer, unsaved) for answer in answers]
-
-    def _run_in_parallel(
-        self, built: Sequence[Prompt], requests: Sequence[Request], cancelled: threading.Event
-    ) -> list[Answer]:
-        """Run prompts in parallel; the first failure ends the others and is raised."""
         failed = threading.Event()
-        with ThreadPoolExecutor(min(len(built), MAX_BATCH_ANSWERS), "ragfuse-batch") as pool:
-            futures = [
-                pool.submit(
-                    copy_context().run, self._run, prompt, replace(each, ends=(*each.ends, failed), has_company=True)
-                )
-                for prompt, each in zip(built, requests, strict=True)
-            ]
-            return answers_of(futures, failed)
+        requests = [self._request(prompt, ask, cancelled, failed) for prompt in prompts]
+        with counted("batch", self, ask) as answers, collect_notes() as unsaved:
+            if len(requests) < 2 or self.model.lock.is_mine:
+                found = [self._run(request) for request in requests]
+            else:
+                with ThreadPoolExecutor(min(len(requests), MAX_BATCH_ANSWERS), "ragfuse-batch") as pool:
+                    together = [replace(request, has_company=True) for request in requests]
+                    found = answers_of([pool.submit(copy_context().run, self._run, each) for each in together], failed)
+            answers += [_with_unsaved(answer, unsaved) for answer in found]
+        return answers
 
-    def _request(
-        self,
-        question: Question,
-        ask: Ask,
-        say: Say = None,
-        ends: tuple[threading.Event, ...] = (),
-        began_s: float = 0.0,
-    ) -> Request:
-        return Request(question, ask, self.runtime, began_s, say=say, ends=(*ends, EXITING))
-
-    def _constrained(self, request: Request) -> Request:
-        """Return the request with the constraints of its answer: tools, grammar, stop strings."""
-        is_after_calls = has_calls(request.question)
-        return replace(request, constraints=self.constraints.compile(request.ask, self.prompts.calls, is_after_calls))
+    def _request(self, question: Question, ask: Ask | None, *ends: threading.Event) -> Request:
+        return Request(question, ask or Ask(), self.runtime, time.perf_counter(), (*ends, EXITING))
 
     def _say(
-        self,
-        question: Question,
-        ask: Ask,
-        prefilled: Prefilled,
-        say: Say,
-        stop: threading.Event,
+        self, question: Question, ask: Ask | None, prefilled: Prefilled, say: Say, stop: threading.Event
     ) -> Answer:
-        request = self._request(question, ask, say, (stop,), time.perf_counter())
-        return self._answer(replace(request, prefilled=prefilled))
+        return self._answer(replace(self._request(question, ask, stop), say=say, prefilled=prefilled))
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """Return what would be read and computed for a prompt, and how long that would take, without doing it."""
         self._check_open()
-        request = self._request(prompt, ask or Ask())
+        request = self._request(prompt, ask)
         return self._planner.plan(self._build.build(request), request)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
         """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's context."""
         self._check_open()
-        request = self._request((), ask or Ask())
-        with self._prefilled(prompt, request) as prepared:
+        with self._prefilled(prompt, self._request((), ask)) as prepared:
             return prepared
 
     @about("prompt")

@@ -5,22 +5,19 @@ Answers that are generated at the same time are decoded in one batch by `hf.deco
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ragfuse.engine.answer_stream import StopSignal
 from ragfuse.engine.constraints import OutputConstraints
 from ragfuse.engine.options import is_streamable, options_of
-from ragfuse.engine.request import Request
-from ragfuse.engine.trace_builder import PreparedPrompt, trace_of
-from ragfuse.hf.handover import generate, sharing
-from ragfuse.hf.model import HFModel
+from ragfuse.engine.request import PreparedPrompt, Request
+from ragfuse.engine.trace_builder import trace_of
+from ragfuse.hf.handover import generate
 from ragfuse.hf.shared_kv import SharedKV, SharedSpan
 from ragfuse.hf.stream import StopWhen
-from ragfuse.settings import Settings
 from ragfuse.telemetry.otel import span
-from ragfuse.types.answer import Answer, Thought, Trace
+from ragfuse.types.answer import Answer, Thought
 
 
 @dataclass(frozen=True)
@@ -42,37 +39,13 @@ class Generated:
 class GenerateStage:
     """Generates the answers of an engine."""
 
-    settings: Settings
     shared: SharedKV = field(default_factory=SharedKV)
 
     def share(self, prepared: PreparedPrompt, request: Request) -> None:
         """Share the KV of modules and prefixes in memory with other answers that are generated at the same time."""
-        if self.settings.share and (request.has_company or request.model.batcher.active):
-            self._share(prepared, request.model)
-
-    def generate(self, prepared: PreparedPrompt, request: Request) -> Generated:
-        """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
-        ask, model, say = request.ask, request.model, request.say
-        constraints = request.constraints or OutputConstraints(ask, model)
-        constraints = constraints.for_prompt(prepared.plan.prompt.token_ids, request.is_chat)
-        options = options_of(ask, self.settings, prepared.room)
-        sink = constraints.sink(say, options)
-        streamer = sink if is_streamable(options, model) else None
-        with span("decode"):
-            full = constraints.options(dict(options))
-            stopping = [*map(StopWhen, request.ends), *constraints.stopping(options)]
-            ids = generate(model, prepared.prefill, full, streamer, stopping, ask.seed)[0]
-        trace = self._trace(prepared, request, sink.first_s)
-        answer = constraints.read(ids, options, trace)
-        is_whole = not any(map(_is_abandoned, request.ends))
-        if streamer is None and say is not None:
-            if answer.reasoning:
-                say(Thought(answer.reasoning))
-            say(answer.text)
-        return Generated(answer, ids, is_whole)
-
-    def _share(self, prepared: PreparedPrompt, model: HFModel) -> None:
-        (cache, wiring), plan = sharing(model, prepared.prefill), prepared.plan
+        if not request.runtime.settings.share or not (request.has_company or request.model.batcher.active):
+            return
+        cache, wiring, plan = prepared.prefill.cache, request.model.shared_wiring, prepared.plan
         if cache is None or wiring is None or plan.fallback_reason or prepared.stream is not None:
             return
         spans = []
@@ -82,10 +55,23 @@ class GenerateStage:
                 spans.append(SharedSpan(lo, hi, (fetch.key, fetch.level, segment.rows, segment.shift)))
         self.shared.share(cache, sorted(spans, key=lambda span: span.lo), wiring.windows)
 
-    def _trace(self, prepared: PreparedPrompt, request: Request, first_s: float | None) -> Trace:
-        timing = replace(prepared.timing, began_s=request.runtime.without_loading(request.began_s))
-        trace = trace_of(prepared, timing, first_s, time.perf_counter(), request.model.name)
-        return replace(trace, deadline_s=request.ask.deadline_s)
+    def generate(self, prepared: PreparedPrompt, constraints: OutputConstraints, request: Request) -> Generated:
+        """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
+        ask, model, say = request.ask, request.model, request.say
+        options = options_of(ask, request.runtime.settings, prepared.room)
+        constraints = constraints.for_prompt(prepared.plan.prompt.token_ids, request.is_chat, options)
+        sink = constraints.sink(say)
+        streamer = sink if is_streamable(options, model) else None
+        with span("decode"):
+            stopping = [*map(StopWhen, request.ends), *constraints.stopping()]
+            ids = generate(model, prepared.prefill, constraints.generate_options(), streamer, stopping, ask.seed)[0]
+        answer = constraints.read(ids, trace_of(prepared, request, sink.first_s))
+        is_whole = not any(map(_is_abandoned, request.ends))
+        if streamer is None and say is not None:
+            if answer.reasoning:
+                say(Thought(answer.reasoning))
+            say(answer.text)
+        return Generated(answer, ids, is_whole)
 
 
 def _is_abandoned(end: object) -> bool:

@@ -21,8 +21,8 @@ from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import ChatInput, Ids, is_ids, mended_question, messages_of
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import (
     PendingTurn,

@@ -14,9 +14,6 @@ from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import mended_documents, texts_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.process.exit import at_work
-from ragfuse.settings import Settings
-from ragfuse.store import KVStore
-from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import chunk_of, forget_chunks
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.whole_text import whole_text
@@ -28,10 +25,7 @@ log = logging.getLogger("ragfuse.engine")
 class Documents:
     """The document chunks of an engine's tenant."""
 
-    settings: Settings
     runtime: Runtime
-    store: KVStore
-    catalog: Catalog
     prompts: PromptBuilder
     prefixes: PrefixCache
     jobs: BackgroundEncoder
@@ -53,7 +47,7 @@ class Documents:
                     done = replace(done, left_out=(*done.left_out, source))
                     continue
                 nbytes = encoder.keep_chunk(ids)
-                if len(ids) >= self.settings.min_chunk_tokens:
+                if len(ids) >= self.runtime.settings.min_chunk_tokens:
                     self.prompts.note(runtime.digest, text, source, ids, must=True)
             done = done.plus(len(ids), nbytes, time.perf_counter() - began, len(ids) < encoder.shortest)
             if progress is not None:
@@ -68,7 +62,7 @@ class Documents:
             if not may_fit(text, runtime.model):
                 continue
             ids = runtime.model.tokens(text, False)
-            if len(ids) >= self.settings.min_chunk_tokens and not prompts.knows(runtime.digest, text, ids):
+            if len(ids) >= self.runtime.settings.min_chunk_tokens and not prompts.knows(runtime.digest, text, ids):
                 prompts.note(runtime.digest, text, source, ids)
 
     def forget(self, texts: Iterable[str]) -> int:
@@ -80,4 +74,4 @@ class Documents:
         self.prefixes.forget(runs)
         runs |= self.prompts.forget(runtime.digest, texts)
         chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}
-        return forget_chunks(self.store, self.catalog.strict, chunks)
+        return forget_chunks(runtime.store, runtime.catalog.strict, chunks)

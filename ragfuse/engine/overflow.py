@@ -1,6 +1,6 @@
 """Prompts that are too long for the model: raise an error with the numbers, or leave out chunks until they fit.
 
-`text.fit` decides which chunks are left out first.
+`text.chat_messages` decides which chunks are left out first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stage 2, plan: decide what is read and what is computed, from the model's profile, the store and machine timings.
 
-The decisions themselves are in `ragfuse.plan` and `model_profiles.py`; timings are kept in `machine_timings.py`.
+The decisions themselves are in `ragfuse.plan` and `model_profiles.py`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,14 @@ import logging
 from dataclasses import replace
 
 from ragfuse.engine.background import BackgroundEncoder
-from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import CalibrationHint, refusal_of
 from ragfuse.engine.overflow import drops, room_of
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
+from ragfuse.engine.runtime import Runtime
 from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.controller import LoadingController
-from ragfuse.settings import Settings
-from ragfuse.store import KVStore
-from ragfuse.store.catalog import Catalog
+from ragfuse.plan.controller import Controller
 from ragfuse.store.deletion import chunk_of
 from ragfuse.telemetry.otel import planned
 from ragfuse.types.keys import ChunkKey
@@ -47,25 +44,14 @@ class Planner:
     """Makes the plans of an engine's prompts.
 
     Args:
-        settings: Default policy and ratio.
-        store: Where entries are looked up.
-        catalog: Which texts are known, also where their KV is stored no more.
-        timings: Timings of this machine, where it was measured.
+        runtime: Timings of this machine, the store where entries are looked up, and the catalog of known texts.
         prefixes: The prefix cache.
         jobs: Chunks that wait to be encoded.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        store: KVStore,
-        catalog: Catalog,
-        timings: MachineTimings,
-        prefixes: PrefixCache,
-        jobs: BackgroundEncoder,
-    ) -> None:
-        self.timings, self._prefixes, self._jobs = timings, prefixes, jobs
-        self._settings, self._store, self._catalog = settings, store, catalog
+    def __init__(self, runtime: Runtime, prefixes: PrefixCache, jobs: BackgroundEncoder) -> None:
+        self._runtime, self._prefixes, self._jobs = runtime, prefixes, jobs
+        self._store, self._settings = runtime.store, runtime.settings
         self._hint = CalibrationHint()
 
     @planned
@@ -74,7 +60,7 @@ class Planner:
 
         Args:
             prompt: The built prompt; where segments are lost, the prompt of the earlier plan.
-            request: The request, with what is left of its deadline.
+            request: The request.
             lost: Indices of segments whose entries could not be read.
 
         Returns:
@@ -89,8 +75,8 @@ class Planner:
             prompt = self._prefixes.placed(prompt)
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
-        machine, corrections = self.timings.now(model)
-        controller = LoadingController(cost_of, machine, profile.default_choice, corrections)
+        costs = self._runtime.timings.costs(model)
+        controller = Controller(cost_of, costs, profile.default_choice, policy, ratio, request.left_s)
         blends = any(segment.kind == "chunk" for segment in prompt.segments)
         refusal = refusal_of(_judged(prompt, profile, blends), policy) if ask.reuse else FULL_PREFILL_ASKED
         unused, why_unused = frozenset[ChunkKey](), refusal
@@ -98,12 +84,12 @@ class Planner:
             unused = frozenset(key for segment in prompt.segments if segment.kind == "chunk" for key in segment.keys)
             refusal = ""  # exact segments are still read
         if refusal:
-            full = controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).with_full_prefill(refusal)
+            full = controller.plan(prompt, {}).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
         keys = [key for segment in prompt.segments for key in segment.keys if key not in unused]
         entries = self._store.lookup(keys)
-        others = self._store.copies(entries) if machine is not None else {}
-        found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
+        others = self._store.copies(entries) if costs is not None and costs.tiers else {}
+        found = controller.plan(prompt, entries, lost, others)
         # A prefix that is not in the store is new text, not a miss.
         misses = (miss for miss in found.misses if (prompt.segments[miss[0]].kind, miss[1]) != ("prefix", MISSING))
         found = replace(found, misses=tuple(self._explained(prompt, *miss) for miss in misses))
@@ -140,11 +126,11 @@ class Planner:
         silent = [tier.name for tier in tiers if tier.is_out]
         unknown = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
         if prompt.altered:
-            return f"{DOCUMENTS_ALTERED}: {prompt.altered}"
+            return DOCUMENTS_ALTERED
         chunks = [chunk_of(segment.keys[0]) for segment in prompt.segments if segment.kind == "chunk"]
         if silent or lost or not chunks:
             return f"{NOTHING_STORED}{unknown if silent else ''}"
-        is_known = self._catalog.knows(chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks])
+        is_known = self._runtime.catalog.knows(chunks[0][0], [str(ChunkKey(*chunk)) for chunk in chunks])
         return KNOWN_ONLY if is_known else NEW_OR_DELETED
 
 

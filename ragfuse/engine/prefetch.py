@@ -60,15 +60,12 @@ class Prefetcher:
     is queried or read.
 
     Args:
-        store: The store whose tiers are read.
-        runtime: The model and its encoder.
+        runtime: The model with its encoder, and the store whose tiers are read.
         keys_of: Returns the keys of a conversation's KV.
-        free_share: Share of each fast tier that conversations leave free.
     """
 
-    def __init__(self, store: KVStore, runtime: Runtime, keys_of: KeysOf, free_share: float) -> None:
-        self._store, self._runtime = store, runtime
-        self._keys_of, self._free_share = keys_of, free_share
+    def __init__(self, runtime: Runtime, keys_of: KeysOf) -> None:
+        self._store, self._runtime, self._keys_of = runtime.store, runtime, keys_of
         self._closed = False
         self._worker = Worker("prefetch", self._take, self._run)
         self._ahead: _Request | None = None
@@ -94,7 +91,7 @@ class Prefetcher:
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
         """Prefetch the KV of these conversations in their order; they replace those of an earlier call."""
-        entries = partial(entries_to_prefetch, self._store, self._keys_of, waiting, self._free_share)
+        entries = partial(entries_to_prefetch, self._store, self._keys_of, waiting, self._runtime.settings.memory_free)
         request = _Request("the conversations of waiting requests", self._store, entries)
         with self._worker.changed:
             self._ahead = request if waiting and not self._closed else None

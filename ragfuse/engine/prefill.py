@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from ragfuse.engine.fetch import FetchedKV
-from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.prefix_cache import PrefixCache
-from ragfuse.engine.request import Request
-from ragfuse.engine.trace_builder import PreparedPrompt
+from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.kept_states import TenantStates
-from ragfuse.hf.model import HFModel, NoSource, Prefill
+from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.telemetry.otel import fused
+from ragfuse.types.answer import StreamTrace
 from ragfuse.types.plan import is_blended
 
 
@@ -20,7 +20,6 @@ from ragfuse.types.plan import is_blended
 class PrefillStage:
     """Prefills the prompts of an engine, and records how long that took."""
 
-    timings: MachineTimings
     prefixes: PrefixCache
 
     def prefill(self, fetched: FetchedKV, request: Request) -> PreparedPrompt:
@@ -30,17 +29,22 @@ class PrefillStage:
             InputError: The request was cancelled; the prefill ends before its next layer.
             LostRun: An entry of the plan cannot be read any more.
         """
-        model, plan, streamed = request.model, fetched.plan, fetched.streamed
+        model, plan, reader, stream = request.model, fetched.plan, fetched.reader, fetched.stream
         states = self.prefixes.kept_states() if request.ask.reuse and model.profile.state else None
         with model.before_layers(request.check_open):
             prefill = _prefill(model, fetched, states)
-        timing = fetched.timing()
-        if streamed is None or not streamed.streamed:
-            self.timings.note_load(model, plan, fetched.reader.load_s)
-        if not model.profile.state:
-            self.timings.note_compute(model, plan, timing.compute_s)
+        load_s, wait_s, trace = reader.load_s, reader.wait_s, None
+        compute_s = time.perf_counter() - fetched.began_s - reader.wait_s
+        if stream is not None:
+            load_s, wait_s = load_s + stream.load_s, wait_s + stream.load_s + stream.wait_s
+            compute_s -= stream.wait_s
+            trace = StreamTrace(tuple(stream.pieces), stream.terms.prior)
+        was_read = stream is None or not stream.received
+        request.runtime.timings.note(
+            model, plan, reader.load_s if was_read else None, None if model.profile.state else compute_s
+        )
         room = model.max_context and model.max_context - plan.prompt.segments[-1].stop + 1
-        return PreparedPrompt(plan, prefill, timing, room, streamed.trace() if streamed is not None else None)
+        return PreparedPrompt(plan, prefill, load_s, wait_s, compute_s, room, trace)
 
 
 @fused
@@ -55,6 +59,6 @@ def _prefill(model: HFModel, fetched: FetchedKV, states: TenantStates | None) ->
     for fetch in plan.fetches:
         segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
         runs.append(CachedRun(fetch.segment, lo, hi, segment.shift, is_blended(prompt, fetch)))
-    source = fetched if runs else NoSource()
+    source = fetched if runs else KVSource()
     ids, positions, asked = prompt.token_ids, prompt.positions, prompt.question_rows
     return model.fuse(ids, positions, runs, source, plan.policy, plan.ratio, question_rows=asked)

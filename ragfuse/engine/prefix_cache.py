@@ -22,8 +22,8 @@ import torch
 
 from ragfuse.engine.encoder import PACE_S
 from ragfuse.engine.pending_saves import PendingSaves
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.kept_states import States, TenantStates
 from ragfuse.sessions.session import PendingTurn
 from ragfuse.settings import Settings

@@ -24,15 +24,11 @@ from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, mended
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.exit import EXITING, start_thread
-from ragfuse.settings import Settings
 from ragfuse.store import KnownText
-from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import LEARNT
-from ragfuse.text.altered import altered
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_formats import call_format
-from ragfuse.text.chat_messages import ChatMessage, Content, Piece
-from ragfuse.text.fit import ShortenedContents, drop_last_chunks
+from ragfuse.text.chat_messages import ChatMessage, Content, Piece, without_last_chunks
 from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.keys import digest as digest_of
@@ -53,17 +49,16 @@ class PromptBuilder:
     """Builds the prompts of one engine. Thread-safe.
 
     Args:
-        settings: The shortest chunk, and whether chunks are encoded after filler text.
-        catalog: Where the texts of known chunks are kept.
-        runtime: The model and tenant; the model may be loaded at first use.
+        runtime: The model and tenant, and the catalog with the texts of known chunks; the model may be loaded at first
+            use.
     """
 
-    def __init__(self, settings: Settings, catalog: Catalog, runtime: Runtime) -> None:
-        self._settings, self._catalog, self._runtime = settings, catalog, runtime
+    def __init__(self, runtime: Runtime) -> None:
+        self._settings, self._catalog, self._runtime = runtime.settings, runtime.catalog, runtime
         self._lock = threading.Lock()
         self._is_loaded = False
         self._unread: Mapping[str, Sequence[KnownText]] = {}  # by their beginnings, until all are in the index
-        shortest = max(6, settings.min_chunk_tokens)
+        shortest = max(6, runtime.settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_READ_TEXTS)  # by their digests
         self._calls: CallFormat | None = None
@@ -105,15 +100,11 @@ class PromptBuilder:
         for each in self._catalog.texts(digest):
             if each.source == LEARNT:
                 self._index(each.text, LEARNT)
-        passages = dict[tuple[int, ...], str]()
-        for text in texts:
-            ids = self._runtime.model.tokens(text.strip())
-            shared = (*self._spans.sharing(ids, LEARNT), *self._spans.sharing(ids, CODE))
-            passages |= {span.tokens: span.text for span in shared}
-            self._drop(ids, text.strip())
-        for run, passage in passages.items():
-            self._drop(run, passage)
-        return set(passages)
+        forgotten = {text.strip(): self._runtime.model.tokens(text.strip()) for text in texts}
+        passages = self._spans.sharing(list(forgotten.values()), (LEARNT, CODE))
+        for text, ids in (*forgotten.items(), *((span.text, span.tokens) for span in passages)):
+            self._drop(ids, text)
+        return {span.tokens for span in passages}
 
     def _drop(self, ids: Sequence[int], text: str) -> None:
         self._spans.discard(ids)
@@ -186,7 +177,7 @@ class PromptBuilder:
             question: A text, messages or token ids.
             digest: The tenant's digest.
             tools: Tools that the prompt describes.
-            leave_out: How many of the last chunks are left out (`text.fit`).
+            leave_out: How many of the last chunks are left out (`without_last_chunks`).
             ask: The question's options.
             check: Whether a text that can never fit is refused before it is tokenised.
 
@@ -216,13 +207,11 @@ class PromptBuilder:
         sources = {text.strip(): source for text, source in documents}
         assembler = replace(assembler, find=partial(self._find, sources), documents=documents)
         last_user = max((at for at, message in enumerate(messages) if message.role == "user"), default=-1)
-        shortened = ShortenedContents(tuple(message.pieces for message in messages))
+        dropped = list[str]()
         if leave_out:
             contents = [self.pieces(_split_at(message.pieces, sources)) for message in messages]
-            shortened = drop_last_chunks(contents, leave_out, last_user)
-        messages = [
-            replace(message, content=content) for message, content in zip(messages, shortened.contents, strict=True)
-        ]
+            kept, dropped = without_last_chunks(contents, leave_out, last_user)
+            messages = [replace(each, content=content) for each, content in zip(messages, kept, strict=True)]
         if ask.continue_final_message and (messages[-1].role != "assistant" or not messages[-1].has_content):
             raise InputError(
                 "continue_final_message needs a last message of role 'assistant' with text; the last one has role "
@@ -233,13 +222,13 @@ class PromptBuilder:
         def fits(text: str) -> None:
             if check:
                 has_chunks = bool(ask.documents) or any(p.kind == "chunk" for m in messages for p in m.pieces)
-                check_text(text, model, has_chunks and not leave_out, len(shortened.sources))
+                check_text(text, model, has_chunks and not leave_out, len(dropped))
 
         if is_text:
             fits(messages[0].text)
-            return replace(assembler.text(messages[0].text, model.bos), dropped=shortened.sources)
+            return replace(assembler.text(messages[0].text, model.bos), dropped=tuple(dropped))
         assembler = replace(assembler, calls=self.calls, check=fits)
-        return replace(assembler.chat(messages, tools), dropped=shortened.sources)
+        return replace(assembler.chat(messages, tools), dropped=tuple(dropped))
 
     def _taken(self, messages: Sequence[ChatMessage], ask: Ask, digest: str) -> list[tuple[str, str]]:
         """Put the chunks that are given with a question into the index, and return (text, source) of all of them.
@@ -269,9 +258,8 @@ class PromptBuilder:
 
     def _cut(self, text: str) -> Iterator[Piece]:
         encoder, at = self._runtime.model.encoder, 0
-        parts = encoder.parts(text, encoder.control_spans(text))
-        offsets = list(chain.from_iterable(chars for _, chars in parts))
-        for match in self._spans.find(list(chain.from_iterable(ids for ids, _ in parts))):
+        ids, offsets = encoder.read(text, encoder.control_spans(text))
+        for match in self._spans.find(ids):
             known = match.span.text
             lo = text.find(known, max(at, offsets[match.lo][0] - len(known)), offsets[match.hi - 1][1] + len(known))
             if known and lo >= 0:
@@ -280,10 +268,10 @@ class PromptBuilder:
                 at = lo + len(known)
         yield Piece(text[at:])
 
-    def altered(self, question: ChatInput | Ids, documents: Sequence[tuple[str, str]]) -> str:
-        """Return how a question alters its retrieved documents so that none is found in it; "" where it does not."""
+    def alters(self, question: ChatInput | Ids, documents: Sequence[tuple[str, str]]) -> bool:
+        """Return whether a question holds none of its retrieved documents as it was retrieved."""
         contents = "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
-        return altered(contents, [text for text, _ in documents])
+        return all(text.strip() not in contents for text, _ in documents)
 
     def render(
         self,

@@ -10,12 +10,9 @@ from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.recurrence import RecurringPassages, hint_once
-from ragfuse.engine.request import Request
+from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.schemas.bind import SchemaUse
-from ragfuse.settings import Settings
-from ragfuse.store import KVStore
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
 from ragfuse.types.reasons import CODE
@@ -30,15 +27,13 @@ class RememberStage:
 
     def __init__(
         self,
-        settings: Settings,
         runtime: Runtime,
-        store: KVStore,
         prompts: PromptBuilder,
         history: ConversationHistory,
         prefixes: PrefixCache,
         prefetcher: Prefetcher,
     ) -> None:
-        self._settings, self._runtime, self._store = settings, runtime, store
+        self._runtime, self._settings = runtime, runtime.settings
         self._prompts, self._history, self._prefixes, self._prefetcher = prompts, history, prefixes, prefetcher
         self._passages, self.jobs = RecurringPassages(), BackgroundEncoder(self._do)
 
@@ -77,7 +72,7 @@ class RememberStage:
 
     def _do(self, job: EncodeJob) -> None:
         if job.kind == "copy":
-            self._store.warm(job.keys)
+            self._runtime.store.warm(job.keys)
         elif job.kind == "learn":
             self._learn(job)
         else:

@@ -1,21 +1,56 @@
-"""The request for one answer, which every stage receives."""
+"""The request for one answer, which every stage receives, and its prompt once it is prefilled."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.constraints import OutputConstraints
 from ragfuse.engine.question import Question, is_ids
 from ragfuse.engine.runtime import Runtime
-from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.errors import InputError
-from ragfuse.hf.model import HFModel
+from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.schemas.nodes import PMLPrompt
-from ragfuse.types.answer import Thought
+from ragfuse.types.answer import StreamTrace, Thought
+from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import ModelProfile
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prefilled prompt whose answer can be generated.
+
+    Args:
+        plan: The plan that was carried out.
+        prefill: The result of the prefill.
+        load_s: Seconds spent loading.
+        wait_s: Seconds that computing waited for loading.
+        compute_s: Seconds spent computing.
+        room: How many new tokens fit after it; None without a limit.
+        stream: How KV was streamed for it; None where nothing was.
+    """
+
+    plan: LoadPlan
+    prefill: Prefill
+    load_s: float
+    wait_s: float
+    compute_s: float
+    room: int | None = None
+    stream: StreamTrace | None = None
+
+    def n_held(self, n_ids: int) -> int:
+        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's KV cache.
+
+        The answer's last token never has a row. An answer that was decoded in a batch or as one of several sequences
+        has none there: the cache then holds the prompt's rows only.
+        """
+        cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
+        if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
+            return n_prompt
+        return cache.length
+
 
 Say = Callable[[str | Thought], None] | None
 """A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
@@ -31,29 +66,32 @@ class Request:
         question: A text, messages, token ids or a prompt in PML.
         ask: Options of the answer.
         runtime: The model and its tenant.
-        began_s: `time.perf_counter()` when the request came.
-        constraints: Tools, grammar and stop strings of the answer; None where only a prompt is wanted.
-        say: Callback for the answer's pieces as they are generated.
+        came_s: `time.perf_counter()` when the request came.
         ends: Events that end the generation once one of them is set.
-        has_company: Whether other answers will be generated at the same time.
+        say: Callback for the answer's pieces as they are generated.
         prefilled: Callback for the prompt once it is prefilled.
+        has_company: Whether other answers will be generated at the same time.
     """
 
     question: Question
     ask: Ask
     runtime: Runtime
-    began_s: float
-    constraints: OutputConstraints | None = None
-    say: Say = None
+    came_s: float
     ends: tuple[threading.Event, ...] = ()
-    has_company: bool = False
+    say: Say = None
     prefilled: Prefilled = None
+    has_company: bool = False
 
-    def after(self, spent_s: float) -> Request:
-        """Return the request with its deadline shortened by `spent_s` seconds, as its prompt is planned again."""
-        if self.ask.deadline_s is None:
-            return self
-        return replace(self, ask=replace(self.ask, deadline_s=max(0.0, self.ask.deadline_s - spent_s)))
+    @property
+    def began_s(self) -> float:
+        """`time.perf_counter()` when the request came, later by what it then waited for the model to be loaded."""
+        return self.runtime.without_loading(self.came_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left until the first token is wanted; None without a deadline."""
+        deadline_s = self.ask.deadline_s
+        return None if deadline_s is None else max(0.0, self.began_s + deadline_s - time.perf_counter())
 
     def check_open(self) -> None:
         """Raise InputError once one of `ends` is set."""

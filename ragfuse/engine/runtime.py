@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
+from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import ProfileStore
 from ragfuse.engine.options import remaining_context
-from ragfuse.engine.placement import Placement
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
@@ -44,17 +44,19 @@ def ignore(*what: object) -> None:
 
 
 class Runtime:
-    """A model with its tenant, profile and encoder. Thread-safe.
+    """A model with its tenant, profile and encoder, over the store that its KV is kept in. Thread-safe.
 
-    Nothing is loaded before `model` is first used.
+    Nothing is loaded before `model` is first used. What serves an engine's answers shares its attributes.
 
     Args:
         settings: The model, and the tenant (its salt).
         given: A loaded model; None: the model in the settings.
-        catalog: Where profiles are stored.
+        catalog: Where profiles, timings and the texts of known chunks are stored.
         store: Where encoded KV is stored.
         codecs: Receives the model's codec tables, if a tier needs them.
-        placement: Chooses tiers and levels of new chunks.
+
+    Attributes:
+        timings: Timings of this machine.
     """
 
     def __init__(
@@ -64,10 +66,10 @@ class Runtime:
         catalog: Catalog,
         store: KVStore,
         codecs: CodecRegistry,
-        placement: Placement,
     ) -> None:
-        self._settings, self._given, self._catalog = settings, given, catalog
-        self._store, self._codecs, self._placement = store, codecs, placement
+        self.settings, self.catalog, self.store = settings, catalog, store
+        self.timings = MachineTimings(settings.tiers, catalog)
+        self._given, self._codecs = given, codecs
         self._profiles, self._lock = ProfileStore(catalog), threading.Lock()
         self._model: HFModel | None = None
         self._loading_s = (0.0, 0.0)
@@ -80,12 +82,12 @@ class Runtime:
         with self._lock:
             if self._model is None:
                 began_s, given = time.perf_counter(), self._given
-                model = given if isinstance(given, HFModel) else loaded(self._settings, self._profiles, given)
-                tenant = digest(model.fingerprint, self._settings.salt)
+                model = given if isinstance(given, HFModel) else loaded(self.settings, self._profiles, given)
+                tenant = digest(model.fingerprint, self.settings.salt)
                 if model is not given:
                     self._profiles.remember(model.profile)
-                    remember_tenant(self._catalog, tenant, self._settings)
-                ensure_tables(self._codecs, tenant, model, self._settings)
+                    remember_tenant(self.catalog, tenant, self.settings)
+                ensure_tables(self._codecs, tenant, model, self.settings)
                 self._model, self._loading_s = model, (began_s, time.perf_counter())
             return self._model
 
@@ -106,17 +108,17 @@ class Runtime:
     @property
     def encoder(self) -> Encoder:
         """The encoder that computes the KV of runs of tokens and stores it."""
-        model = self.model
+        model, profile = self.model, self.profile
         with self._lock:
             if self._encoder is None:
                 self._encoder = Encoder(
                     model,
-                    self._store,
-                    digest(model.fingerprint, self._settings.salt),
-                    self._settings.min_chunk_tokens,
-                    filler_tokens(self._settings, model.profile),
-                    self._home,
-                    self._levels,
+                    self.store,
+                    self.settings,
+                    self.timings,
+                    digest(model.fingerprint, self.settings.salt),
+                    filler_tokens(self.settings, model.profile),
+                    settle(self.settings.policy, self.settings.ratio, profile.default_choice)[1],
                 )
             return self._encoder
 
@@ -131,7 +133,7 @@ class Runtime:
 
     def learn(self, profile: ModelProfile) -> None:
         """Use this profile from now on, here and in later processes on this store."""
-        self._profile = profile
+        self._profile, self._encoder = profile, None
         self._profiles.put(profile)
 
     def score(
@@ -155,17 +157,11 @@ class Runtime:
     @at_work()
     def verify(self, progress: Callable[[str], object] = ignore) -> Verdict:
         """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
-        how = settle(self._settings.policy, self._settings.ratio, self.profile.default_choice)
+        how = settle(self.settings.policy, self.settings.ratio, self.profile.default_choice)
         verdict = verify(self.model, *how, progress)
         self._profiles.judge(self.model.profile, verdict.passed)
         self._profile = replace(self.profile, verified=verdict.passed)
         return verdict
-
-    def _home(self, n_tokens: int, nbytes: int) -> str | None:
-        return self._placement.home(self.model, self.profile, n_tokens, nbytes)
-
-    def _levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
-        return self._placement.levels(self.model, self.profile, n_tokens, nbytes)
 
 
 def filler_tokens(settings: Settings, profile: ModelProfile) -> int:

@@ -1,82 +1,30 @@
-"""Builds the trace of an answer from its plan, its prefill and its timing.
-
-`PreparedPrompt` holds these from the prefill until there is an answer.
-"""
+"""The trace of an answer, built from the plan of its prompt and its times."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ragfuse.engine.background import jobs_after
-from ragfuse.hf.model import Prefill
+from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.schemas.bind import SchemaUse
-from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
+from ragfuse.types.answer import SegmentTrace, Trace
 from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, LoadPlan, is_exact
 from ragfuse.types.prompt import Segment
 from ragfuse.types.reasons import CODE
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The times of one prompt, up to its first logits.
-
-    Args:
-        began_s: `time.perf_counter()` when the question came.
-        load_s: Seconds spent loading.
-        wait_s: Seconds that computing waited for loading.
-        compute_s: Seconds spent computing.
-        due_s: `time.perf_counter()` at the deadline of the first token; None without a deadline that counts.
-    """
-
-    began_s: float
-    load_s: float
-    wait_s: float
-    compute_s: float
-    due_s: float | None = None
-
-
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A prefilled prompt whose answer can be generated.
-
-    Args:
-        plan: The plan that was carried out.
-        prefill: The result of the prefill.
-        timing: Its times.
-        room: How many new tokens fit after it; None without a limit.
-        stream: How KV was streamed for it; None where nothing was.
-    """
-
-    plan: LoadPlan
-    prefill: Prefill
-    timing: Timing
-    room: int | None = None
-    stream: StreamTrace | None = None
-
-    def n_held(self, n_ids: int) -> int:
-        """Return how many rows of the prompt and its answer of `n_ids` tokens are in the prompt's KV cache.
-
-        The answer's last token never has a row. An answer that was decoded in a batch or as one of several sequences
-        has none there: the cache then holds the prompt's rows only.
-        """
-        cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
-        if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
-            return n_prompt
-        return cache.length
-
-
-def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s: float, model: str) -> Trace:
-    """Return the trace of one answer.
+def trace_of(ready: PreparedPrompt, request: Request, first_s: float | None) -> Trace:
+    """Return the trace of an answer that ends now.
 
     Args:
         ready: The prefilled prompt.
-        timing: Its times.
+        request: Its request.
         first_s: `time.perf_counter()` at the answer's first token; None where it has none.
-        now_s: `time.perf_counter()` at its end.
-        model: The model's name.
     """
+    now_s, began_s = time.perf_counter(), request.began_s
     plan, prefill = ready.plan, ready.prefill
     rows = tuple(prefill.chosen.tolist())
     segments = tuple(
@@ -95,7 +43,7 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
     recomputed = round(prefill.mean_ratio * blendable_tokens)
     forecast = plan.forecast
     return Trace(
-        model=model,
+        model=request.model.name,
         policy=plan.policy,
         ratio=plan.ratio,
         tokens=len(plan.prompt),
@@ -104,11 +52,12 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
         tokens_fresh=len(plan.prompt) - cached,
         mean_ratio=prefill.mean_ratio,
         nbytes=sum(s.nbytes for s in segments),
-        load_s=timing.load_s,
-        compute_s=timing.compute_s,
-        prefill_s=timing.wait_s + timing.compute_s,
-        ttft_s=(first_s or now_s) - timing.began_s,
-        total_s=now_s - timing.began_s,
+        load_s=ready.load_s,
+        compute_s=ready.compute_s,
+        prefill_s=ready.wait_s + ready.compute_s,
+        ttft_s=(first_s or now_s) - began_s,
+        deadline_s=request.ask.deadline_s,
+        total_s=now_s - began_s,
         fallback_reason=plan.fallback_reason,
         segments=segments,
         recomputed_rows=rows,
@@ -116,7 +65,7 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
         predicted_load_s=forecast.load_s if forecast is not None else None,
         corrections=forecast.corrections if forecast is not None else (),
         dropped=plan.prompt.dropped,
-        stream=_judged(ready.stream, timing, first_s or now_s),
+        stream=ready.stream,
         session=plan.prompt.conversation.id if plan.prompt.conversation is not None else "",
         truncated=plan.prompt.truncated,
         schema=plan.prompt.schema_use.schema if isinstance(plan.prompt.schema_use, SchemaUse) else "",
@@ -131,11 +80,6 @@ def _modules(plan: LoadPlan) -> tuple[str, ...]:
     """Return the paths of a schema's modules whose KV was reused."""
     schema_use, keys = plan.prompt.schema_use, {fetch.key for fetch in plan.fetches}
     return tuple(path for path, key in schema_use.modules if key in keys) if isinstance(schema_use, SchemaUse) else ()
-
-
-def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> StreamTrace | None:
-    """Return the stream's trace, with whether the first token came within the deadline."""
-    return replace(stream, held=timing.due_s is not None and first_s <= timing.due_s) if stream is not None else None
 
 
 def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:

@@ -249,14 +249,12 @@ class JointLayer(RowLayer):
     Args:
         layer: Index of the layer.
         parts: That layer of every cache.
-        ragged: Batch sizes of the caches; receives the KV of each.
-        is_padded: True: `update` returns all KV [sum B, H, longest, D], shorter caches padded with leading zeros.
-            False: it stores the KV of each cache in `ragged` and returns its arguments.
+        ragged: Batch sizes of the caches; `update` stores the KV of each there and returns its arguments.
     """
 
-    def __init__(self, layer: int, parts: Sequence[RowLayer], ragged: Ragged, is_padded: bool) -> None:
+    def __init__(self, layer: int, parts: Sequence[RowLayer], ragged: Ragged) -> None:
         super().__init__(layer)
-        self._parts, self._ragged, self._is_padded = parts, ragged, is_padded
+        self._parts, self._ragged = parts, ragged
         self.length, self.is_initialized = max(part.length for part in parts), True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> tuple[Tensor, Tensor]:
@@ -265,10 +263,6 @@ class JointLayer(RowLayer):
         both = [(key_states, value_states)]
         if len(sizes) > 1:
             both = list(zip(torch.split(key_states, sizes), torch.split(value_states, sizes), strict=True))
-        if self._is_padded:
-            whole = [part.update(*each) for part, each in zip(self._parts, both, strict=True)]
-            longest = max(part.length for part in self._parts)
-            return _stacked([keys for keys, _ in whole], longest), _stacked([values for _, values in whole], longest)
         for part, each in zip(self._parts, both, strict=True):
             part.append(*each)
         self._ragged.kv_parts = [part.held() for part in self._parts]
@@ -278,14 +272,9 @@ class JointLayer(RowLayer):
 class JointCache(Cache):
     """Several caches presented as one batch for one decoding step; see `JointLayer`."""
 
-    def __init__(self, caches: Sequence[RowCache], ragged: Ragged, is_padded: bool) -> None:
+    def __init__(self, caches: Sequence[RowCache], ragged: Ragged) -> None:
         each = zip(*(cache.layers for cache in caches), strict=True)
-        super().__init__(layers=[JointLayer(at, parts, ragged, is_padded) for at, parts in enumerate(each)])
-
-
-def _stacked(states: Sequence[Tensor], longest: int) -> Tensor:
-    """Concatenate along the batch, shorter ones padded with leading zeros."""
-    return torch.cat([torch.nn.functional.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
+        super().__init__(layers=[JointLayer(at, parts, ragged) for at, parts in enumerate(each)])
 
 
 def _between(states: Tensor, ranges: Sequence[FrozenRows]) -> list[Tensor]:

@@ -1,13 +1,13 @@
 """Continuous batching: requests that are decoded at the same time on one model share its forward passes.
 
 Every request runs transformers' `generate` in its own thread with its own cache. The forward that `generate` calls
-posts one step here and waits; a worker thread runs one forward over all posted steps, each over its own KV. KV is
-neither copied nor padded if the model takes our attention function. So requests join and leave between two tokens. The
-model's lock is held per step, so prefills run in between.
+posts one step here and waits; a worker thread runs one forward over all posted steps, each over its own KV, which is
+neither copied nor padded. So requests join and leave between two tokens. The model's lock is held per step, so prefills
+run in between.
 
 A request that is alone runs the same forward in its own thread, so one token is never computed by an attention kernel
-made for many rows. Steps that cannot be shared run the model's plain forward: those of a model whose state is not KV
-per token, of several tokens at a time, or with hidden states requested.
+made for many rows. Steps that cannot be shared run the model's plain forward: those of a model that does not take our
+attention function, of several tokens at a time, or with hidden states requested.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,8 +38,8 @@ log = logging.getLogger("ragfuse.hf")
 PATIENCE_S = 0.02
 """Seconds that a shared step waits for a request that is choosing its token; most take less."""
 FAILURES = 3
-"""Number of steps that failed together but not one by one, after which this model's steps are no longer shared. As many
-steps of single requests that failed with ragfuse's attention alone end its use for these."""
+"""Number of steps that failed with ragfuse's attention but not one by one with the model's own, after which this
+model's steps run one by one."""
 NEEDED = frozenset({"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "return_dict"})
 HARMLESS = frozenset({"logits_to_keep"})
 """Arguments of a forward that can be shared, with `NEEDED`; a step with any other argument set runs alone."""
@@ -54,13 +53,13 @@ class Member:
 
     Args:
         cache: Its KV.
-        wiring: How our attention hooks into the model; None if the model attends by itself and KV must be padded.
+        wiring: How our attention hooks into the model.
         is_late: It did not post a step in time, so the others do not wait for it until it posts again.
         is_posted: It has posted a step and waits for it.
     """
 
     cache: RowCache
-    wiring: Wiring | None
+    wiring: Wiring
     is_late: bool = False
     is_posted: bool = False
 
@@ -115,7 +114,7 @@ class Batcher:
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
         self.steps, self.rows, self.patience_s = 0, 0, PATIENCE_S
         self._model, self._lock = model, lock
-        self._failures, self._pads = Counter[bool](), False  # by whether a request was alone
+        self._failures = 0
         self._since_s = self._took_s = 0.0
         self._changed = threading.Condition()
         self._members: set[Member] = set()
@@ -140,8 +139,8 @@ class Batcher:
 
     @contextmanager
     def member(self, cache: RowCache | None, wiring: Wiring | None) -> Iterator[Member | None]:
-        """Register a request while it is decoded; yields None for a request without cache, which cannot share steps."""
-        member = Member(cache, wiring) if cache is not None else None
+        """Register a request while it is decoded; yields None for one whose steps run alone."""
+        member = Member(cache, wiring) if cache is not None and wiring is not None else None
         with self._changed:
             self._alone += member is None
             if member is not None:
@@ -163,7 +162,7 @@ class Batcher:
             forward: The model's forward, for a step that runs alone.
             arguments: Keyword arguments of the forward.
         """
-        if member is None or not _can_share(member, arguments):
+        if member is None or self._failures >= FAILURES or not _can_share(member, arguments):
             with self._lock.short(), self._model._optimize_model_for_decode():
                 return undrawn(partial(forward, **arguments))
         step = Step(member, arguments, forward)
@@ -174,9 +173,9 @@ class Batcher:
         return step.take()
 
     def _post(self, step: Step) -> bool:
-        """Post a step to be run with others; return False if there are no others or sharing has failed too often."""
+        """Post a step to be run with others; return False if there are no others."""
         with self._changed:
-            if len(self._members) == 1 or self._failures[False] >= FAILURES:
+            if len(self._members) == 1:
                 return False
             if not self._posted:
                 self._since_s = time.perf_counter()
@@ -234,15 +233,13 @@ class Batcher:
             return steps
 
     def _run(self, steps: Sequence[Step]) -> None:
-        """Run steps, several of them together; if that fails, run them one by one."""
+        """Run steps together; if that fails, run them one by one with the model's own attention."""
         with torch.no_grad(), self._model._optimize_model_for_decode():
-            first = steps[0].member
-            is_alone = len(steps) == 1
-            if is_alone and (self._pads or first.wiring is None or self._failures[True] >= FAILURES):
-                steps[0].run()
-                return
             try:
                 self._share(steps)
+                return
+            except KVTransformed:
+                self._failures = FAILURES
             except Exception as error:
                 log.warning(
                     "A decoding step of %d requests failed with ragfuse's attention. It is repeated with the model's "
@@ -251,34 +248,21 @@ class Batcher:
                     error,
                 )
                 log.debug("Where it failed", exc_info=True)
-                _reset_lengths(steps)
-                for step in steps:
-                    step.run()
-                self._failures[is_alone] += all(step.error is None for step in steps)
+            for step in steps:
+                step.member.cache.length = step.length
+                step.run()
+            self._failures += all(step.error is None for step in steps)
 
     def _share(self, steps: Sequence[Step]) -> None:
+        """Run one forward over all steps and hand each its logits [B, 1, V]."""
+        caches, arguments = [step.member.cache for step in steps], self._arguments(steps)
         ragged = Ragged([step.ids.shape[0] for step in steps])
-        try:
-            logits = self._logits(steps, ragged)
-        except KVTransformed:
-            self._pads = True
-            _reset_lengths(steps)
-            logits = self._logits(steps, ragged)
-        for step, some in zip(steps, torch.split(logits, ragged.sizes), strict=True):
+        with attending(steps[0].member.wiring, ragged):
+            out = self._model.forward(**arguments, past_key_values=JointCache(caches, ragged))
+        for step, some in zip(steps, torch.split(out.logits, ragged.sizes), strict=True):
             step.output = CausalLMOutputWithPast(logits=some, past_key_values=step.member.cache)
         if len(steps) > 1:
             self.steps, self.rows = self.steps + 1, self.rows + sum(ragged.sizes)
-
-    def _logits(self, steps: Sequence[Step], ragged: Ragged) -> Tensor:
-        """Run one forward over all steps and return its logits [sum B, 1, V]."""
-        wiring = None if self._pads else steps[0].member.wiring
-        caches, arguments = [step.member.cache for step in steps], self._arguments(steps)
-        arguments["past_key_values"] = JointCache(caches, ragged, is_padded=wiring is None)
-        if wiring is None:
-            arguments["attention_mask"] = _padding(caches, ragged.sizes, self._model.device)
-        with attending(wiring, ragged) if wiring is not None else nullcontext():
-            logits: Tensor = self._model.forward(**arguments).logits
-        return logits
 
     def _arguments(self, steps: Sequence[Step]) -> dict[str, Any]:
         """Return the forward arguments of all steps as one batch."""
@@ -297,18 +281,3 @@ def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
         return False
     others = (value for name, value in arguments.items() if name not in NEEDED and name not in HARMLESS)
     return all(value is None or value is False for value in others)
-
-
-def _reset_lengths(steps: Sequence[Step]) -> None:
-    """Reset every cache to its length before the step."""
-    for step in steps:
-        step.member.cache.length = step.length
-
-
-def _padding(caches: Sequence[RowCache], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return the padding mask, new rows included: int64 [sum B, longest + 1], leading zeros for shorter caches."""
-    longest = max(cache.length for cache in caches)
-    mask = torch.ones(sum(sizes), longest + 1, dtype=torch.int64, device=device)
-    for rows, cache in zip(torch.split(mask, list(sizes)), caches, strict=True):
-        rows[:, : longest - cache.length] = 0
-    return mask

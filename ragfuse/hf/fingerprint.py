@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import ModelError
 from ragfuse.hf.packed_linear import PackedLinear
-from ragfuse.hf.probe import is_alibi
 from ragfuse.hf.tokens import fast_backend
 from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV
@@ -58,8 +57,6 @@ def fingerprint(
     """
     config = {name: _plain(value) for name, value in model.config.to_diff_dict().items() if name not in UNNAMED}
     hasher = [str(FORMAT_VERSION), str(model.dtype), _text(config)]
-    if is_alibi(model.config):
-        hasher.append("biases count positions")  # in an earlier version they counted keys, ignoring gaps
     hasher += [weights or weights_digest(model), *_remote_code(model)]
     for layer in drift.layers if drift is not None else ():
         hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))

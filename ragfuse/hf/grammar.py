@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from cachetools import LRUCache
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ragfuse.errors import InputError
-from ragfuse.hf.held_schema import held
+from ragfuse.hf.held_schema import held_schema
 from ragfuse.types.grammar import Grammar
 
 LLMatcher = Any
@@ -38,11 +37,7 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
     _require()
     from llguidance import LLMatcher
 
-    try:
-        found = LLMatcher.validate_grammar(_source(grammar))
-    except ValueError as error:  # numbers that JSON does not have
-        found = str(error)
-    if found:
+    if found := LLMatcher.validate_grammar(_source(grammar)):
         raise InputError(f"{what} cannot be compiled: {found.strip()}\nSimplify it, or remove what is named above.")
 
 
@@ -118,32 +113,22 @@ class GrammarProcessor(LogitsProcessor):
                 self._matchers[row].consume_token(token)
 
     def _masked(self, row: int, scores: Tensor) -> Tensor:
-        """Mask the scores [V] of one sequence."""
-        matcher, n_tokens = self._matchers[row], len(scores)
-        if matcher.is_stopped():
-            allowed = torch.zeros(n_tokens, dtype=torch.bool)
-            allowed[list(self._grammars.ends)] = True
-        else:
-            allowed = torch.from_numpy(_allowed(matcher, n_tokens))
+        """Mask the scores [V] of one sequence; ids beyond the tokenizer's are never allowed."""
+        matcher = self._matchers[row]
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        bits.resize(len(scores), refcheck=False)
         if matcher.is_error() and row not in self._over:
+            reason = matcher.get_error().strip().partition("\n")[0]  # pages of its state follow
             raise InputError(
                 f"The answer cannot go on as its grammar wants: no text of it goes on like this, or none that ends "
-                f"({_reason(matcher)}). Simplify the grammar, above all what refers to itself.",
+                f"({reason}). Simplify the grammar, above all what refers to itself.",
                 "grammar",
             )
-        allowed = allowed.to(scores.device)
+        allowed = torch.from_numpy(bits).to(scores.device) > 0
         masked = scores.masked_fill(~allowed, float("-inf"))
-        if bool(masked.isneginf().all()):  # forbidden from elsewhere: the grammar comes first
-            masked = torch.where(allowed, torch.zeros_like(masked), masked)
+        if bool(masked.isneginf().all()):  # top_k or top_p took all that is allowed away: the grammar comes first
+            masked = torch.where(allowed, 0.0, masked)
         return masked
-
-
-def _allowed(matcher: LLMatcher, n_tokens: int) -> NDArray[np.bool_]:
-    """Return which tokens may come next, bool [V]; ids beyond the tokenizer's never may."""
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-    allowed = np.zeros(n_tokens, dtype=np.bool_)
-    allowed[: min(len(bits), n_tokens)] = bits[:n_tokens]
-    return allowed
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> LLTokenizer:
@@ -159,36 +144,14 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[
         ) from error
 
 
-def _reason(matcher: LLMatcher) -> str:
-    """Return the first line of a stopped matcher's error, which may be followed by pages of its state."""
-    lines = matcher.get_error().strip().splitlines()
-    return lines[0].removeprefix("parser error: ") if lines else "no token is allowed"
-
-
-def held_schema(source: str) -> tuple[str, tuple[str, ...]]:
-    """Return a JSON schema as decoding can hold it, and what was left out of it, by field."""
-    return held(source, _compiles)
-
-
-def _compiles(schema: Mapping[str, Any]) -> bool:
-    from llguidance import LLMatcher
-
-    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
-
-
 def _source(grammar: Grammar) -> str:
     """Return a grammar in llguidance's own format."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
-        layout: Any = dict(LAYOUT)
-        return LLMatcher.grammar_from_json_schema(held_schema(grammar.source)[0], overrides=layout)
+        return LLMatcher.grammar_from_json_schema(held_schema(grammar.source)[0])
     make: Any = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     return str(make(grammar.source))
-
-
-LAYOUT = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separator", ": "), ("coerce_one_of", True))
-"""JSON layout of `json.dumps`: with free white space a small model may write nothing else."""
 
 
 def is_installed() -> bool:

@@ -20,11 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ragfuse.errors import ModelError, RefusedError, SettingsError
+from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf import probe
-from ragfuse.hf.cache import RowCache
 from ragfuse.hf.decode import Member
-from ragfuse.hf.hooks import Wiring
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
 from ragfuse.hf.stream import Detokenizer, StopWhere, UntilStop
@@ -91,7 +89,7 @@ def generate(
     _refuse_nan(model, prefill)
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
     criteria, full = _adapted_options(model, options)
-    with model.batcher.member(*sharing(model, prefill)) as member, seeded(seed):
+    with model.batcher.member(prefill.cache, model.shared_wiring) as member, seeded(seed):
         if prefill.cache is not None:
             prefill.cache.length -= 1  # its last row is computed, and comes back with the first forward
         view = _with_forward(model.model, _GenerateForward(model, prefill, member))
@@ -138,27 +136,6 @@ def _can_continue(model: HFModel, prefill: Prefill, options: Mapping[str, Any]) 
     """Whether to continue from the prompt's state; with several sequences or beams the prompt is computed anew."""
     several = (resolve_option(name, options, model) for name in ("num_beams", "num_return_sequences"))
     return prefill.state is not None and all(int(number or 1) == 1 for number in several)
-
-
-def sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring | None]:
-    """Return how a request can share decoding steps with others.
-
-    Returns:
-        (cache, wiring). A cache of None: it cannot share steps, because a rotation depends on the longest prompt of
-        the batch, a layer's state is not KV, or ALiBi biases were made for this prompt's gaps. A wiring of None: the
-        model does not take our attention function, so KV is padded for a shared step.
-    """
-    wiring = model.wiring
-    if wiring is not None and wiring.biases_at(prefill.positions) is not None:
-        return None, None
-    if wiring is not None:
-        takes_ours = wiring.mode == "rows" and "position_ids" in wiring.options
-        return prefill.cache, wiring if takes_ours else None
-    try:
-        probe.refuse_by_config(model.model.config.get_text_config())
-    except RefusedError:
-        return None, None
-    return prefill.cache, None
 
 
 def _position_ids(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
@@ -235,5 +212,4 @@ class _GenerateForward:
                 cache.length += 1
                 logits = self._prefill.logits.expand(repeats, 1, -1)
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        at_real_positions = self._model.real_positions(self._prefill, arguments["input_ids"].shape[1])
-        return self._batcher.step(self._member, at_real_positions(self._forward), arguments)
+        return self._batcher.step(self._member, self._forward, arguments)

@@ -8,8 +8,8 @@ enough to compute K and V of all current rows.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -21,9 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragfuse.fuse.attend import Ragged, RowMask, Watch, attend, attend_ragged
 from ragfuse.fuse.fusor import Fusion
-from ragfuse.hf.biases import Biases, placed
 from ragfuse.hf.cache import RowCache
-from ragfuse.hf.probe import is_alibi
 from ragfuse.types.policy_cost import watched_layers
 
 ATTENTION = "ragfuse"
@@ -87,7 +85,6 @@ class Wiring:
             own mask if it made one (ALiBi may be in it), else with ours.
         options: Names of the arguments of its forward.
         pads: Whether the last layer's output is expanded to as many rows as entered the first.
-        biases: Of a model that encodes positions by biases alone (ALiBi).
     """
 
     model: PreTrainedModel
@@ -96,7 +93,6 @@ class Wiring:
     mode: AttentionMode
     options: frozenset[str]
     pads: bool = False
-    biases: Biases | None = None
 
     @classmethod
     def of(
@@ -107,19 +103,9 @@ class Wiring:
         mode: AttentionMode,
         pads: bool = False,
     ) -> Wiring:
-        """Return the wiring of a model, with the argument names of its forward and its biases filled in."""
+        """Return the wiring of a model, with the argument names of its forward filled in."""
         options = frozenset(inspect.signature(type(model).forward).parameters)
-        biases = Biases(model, layers) if is_alibi(model.config) else None
-        return cls(model, layers, windows, mode, options, pads, biases)
-
-    def biases_at(self, positions: Tensor | None) -> Biases | None:
-        """Return the biases to use in place of the model's own if the positions, int64 [T], have gaps; else None.
-
-        A constant offset does not change a softmax, so the first position does not matter.
-        """
-        if self.biases is None or positions is None:
-            return None
-        return self.biases if int(positions[-1] - positions[0]) >= len(positions) else None
+        return cls(model, layers, windows, mode, options, pads)
 
     def forward_options(self, positions: Tensor) -> dict[str, Any]:
         """Return those of `position_ids` and `logits_to_keep` that the model's forward accepts."""
@@ -136,14 +122,11 @@ class FusedPrefill:
         self._capture = False
         self._done = False
         self._looks: tuple[Tensor, Tensor] | None = None  # 1 for each row that asks, and the attention paid to each
-        self._biases = dict[str, Tensor]()
         self._narrowed = dict[int, tuple[Any, Tensor, Any]]()
 
     def run(self, token_ids: Tensor) -> None:
         """Prefill the prompt int64 [1, T] and set `logits` [V] of its last row."""
         positions = self.fusion.positions
-        if (biases := self.wiring.biases_at(positions)) is not None:
-            self._biases = biases.of(positions)
         with self._hooked():
             out = self.wiring.model(
                 input_ids=token_ids,
@@ -232,8 +215,7 @@ class FusedPrefill:
                 changed["attention_mask"] = given.index_select(2, rows)
             else:
                 changed["attention_mask"] = mask.dense(inputs.dtype, self.wiring.windows[layer])
-        changed = {**inputs.kwargs, **changed}
-        return {**changed, **placed(changed, self._biases)}
+        return {**inputs.kwargs, **changed}
 
     def _rows_of(self, value: Any, rows: Tensor) -> Any:
         """Narrow an argument to the given rows, once for all layers that are given the same one for the same rows."""
@@ -256,18 +238,13 @@ class FusedPrefill:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        handles = []
-        try:
-            with _attention(self.wiring):
-                for index, layer in enumerate(self.wiring.layers):
-                    hook = partial(self.before_layer, index)
-                    handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-                if self.wiring.pads:
-                    handles.append(self.wiring.layers[-1].register_forward_hook(self._padded))
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with _attention(self.wiring), ExitStack() as hooked:
+            for index, layer in enumerate(self.wiring.layers):
+                hook = partial(self.before_layer, index)
+                hooked.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if self.wiring.pads:
+                hooked.callback(self.wiring.layers[-1].register_forward_hook(self._padded).remove)
+            yield
 
     def _padded(self, module: object, args: object, output: Any) -> Any:
         """Expand the last layer's output [1, R, d] to T rows by repeating the last, the only one that is used."""
@@ -319,46 +296,14 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
 @contextmanager
 def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
     """Make every layer attend over the KV in `ragged` during one decoding forward; only for mode "rows"."""
-    with _attention(wiring), _given(wiring.layers, lambda arguments: {"attention_mask": ragged}):
-        yield
-
-
-@contextmanager
-def real_positions(wiring: Wiring, positions: Tensor | None, count: int) -> Iterator[None]:
-    """Give an ALiBi model biases for real key positions during one forward.
-
-    Other models take positions as an argument of their forward, and nothing is changed for them.
-
-    Args:
-        wiring: Of the model.
-        positions: int64 [T], of the first T keys; the other keys follow the last without a gap.
-        count: Number of keys.
-    """
-    biases = wiring.biases_at(positions)
-    if biases is None or positions is None:
-        yield
-        return
-    behind = torch.arange(1, max(0, count - len(positions)) + 1, device=positions.device) + positions[-1]
-    there = biases.of(torch.cat([positions, behind])[:count])
-    with _given(wiring.layers, lambda arguments: placed(arguments, there)):
-        yield
-
-
-@contextmanager
-def _given(layers: Sequence[nn.Module], changed: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
-    """Update the keyword arguments of the layers by `changed(arguments)` while the context is active."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, **changed(kwargs)}
+        return args, {**kwargs, "attention_mask": ragged}
 
-    handles = []
-    try:
-        for layer in layers:
-            handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+    with _attention(wiring), ExitStack() as hooked:
+        for layer in wiring.layers:
+            hooked.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

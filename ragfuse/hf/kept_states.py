@@ -160,7 +160,7 @@ def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, states: 
     for stop in (n_shared, end) if parts else (end,):
         step = 1 if kind == "token" and at else max(1, stop - at)
         for lo in range(at, stop, step):
-            cache, _ = run_forward(model, ids[:, lo : lo + step], cache, lo)
+            cache = probe.run_forward(model, ids[:, lo : lo + step], cache, lo).past_key_values
         if states is not None and stop > at:
             states.keep(token_ids[:stop], cache)
         at = stop
@@ -187,26 +187,6 @@ def tensors(value: object) -> Iterator[Tensor]:
         yield from tensors(getattr(value, "__dict__", {}))
 
 
-def run_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any, n_before: int) -> tuple[Any, Tensor]:
-    """Run the model's forward over further tokens.
-
-    Args:
-        model: The model.
-        token_ids: int64 [1, n].
-        cache: Of the `n_before` tokens before these, modified in place; None if there are none.
-        n_before: Number of tokens before these.
-
-    Returns:
-        The cache after these tokens, and the logits [V] of the last.
-    """
-    positions = torch.arange(n_before, n_before + token_ids.shape[1], device=token_ids.device)
-    with torch.no_grad():
-        given = {"past_key_values": cache} if cache is not None else {}
-        given |= probe.at_positions(model, positions) | probe.last_logits(model)
-        out = model(input_ids=token_ids, use_cache=True, **given)
-    return getattr(out, "past_key_values", None), out.logits[0, -1]
-
-
 def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
     """Find by trial how a model can continue from a copy of its cache.
 
@@ -216,21 +196,22 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
     if model.config.is_encoder_decoder:
         return ""
     ids = probe.probe_tokens(config.vocab_size, _PROBED, probe.device_of(model))
+    bound = probe.tolerance_of(model.dtype, n_layers)
     try:
-        whole, logits = run_forward(model, ids, None, 0)
-        if probe.is_whole(whole, n_layers, _PROBED):
+        whole = probe.run_forward(model, ids, None, 0)
+        if probe.is_whole(getattr(whole, "past_key_values", None), n_layers, _PROBED):
             return ""
-        if not list(tensors(whole)) or not _is_answered(model, ids, logits, n_layers):
+        if not list(tensors(whole.past_key_values)) or _answer_error(model, ids, whole) > bound:
             return "whole"
-        same = [_is_same(model, ids, cut, (whole, logits), n_layers) for cut in _CUTS]
+        same = [_error(model, ids, cut, whole) <= bound for cut in _CUTS]
     except probe.UNFIT:
         return "whole"
     return "run" if all(same) else "token" if same[0] else "whole"
 
 
-def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor, n_layers: int) -> bool:
-    """Whether `generate`, given a copy of the cache before the last token, gets the same logits as one forward."""
-    before, _ = run_forward(model, ids[:, :-1], None, 0)
+def _answer_error(model: PreTrainedModel, ids: Tensor, whole: Any) -> float:
+    """Return the error of the logits that `generate` gets from a copy of the cache before the last token."""
+    before = probe.run_forward(model, ids[:, :-1], None, 0).past_key_values
     out: Any = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -240,20 +221,16 @@ def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor, n_layers: 
         return_dict_in_generate=True,
         past_key_values=copied(before),
     )
-    return probe.logits_error(out.logits[0][0], logits) <= probe.logits_bound(model.dtype, n_layers)
+    return probe.logits_error(out.logits[0][0], whole.logits[0, -1])
 
 
-def _is_same(model: PreTrainedModel, ids: Tensor, cut: int, wanted: tuple[Any, Tensor], n_layers: int) -> bool:
-    """Whether computing the ids from `cut` on after a copied cache gives the same cache and logits as one forward."""
-    found = run_forward(model, ids[:, cut:], copied(run_forward(model, ids[:, :cut], None, 0)[0]), cut)
-    found_tensors, wanted_tensors = list(tensors(found[0])), list(tensors(wanted[0]))
-    if [each.shape for each in found_tensors] != [each.shape for each in wanted_tensors]:
-        return False
-    errors = [
-        probe.relative(*pair) for pair in zip(found_tensors, wanted_tensors, strict=True) if pair[0].is_floating_point()
-    ]
-    bound = probe.tolerance_of(model.dtype, n_layers)
-    return max(errors) <= bound and probe.logits_error(found[1], wanted[1]) <= probe.logits_bound(model.dtype, n_layers)
+def _error(model: PreTrainedModel, ids: Tensor, cut: int, whole: Any) -> float:
+    """Return the error of cache and logits where the ids from `cut` on are computed after a copied cache."""
+    before = copied(probe.run_forward(model, ids[:, :cut], None, 0).past_key_values)
+    found = probe.run_forward(model, ids[:, cut:], before, cut)
+    pairs = list(zip(tensors(found.past_key_values), tensors(whole.past_key_values), strict=True))
+    errors = [probe.relative(*pair) for pair in pairs if pair[0].is_floating_point()]
+    return max(probe.logits_error(found.logits[0, -1], whole.logits[0, -1]), *errors)
 
 
 def _array(token_ids: Sequence[int]) -> Ids:

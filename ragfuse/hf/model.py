@@ -26,23 +26,25 @@ from ragfuse.hf.cache import RowCache
 from ragfuse.hf.chunk_adapter import ChunkAdapter
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.fingerprint import fingerprint, weights_digest
-from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, real_positions
+from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
 from ragfuse.hf.kept_states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed_linear import pack
-from ragfuse.hf.prefill import KVSource, NoSource, Prefill
+from ragfuse.hf.prefill import KVSource, Prefill, PromptPart
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.process.shared import OneProcess
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import ModelProfile
 from ragfuse.types.whole_text import whole_text
 
-__all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
+__all__ = ["HFModel", "KVSource", "Prefill", "fingerprint"]
 
 SPARE_ROWS = 64
 """Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 AT_ONCE_NBYTES, AT_ONCE_ON_CPU_NBYTES = 32 << 20, 4 << 20
 """Most bytes of cached keys that are copied into a prompt's buffers and rotated at once; less for a CPU's cache."""
+SCORED_TOKENS = 256
+"""Tokens of a text whose logits are computed at once, each as long as the vocabulary."""
 CONTEXTS = 2
 """Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same prefix."""
 ENCODE_STEP_TOKENS = 128
@@ -201,7 +203,7 @@ class HFModel(OneProcess):
             with self.lock:
                 layers = probe.plain_kv(self.model, torch.tensor([list(token_ids)], device=self.device), at)
             return ChunkKV(layers)
-        kv = self.fuse(token_ids, at, [], NoSource(), "none", 0.0).kv
+        kv = self.fuse(token_ids, at, [], KVSource(), "none", 0.0).kv
         return ChunkKV(tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers))
 
     def encode_with_filler(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
@@ -255,11 +257,9 @@ class HFModel(OneProcess):
         ids = torch.tensor([list(token_ids)], device=self.device)
         at = self._explicit_positions(positions) if positions is not None else None
         if at is not None and not self.profile.refusal:
-            return self.fuse(token_ids, at, [], NoSource(), "none", 0.0)
-        given = None if self.profile.refusal else DynamicCache()
-        options = probe.at_positions(self.model, at) | probe.last_logits(self.model)
-        with self.lock, torch.no_grad():
-            out = self.model(input_ids=ids, past_key_values=given, use_cache=True, **options)
+            return self.fuse(token_ids, at, [], KVSource(), "none", 0.0)
+        with self.lock:
+            out = probe.run_forward(self.model, ids, None if self.profile.refusal else DynamicCache(), at)
         found = getattr(out, "past_key_values", None)
         cache = RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
         if cache is not None:
@@ -283,36 +283,37 @@ class HFModel(OneProcess):
         usual = torch.arange(len(positions), device=positions.device)
         return None if torch.equal(positions, usual) else positions.to(self.device)
 
-    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes the prefill."""
+    def logits_along(
+        self, prefill: Prefill, token_ids: Sequence[int], check: Callable[[], object] = lambda: None
+    ) -> Iterator[Tensor]:
+        """Yield the logits [n, V] that predict the tokens after a prompt, some at a time; consumes the prefill.
+
+        Args:
+            prefill: The prompt.
+            token_ids: The tokens after it.
+            check: Called before each forward; it may raise to cancel.
+        """
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
             with self.lock, torch.no_grad():
                 out: Any = self.model(input_ids=whole, use_cache=False)
-            rows: Tensor = out.logits[0, -len(token_ids) :].float()
-            return rows
-        after = torch.tensor([list(token_ids[:-1])], device=self.device, dtype=torch.int64)
-        logits, count, at = [prefill.logits[None].float()], after.shape[1], prefill.positions
-        if count:
-            behind = None if at is None else torch.arange(1, count + 1, device=self.device) + at[-1]
-            with self.lock, torch.no_grad(), self.real_positions(prefill, count):
-                options = probe.at_positions(self.model, behind)
-                out = self.model(input_ids=after, past_key_values=prefill.cache, use_cache=True, **options)
-            logits.append(out.logits[0].float())
-        return torch.cat(logits)
-
-    @contextmanager
-    def real_positions(self, prefill: Prefill, count: int) -> Iterator[None]:
-        """Give ALiBi models the prompt's real positions during one forward of `count` tokens after a prefill.
-
-        It matters only for prompts whose positions have gaps. The caller holds the lock.
-        """
-        wiring, cache = self.wiring, prefill.cache
-        if wiring is None or cache is None:
-            yield
+            yield out.logits[0, -len(token_ids) :]
             return
-        with real_positions(wiring, prefill.positions, cache.length + count):
-            yield
+        yield prefill.logits[None]
+        begin = len(prefill.token_ids) if prefill.positions is None else int(prefill.positions[-1]) + 1
+        read = list(token_ids[:-1])
+        for lo in range(0, len(read), SCORED_TOKENS):
+            check()
+            ids = torch.tensor([read[lo : lo + SCORED_TOKENS]], device=self.device)
+            at = torch.arange(begin + lo, begin + lo + ids.shape[1], device=self.device)
+            with self.lock, torch.no_grad():
+                options = probe.at_positions(self.model, at)
+                out = self.model(input_ids=ids, past_key_values=prefill.cache, use_cache=True, **options)
+            yield out.logits[0]
+
+    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes the prefill."""
+        return torch.cat([logits.float() for logits in self.logits_along(prefill, token_ids)])
 
     def fuse(
         self,
@@ -381,6 +382,19 @@ class HFModel(OneProcess):
             torch.cuda.current_stream(self.device).synchronize()  # so that what is timed is the work, not its start
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen, fusion.mean_ratio)
 
+    def fuse_parts(
+        self, parts: Sequence[PromptPart], policy: str, ratio: float, profile: ModelProfile | None = None
+    ) -> Prefill:
+        """Prefill a prompt of parts whose KV is in memory; arguments as for `fuse`."""
+        ids, runs, chunks = list[int](), list[CachedRun](), list[ChunkKV]()
+        for part in parts:
+            lo = len(ids)
+            ids += part.ids
+            if part.kv is not None:
+                runs.append(CachedRun(len(chunks), lo, len(ids), lo, part.blend))
+                chunks.append(part.kv)
+        return self.fuse(ids, torch.arange(len(ids)), runs, KVSource(chunks), policy, ratio, profile)
+
     def _nearness(self, token_ids: Sequence[int], candidates: Tensor, question_rows: Sequence[Tensor]) -> Tensor:
         """Return how near each candidate row is to words of the question, float32 [C]."""
         numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
@@ -424,9 +438,11 @@ class HFModel(OneProcess):
         return found
 
     @property
-    def wiring(self) -> Wiring | None:
-        """How to hook into the model's layers; None if its KV cannot be fused (`profile.refusal` says why)."""
-        return None if self.profile.refusal else self._wiring(self.profile)
+    def shared_wiring(self) -> Wiring | None:
+        """How to hook into the model's layers for decoding steps of several answers; None if they run one by one."""
+        if self.profile.refusal or self.profile.mode != "rows" or not probe.takes_positions(self.model):
+            return None
+        return self._wiring(self.profile)
 
     def _wiring(self, profile: ModelProfile) -> Wiring:
         """Return the wiring for a profile, built once and kept while the profile stays the same."""
@@ -474,7 +490,7 @@ class HFModel(OneProcess):
             except probe.UNFIT as failure:
                 worst = f"its own forward cannot do a fused prefill ({type(failure).__name__}: {failure})"
                 continue
-            if error <= probe.logits_bound(self.dtype, self.n_layers):
+            if error <= probe.tolerance_of(self.dtype, self.n_layers):
                 return ModelProfile(self.fingerprint, len(layers), rope, windows, mode, errors={"ratio_one": error})
             worst = f"a fused prefill that recomputes all (ratio 1) differs from a full one by {error:.2g}"
         raise RefusedError(f"Its self-test of fused prefill failed: {worst}.")
@@ -485,39 +501,28 @@ class HFModel(OneProcess):
         ids = probe.probe_tokens(config.vocab_size, 48, self.device)[0].tolist()
         windows = probe.windows(config, n_layers)
         refused = ModelProfile(self.fingerprint, n_layers, (None,) * n_layers, windows, refusal=why)
+        parts = PromptPart(tuple(ids[:24]), self.encode(ids[:24]), blend=False), PromptPart(tuple(ids[24:]))
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
             profile = replace(refused, mode=mode, fixed=True)
-            source, runs = KVSource([self.encode(ids[:24])]), [CachedRun(0, 0, 24, 0, blend=False)]
             try:
-                fused = self.fuse(ids, torch.arange(48), runs, source, "none", 0.0, profile)
-                error = probe.logits_error(fused.logits, self.full_prefill(ids).logits)
+                error = self.fuse_parts(parts, "none", 0.0, profile).error(self.full_prefill(ids))
             except probe.UNFIT:
                 continue
-            if error <= probe.logits_bound(self.dtype, self.n_layers):
+            if error <= probe.tolerance_of(self.dtype, self.n_layers):
                 return replace(profile, errors={"fixed": error})
         return refused
 
     def _self_test(self, profile: ModelProfile) -> float:
-        """Return the relative error of a fused prefill at ratio 1 on a prompt longer than any sliding window.
-
-        It is the error of the logits; for a model with experts in 16 bits that of the median row of KV.
-        """
+        """Return the relative error of a fused prefill at ratio 1 on a prompt longer than any sliding window."""
         config = self.model.config.get_text_config()
         longest = max([window or 0 for window in profile.windows], default=0)
         total = max(3 * probe.RUN_TOKENS, longest + probe.RUN_TOKENS)
         ids = probe.probe_tokens(config.vocab_size, total, self.device)[0].tolist()
         size = (total - 4) // 3
-        spans = [(size * index, size * (index + 1)) for index in range(3)]
-        source = KVSource([self.encode(ids[lo:hi]) for lo, hi in spans])
-        runs = [CachedRun(index, lo, hi, lo, blend=index > 0) for index, (lo, hi) in enumerate(spans)]
-        fused = self.fuse(ids, torch.arange(total), runs, source, "hkvd", 1.0, profile)
-        full = self.full_prefill(ids)
-        if not probe.is_routed(config, self.dtype):
-            return probe.logits_error(fused.logits, full.logits)
-        pairs = zip(fused.kv.layers, full.kv.layers, strict=True)
-        return max(
-            error for a, b in pairs for error in (probe.typical(a.keys, b.keys), probe.typical(a.values, b.values))
-        )
+        runs = [tuple(ids[size * index : size * (index + 1)]) for index in range(3)]
+        parts = [PromptPart(run, self.encode(run), blend=index > 0) for index, run in enumerate(runs)]
+        fused = self.fuse_parts([*parts, PromptPart(tuple(ids[3 * size :]))], "hkvd", 1.0, profile)
+        return fused.error(self.full_prefill(ids), probe.is_routed(config, self.dtype))
 
 
 def _question_rows(cached: Tensor, runs: Sequence[CachedRun]) -> tuple[Tensor, Tensor]:

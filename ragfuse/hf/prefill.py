@@ -1,7 +1,8 @@
-"""The result of a prefill, and layer sources for KV that is in memory already or for no KV at all."""
+"""The result of a prefill, and prompts whose KV is in memory already."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,11 @@ from torch import Tensor
 
 from ragfuse.errors import RefusedError
 from ragfuse.hf.cache import RowCache
+from ragfuse.hf.probe import logits_error, relative, typical
 from ragfuse.types.kv import ChunkKV, LayerKV
+
+NO_NUMBER = 1e9
+"""The error reported for an infinite or NaN result."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,27 @@ class Prefill:
         rows = (layer.rows(lo, hi) for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))
 
+    def error(
+        self, wanted: Prefill, routed: bool = False, rows: Tensor | slice | None = None, first_layer: int = 0
+    ) -> float:
+        """Return the largest relative error among the logits and each layer's keys and values.
+
+        Args:
+            wanted: The prefill that this one should equal.
+            routed: Whether rounding may send tokens to other experts (`hf.probe.is_routed`): then it is the largest
+                median error over rows of keys and values, and logits are not compared.
+            rows: The rows that are compared, without logits; None: all rows, and logits.
+            first_layer: The first layer that is compared.
+        """
+        by_row, errors = typical if routed else relative, list[float]()
+        if not routed and rows is None:
+            errors.append(logits_error(self.logits, wanted.logits))
+        chosen = slice(None) if rows is None else rows
+        for a, b in zip(self.kv.layers[first_layer:], wanted.kv.layers[first_layer:], strict=True):
+            errors.append(by_row(a.keys[:, chosen], b.keys[:, chosen]))
+            errors.append(by_row(a.values[:, chosen], b.values[:, chosen]))
+        return max(error if math.isfinite(error) else NO_NUMBER for error in errors)
+
     def copy(self) -> Prefill:
         """Return a copy with its own cache, so that the prompt can be continued twice."""
         if self.cache is None:
@@ -69,23 +95,20 @@ class Prefill:
         return replace(self, cache=cache)
 
 
-class NoSource:
-    """The layer source of a prompt without cached runs."""
+@dataclass(frozen=True)
+class PromptPart:
+    """A part of a prompt: reused from `kv`, with rows recomputed if `blend`, or computed if `kv` is None."""
 
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Return no KV."""
-        return {}
-
-    def ready(self) -> int:
-        """Return 0: there is none."""
-        return 0
+    ids: tuple[int, ...]
+    kv: ChunkKV | None = None
+    blend: bool = True
 
 
 @dataclass(frozen=True)
 class KVSource:
     """A layer source over chunks whose KV is in memory; a chunk's index is its segment."""
 
-    chunks: Sequence[ChunkKV]
+    chunks: Sequence[ChunkKV] = ()
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
         """Return one layer of every chunk, by its index."""

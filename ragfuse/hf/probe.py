@@ -122,23 +122,37 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def plain_kv(
-    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, before: Sequence[LayerKV] = ()
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor | int, before: Sequence[LayerKV] = ()
 ) -> tuple[LayerKV, ...]:
     """Return the KV of every layer from the model's own forward.
 
     Args:
         model: The model.
         token_ids: int64 [1, n].
-        positions: int64 [n].
+        positions: int64 [n], or the first of n consecutive ones.
         before: KV of preceding tokens that these attend to; the result begins with it.
     """
     cache = DynamicCache()
     for layer, kv in enumerate(before):
         cache.update(kv.keys[None], kv.values[None], layer)
-    options = last_logits(model) | at_positions(model, positions)
-    with torch.no_grad():
-        model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
+    run_forward(model, token_ids, cache, positions)
     return tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers)
+
+
+@torch.no_grad()
+def run_forward(model: PreTrainedModel, token_ids: Tensor, cache: Any, positions: Tensor | int | None) -> Any:
+    """Run the model's own forward over further tokens, and return its output with the logits of the last.
+
+    Args:
+        model: The model.
+        token_ids: int64 [1, n].
+        cache: Of the tokens before these, modified in place; None: the model makes one.
+        positions: int64 [n], or the first of n consecutive ones; None: from 0 on.
+    """
+    if isinstance(positions, int):
+        positions = torch.arange(positions, positions + token_ids.shape[1], device=token_ids.device)
+    given = {"past_key_values": cache} if cache is not None else {}
+    return model(input_ids=token_ids, use_cache=True, **given, **at_positions(model, positions), **last_logits(model))
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
@@ -283,16 +297,7 @@ def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
 
 
 def tolerance_of(dtype: torch.dtype, n_layers: int) -> float:
-    """Return the relative error of keys and values that rounding explains in a short run.
-
-    It is `bound_of`, but at least 1e-3 in float32, 6e-2 in bfloat16 and 1e-2 in float16, and at most `MOST_ROUNDING`.
-    """
-    least = {torch.float32: 1e-3, torch.bfloat16: 6e-2}.get(dtype, 1e-2)
-    return max(least, min(MOST_ROUNDING, bound_of(dtype, n_layers, RUN_TOKENS)))
-
-
-def logits_bound(dtype: torch.dtype, n_layers: int) -> float:
-    """Return the relative error of logits that rounding explains in a short run.
+    """Return the relative error of keys, values and logits that rounding explains in a short run.
 
     It is `bound_of`, but at least 1e-2 in float32, 1e-1 in bfloat16 and 3e-2 in float16, and at most `MOST_ROUNDING`.
     """

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.fusor import CachedRun
-from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.prefill import PromptPart
 from ragfuse.types.kv import ChunkKV, LayerKV
 
 SPANS = 10
@@ -73,8 +73,5 @@ def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> C
 
 def _along(model: HFModel, token_ids: Sequence[int], follow: Sequence[int], kv: ChunkKV) -> Tensor:
     """Return the logits float32 [len(follow) - 1, V] that predict all of `follow` but its first, over the given KV."""
-    n = len(token_ids)
-    positions = torch.arange(n + 1, device=model.device)
-    read = [CachedRun(0, 0, n, 0, blend=False)]
-    prefill = model.fuse([*token_ids, follow[0]], positions, read, KVSource([kv]), "none", 0.0)
-    return model.score_continuation(prefill, follow[1:])
+    parts = PromptPart(tuple(token_ids), kv, blend=False), PromptPart((follow[0],))
+    return model.score_continuation(model.fuse_parts(parts, "none", 0.0), follow[1:])

@@ -9,9 +9,6 @@ import torch
 from ragfuse.hf.model import HFModel
 from ragfuse.process.exit import at_work
 
-PIECE = 256
-"""Tokens per forward, which limits the rows of logits in memory, each as long as the vocabulary."""
-
 Score = tuple[float, tuple[tuple[int, float], ...]]
 """The log probability of a token, and (id, log probability) of the most likely ids at its place, best first."""
 
@@ -31,16 +28,9 @@ def scored(
     ids, found = list(token_ids), list[Score]()
     if len(ids) < 2:
         return found
-    prefill = model.full_prefill(ids[:1])
-    found.append(_score(prefill.logits[None], ids[1:2], n_top)[0])
-    size = PIECE if prefill.cache is not None else len(ids)
-    for lo in range(1, len(ids) - 1, size):
-        check()
-        hi = min(lo + size, len(ids) - 1)
-        given = torch.tensor([ids[lo:hi] if prefill.cache is not None else ids[:hi]], device=model.device)
-        with model.lock, torch.no_grad(), model.real_positions(prefill, hi - lo):
-            out = model.model(input_ids=given, past_key_values=prefill.cache, use_cache=True)
-        found += _score(out.logits[0, lo - hi :], ids[lo + 1 : hi + 1], n_top)
+    for logits in model.logits_along(model.full_prefill(ids[:1]), ids[1:], check):
+        at = len(found) + 1
+        found += _score(logits, ids[at : at + len(logits)], n_top)
     return found
 
 

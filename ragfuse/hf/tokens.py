@@ -12,21 +12,22 @@ import json
 import re
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, Literal, cast
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
-from ragfuse.errors import InputError, ModelError
-from ragfuse.hf.encodings import Chars, Offsets, encoding_of, text_of
+from ragfuse.errors import ModelError
 
+Chars = tuple[int, int]
+"""Characters lo:hi of a text."""
 Given = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi of a text whose ids are known, and these ids."""
-Part = tuple[tuple[int, ...], Sequence[Chars]]
-"""Ids that were encoded together, and the characters of each id."""
+Read = tuple[list[int], list[Chars]]
+"""Ids, and the characters of each."""
 Place = Literal["start", "border", "middle"]
 """Where a text stands in a prompt: at its beginning, after an added token, or after other text."""
 
@@ -34,6 +35,8 @@ TEXT_PROBES = ("a", "the", "1", "A b")
 JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
 _THOUGHT = re.compile("think|thought|reasoning", re.IGNORECASE)
 """Matches the names of tags around reasoning; an added token of such a name is a control token."""
+RELEASE_GIL_CHARS = 4096
+"""Texts of at least this many characters, or ids, are processed with the GIL released."""
 PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """Unicode's private-use characters, one of which masks what looks like a control token."""
 
@@ -67,34 +70,32 @@ class TextEncoder:
 
     def tokens(self, text: str) -> list[int]:
         """Return the ids of a text in the middle of a prompt; what looks like a control token is encoded as text."""
-        return self._encoded(checked(text))[0]
+        return self._encoded(text)[0]
 
     def template_tokens(self, text: str) -> list[int]:
         """Return the ids of a text that the chat template wrote in the middle of a prompt; control tokens stay such."""
         with self._lock:
             self._pieces.encode_special_tokens = False
             try:
-                encoding = encoding_of(self._pieces, checked(text))
+                encoding = encoding_of(self._pieces, text)
             finally:
                 self._pieces.encode_special_tokens = True
-        ids = list(encoding.ids)
+        ids, offsets = encoding.ids, encoding.offsets
         if self._before["border"] == ("", ""):
             return ids
-        place: Place = "middle"
-        offsets = Offsets.of(encoding)
         found, done = list[int](), 0
         for row in self._borders(text, ids, offsets):
             lo, hi = offsets[row]
-            found += [*self._encoded(text[done:lo], self._put_before(place, text[done:lo]))[0], ids[row]]
-            done, place = hi, "border"
-        return found + self._encoded(text[done:], self._put_before(place, text[done:]))[0]
+            found += [*self._encoded(text[done:lo], "border" if done else "middle")[0], ids[row]]
+            done = hi
+        return found + self._encoded(text[done:], "border" if done else "middle")[0]
 
     def prefix_ids(self, text: str, is_behind_token: bool = False) -> list[int]:
         """Return the ids that the tokenizer puts before a text at the start of a prompt or after a control token."""
         before = self._put_before("border" if is_behind_token else "start", text)
         first = encoding_of(self._backend, text)
-        offsets = Offsets.of(first)
-        if not before or 0 in (offsets[row][0] for row in self._borders(text, first.ids, offsets)):
+        borders = self._borders(text, first.ids, first.offsets)
+        if not before or 0 in (first.offsets[row][0] for row in borders[:1]):
             return []
         return list(encoding_of(self._pieces, before).ids)
 
@@ -116,56 +117,47 @@ class TextEncoder:
         """
         if self._matcher is None:
             return []
-        encoding = encoding_of(self._matcher, _lowered(checked(text)))
+        encoding = encoding_of(self._matcher, _lowered(text))
         found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
         if not self._normalised.isdisjoint(self._control_ids):
             seen = encoding_of(self._backend, text)  # its normalizer may turn other letters into a control token
-            wanted, offsets = self._normalised & self._control_ids, Offsets.of(seen)
-            found += [offsets[row] for row, id in enumerate(seen.ids) if id in wanted]
+            wanted = self._normalised & self._control_ids
+            found += [chars for id, chars in zip(seen.ids, seen.offsets, strict=True) if id in wanted]
         spans = sorted({(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()})
         return [(lo, hi) for lo, hi in spans if text[lo:hi] not in self._unspecial] if is_begun else spans
 
     # whole prompts
 
-    def parts(self, text: str, bare: Sequence[Chars] = (), given: Sequence[Given] = ()) -> list[Part]:
+    def read(self, text: str, bare: Sequence[Chars] = (), given: Sequence[Given] = ()) -> Read:
         """Tokenise a whole prompt, by the tokenizer's own rules except for `bare` and `given` text.
 
         Args:
             text: The prompt.
             bare: Characters that look like a control token and must be encoded as text.
-            given: Text whose ids are known, in order; ignored where a token of the whole text crosses its ends.
+            given: Text whose ids are known, in order; ignored where a token of the whole text crosses its ends or
+                these ids read differently.
+
+        Returns:
+            The ids, and the characters of each.
         """
-        text = checked(text)
-        parts = list(self._parts(text, bare))
-        for lo, hi, ids in given:
-            parts = [part for whole in parts for part in self._with_given(whole, lo, hi, ids)]
-        return [part for part in parts if part[0]]
-
-    def _parts(self, text: str, bare: Sequence[Chars]) -> Iterator[Part]:
-        """Yield the ids of a text; text between added tokens in which something is bare is encoded again."""
         encoding = encoding_of(self._backend, _masked(text, bare))
-        ids, offsets, done = encoding.ids, Offsets.of(encoding), 0
+        ids, offsets = encoding.ids, encoding.offsets
+        borders = self._borders(text, ids, offsets) if bare else ()
         hidden = sorted(lo for lo, _ in bare)
-        for (first, last), (lo, hi) in _sections(len(text), self._borders(text, ids, offsets) if bare else (), offsets):
+        edges = [(-1, (0, 0)), *((row, offsets[row]) for row in borders), (len(ids), (len(text), len(text)))]
+        for (before, (_, lo)), (behind, (hi, _)) in reversed([*pairwise(edges)]):
             if bisect_left(hidden, lo) < bisect_left(hidden, hi):
-                yield tuple(ids[done:first]), offsets[done:first]
-                again, chars = self._encoded(text[lo:hi], self._put_before("border" if first else "start", text[lo:hi]))
-                yield tuple(again), _moved(chars, lo)
-                done = last
-        yield tuple(ids[done:]), offsets[done:]
-
-    def _with_given(self, part: Part, lo: int, hi: int, given: tuple[int, ...]) -> Iterator[Part]:
-        """Yield a part with given ids for characters lo:hi, if these are whole tokens that read the same."""
-        ids, offsets = part
-        first = bisect_left(offsets, lo, key=lambda chars: chars[0])
-        stop = bisect_right(offsets, hi, lo=first, key=lambda chars: chars[1])
-        is_whole = first < stop and (offsets[first][0], offsets[stop - 1][1]) == (lo, hi)
-        if not is_whole or self.decode(ids[first:stop]) != self.decode(given):
-            yield part
-            return
-        yield ids[:first], offsets[:first]
-        yield given, [(lo, hi)] * len(given)
-        yield ids[stop:], offsets[stop:]
+                again, chars = self._encoded(text[lo:hi], "border" if before >= 0 else "start")
+                ids[before + 1 : behind] = again
+                offsets[before + 1 : behind] = [(a + lo, b + lo) for a, b in chars]
+        for lo, hi, known in given:
+            first = bisect_left(offsets, lo, key=lambda chars: chars[0])
+            stop = bisect_right(offsets, hi, lo=first, key=lambda chars: chars[1])
+            is_whole = first < stop and (offsets[first][0], offsets[stop - 1][1]) == (lo, hi)
+            if is_whole and self.decode(ids[first:stop]) == self.decode(known):
+                ids[first:stop] = known
+                offsets[first:stop] = [(lo, hi)] * len(known)
+        return ids, offsets
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
         """Return the rows of added tokens that are written in the text, not made from an unknown word or byte."""
@@ -178,21 +170,21 @@ class TextEncoder:
 
     # inside
 
-    def _encoded(self, text: str, before: str = "") -> tuple[list[int], Sequence[Chars]]:
-        """Return the ids of `before + text` in the middle of a prompt, and the characters in `text` of each id."""
-        if not text and not before:
-            return [], []
+    def _encoded(self, text: str, place: Place = "middle") -> Read:
+        """Return the ids of a text at a place in a prompt, and the characters of each id."""
+        before = self._put_before(place, text)
+        n, whole = len(before), before + text
         with self._lock:
-            encoding = encoding_of(self._pieces, before + text)
-        n, ids, offsets = len(before), encoding.ids, Offsets.of(encoding)
-        breaks = self._breaks(before + text, ids, offsets)
+            encoding = encoding_of(self._pieces, whole)
+        ids, offsets = encoding.ids, encoding.offsets
+        found, chars = list[int](), list[Chars]()
+        breaks = self._breaks(whole, ids, offsets)
         if not breaks:
-            return ids, offsets.behind(n)
-        whole, found, chars = before + text, list[int](), list[Chars]()
+            return ids, [(max(0, a - n), max(0, b - n)) for a, b in offsets] if n else offsets
         ends = [*(at for at, _ in breaks), len(whole)]
         first: tuple[int, Place] = (0, "middle")
         for (lo, place), hi in zip([first, *breaks], ends, strict=True):
-            part, those = self._encoded(whole[lo:hi], self._put_before(place, whole[lo:hi]))
+            part, those = self._encoded(whole[lo:hi], place)
             found += part
             chars += [(max(0, lo + a - n), max(0, lo + b - n)) for a, b in those]
         return found, chars
@@ -208,7 +200,7 @@ class TextEncoder:
                 continue
             lo, hi = offsets[row]
             word = text[lo:hi]
-            if len(word) > 1 and _lowered(word) == _lowered(self._added[id]) and not _is_inside(found, lo + 1):
+            if len(word) > 1 and _lowered(word) == _lowered(self._added[id]):
                 found.append((lo + 1, "middle"))
         if found:
             return found
@@ -282,18 +274,6 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     return frozenset(word for word in found if word.strip())
 
 
-def checked(text: str) -> str:
-    """Return the text; InputError if it contains a lone surrogate (half a character)."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"The text has half a character (an unpaired surrogate, U+{ord(text[error.start]):04X}) at {error.start}. "
-            "Decode the text as UTF-8 with errors='replace', or remove it."
-        ) from None
-    return text
-
-
 def _counterpart(tag: str) -> str:
     """Return the closing tag of an opening tag, and vice versa."""
     return tag.replace("/", "", 1) if tag[1:2] == "/" else f"{tag[:1]}/{tag[1:]}"
@@ -327,14 +307,9 @@ def _matcher(control: Iterable[str]) -> Tokenizer | None:
     words = sorted({_lowered(word) for word in control})
     if not words:
         return None
-    matcher = _nothing()
+    matcher = Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
     matcher.add_tokens([AddedToken(word, normalized=False) for word in words])
     return matcher
-
-
-def _nothing() -> Tokenizer:
-    """Return a tokenizer with an empty vocabulary."""
-    return Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
 
 
 def _special(token: AddedToken) -> AddedToken:
@@ -373,13 +348,6 @@ def _n_alike(backend: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
     return read, same
 
 
-def _sections(n_chars: int, borders: Sequence[int], offsets: Sequence[Chars]) -> Iterator[tuple[Chars, Chars]]:
-    """Yield the rows and the characters of the text before, between and behind added tokens, which are at `borders`."""
-    edges = [(row, offsets[row]) for row in borders]
-    for (before, (_, lo)), (behind, (hi, _)) in pairwise([(-1, (0, 0)), *edges, (len(offsets), (n_chars, n_chars))]):
-        yield (before + 1, behind), (lo, hi)
-
-
 def _masked(text: str, bare: Sequence[Chars]) -> str:
     """Return the text with the first character of each bare span replaced by an unused private-use character."""
     if not bare:
@@ -401,9 +369,15 @@ def _lowered(text: str) -> str:
     return "".join(small if len(small := letter.lower()) == 1 else letter for letter in text)
 
 
-def _moved(offsets: Sequence[Chars], by: int) -> Sequence[Chars]:
-    return offsets.moved(by) if isinstance(offsets, Offsets) else [(lo + by, hi + by) for lo, hi in offsets]
+def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
+    """Encode a text. A long one is encoded as a batch of one, because only that releases the GIL."""
+    if len(text) < RELEASE_GIL_CHARS:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
-def _is_inside(found: Sequence[tuple[int, Place]], at: int) -> bool:
-    return bool(found) and found[-1][0] >= at
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Decode ids, special tokens included. Many ids are decoded as a batch of one, which releases the GIL."""
+    if len(ids) < RELEASE_GIL_CHARS:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+    return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])

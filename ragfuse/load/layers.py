@@ -1,7 +1,7 @@
 """Load layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with recomputing).
 
 Chunks in the memory of the fusing device are read when they are used. One thread per prompt reads all others ahead and
-copies them to the device (`staging_buffer.py`). Small layers are read several at a time (`plan.steps`), as on small
+copies them to the device (`staging_buffer.py`). Small layers are read several at a time (`plan.cost`), as on small
 models reading them one by one takes as long as fusing.
 """
 
@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 
 from ragfuse.load.staging_buffer import Layer, PendingCopy, StagingBuffer
-from ragfuse.plan.steps import layers_a_read, room_for, spans, steps
+from ragfuse.plan.cost import layers_a_read, room, spans
 from ragfuse.store import KVStore, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import LayerKV
@@ -48,9 +48,9 @@ class LayerReader:
         store: Where the segments are stored.
         fetches: The segments to read.
         n_layers: Layers of the model.
-        max_layers: Most layers of a segment that are read at once; 0: as many as `plan.steps` allows.
+        max_layers: Most layers of a segment that are read at once; 0: as many as `plan.cost` allows.
         device: The device that needs the layers.
-        before: Layers that may be read ahead before the first one is used, if `plan.steps` allows fewer: a read buffer
+        before: Layers that may be read ahead before the first one is used, if `plan.cost` allows fewer: a read buffer
             (AttentionStore 3.2.1).
 
     Attributes:
@@ -76,8 +76,9 @@ class LayerReader:
         if device.type != "cpu" and not ahead:  # all of it lies on the device: reading copies nothing
             max_layers = min(n_layers, NEAR_LAYERS)
         max_layers = max_layers or layers_a_read(nbytes, n_layers)
-        self._spans = deque(spans(steps(n_layers, max_layers)))
-        self._read_ahead: Queue[PendingCopy] = Queue(room_for(before, n_layers, max_layers))
+        self._spans = deque(spans(n_layers, max_layers))
+        n_before = sum(first < before for first, _ in self._spans)
+        self._read_ahead: Queue[PendingCopy] = Queue(max(room(max_layers), n_before - 1))
         self._ready_layers: deque[Layer] = deque()
         self._stop = threading.Event()
         self._staging = StagingBuffer(

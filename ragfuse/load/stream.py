@@ -119,8 +119,7 @@ class Stream:
         text: Segments that are to be computed instead, with the reason.
         received: By segment that was read, its lossiest level and its bytes.
         load_s: Seconds until the last piece had been read.
-        wait_s: `load_s` and the seconds that `read` has waited for decoding.
-        last_s: `clock()` when the last piece had been read.
+        wait_s: Seconds that `read` has waited for decoding.
     """
 
     def __init__(
@@ -137,10 +136,10 @@ class Stream:
         self.pieces: list[PieceTrace] = []
         self.text: dict[int, str] = {}
         self.received: dict[int, tuple[str, int]] = {}
-        self.load_s = self.wait_s = self.last_s = 0.0
+        self.load_s = self.wait_s = 0.0
         self._store, self._fetches = store, {fetch.segment: fetch for fetch in fetches}
         self._n_layers = n_layers
-        self._pieces, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
+        self._pieces, self._link, self.terms = pieces(parts, terms.piece_tokens), link, terms
         self._sharers = {part.segment: part.also for part in parts}
         self._tokens = {part.segment: part.tokens for part in parts}
         self._device, self._clock = device, clock
@@ -172,8 +171,7 @@ class Stream:
             level = max(dict.fromkeys(self._levels[segment].values()), key=loss)
             self.received[segment] = level, self._nbytes[segment]
             self.received |= dict.fromkeys(self._sharers[segment], (level, 0))
-        self.last_s = self._clock()
-        self.load_s = self.wait_s = self.last_s - began
+        self.load_s = self._clock() - began
 
     def read(self, layer: int) -> Layer:
         """Return one layer's KV by segment that was read, waiting until it is decoded; None if it cannot be decoded."""
@@ -198,12 +196,12 @@ class Stream:
 
     def _time_left_s(self) -> float:
         """Return the seconds left for reading: until the deadline, less its margin and all computing decided so far."""
-        return self._terms.began_s + (1 - DEADLINE_MARGIN) * self._terms.deadline_s - self._clock() - self._compute_s
+        return self.terms.began_s + (1 - DEADLINE_MARGIN) * self.terms.deadline_s - self._clock() - self._compute_s
 
     @property
     def _throughput(self) -> float | None:
         seen = self._link.throughput
-        return self._terms.prior if seen is None else seen
+        return self.terms.prior if seen is None else seen
 
     def _compute(self, piece: StreamPiece, segments: Sequence[int], why: str) -> None:
         """Decide that segments are computed, and discard what was read of them."""
@@ -212,7 +210,7 @@ class Stream:
         self.text |= dict.fromkeys(self._with_others(segments), why)
         for segment in segments:
             self._decoding.pop(segment, None)
-        began_s = self._clock() - self._terms.began_s
+        began_s = self._clock() - self.terms.began_s
         self.pieces.append(PieceTrace(self._with_others(segments), rest.tokens, AS_TEXT, began_s=began_s, why=why))
 
     def _with_others(self, segments: Sequence[int]) -> tuple[int, ...]:
@@ -354,7 +352,7 @@ class Stream:
             if segments:
                 tokens = sum(self._tokens[segment] for segment in segments)
                 what = (self._with_others(segments), tokens, reading.level, reading.span, size)
-                when = (reading.requested - self._terms.began_s, ended - reading.requested)
+                when = (reading.requested - self.terms.began_s, ended - reading.requested)
                 self.pieces.append(PieceTrace(*what, *when, piece_throughput, sharing, reason))
 
     # decoding

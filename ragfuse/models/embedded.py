@@ -14,25 +14,24 @@ import re
 import shutil
 import socket
 import struct
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from safetensors import SafetensorError
 
 from ragfuse.errors import ModelError
 from ragfuse.models import adapters
 from ragfuse.models.shipped_profile import SHIPPED_FILE, ShippedProfile, write_shipped
-from ragfuse.process.folders import is_temporary, make_own_folder
+from ragfuse.process.folders import make_own_folder
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import size_text
 
@@ -52,9 +51,6 @@ HUB_WAIT_S = 5.0
 """Seconds to wait for a connection to the hub."""
 
 log = logging.getLogger("ragfuse.models")
-
-OnStep = Callable[[str], None]
-"""A callback that receives the name of each step as it begins."""
 
 
 @dataclass(frozen=True)
@@ -158,38 +154,34 @@ def list_models(home: Path) -> tuple[ModelStatus, ...]:
     return tuple(_status(model, home) for model in EMBEDDED)
 
 
-def resolve_llm(name_or_path: str, home: Path, console: Console | None = None) -> Path | str:
+def resolve_llm(name_or_path: str, home: Path) -> Path | str:
     """Return what to load for an LLM: a folder, or a Hugging Face id unchanged.
 
     Args:
         name_or_path: An embedded name, a folder, a GGUF file or a Hugging Face id. Embedded names and GGUF files are
             prepared on first use.
         home: Folder in which models are prepared.
-        console: Where progress is shown; None: standard error.
 
     Raises:
         ModelError: There is no such LLM, or it cannot be prepared.
     """
-    return _resolve(name_or_path, "llm", home, console)
+    return _resolve(name_or_path, "llm", home)
 
 
-def resolve_embedder(
-    name_or_path: str = "minilm-l6", home: Path | None = None, console: Console | None = None
-) -> Path | str:
+def resolve_embedder(name_or_path: str = "minilm-l6", home: Path | None = None) -> Path | str:
     """Return what to load for an embedder: a folder, or a Hugging Face id unchanged.
 
     Args:
         name_or_path: An embedded name, a folder or a Hugging Face id.
         home: Folder in which models are prepared; None: that of the settings.
-        console: Where progress is shown; None: standard error.
 
     Raises:
         ModelError: There is no such embedder, or it cannot be prepared.
     """
-    return _resolve(name_or_path, "embedder", home or Settings().home, console)
+    return _resolve(name_or_path, "embedder", home or Settings().home)
 
 
-def prepare(name: str, home: Path, console: Console | None = None) -> Path:
+def prepare(name: str, home: Path) -> Path:
     """Return the folder of an embedded model, prepared first if necessary.
 
     Several processes may call it at once: one prepares, the others wait. Leftovers of a killed process are removed.
@@ -197,7 +189,6 @@ def prepare(name: str, home: Path, console: Console | None = None) -> Path:
     Args:
         name: Name of the embedded model.
         home: Folder in which models are prepared.
-        console: Where progress is shown; None: standard error. `Console(quiet=True)` shows nothing.
 
     Raises:
         ModelError: There is no such model, its package is missing, or it cannot be prepared.
@@ -211,10 +202,10 @@ def prepare(name: str, home: Path, console: Console | None = None) -> Path:
     folder = _folder(model, home)
     if _is_intact(folder, model):
         return folder
-    return _prepare(model, _source(model), folder, console or Console(stderr=True))
+    return _prepare(model, _source(model), folder)
 
 
-def prepare_gguf(file: Path, home: Path, console: Console | None = None) -> Path:
+def prepare_gguf(file: Path, home: Path) -> Path:
     """Return the Hugging Face folder of a GGUF file, converted on first use and whenever the file has changed.
 
     Its weights are dequantised to bf16.
@@ -236,7 +227,7 @@ def prepare_gguf(file: Path, home: Path, console: Console | None = None) -> Path
     )
     folder = _folder(model, home)
     try:
-        return folder if _is_intact(folder, model) else _prepare(model, file, folder, console or Console(stderr=True))
+        return folder if _is_intact(folder, model) else _prepare(model, file, folder)
     except GGUF_ERRORS as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
@@ -245,10 +236,10 @@ def prepare_gguf(file: Path, home: Path, console: Console | None = None) -> Path
         ) from error
 
 
-def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: Console | None) -> Path | str:
+def _resolve(name: str, role: Literal["llm", "embedder"], home: Path) -> Path | str:
     model = embedded(name)
     if model is not None and model.role == role:
-        return prepare(name, home, console)
+        return prepare(name, home)
     names = " or ".join(model.name for model in EMBEDDED if model.role == role)
     if model is not None:
         raise ModelError(
@@ -256,13 +247,13 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
         )
     path = Path(name).expanduser()
     if role == "llm" and _is_gguf(path):
-        return prepare_gguf(path, home, console)
+        return prepare_gguf(path, home)
     if role == "llm":
         _refuse_inner_folder(path)
     if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
         gguf_files = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
         if len(gguf_files) == 1:
-            return prepare_gguf(gguf_files[0], home, console)
+            return prepare_gguf(gguf_files[0], home)
         found = (
             f"{len(gguf_files)} GGUF files; name one of them" if gguf_files else "no config.json; name another folder"
         )
@@ -323,15 +314,20 @@ def _folder(model: EmbeddedModel, home: Path) -> Path:
     return home.expanduser() / "models" / model.name
 
 
-def _prepare(model: EmbeddedModel, source: Path, folder: Path, console: Console) -> Path:
+def _prepare(model: EmbeddedModel, source: Path, folder: Path) -> Path:
     """Convert `source` under the model's lock into a folder beside `folder`, then put it in place."""
+    duration = "it may take minutes" if model.own_recipe else "about half a minute"
+    message = f"Preparing {model.name} from {model.package}, the first time only: {duration}."
+    log.info(message)
+    if (console := Console(stderr=True)).is_terminal:
+        console.print(message, highlight=False)
     try:
         make_own_folder(folder.parent)
-        with _progress(model, console) as on_step, _locked(folder.with_name(f".{model.name}.lock"), on_step):
+        with FileLock(folder.with_name(f".{model.name}.lock")):
             if not _is_intact(folder, model):
                 _require(model, folder.parent)
-                _build(model, source, folder, on_step)
-    except (OSError, ImportError) as error:
+                _build(model, source, folder)
+    except (OSError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"Cannot prepare '{model.name}' in '{folder.parent}': {error}. "
             "Set RAGFUSE_HOME to a folder that can be written and has room."
@@ -339,12 +335,13 @@ def _prepare(model: EmbeddedModel, source: Path, folder: Path, console: Console)
     return folder
 
 
-def _build(model: EmbeddedModel, source: Path, folder: Path, on_step: OnStep) -> None:
+def _build(model: EmbeddedModel, source: Path, folder: Path) -> None:
     partial = folder.with_name(f".{model.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        _convert(model, source, partial, on_step)
+        with _no_bars():
+            _convert(model, source, partial)
         (partial / MANIFEST).write_text(json.dumps({"recipe": model.recipe, "files": _sizes(partial)}, indent=2))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
@@ -352,70 +349,22 @@ def _build(model: EmbeddedModel, source: Path, folder: Path, on_step: OnStep) ->
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _convert(embedded: EmbeddedModel, source: Path, target: Path, on_step: OnStep) -> None:
+def _convert(embedded: EmbeddedModel, source: Path, target: Path) -> None:
     """Write the GGUF file `source` as a plain bf16 Hugging Face folder: weights, configs, tokenizer, chat template."""
-    on_step("loading transformers")
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from ragfuse.models.weights import load_adapted, load_weights
 
-    from ragfuse.models.weights import require_complete
-
-    on_step("dequantising the weights")
-    with _no_bars():
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-            ignore_mismatched_sizes=True,  # rejected below
-            output_loading_info=True,
-        )
-        require_complete(source, loaded)
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        if embedded.adapter:
-            on_step("merging the adapter")
-            from peft import PeftModel
-
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-                model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
-            if (adapters.path(embedded.adapter) / adapters.DRIFT_NAME).exists():
-                shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT_NAME, target / adapters.DRIFT_NAME)
-            for_chunks = adapters.path(embedded.adapter) / adapters.CHUNK_ADAPTER
-            if for_chunks.exists():
-                shutil.copytree(for_chunks, target / adapters.CHUNK_ADAPTER)
-        on_step("reading the tokenizer")
-        _save_tokenizer(source, target, model.config.max_position_embeddings)
-        if embedded.choice:
-            filler = Settings.model_fields["filler_tokens"].default
-            write_shipped(target, ShippedProfile(filler, *embedded.choice))
-        on_step("saving")
-        try:
-            if _has_room(embedded, target):
-                model.save_pretrained(target)
-            else:
-                _keep_in_memory(model, target)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-
-
-def _has_room(model: EmbeddedModel, folder: Path) -> bool:
-    return shutil.disk_usage(folder).free >= model.prepared_nbytes
-
-
-def _keep_in_memory(model: Any, target: Path) -> None:
-    """Save a model whose weights stay in memory as long as the process runs; in `target` is a link to them."""
-    from safetensors.torch import save
-
-    for config in (model.config, model.generation_config):
-        config.save_pretrained(target)
-    tied = model.all_tied_weights_keys
-    weights = save({name: value for name, value in model.state_dict().items() if name not in tied})
-    with open(os.memfd_create("ragfuse"), "wb", closefd=False) as file:
-        file.write(weights)
-        (target / "model.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+    model = load_weights(source.parent, "bfloat16", "cpu", {"gguf_file": source.name})
+    _save_tokenizer(source, target, model.config.max_position_embeddings)
+    if embedded.adapter:
+        adapter = adapters.path(embedded.adapter)
+        model = load_adapted(model, adapter, merge=True)
+        if (adapter / adapters.DRIFT_NAME).exists():
+            shutil.copyfile(adapter / adapters.DRIFT_NAME, target / adapters.DRIFT_NAME)
+        if (adapter / adapters.CHUNK_ADAPTER).exists():
+            shutil.copytree(adapter / adapters.CHUNK_ADAPTER, target / adapters.CHUNK_ADAPTER)
+    if embedded.choice:
+        write_shipped(target, ShippedProfile(Settings.model_fields["filler_tokens"].default, *embedded.choice))
+    model.save_pretrained(target)
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
@@ -438,11 +387,11 @@ def _require(model: EmbeddedModel, home: Path) -> None:
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ModelError(f"Preparing '{model.name}' needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    if not (_has_room(model, home) or (is_temporary(home) and hasattr(os, "memfd_create"))):
-        free = size_text(shutil.disk_usage(home).free)
+    free = shutil.disk_usage(home).free
+    if free < model.prepared_nbytes:
         raise ModelError(
-            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found {free} free. "
-            "Free some, or set RAGFUSE_HOME to a folder on another disk."
+            f"Preparing '{model.name}' needs {size_text(model.prepared_nbytes)} in '{home}', found {size_text(free)} "
+            "free. Free some, or set RAGFUSE_HOME to a folder on another disk."
         )
 
 
@@ -459,20 +408,6 @@ def _is_intact(folder: Path, model: EmbeddedModel) -> bool:
         return bool(str(manifest["recipe"]) == model.recipe and manifest["files"] == _sizes(folder))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-@contextmanager
-def _locked(path: Path, on_step: OnStep) -> Iterator[None]:
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        on_step("waiting for another process that prepares it")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def require_hub(name: str, cache_dir: str | Path | None = None) -> None:
@@ -526,19 +461,3 @@ def _no_bars() -> Iterator[None]:
         gguf.tqdm = bar
         if shown:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def _progress(model: EmbeddedModel, console: Console) -> Iterator[OnStep]:
-    """Show the model's name and a progress bar while steps run; without a terminal the steps are logged instead."""
-    duration = "it may take minutes" if model.own_recipe else "about half a minute"
-    message = f"Preparing {model.name} from {model.package}, the first time only: {duration}."
-    if not console.is_terminal:
-        log.info(message)
-        yield lambda step: log.info("Preparing %s: %s", model.name, step)
-        return
-    console.print(message, highlight=False)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda step: bar.update(task, description=step)

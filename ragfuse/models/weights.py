@@ -58,7 +58,13 @@ def load_weights(source: str | Path, dtype: str, device: str, options: Mapping[s
             output_loading_info=True,
             **options,
         )
-    require_complete(source, loaded)
+    names = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
+    if names:
+        raise ModelError(
+            f"Weights that the configuration of '{folder / options.get('gguf_file', '')}' asks for are missing or of "
+            f"another shape: {', '.join(sorted(names)[:3])} ({len(names):,} in all). Copy its files anew: all have to "
+            "be of one model."
+        )
     if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # its weights are plain ones now
     return model if "device_map" in options else model.to(device)
@@ -113,21 +119,6 @@ def is_quantised(model: nn.Module) -> bool:
     """Return whether the weights of a model are quantised."""
     config = getattr(model, "config", None)
     return isinstance(config, PreTrainedConfig) and getattr(config, "quantization_config", None) is not None
-
-
-def require_complete(source: str | Path, loaded: Mapping[str, Any]) -> None:
-    """Raise ModelError where transformers had no fitting weights for part of a model.
-
-    Args:
-        source: What was loaded.
-        loaded: What `from_pretrained` returns with `output_loading_info=True`.
-    """
-    names = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
-    if names:
-        raise ModelError(
-            f"Weights that the configuration of '{source}' asks for are missing or of another shape: "
-            f"{', '.join(sorted(names)[:3])} ({len(names):,} in all). Copy its files anew: all have to be of one model."
-        )
 
 
 def _refuse_pickled(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Corrections of measured timings by what recent answers took: read times of tiers, and compute time per row.
+"""Corrections of a measured cost model by what recent answers took: read times of tiers, and compute time per row.
 
 A disk that was measured cold is often read from the page cache, and a link may be busy. Arithmetic only: observations
 are arguments and results, and stored elsewhere.
@@ -6,17 +6,16 @@ are arguments and results, and stored elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import exp, isfinite, log
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import exp, log
 from statistics import median
 
-from ragfuse.plan.estimate import Estimate
-from ragfuse.types.plan import Fetch
-from ragfuse.types.profiles import FusedCost, MachineProfile
+from ragfuse.plan.cost import Blend, CostModel, RowCost
+from ragfuse.types.plan import LoadPlan
 
 READINGS = 5
-"""Number of last readings of a tier that count. Their median is used, so that one or two outliers change nothing."""
+"""Number of last readings that count. Their median is used, so that one or two outliers change nothing."""
 INITIAL_READINGS = (1.0, 1.0)
 """Readings assumed before any was made; three readings that agree outvote them."""
 MAX_CORRECTION = 20.0
@@ -30,87 +29,61 @@ MIN_LOAD_S = 1e-3
 MIN_PREFILL_ROWS = 64
 """Least rows of a prefill from which the time per row is inferred: with fewer, its fixed cost dominates."""
 
-Seen = Mapping[str, tuple[float, ...]]
-"""By tier: the last readings, oldest first, each the actual seconds divided by the measured ones."""
 
-
-def seen_after(
-    seen: Seen, machine: MachineProfile, fetches: Sequence[Fetch], layers_a_read: int, load_s: float
-) -> Seen:
-    """Return the readings, updated with one more prompt, whose loading took `load_s` seconds.
-
-    If it loaded from several tiers, the predicted times of all of them are corrected by the same factor.
+@dataclass(frozen=True)
+class Observed:
+    """What recent answers took.
 
     Args:
-        seen: The readings so far.
-        machine: The measured timings.
-        fetches: What the prompt loaded.
-        layers_a_read: Layers that each read loaded.
-        load_s: Seconds that all loading took.
+        tiers: By tier: the last readings, oldest first, each the actual seconds divided by the measured ones.
+        rows: Seconds per computed row of the last prefills, oldest first.
     """
-    current = {tier: factor(readings) for tier, readings in seen.items()}
-    measured = _loads_s(machine, fetches, layers_a_read)
-    predicted = {tier: current.get(tier, 1.0) * seconds for tier, seconds in measured.items()}
-    total_s = sum(predicted.values())
-    if not (isfinite(load_s) and isfinite(total_s) and total_s > 0) or max(load_s, total_s) < MIN_LOAD_S:
-        return seen
-    tiers = [tier for tier, seconds in predicted.items() if seconds >= MIN_TIER_SHARE * total_s]
-    return _noted(seen, {tier: current.get(tier, 1.0) * load_s / total_s for tier in tiers})
 
+    tiers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    rows: tuple[float, ...] = ()
 
-def forgotten_after(seen: Seen, tiers: Sequence[str]) -> Seen:
-    """Return the readings after a prompt that left these tiers unread: each moves back towards its measured speed.
+    def times(self, tier: str) -> float:
+        """Return how many times as long as measured a tier takes: the median of its last readings."""
+        return exp(median(log(reading) for reading in self.tiers.get(tier, INITIAL_READINGS)))
 
-    So a tier that was once slow is tried again.
-    """
-    return _noted(seen, {tier: 1.0 for tier in tiers if tier in seen})
+    def loaded(self, measured: CostModel, plan: LoadPlan, load_s: float) -> Observed:
+        """Return what is observed after one more plan, whose loading took `load_s` seconds.
 
+        If it loaded from several tiers, the predicted times of all of them are corrected by the same factor. A tier
+        that it left unread moves back towards its measured speed, so that a tier that was once slow is tried again.
+        """
+        read = {fetch.tier for fetch in plan.fetches} & measured.tiers.keys()
+        shares = {tier: [fetch for fetch in plan.fetches if fetch.tier == tier] for tier in read}
+        predicted = {
+            tier: self.times(tier) * sum(measured.steps_s(share, plan.layers_a_read)) for tier, share in shares.items()
+        }
+        total_s = sum(predicted.values())
+        noted = {fetch.tier: 1.0 for fetch in plan.unread if fetch.tier in self.tiers}
+        if total_s > 0 and max(load_s, total_s) >= MIN_LOAD_S:
+            telling = (tier for tier, seconds in predicted.items() if seconds >= MIN_TIER_SHARE * total_s)
+            noted |= {tier: self.times(tier) * load_s / total_s for tier in telling}
+        found = dict(self.tiers)
+        for tier, times in noted.items():
+            bounded = min(max(times, 1 / MAX_CORRECTION), MAX_CORRECTION)
+            found[tier] = (*found.get(tier, INITIAL_READINGS), bounded)[-READINGS:]
+        return replace(self, tiers=found)
 
-def rows_after(readings: Sequence[float], rows: float, seconds: float) -> tuple[float, ...]:
-    """Return the seconds per row of the last prefills, with one more that computed `rows` rows in `seconds`."""
-    usable = isfinite(seconds) and seconds > 0 and rows >= MIN_PREFILL_ROWS
-    return (*readings, seconds / rows)[-READINGS:] if usable else tuple(readings)
+    def computed(self, plan: LoadPlan, n_layers: int, seconds: float) -> Observed:
+        """Return what is observed after one more prefill, which took `seconds`."""
+        rows = Blend.of(plan).rows(n_layers) if plan.fetches else len(plan.prompt)
+        return replace(self, rows=(*self.rows, seconds / rows)[-READINGS:]) if rows >= MIN_PREFILL_ROWS else self
 
+    def applied(self, measured: CostModel | None, n_layers: int) -> CostModel | None:
+        """Return the cost model that holds now: the measured one, with its tiers corrected.
 
-def by_rows(readings: Sequence[float], n_layers: int) -> Estimate:
-    """Return the estimate of computing for a machine that was not measured, from the seconds per row of prefills.
-
-    The smallest of the readings counts, because other load on the machine only adds to them.
-    """
-    row_s = min(readings)
-    return Estimate(MachineProfile("", "", 1, "", n_layers, (0.0, row_s, 0.0), FusedCost(0.0, row_s, 0.0, 0.0)))
-
-
-def factor(readings: Sequence[float]) -> float:
-    """Return the factor by which a tier is slower than measured: the median of its last readings."""
-    return exp(median(log(reading) for reading in readings or INITIAL_READINGS))
-
-
-def factors(seen: Seen) -> dict[str, float]:
-    """Return the factor of each tier for which it is beyond `MIN_CORRECTION`."""
-    found = {tier: factor(readings) for tier, readings in seen.items()}
-    return {tier: times for tier, times in found.items() if not 1 / MIN_CORRECTION < times < MIN_CORRECTION}
-
-
-def corrected(machine: MachineProfile, times: Mapping[str, float]) -> MachineProfile:
-    """Return the machine's profile with the read times of these tiers multiplied by their factors."""
-    tiers = dict(machine.tiers)
-    for name in tiers.keys() & times:
-        speed, by = tiers[name], times[name]
-        tiers[name] = replace(speed, read_s=by * speed.read_s, byte_s=by * speed.byte_s)
-    return replace(machine, tiers=tiers)
-
-
-def _noted(seen: Seen, readings: Mapping[str, float]) -> Seen:
-    """Append readings, each limited to `MAX_CORRECTION`."""
-    bounded = {tier: min(MAX_CORRECTION, max(1 / MAX_CORRECTION, reading)) for tier, reading in readings.items()}
-    before = {tier: seen.get(tier, INITIAL_READINGS) for tier in bounded}
-    return {**seen, **{tier: (*before[tier], reading)[-READINGS:] for tier, reading in bounded.items()}}
-
-
-def _loads_s(machine: MachineProfile, fetches: Sequence[Fetch], layers_a_read: int) -> dict[str, float]:
-    """Return the measured seconds of each tier for its share of a prompt."""
-    estimate, tiers = Estimate(machine), dict.fromkeys(fetch.tier for fetch in fetches if fetch.tier in machine.tiers)
-    count = estimate.count(fetches, layers_a_read)
-    shares = {tier: [fetch for fetch in fetches if fetch.tier == tier] for tier in tiers}
-    return {tier: sum(estimate.steps_s(share, count)) for tier, share in shares.items()}
+        Where nothing was measured, it has no tiers, and a row costs the least of the last readings, as other load on
+        the machine only adds to them; None before the first of them.
+        """
+        if measured is not None:
+            times = {tier: self.times(tier) for tier in self.tiers}
+            wrong = {tier: each for tier, each in times.items() if not 1 / MIN_CORRECTION < each < MIN_CORRECTION}
+            return measured.corrected(wrong)
+        if not self.rows:
+            return None
+        row = RowCost(0.0, min(self.rows), 0.0)
+        return CostModel("", "", 1, "", n_layers, row, row)

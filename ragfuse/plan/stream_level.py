@@ -13,6 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
 
+from ragfuse.plan.cost import Blend, CostModel
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.plan import Fetch, LoadPlan, is_blended
+
 AS_TEXT, AS_RAW = "text", "raw"
 """A piece sent as text is recomputed. A piece sent raw is used as it is, without decoding."""
 PIECE_TOKENS = 1500
@@ -249,3 +253,25 @@ def _sum(values: Iterable[float | None]) -> float | None:
     """Return the sum; None where one of the values is None."""
     known = list(values)
     return None if None in known else sum(seconds for seconds in known if seconds is not None)
+
+
+def parts_of(plan: LoadPlan, fetches: Sequence[Fetch], costs: CostModel | None) -> list[StreamPart]:
+    """Return a stream part for each entry that these fetches of a plan read.
+
+    Args:
+        plan: The plan.
+        fetches: Its fetches to stream.
+        costs: What computing costs on this machine; None: nothing is known.
+    """
+    parts, blend = dict[tuple[ChunkKey, str], StreamPart](), Blend.of(plan)
+    for fetch in fetches:
+        n = len(plan.prompt.segments[fetch.segment].tokens)
+        part = StreamPart(fetch.segment, n, dict(fetch.sizes))
+        if costs is not None:
+            candidates = n if is_blended(plan.prompt, fetch) else 0
+            as_text = replace(blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidates)
+            text_s = costs.rows_s(as_text, -candidates, n)
+            part = replace(part, text_s=text_s, decode_s={level: costs.decode_s(level, n) for level in part.sizes})
+        entry = fetch.key, fetch.tier
+        parts[entry] = parts[entry].and_for(part) if entry in parts else part
+    return list(parts.values())

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 
-from ragfuse.plan.estimate import Estimate
+from ragfuse.plan.cost import CostModel
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.profiles import MachineProfile
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
@@ -27,7 +26,7 @@ def price_of(tier: str, prices: Mapping[str, float]) -> float:
 def choose_tier(
     n_tokens: int,
     nbytes: int,
-    machine: MachineProfile,
+    costs: CostModel,
     tiers: Sequence[str],
     prices: Mapping[str, float],
     ratio: float,
@@ -40,7 +39,7 @@ def choose_tier(
     Args:
         n_tokens: Tokens of the chunk.
         nbytes: Bytes of the chunk as raw.
-        machine: Timings of this machine.
+        costs: What reading and computing cost on this machine.
         tiers: Names of the tiers to choose from.
         prices: Price per gigabyte and month, by name or kind of tier.
         ratio: The recompute ratio.
@@ -50,33 +49,33 @@ def choose_tier(
     Returns:
         The name of the tier, the faster of two that cost the same; None if no tier was measured.
     """
-    estimate, load_s, cost = Estimate(machine), dict[str, float](), dict[str, float]()
+    load_s, price = dict[str, float](), dict[str, float]()
     for tier in tiers:
-        levels = [level for level in written.get(tier, LEVEL_NAMES[:1]) if estimate.knows_level(level)]
-        if tier in machine.tiers and levels:
-            load_s[tier] = min(estimate.stored_s(tier, level, nbytes, n_tokens) for level in levels)
-            stored_nbytes = sum(nbytes * machine.packed.get(level, 1.0) for level in levels)
-            cost[tier] = store_cost(round(stored_nbytes), price_of(tier, prices))
-    hidden = [tier for tier, seconds in load_s.items() if seconds <= estimate.recompute_s(ratio, n_tokens)]
+        levels = [level for level in written.get(tier, LEVEL_NAMES[:1]) if costs.knows_level(level)]
+        if tier in costs.tiers and levels:
+            load_s[tier] = min(costs.stored_s(tier, level, nbytes, n_tokens) for level in levels)
+            stored_nbytes = sum(nbytes * costs.packed.get(level, 1.0) for level in levels)
+            price[tier] = store_cost(round(stored_nbytes), price_of(tier, prices))
+    hidden = [tier for tier, seconds in load_s.items() if seconds <= costs.recompute_s(ratio, n_tokens)]
     if not hidden:
         return min(load_s, key=lambda tier: load_s[tier], default=None)
-    return min(hidden, key=lambda tier: (cost[tier], load_s[tier]))
+    return min(hidden, key=lambda tier: (price[tier], load_s[tier]))
 
 
-def choose_level(n_tokens: int, nbytes: int, machine: MachineProfile, tier: str, ratio: float) -> str:
+def choose_level(n_tokens: int, nbytes: int, costs: CostModel, tier: str, ratio: float) -> str:
     """Return the least lossy level for a new chunk at which loading from a tier hides behind recomputing.
 
     Where no level hides, the one that loads fastest; in a tier that was not measured, raw. `nbytes` is the chunk's size
     as raw.
     """
-    estimate, hidden_s = Estimate(machine), Estimate(machine).recompute_s(ratio, n_tokens)
-    if tier not in machine.tiers:
+    hidden_s = costs.recompute_s(ratio, n_tokens)
+    if tier not in costs.tiers:
         return LEVEL_NAMES[0]
     known = [
         level
         for level in LEVEL_NAMES
-        if estimate.knows_level(level) and (level in machine.packed or level == LEVEL_NAMES[0])
+        if costs.knows_level(level) and (level in costs.packed or level == LEVEL_NAMES[0])
     ]
-    load_s = {level: estimate.stored_s(tier, level, nbytes, n_tokens) for level in known}
+    load_s = {level: costs.stored_s(tier, level, nbytes, n_tokens) for level in known}
     hidden = (level for level, seconds in load_s.items() if seconds <= hidden_s)
     return next(hidden, min(load_s, key=lambda level: load_s[level]))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from cachetools import Cache, LRUCache
+from cachetools import LRUCache
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -39,12 +39,6 @@ class LRU(Generic[K, V]):
         with self._lock:
             self._values[key] = value
         return value
-
-    def discard_where(self, test: Callable[[V], bool]) -> None:
-        """Remove the values for which `test` returns True. Testing a value does not count as a use."""
-        with self._lock:
-            for key in [key for key in self._values if test(Cache.__getitem__(self._values, key))]:
-                del self._values[key]
 
     def discard(self, keys: Iterable[K]) -> None:
         """Remove these keys; missing ones are ignored."""

@@ -16,7 +16,6 @@ from cachetools import LRUCache
 from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.engine.answer_stream import AnswerStream, Piece, answers_of
-from ragfuse.engine.answerer import Progress
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question, prompts_of
 from ragfuse.errors import InputError, ServerError
@@ -24,7 +23,7 @@ from ragfuse.process.shared import OneProcess, shared
 from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.remote.answer_reader import AnswerReader
 from ragfuse.remote.connection import Connection
-from ragfuse.remote.remote_schemas import RemoteSchemas
+from ragfuse.remote.remote_schemas import Progress, RemoteSchemas
 from ragfuse.remote.request_body import encoded, prompt_for, request_of
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer, Trace

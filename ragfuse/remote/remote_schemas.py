@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ragfuse.engine.answerer import Progress
 from ragfuse.errors import PMLError, ServerError
 from ragfuse.remote.connection import Connection
 from ragfuse.remote.request_body import encoded
@@ -17,6 +17,7 @@ from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.types.ingested import Ingested
 
 ROUTE = "ragfuse/schemas"
+Progress = Callable[[Ingested], None]
 
 
 @dataclass(frozen=True)

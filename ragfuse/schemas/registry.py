@@ -20,9 +20,8 @@ from ragfuse.errors import InputError, PMLError, StoreError
 from ragfuse.schemas.nodes import Item, Module, inner
 from ragfuse.schemas.pml import one_of, parse_schema
 from ragfuse.store import KVStore
-from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import Catalog
-from ragfuse.store.deletion import dropped
+from ragfuse.store.deletion import unanswered
 from ragfuse.types.keys import ChunkKey, digest
 
 log = logging.getLogger("ragfuse.engine")
@@ -187,12 +186,10 @@ class SchemaRegistry:
             self._catalog.strict.delete(self._prefix + name)
             self._in_process.pop(name, None)
             self._unwritten.discard(name)
-        removed = _keys(schema) - others
-        sizes = [(entry, entry.nbytes) for tier in self._store.tiers for entry in tier.stat(removed).values()]
-        outcome = dropped(self._store, self._store.drop(removed))
-        if outcome.silent:
-            log.warning(unanswered(outcome.silent, f"KV of schema '{name}' stays there"))
-        return sum(nbytes for entry, nbytes in sizes if not outcome.has_left(entry))
+        done = self._store.forget(_keys(schema) - others)
+        if done.silent:
+            log.warning(unanswered(done.silent, f"KV of schema '{name}' stays there"))
+        return done.nbytes
 
     def _all(self) -> list[StoredSchema]:
         found = map(self.get, self.names())

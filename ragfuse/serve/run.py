@@ -15,7 +15,7 @@ from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.question import Question
-from ragfuse.engine.trace_builder import PreparedPrompt
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.token_trace import TokenRecorder

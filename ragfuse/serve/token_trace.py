@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.trace_builder import PreparedPrompt
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.types.answer import Trace
 from ragfuse.types.plan import LoadPlan
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.trace_builder import PreparedPrompt
+from ragfuse.engine.request import PreparedPrompt
 from ragfuse.errors import ModelError, TransferError
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest

@@ -22,8 +22,7 @@ from ragfuse.sessions.conversation_index import ConversationIndex, Known
 from ragfuse.sessions.session import Session, truncated
 from ragfuse.settings import SINKS
 from ragfuse.store import KVStore, SessionRow
-from ragfuse.store.bulk import unanswered
-from ragfuse.store.deletion import dropped
+from ragfuse.store.deletion import unanswered
 from ragfuse.types.keys import ChunkKey
 
 if TYPE_CHECKING:
@@ -287,7 +286,7 @@ class SessionStore:
     def release(self, keys: Iterable[ChunkKey]) -> None:
         """Drop the KV of those keys that no session uses; of none while the catalog does not answer."""
         with _unless_silent("KV that sessions may use stays"):
-            self._store.drop(self._unused(set(keys)))
+            self._store.forget(self._unused(set(keys)))
 
     # inside
 
@@ -342,11 +341,8 @@ class SessionStore:
             self._index.forget(name)
             keys |= {ChunkKey.parse(key) for key in orphans or ()} | set(held.session.keys if held is not None else ())
             count += 1
-        keys = self._unused(keys)
-        entries = [entry for tier in self._store.tiers for entry in tier.stat(keys).values()] if keys else []
-        done = dropped(self._store, self._store.drop(keys))
-        deleted = [entry for entry in entries if not done.has_left(entry)]
-        return Deleted(count, len(deleted), sum(entry.nbytes for entry in deleted), tuple(done.silent))
+        done = self._store.forget(self._unused(keys))
+        return Deleted(count, len(done.entries), done.nbytes, tuple(done.silent))
 
     def _unused(self, keys: set[ChunkKey]) -> set[ChunkKey]:
         """Return those keys that no session uses; raise StoreError while the catalog does not answer."""

@@ -1,119 +1,177 @@
-"""The archive format: chunks, as the files of the disk tier, and known texts in one plain tar file.
+"""Archives: chunks, as the files of the disk tier, and known texts in one plain zip file.
 
-    ragfuse-archive.json {"version": 2} · chunks/ab/<digest>.kv ... · texts/all.jsonl · end
+    chunks/ab/<digest>.kv ... · texts.jsonl
 
-`bulk.py` decides which chunks are exported and imported. Names of members are never used as paths, and every layer has
-a checksum. Checksums detect damage but not malice: whoever made an archive decides what KV cache the model continues
-from, so import archives only from people you trust.
+Names of members are never used as paths, and every layer has a checksum. Checksums detect damage but not malice:
+whoever made an archive decides what KV cache the model continues from, so import archives only from people you trust.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from io import BytesIO
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 import torch
-from torch import Tensor
 
 from ragfuse.errors import StoreError
+from ragfuse.store.catalog import KnownText
 from ragfuse.store.chunkfile import Header, pack_header, pieces
 from ragfuse.store.disk import chunk_path
-from ragfuse.store.tier import EntryMeta
-from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
+from ragfuse.store.levels import joined, loss_of, only
+from ragfuse.store.store import KVStore
+from ragfuse.store.tier import Tier, Whole
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
-_FIRST_MEMBER, _LAST_MEMBER = "ragfuse-archive.json", "end"
+Progress = Callable[[int, int], object]
+"""Called with the bytes done and the bytes in all."""
+_TEXTS = "texts.jsonl"
 
 
-class ArchivedText(NamedTuple):
-    """The text of a chunk.
+@dataclass
+class Outcome:
+    """The outcome of an export or import.
 
     Args:
-        model: Digest of the model, as in the key.
-        key: Key of the chunk, as a string.
-        text: The text.
-        source: Where the text came from.
+        done: The bytes of the chunks that were written.
+        known: Chunks that needed nothing, as they were there already.
+        texts: Known texts that were exported or imported.
+        troubles: What was left out, and why.
     """
 
-    model: str
-    key: str
-    text: str
-    source: str
+    done: dict[ChunkKey, int] = field(default_factory=dict)
+    known: int = 0
+    texts: int = 0
+    troubles: list[tuple[str, str]] = field(default_factory=list)
+
+    def fail(self, what: object, why: object) -> None:
+        """Record what was left out, and why."""
+        self.troubles.append((str(what)[:160], str(why)[:200]))
 
 
-class ArchiveProblem(NamedTuple):
-    """A part of an archive that cannot be read, and the reason."""
+def export(
+    store: KVStore,
+    path: Path,
+    entries: Iterable[Entry],
+    texts: Sequence[KnownText] = (),
+    progress: Progress | None = None,
+) -> Outcome:
+    """Write chunks and known texts to an archive file. Chunks that cannot be read are left out and reported.
 
-    what: str
-    why: str
+    Args:
+        store: The store.
+        path: The file.
+        entries: Entries of the store; of several of one chunk, the least lossy one is written.
+        texts: The known texts.
+        progress: Called with the bytes done and in all.
+
+    Raises:
+        StoreError: No chunk can be exported, or the file exists and the new one would lack some. Nothing is written.
+    """
+    outcome, done = Outcome(), 0
+    sources = {entry.key: entry for entry in sorted(entries, key=lambda entry: -loss_of(entry.sizes))}
+    total = sum(entry.nbytes for entry in sources.values())
+    with _new_archive(path) as archive:
+        for key, entry in sources.items():
+            whole = read_whole(store.tier(entry.tier), entry)
+            if whole is None:
+                outcome.fail(key, "it cannot be read")
+            else:
+                meta, blobs = whole
+                data = b"".join(pieces(pack_header(key, meta.sealed(blobs)), blobs))
+                archive.writestr(str(chunk_path(Path(), key)), data)
+                outcome.done[key] = len(data)
+            done += entry.nbytes
+            if progress is not None:
+                progress(done, total)
+        archive.writestr(_TEXTS, "".join(json.dumps(text._asdict()) + "\n" for text in texts))
+        outcome.texts = len(texts)
+        if not outcome.done or (outcome.troubles and path.exists()):
+            why = ", ".join(outcome.troubles[0]) if outcome.troubles else "there are none"
+            raise StoreError(
+                f"'{path}' was not replaced or written: it would lack {len(outcome.troubles):,} of {len(sources):,} "
+                f"entries (the first: {why}). Export again, or name another file."
+            )
+    return outcome
 
 
-class ArchivedChunk(NamedTuple):
-    """A chunk in an archive: its key, its description, and all of its pieces, uint8 `[nbytes]` each."""
+def import_(
+    store: KVStore,
+    path: Path,
+    tier: str | None = None,
+    take_texts: Callable[[Sequence[KnownText]], object] | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Import the chunks of an archive. Damaged ones are left out and reported.
 
-    key: ChunkKey
-    meta: EntryMeta
-    blobs: tuple[Tensor, ...]
+    Imported chunks are only found by the same model with the same dtype and salt.
+
+    Args:
+        store: The store.
+        path: The archive file.
+        tier: Name of the tier to import to; None: the first slow one.
+        take_texts: Called with the known texts of the archive.
+        progress: Called with the bytes done and in all.
+
+    Raises:
+        StoreError: The file is no archive, or there is no tier of that name.
+    """
+    names = [each.name for each in store.tiers if each.slow]
+    target, outcome, done = store.tier(tier or names[0]), Outcome(), 0
+    try:
+        archive = ZipFile(path)
+    except (OSError, BadZipFile) as error:
+        raise StoreError(
+            f"Wanted a whole archive of `ragfuse store export` at '{path}', found none ({error})."
+        ) from error
+    with archive:
+        members = archive.infolist()
+        for member in members:
+            try:
+                data = archive.read(member)
+                if member.filename != _TEXTS:
+                    _import_chunk(store, data, target, outcome)
+                elif take_texts is not None:
+                    texts = [KnownText(**json.loads(line)) for line in data.splitlines()]
+                    take_texts(texts)
+                    outcome.texts += len(texts)
+            except (OSError, ValueError, TypeError, NotImplementedError, RuntimeError, BadZipFile) as error:
+                outcome.fail(repr(member.filename), error)
+            done += member.file_size
+            if progress is not None:
+                progress(done, sum(each.file_size for each in members))
+    for key in outcome.done.keys() - target.stat(outcome.done).keys():  # evicted again meanwhile
+        del outcome.done[key]
+        outcome.fail(key, f"tier {target.name} has too little space for all of them")
+    return outcome
 
 
-class ArchiveWriter:
-    """A writer of an archive's members, one after the other, into an open tar file."""
-
-    def __init__(self, file: tarfile.TarFile) -> None:
-        self._file = file
-        self._member(_FIRST_MEMBER, json.dumps({"version": FORMAT_VERSION}).encode())
-
-    def chunk(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> int:
-        """Write a chunk and return its bytes.
-
-        Args:
-            key: Key of the chunk.
-            meta: The description of the entry; missing checksums are added.
-            blobs: Its pieces, uint8 `[nbytes]` each.
-        """
-        return self._member(str(chunk_path(Path(), key)), b"".join(pieces(pack_header(key, meta.sealed(blobs)), blobs)))
-
-    def texts(self, texts: Sequence[ArchivedText]) -> int:
-        """Write all texts as one member, and return how many there are."""
-        lines = "".join(json.dumps(text._asdict()) + "\n" for text in texts)
-        if texts:
-            self._member("texts/all.jsonl", lines.encode())
-        return len(texts)
-
-    def end(self) -> None:
-        """Write the last member, without which an archive counts as cut off."""
-        self._member(_LAST_MEMBER, b"")
-
-    def _member(self, name: str, data: bytes) -> int:
-        info = tarfile.TarInfo(name)
-        info.size, info.mode = len(data), 0o600
-        self._file.addfile(info, BytesIO(data))
-        return len(data)
+def read_whole(tier: Tier, entry: Entry) -> Whole | None:
+    """Return description and pieces of an entry at all of its levels; None if it cannot be read whole."""
+    wholes = list[Whole]()
+    for level in entry.sizes:
+        found = tier.get(entry.key, range(entry.n_layers), level)
+        if found is None:
+            return None
+        meta, *blobs = found
+        wholes.append((meta.only(level), tuple(blobs)))
+    return joined(wholes)
 
 
 @contextmanager
-def new_archive(path: Path) -> Iterator[ArchiveWriter]:
-    """Write an archive, which appears at `path` whole or not at all.
-
-    Yields:
-        A writer for use within the `with` block.
-
-    Raises:
-        StoreError: The archive cannot be written.
-    """
+def _new_archive(path: Path) -> Iterator[ZipFile]:
+    """Write an archive, which appears at `path` whole or not at all; StoreError if it cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
             descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-                writer = ArchiveWriter(archive)
-                yield writer
-                writer.end()
+            with os.fdopen(descriptor, "wb") as file, ZipFile(file, "w") as archive:
+                yield archive
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
@@ -123,62 +181,22 @@ def new_archive(path: Path) -> Iterator[ArchiveWriter]:
         ) from error
 
 
-ArchiveItem = ArchivedChunk | list[ArchivedText] | ArchiveProblem
-
-
-def read_archive(path: Path, progress: Callable[[int, int], object] | None = None) -> Iterator[ArchiveItem]:
-    """Read the members of an archive, one after the other.
-
-    Args:
-        path: The archive.
-        progress: Called after each member with the bytes read so far and the bytes in all.
-
-    Yields:
-        A chunk, a list of texts, or a part that cannot be read.
-
-    Raises:
-        StoreError: The file is not an archive of this version.
-    """
-    try:
-        archive = tarfile.open(path, "r:")  # noqa: SIM115 - closed below
-        first = archive.extractfile(archive.next() or "")
-        version = json.loads(first.read())["version"] if first is not None else None
-    except (OSError, ValueError, KeyError, TypeError, tarfile.TarError) as error:
-        raise StoreError(f"Wanted an archive of `ragfuse store export` at '{path}', found none ({error}).") from error
-    with archive:
-        if version != FORMAT_VERSION:
-            raise StoreError(
-                f"Wanted an archive of version {FORMAT_VERSION}, found {version}: '{path}'. Export it again."
-            )
-        size, last = path.stat().st_size, ""
-        try:
-            while (member := archive.next()) is not None:
-                last = member.name
-                if last != _LAST_MEMBER:
-                    yield _read(archive, member)
-                if progress is not None:
-                    progress(archive.offset, size)
-        except (OSError, tarfile.TarError) as error:
-            yield ArchiveProblem(f"what follows {last[:160]!r}", str(error))
-        if last != _LAST_MEMBER:
-            yield ArchiveProblem("the end", "the archive has been cut off")
-
-
-def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> ArchiveItem:
-    file = archive.extractfile(member) if member.isreg() else None
-    data = file.read() if file is not None else b""
-    try:
-        if member.name.startswith("texts/"):
-            texts = [ArchivedText(**json.loads(line)) for line in data.splitlines()]
-            if any(ChunkKey.parse(text.key).model != text.model for text in texts):
-                raise ValueError("one of its texts names one model, and its key another")
-            return texts
-        header = Header.parse(data)
-        if header.nbytes != len(data):
-            raise ValueError(f"it should have {header.nbytes} bytes, but has {len(data)}")
-        wanted = range(len(header.meta.layers))
-        begin, end = header.span(wanted)
-        whole = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8)
-        return ArchivedChunk(header.key, header.meta, tuple(header.cut(whole, wanted)))
-    except (ValueError, TypeError) as error:
-        return ArchiveProblem(repr(member.name[:160]), str(error)[:160])
+def _import_chunk(store: KVStore, data: bytes, target: Tier, outcome: Outcome) -> None:
+    """Import a chunk of an archive; ValueError if it is damaged or cannot be decoded here."""
+    header = Header.parse(data)
+    key, meta = header.key, header.meta
+    if header.nbytes != len(data):
+        raise ValueError(f"it should have {header.nbytes} bytes, but has {len(data)}")
+    wanted = range(len(meta.layers))
+    begin, end = header.span(wanted)
+    blobs = tuple(header.cut(torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8), wanted))
+    if target.stat([key]):
+        outcome.known += 1
+        return
+    for level in meta.levels:
+        one, pieces_of_level = only((meta, blobs), level)
+        store.levels.decoded(key, level, pieces_of_level, one.layers)
+    if target.put(key, meta, blobs):
+        outcome.done[key] = meta.nbytes
+    else:
+        outcome.fail(key, f"tier {target.name} has no space for it, or did not accept it")

@@ -1,4 +1,4 @@
-"""A tier over a medium of named bytes that evicts and expires by itself: a server or an object store across a network.
+"""A tier over a medium of named bytes: the files of a folder, or a server or an object store across a network.
 
 An entry is one value in the format of `chunkfile.py`, so that some layers are one read at a known offset. A medium
 that is down costs one failed call, and is left out for a while.
@@ -22,6 +22,7 @@ from ragfuse.store.chunkfile import Header, header_nbytes, pack_header, pieces
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
+from ragfuse.types.sizes import UNLIMITED
 
 log = logging.getLogger("ragfuse.store")
 
@@ -50,14 +51,15 @@ class BlobTier(Tier):
         name: Name of the tier.
         where: The medium, for messages.
         cool_down_s: Seconds without a request after the medium has failed.
+        capacity: Most bytes that it may store.
     """
 
     remote = True
     refusals: tuple[type[Exception], ...] = (PermissionError,)
     """Errors with which the medium refuses a call though it answers."""
 
-    def __init__(self, name: str, where: str, cool_down_s: float = 10.0) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, where: str, cool_down_s: float = 10.0, capacity: int = UNLIMITED) -> None:
+        super().__init__(name, capacity)
         self._told = set[type[Exception]]()
         self._breaker = Breaker(f"Tier {name} ({where})", cool_down_s=cool_down_s)
         self._headers, self._closed = LRU[ChunkKey, Header](_HEADERS), False
@@ -66,12 +68,12 @@ class BlobTier(Tier):
     # the medium
 
     @abstractmethod
-    def _read(self, name: str, begin: int, end: int) -> bytes:
+    def _read(self, name: str, begin: int, end: int) -> bytes | memoryview:
         """Return the bytes `begin` to `end` of a value, fewer if it ends before."""
 
     @abstractmethod
-    def _write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Store a value, which appears whole or not at all."""
+    def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
+        """Store the parts of an entry as one value, whole or not at all; return False if there is no room."""
 
     @abstractmethod
     def _remove(self, names: Sequence[str]) -> int:
@@ -83,13 +85,20 @@ class BlobTier(Tier):
 
     def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
         """Return the first bytes of several values; None for one that is missing."""
-        return [self._head(name, nbytes) for name in names]
+        found: list[bytes | None] = []
+        for name in names:
+            try:
+                found.append(bytes(self._read(name, 0, nbytes)))
+            except FileNotFoundError:
+                found.append(None)
+        return found
 
-    def _head(self, name: str, nbytes: int) -> bytes | None:
-        try:
-            return self._read(name, 0, nbytes)
-        except FileNotFoundError:
-            return None
+    def _missing(self, key: ChunkKey) -> None:
+        """Take note that an entry that was to be read has no value."""
+
+    def _why(self, error: Exception) -> object:
+        """Return what the log says of an error."""
+        return error
 
     # the tier
 
@@ -111,13 +120,13 @@ class BlobTier(Tier):
 
     def put(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Store an entry as one value, which appears whole or not at all."""
-        blobs = [blob.cpu().contiguous() for blob in blobs]
-        parts = list(pieces(pack_header(key, meta.sealed(blobs)), blobs))
+        meta = meta.sealed(blobs)
+        parts = list(pieces(pack_header(key, meta), blobs))
 
         def write() -> bool:
-            self._write(str(key), parts)
+            is_written = self._write(key, meta, parts)
             self._headers.discard([key])
-            return True
+            return is_written
 
         return self._ask(f"write {key}", write, False, changes=True)
 
@@ -161,7 +170,7 @@ class BlobTier(Tier):
             self.counts.add("failed")
             if type(error) not in self._told:  # a server whose memory is full refuses every chunk
                 self._told.add(type(error))
-                log.warning("%s could not %s, which is logged once: %s", self._breaker.name, doing, error)
+                log.warning("%s could not %s, which is logged once: %s", self._breaker.name, doing, self._why(error))
             return otherwise
         except Exception as error:
             self.counts.add("failed")
@@ -187,59 +196,68 @@ class BlobTier(Tier):
             ):
                 heads = self._heads(list(map(str, wanted)), nbytes) if wanted else []
                 for key, head in zip(wanted, heads, strict=True):
-                    header = (headers[key] or self._header(key, head)) if head else None
+                    try:
+                        header = (headers[key] or self._header(key, head)) if head else None
+                    except FileNotFoundError:
+                        continue
+                    except ValueError as error:
+                        self._drop(key, error)
+                        continue
                     if header is not None:
                         found[key] = header.meta.entry(key, self.name, header.nbytes, (used or {}).get(key, now))
         return {key: found[key] for key in keys if key in found}
 
-    def _header(self, key: ChunkKey, head: bytes) -> Header | None:
-        """Return the header of an entry from its first bytes, reading more if needed; drop a damaged entry."""
-        try:
-            missing = header_nbytes(head) - len(head)
-            if missing > 0:
-                head += self._read(str(key), len(head), len(head) + missing)
-            header = Header.parse(head)
-            if header.key != key:
-                raise ValueError(f"it holds {header.key}")
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            self._drop(key, error)
-            return None
+    def _header(self, key: ChunkKey, head: bytes = b"") -> Header:
+        """Read the header of an entry, whose first bytes may be known.
+
+        Raises:
+            FileNotFoundError: There is no such entry.
+            ValueError: It is damaged.
+        """
+        head = head or bytes(self._read(str(key), 0, self._head_nbytes))
+        missing = header_nbytes(head) - len(head)
+        if missing > 0:
+            head += self._read(str(key), len(head), len(head) + missing)
+        header = Header.parse(head)
+        if header.key != key:
+            raise ValueError(f"it holds {header.key}")
         self._head_nbytes = max(self._head_nbytes, header.offsets[0])
         return self._headers.add(key, header)
 
     def _get(self, key: ChunkKey, layers: range, level: str | None) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
         """Read layers. If they do not fit the known header, the entry may have been rewritten: read that again, too."""
-        header = known = self._headers.get(key)
-        if header is None:
-            head = self._head(str(key), self._head_nbytes)
-            header = self._header(key, head) if head else None
-        wanted = header.meta.pieces(layers, level) if header is not None else None
-        if header is None or wanted is None:
-            return None
-        begin, end = header.span(wanted)
+        known = self._headers.get(key)
         try:
+            header = known or self._header(key)
+            wanted = header.meta.pieces(layers, level)
+            if wanted is None:
+                return None
+            begin, end = header.span(wanted)
             data = self._read(str(key), begin, end)
             if len(data) < end - begin:
                 raise ValueError("it ends too early")
-            return header.meta, *header.cut(torch.frombuffer(bytearray(data), dtype=torch.uint8), wanted)
-        except FileNotFoundError:
-            self._headers.discard([key])
-        except ValueError as error:
+            whole = torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
+            return header.meta, *header.cut(whole, wanted)
+        except (FileNotFoundError, ValueError) as error:
             self._headers.discard([key])
             if known is not None:
                 return self._get(key, layers, level)
-            self._drop(key, error)
+            if isinstance(error, ValueError):
+                self._drop(key, error)
+            else:
+                self._missing(key)
         return None
 
     def _drop(self, key: ChunkKey, why: ValueError) -> None:
         """Delete an entry that cannot be read."""
         self._headers.discard([key])
-        self._remove([str(key)])
+        if self._remove([str(key)]):
+            self._corrupt(key, why)
+
+    def _corrupt(self, what: object, why: object) -> None:
         self.counts.add("corrupt")
         message = "Deleted the damaged entry %s from tier %s; it is computed again when needed: %s"
-        log.warning(message, key, self.name, why)
+        log.warning(message, what, self.name, why)
 
 
 def _key(name: str) -> ChunkKey | None:

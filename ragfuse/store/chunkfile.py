@@ -3,7 +3,7 @@
     magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} · layers
 
 Header and layers begin at multiples of 64 bytes with zeros in between; numbers are little-endian. Header and layers
-have checksums. `Header` parses any bytes, `ChunkFile` reads a file.
+have checksums.
 """
 
 from __future__ import annotations
@@ -11,23 +11,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 
-import torch
 from blake3 import blake3
 from torch import Tensor
 
 from ragfuse.codec import checksum
-from ragfuse.store.access import open_file
 from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 FILE_MAGIC = b"RAGFUSE\0"
-FILE_READ_NBYTES = 1 << 20
-"""Bytes, about, of one read of a file's layers."""
 _FIXED = Struct("<8sII32s")
 _MAX_HEADER_NBYTES = 1 << 22
 
@@ -119,72 +114,16 @@ def offsets(header_nbytes: int, meta: EntryMeta) -> list[int]:
     return found
 
 
-def write_chunk(path: Path, header: bytes, blobs: Sequence[Tensor]) -> None:
-    """Write a new file at `path`, synced to the medium when this returns."""
-    with os.fdopen(open_file(path, os.O_WRONLY | os.O_EXCL), "wb", buffering=0) as file:
-        for piece in pieces(header, blobs):
-            view = memoryview(piece)
-            while view:
-                view = view[file.write(view) :]
-        os.fsync(file.fileno())
-
-
-class ChunkFile:
-    """The open file of an entry.
-
-    The file is closed when the last reference to this object is gone, so a cache may drop it while others read.
+def file_header(path: Path) -> Header:
+    """Return the header of an entry's file.
 
     Raises:
-        OSError: It cannot be opened or read.
+        OSError: The file cannot be opened or read.
         ValueError: It is not a complete entry.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-        fixed = self._file.read(_FIXED.size)
-        rest = header_nbytes(fixed) - len(fixed)
-        self.header = Header.parse(fixed + self._file.read(rest))
-        if os.fstat(self._file.fileno()).st_size != self.header.nbytes:
-            raise ValueError(f"it should have {self.header.nbytes} bytes, and has another number")
-
-    @property
-    def meta(self) -> EntryMeta:
-        """The entry's description."""
-        return self.header.meta
-
-    @property
-    def is_unlinked(self) -> bool:
-        """Whether the file was deleted or replaced since it was opened."""
-        return os.fstat(self._file.fileno()).st_nlink == 0
-
-    def expect(self, wanted: range) -> None:
-        """Ask the operating system to prefetch these pieces, where it supports that; errors are ignored."""
-        begin, end = self.header.span(wanted)
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(self._file.fileno(), begin, end - begin, os.POSIX_FADV_WILLNEED)
-
-    def read(self, wanted: range) -> list[Tensor]:
-        """Read some pieces into one new allocation; return uint8 `[nbytes]` each.
-
-        They are read about a megabyte at a time; each part is checked while the system prefetches the next.
-        """
-        self.expect(wanted)
-        begin, end = self.header.span(wanted)
-        whole, blobs = torch.empty(end - begin, dtype=torch.uint8), list[Tensor]()
-        largest = max(layer.nbytes for layer in self.meta.layers[wanted.start : wanted.stop])
-        step = max(1, FILE_READ_NBYTES // largest)
-        for at in range(wanted.start, wanted.stop, step):
-            some = range(at, min(at + step, wanted.stop))
-            lo, hi = self.header.span(some)
-            part = whole[lo - begin : hi - begin]
-            self._read_all(part.numpy().data, lo)
-            blobs += self.header.cut(part, some)
-        return blobs
-
-    def _read_all(self, view: memoryview, offset: int) -> None:
-        while view:
-            n = os.preadv(self._file.fileno(), [view], offset)
-            if n == 0:
-                raise ValueError("the file ends too early")
-            view, offset = view[n:], offset + n
+    with path.open("rb") as file:
+        fixed = file.read(_FIXED.size)
+        header = Header.parse(fixed + file.read(header_nbytes(fixed) - len(fixed)))
+        if os.fstat(file.fileno()).st_size != header.nbytes:
+            raise ValueError(f"it should have {header.nbytes} bytes, and has another number")
+        return header

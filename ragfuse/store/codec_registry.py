@@ -47,16 +47,18 @@ class CodecRegistry:
         self._known: dict[str, tuple[CodecTables | None, float]] = {}  # by model or digest, and when it was asked for
         self._codecs: dict[tuple[str, str], Codec] = {}  # by level and digest of tables
 
-    def __call__(self, level: str, model: str) -> Codec | None:
-        """Return the codec that writes a model's KV at a level; None if the level is unknown or its tables missing."""
+    def __call__(self, level: str, model: str, tables: str = "") -> Codec | None:
+        """Return the codec of a level (`Codecs`), with tables from the catalog or a tier; None if there is none."""
         plain = tableless(level, model)
         if plain is not None or level not in LEVEL_NAMES:
             return plain
-        return self._codec(level, self.tables(model))
-
-    def packed(self, level: str, tables: str) -> Codec | None:
-        """Return the codec of a level for the tables of this digest, from the catalog or a tier; None if not found."""
-        return self._codec(level, self._cached(tables, lambda: self._by_digest(tables)))
+        known = self._cached(tables, lambda: self._by_digest(tables)) if tables else self.tables(model)
+        if known is None:
+            return None
+        with self._lock:
+            if (level, known.digest) not in self._codecs:
+                self._codecs[level, known.digest] = codec_for(level, known)
+            return self._codecs[level, known.digest]
 
     def tables(self, model: str) -> CodecTables | None:
         """Return the tables that a model's KV is written with, or None if it has not been profiled."""
@@ -77,14 +79,6 @@ class CodecRegistry:
                 tier.pin([key], True)
 
     # inside
-
-    def _codec(self, level: str, tables: CodecTables | None) -> Codec | None:
-        if tables is None:
-            return None
-        with self._lock:
-            if (level, tables.digest) not in self._codecs:
-                self._codecs[level, tables.digest] = codec_for(level, tables)
-            return self._codecs[level, tables.digest]
 
     def _cached(self, name: str, find: Callable[[], CodecTables | None]) -> CodecTables | None:
         """Return the cached tables of a name; look for unknown ones, but again only after `TABLES_RECHECK_S`."""

@@ -1,4 +1,4 @@
-"""Delete chunks completely: all their KV from the tiers, pinned or not, and their texts from the catalog.
+"""Delete chunks completely, all their KV from the tiers and their texts from the catalog, and collect garbage.
 
 The caller decides which chunks. A tier that does not answer is always reported, as it may still hold some.
 """
@@ -6,14 +6,13 @@ The caller decides which chunks. A tier that does not answer is always reported,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from ragfuse.store import KVStore
-from ragfuse.store.bulk import unanswered
 from ragfuse.store.catalog import CatalogQueries
+from ragfuse.store.tier import Tier
 from ragfuse.types.keys import ChunkKey
-from ragfuse.types.kv import Entry
 from ragfuse.types.whole_text import whole_text
 
 log = logging.getLogger("ragfuse.store")
@@ -38,38 +37,10 @@ def chunk_named(text: str) -> Chunk:
         return "", ""
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """What a deletion may have left behind.
-
-    Args:
-        left: By name of a tier that failed to delete, the keys that it may still hold.
-        silent: Tiers to delete from that failed or do not answer.
-        unknown: Other tiers that do not answer.
-    """
-
-    left: Mapping[str, Set[ChunkKey]]
-    silent: Sequence[str]
-    unknown: Sequence[str] = ()
-
-    def has_left(self, entry: Entry) -> bool:
-        """Return whether this entry may still exist."""
-        return entry.key in self.left.get(entry.tier, ())
-
-
-def dropped(store: KVStore, left: Mapping[str, Set[ChunkKey]], tier: str | None = None) -> Dropped:
-    """Return the result of a deletion: what is still stored, and which tiers did not answer.
-
-    Call it after `KVStore.entries` has listed what is left, so that tiers that failed meanwhile are reported too.
-
-    Args:
-        store: The store in which entries were deleted.
-        left: What `KVStore.drop` returned: the keys that could not be deleted, by tier.
-        tier: The tier in which they were deleted; None: all.
-    """
-    quiet = store.silent()
-    silent = list(dict.fromkeys([*left, *(name for name in quiet if tier in (None, name))]))
-    return Dropped(left, silent, [name for name in quiet if name not in silent])
+def unanswered(names: Sequence[str], consequence: str) -> str:
+    """Return a message that these tiers do not answer, with the consequence and what to do."""
+    subject = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
+    return f"{subject} not answer: {consequence}. Try again once {'it answers' if len(names) == 1 else 'they answer'}."
 
 
 def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
@@ -87,14 +58,14 @@ def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -
     """
     if not chunks:
         return 0
-    keys = {key for key in store.under_way() if chunk_of(key) in chunks}  # before listing: a save may end meanwhile
-    entries = [entry for entry in store.entries() if chunk_of(entry.key) in chunks]
-    done = dropped(store, store.drop(keys.union(entry.key for entry in entries)))
+    keys = store.under_way()  # before listing: a save may end meanwhile
+    keys.update(entry.key for entry in store.entries())
+    done = store.forget(key for key in keys if chunk_of(key) in chunks)
     if done.silent:
         log.warning(unanswered(done.silent, f"KV of the {len(chunks)} chunks to delete may still be stored there"))
     else:
         forget_texts(catalog, chunks)
-    return sum(entry.nbytes for entry in entries if not done.has_left(entry))
+    return done.nbytes
 
 
 def leave_source(
@@ -123,3 +94,40 @@ def leave_source(
 def sources_in_order(sources: Iterable[str]) -> tuple[str, ...]:
     """Return the sources of a text, each once: the one that brought it first, and last what was learnt from prompts."""
     return tuple(sorted(dict.fromkeys(sources), key=lambda source: source == LEARNT))
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What was removed from a tier: expired entries, what no entry needed, and the bytes of both."""
+
+    expired: int = 0
+    leftovers: int = 0
+    nbytes: int = 0
+
+
+def gc(store: KVStore) -> dict[str, Freed]:
+    """Collect garbage: delete expired entries, and what no entry needs.
+
+    An entry that has expired in one tier is kept while another tier of this store has a more recent use of it. Remote
+    tiers expire entries by themselves.
+
+    Returns:
+        What was freed since the store was opened, by tier name; tiers that do not answer are left out.
+    """
+    freed = dict[str, Freed]()
+    for tier in store.tiers:
+        n_expired, nbytes = (0, 0) if tier.remote else _delete_expired(store, tier)
+        tier.tidy()
+        freed[tier.name] = Freed(n_expired, tier.counts["leftovers"], nbytes + tier.counts["freed"])
+    silent = store.silent()
+    return {name: tier_freed for name, tier_freed in freed.items() if name not in silent}
+
+
+def _delete_expired(store: KVStore, tier: Tier) -> tuple[int, int]:
+    old = set(store.too_old(tier.list()))
+    for other in store.tiers if old else ():
+        there = other.stat(old)  # also of this tier: one may have been used while listing
+        old -= there.keys() - set(store.too_old(there.values()))
+    nbytes = sum(entry.nbytes for entry in tier.stat(old).values())
+    n_deleted = tier.delete(old) if old else 0
+    return n_deleted, nbytes if n_deleted else 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -34,7 +34,7 @@ ON CONFLICT(key) DO UPDATE SET sizes = excluded.sizes, n_tokens = excluded.n_tok
 """
 _NBYTES = "SELECT coalesce(sum(nbytes), 0) FROM entries"
 _OTHERS = f"SELECT ({_NBYTES}) - coalesce((SELECT nbytes FROM entries WHERE key = ?), 0)"
-_TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
+_TOUCH = f"UPDATE entries SET last_used = max(last_used, ?), hits = hits + ?{_WITH_KEYS}"
 
 
 class Index(Database):
@@ -92,9 +92,9 @@ class Index(Database):
         return transaction.execute(f"DELETE FROM entries{_WITH_KEYS}", (_json(keys),)).rowcount
 
     @staticmethod
-    def touch(transaction: sqlite3.Connection, used: Mapping[ChunkKey, tuple[float, int]]) -> None:
-        """Record uses: by key, the last use (seconds since the epoch) and the number of new hits."""
-        transaction.executemany(_TOUCH, [(when, hits, str(key)) for key, (when, hits) in used.items()])
+    def touch(transaction: sqlite3.Connection, keys: Iterable[ChunkKey], when: float, hits: int) -> None:
+        """Record a use of these entries at a time (seconds since the epoch), and new hits."""
+        transaction.execute(_TOUCH, (when, hits, _json(keys)))
 
     @staticmethod
     def pin(transaction: sqlite3.Connection, keys: Iterable[ChunkKey], pinned: bool) -> None:

@@ -27,18 +27,20 @@ _REMEMBERED = 8192
 
 
 class Codecs(Protocol):
-    """A function that returns the codec of a level for a model.
+    """A function that returns the codec of a level for a model."""
 
-    It may have a method `packed(level, tables)`, which returns the codec for layers that another machine encoded with
-    its own tables, by the digest of these.
-    """
+    def __call__(self, level: str, model: str, tables: str = "") -> Codec | None:
+        """Return the codec of a level for a model digest (`ChunkKey.model`), or None if there is none.
 
-    def __call__(self, level: str, model: str) -> Codec | None:
-        """Return the codec of a level for a model digest (`ChunkKey.model`), or None if there is none."""
+        Args:
+            level: Name of the level.
+            model: The model digest.
+            tables: Digest of the codec tables that layers were encoded with, on any machine; "": those of the model.
+        """
         ...
 
 
-def tableless(level: str, model: str) -> Codec | None:
+def tableless(level: str, model: str, tables: str = "") -> Codec | None:
     """Return the codec of a level that needs no tables of the model (raw, int8); None for other levels."""
     return RAW if level == RAW.name else INT8 if level == INT8.name else None
 
@@ -177,18 +179,13 @@ class TierLevels:
             ValueError: The bytes cannot be decoded.
         """
         codec = self.codecs(level, key.model)
-        if codec is None:
-            raise OtherTables(f"this store has no codec tables for level {level}")
         if codec is RAW:
             return RAW.decode_all(blobs, metas)
-        try:
-            return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
-        except OtherTables:
-            by_tables, tables = getattr(self.codecs, "packed", None), tables_of(blobs[0])
-            other = by_tables(level, tables) if by_tables and tables else None
-            if other is None:
-                raise
-            return [other.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
+        if tables := tables_of(blobs[0]):
+            codec = self.codecs(level, key.model, tables)
+        if codec is None:
+            raise OtherTables(f"this store has no codec tables for level {level}")
+        return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
 
     def mark_undecodable(self, key: ChunkKey, level: str, why: str) -> None:
         """Treat a level of an entry as not stored from now on: it cannot be decoded here, although there is a codec."""

@@ -26,8 +26,9 @@ from ragfuse.errors import StoreError
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_root, open_file
 from ragfuse.store.blobs import Blob, BlobTier
-from ragfuse.store.tier import Evictor, Freed
+from ragfuse.store.tier import EntryMeta, Evictor
 from ragfuse.store.urls import shown
+from ragfuse.types.keys import ChunkKey
 
 _MAX_PARALLEL = 32
 _SUFFIX, _TEMPORARY = ".kv", ".tmp"
@@ -81,9 +82,9 @@ class ObjectTier(BlobTier):
         """Open the tier at a URL with the settings' timeout; the bucket's lifecycle rules say what is evicted."""
         return cls(url, timeout_s=settings.tier_timeout_s, name=name, shared_with=settings.shared_with)
 
-    def tidy(self) -> Freed:
+    def tidy(self) -> None:
         """Delete what interrupted writes left an hour ago or more, on file systems that write by renaming."""
-        return self._ask("be tidied", self._tidied, Freed())
+        self._ask("be tidied", self._tidy, None)
 
     # inside
 
@@ -136,18 +137,20 @@ class ObjectTier(BlobTier):
                 raise each
         return [None if isinstance(each, Exception) else bytes(each) for each in found]
 
-    def _write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+    def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
         """Put an object in one step; on other file systems, write a temporary file and rename it."""
-        path, data = self._path(name), b"".join(parts)
+        path = self._path(str(key))
+        data = b"".join(parts)
         if self._is_store:
             self._call(self._fs._pipe_file(path, data), nbytes=len(data))
-            return
+            return True
         temp = f"{path}.{uuid.uuid4().hex}{_TEMPORARY}"
         self._call(self._fs._makedirs(self._root, exist_ok=True))
         if self._is_local:  # for those alone who may read the folder's files
             os.close(open_file(Path(temp), os.O_WRONLY | os.O_EXCL))
         self._call(self._fs._pipe_file(temp, data), nbytes=len(data))
         self._call(self._fs._mv(temp, path))
+        return True
 
     def _remove(self, names: Sequence[str]) -> int:
         n_removed = 0
@@ -182,12 +185,12 @@ class ObjectTier(BlobTier):
             if found.name.endswith(_SUFFIX):
                 yield found._replace(name=found.name.removesuffix(_SUFFIX))
 
-    def _tidied(self) -> Freed:
+    def _tidy(self) -> None:
         old = time.time() - _ABANDONED_S
-        rests = [each for each in self._objects() if each.name.endswith(_TEMPORARY) and each.last_used < old]
-        for rest in rests:
-            self._call(self._fs._rm_file(f"{self._root}/{rest.name}"))
-        return Freed(orphans=len(rests), nbytes=sum(rest.nbytes for rest in rests))
+        for each in self._objects():
+            if each.name.endswith(_TEMPORARY) and each.last_used < old:
+                self._call(self._fs._rm_file(f"{self._root}/{each.name}"))
+                self._freed(each.nbytes)
 
 
 def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
 from ragfuse.store.blobs import Blob, BlobTier
-from ragfuse.store.tier import Evictor
+from ragfuse.store.tier import EntryMeta, Evictor
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
@@ -96,9 +96,11 @@ class RedisTier(BlobTier):
                 pipeline.getrange(_PREFIX + name, 0, nbytes - 1)
             return [data or None for data in pipeline.execute()]
 
-    def _write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+    def _write(self, key: ChunkKey, meta: EntryMeta, parts: Sequence[bytes | memoryview]) -> bool:
         """Send the bytes piece by piece, so that a slow link answers within the timeout, then rename the whole."""
-        upload, data = f"{_UPLOADS}{uuid.uuid4().hex}", memoryview(b"".join(parts))
+        name = _PREFIX + str(key)
+        upload = f"{_UPLOADS}{uuid.uuid4().hex}"
+        data = memoryview(b"".join(parts))
         for lo in range(0, len(data), _PIECE_NBYTES):
             with self._client.pipeline(transaction=True) as pipeline:
                 pipeline.append(upload, data[lo : lo + _PIECE_NBYTES])
@@ -106,12 +108,13 @@ class RedisTier(BlobTier):
                 pipeline.execute()
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.strlen(upload)
-            pipeline.rename(upload, _PREFIX + name)
-            pipeline.pexpire(_PREFIX + name, self._ttl_ms) if self._ttl_ms else pipeline.persist(_PREFIX + name)
+            pipeline.rename(upload, name)
+            pipeline.pexpire(name, self._ttl_ms) if self._ttl_ms else pipeline.persist(name)
             sent = pipeline.execute()[0]
         if sent != len(data):  # evicted or expired in between
-            self._remove([name])
+            self._remove([str(key)])
             raise ConnectionError("the server lost a part of an upload")
+        return True
 
     def _remove(self, names: Sequence[str]) -> int:
         return int(self._client.unlink(*(_PREFIX + name for name in names)))

@@ -71,7 +71,6 @@ class Saves:
         limit_nbytes = max((tier.capacity // 4 for tier in tiers if not tier.slow), default=_PARTIAL_NBYTES)
         self._partials: LRUCache[ChunkKey, _Partial] = LRUCache(limit_nbytes, getsizeof=lambda each: each[0].nbytes)
         self._reported: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
-        self._unreported: dict[str, dict[ChunkKey, None]] = {tier.name: {} for tier in tiers}
         close_at_exit(self)
 
     @property
@@ -158,37 +157,28 @@ class Saves:
 
         Without these reports, a chunk that is always read from memory would look unused in the others.
         """
-        others = [tier for tier in self._tiers if tier is not source]
         with self._changed:
-            if not 0 <= now - self._reported.get(key, -every_s) < every_s:
-                self._reported[key] = now
-            else:
-                others = []
-            idle = [tier for tier in others if not self._unreported[tier.name]]
-            for tier in others:
-                self._unreported[tier.name][key] = None
-        for tier in idle:
-            if not self.submit(tier, partial(self._report, tier)):
-                self._unreported[tier.name] = {}
+            if 0 <= now - self._reported.get(key, -every_s) < every_s:
+                return
+            self._reported[key] = now
+        for tier in self._tiers:
+            if tier is not source:
+                self.submit(tier, partial(tier.touch, [key]))
 
-    def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> set[ChunkKey]:
+    def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> None:
         """Cancel the saves of some chunks, into all tiers or into one.
 
         If it is for all tiers, their pins are forgotten, too.
-
-        Returns:
-            The keys of those chunks that were being saved.
         """
         with self._changed:
             self.epoch += 1
-            found = [save for save in self._under_way if save.content.key in keys]
-            for save in found:
-                save.barred.update(self._writers if tier is None else [tier])
+            for save in self._under_way:
+                if save.content.key in keys:
+                    save.barred.update(self._writers if tier is None else [tier])
             for key in keys:
                 self._partials.pop(key, None)
             if tier is None:
                 self._pins.difference_update(keys)
-            return {save.content.key for save in found}
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Set whether these chunks are protected from eviction in tiers that they are saved to from now on."""
@@ -270,8 +260,3 @@ class Saves:
             if not save.waiting:
                 self._under_way.discard(save)
             self._changed.notify_all()
-
-    def _report(self, tier: Tier) -> None:
-        with self._changed:
-            keys, self._unreported[tier.name] = self._unreported[tier.name], {}
-        tier.touch(keys)

@@ -14,13 +14,11 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from torch import Tensor
-
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
-from ragfuse.store.levels import Codecs, EncodedLayers, EntryContent, TierLevels, joined, loss_of, tableless
+from ragfuse.store.levels import Codecs, EncodedLayers, EntryContent, TierLevels, loss_of, tableless
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import EntryMeta, Expired, Tier, Whole
+from ragfuse.store.tier import EntryMeta, Expired, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
@@ -48,6 +46,24 @@ class StoreStats:
     def as_dict(self) -> dict[str, Any]:
         """Return the counters as plain JSON types."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What a deletion did.
+
+    Args:
+        entries: The entries that were deleted.
+        silent: Names of tiers that failed to delete or do not answer; they may still hold some.
+    """
+
+    entries: Sequence[Entry]
+    silent: Sequence[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the deleted entries."""
+        return sum(entry.nbytes for entry in self.entries)
 
 
 class KVStore:
@@ -259,28 +275,8 @@ class KVStore:
             others = [each for each in slow if each not in targets]
             return write(later=targets) or write(later=others) or is_fast_stored
 
-    def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> int:
-        """Delete chunks from all tiers, or from the one named `tier`, and cancel their pending saves.
-
-        Returns:
-            How many of the chunks there were.
-
-        Raises:
-            StoreError: There is no tier of that name.
-        """
-        doomed = set(keys)
-        targets = self.tiers if tier is None else (self.tier(tier),)
-        there = self._saves.cancel(doomed, tier)  # first, or they would come back
-        there = there.union(*(target.stat(doomed) for target in targets))
-        for target in targets:
-            target.delete(doomed)
-        return len(there)
-
-    def drop(self, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
-        """Delete chunks like `forget`, and report what may be left.
-
-        Returns:
-            By name, each tier that failed to delete, with the keys that it may still hold.
+    def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> Forgotten:
+        """Delete chunks, pinned or not, from all tiers, or from the one named `tier`, and cancel their pending saves.
 
         Raises:
             StoreError: There is no tier of that name.
@@ -288,12 +284,12 @@ class KVStore:
         doomed = set(keys)
         targets = self.tiers if tier is None else (self.tier(tier),)
         failed = {target.name: target.counts["failed"] for target in targets}
-        self.forget(doomed, tier)
-        return {
-            target.name: set(target.stat(doomed)) if target.answers else doomed
-            for target in targets
-            if target.counts["failed"] > failed[target.name] or not target.answers
-        }
+        self._saves.cancel(doomed, tier)  # first, or they would come back
+        entries = [entry for target in targets for entry in target.stat(doomed).values()]
+        for target in targets:
+            target.delete(doomed)
+        silent = [each.name for each in targets if each.counts["failed"] > failed[each.name] or not each.answers]
+        return Forgotten([entry for entry in entries if entry.tier not in silent], silent)
 
     def under_way(self) -> set[ChunkKey]:
         """Return the keys of chunks that are being saved or were read in part: they may not be in every tier yet."""
@@ -303,8 +299,8 @@ class KVStore:
         """Return the names of tiers that do not answer now; what they hold is unknown and not in `entries()`."""
         return [tier.name for tier in self.tiers if not tier.answers]
 
-    def clear(self, model: str | None = None) -> int:
-        """Delete every chunk of a model digest (which is one tenant's, if salted), or all chunks; return how many."""
+    def clear(self, model: str | None = None) -> Forgotten:
+        """Delete every chunk of a model digest (which is one tenant's, if salted), or all chunks."""
         keys = self.under_way()
         keys.update(entry.key for entry in self.entries())
         return self.forget(key for key in keys if model in (None, key.model))
@@ -345,30 +341,10 @@ class KVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # whole entries as bytes, for `bulk.py`
-
-    def read_whole(self, key: ChunkKey, tiers: Sequence[Tier] | None = None) -> Whole | None:
-        """Return description and pieces of a chunk's least lossy entry, from the fastest tier that can read it whole.
-
-        None if none of `tiers` (None: all) can.
-        """
-        found = [(tier, entry) for tier in tiers or self.tiers for entry in tier.stat([key]).values()]
-        for tier, entry in sorted(found, key=lambda pair: loss_of(pair[1].sizes)):
-            parts = [tier.get(key, range(entry.n_layers), level) for level in entry.sizes]
-            wholes = [(each[0].only(level), each[1:]) for each, level in zip(parts, entry.sizes, strict=True) if each]
-            if len(wholes) == len(parts):
-                return joined(wholes)
-        return None
-
     def warm(self, keys: Iterable[ChunkKey]) -> None:
         """Read chunks, so that the tiers before those that have them get a copy."""
         for key, entry in self.lookup(keys).items():
             self.read_layers(key, 0, entry.n_layers, entry.tier)
-
-    def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
-        """Write pieces to one tier as they are, unless the chunk is deleted meanwhile; return whether it has them."""
-        with self._saves.begin(EntryContent(self.levels, key, (meta, blobs), {})) as save:
-            return self._saves.write(save, [tier])
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Return the keys of those entries that have expired."""

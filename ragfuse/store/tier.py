@@ -198,19 +198,6 @@ class Counts:
             return self._counts[name]
 
 
-@dataclass(frozen=True)
-class Freed:
-    """What tidying removed: expired entries, orphans (files and rows that no entry needs), and the bytes of both."""
-
-    expired: int = 0
-    orphans: int = 0
-    nbytes: int = 0
-
-    def plus(self, other: Freed) -> Freed:
-        """Return the sum of both."""
-        return Freed(self.expired + other.expired, self.orphans + other.orphans, self.nbytes + other.nbytes)
-
-
 class Tier(ABC):
     """A place that stores entries as bytes. Trouble with an entry is counted and logged, never raised.
 
@@ -227,7 +214,8 @@ class Tier(ABC):
         pins: Whether it protects pinned entries.
         copies: Whether a write copies the tensors though it is fast; otherwise a fast tier shares them.
         counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`, `refused` (writes for
-            which no room could be made) and `failed` (errors of the medium).
+            which no room could be made), `failed` (errors of the medium), `leftovers` (what no entry needed and was
+            removed) and `freed` (the bytes of these).
     """
 
     slow = True
@@ -307,9 +295,12 @@ class Tier(ABC):
         """Return the bytes that an entry of `nbytes` occupies."""
         return nbytes
 
-    def tidy(self) -> Freed:
-        """Remove what no entry needs, such as files of interrupted writes."""
-        return Freed()
+    def tidy(self) -> None:
+        """Remove what no entry needs, such as files of interrupted writes, and count it."""
+
+    def _freed(self, nbytes: int) -> None:
+        self.counts.add("leftovers")
+        self.counts.add("freed", nbytes)
 
     def close(self) -> None:
         """Release what is open; afterwards every lookup is a miss. Closing twice does nothing."""

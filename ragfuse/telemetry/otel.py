@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from time import perf_counter, time_ns
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer
@@ -27,13 +27,8 @@ Tracer = Any
 P = ParamSpec("P")
 R = TypeVar("R")
 _SUMS = ("tokens", "tokens_reused", "tokens_recomputed", "tokens_fresh", "nbytes")
+_OF_ONE = ("predicted_ttft_s", "policy", "ratio", "mean_ratio", "fallback_reason")
 Attributes = dict[str, str | bool | int | float | list[str]]
-
-
-E = TypeVar("E")
-"""An engine, which has settings and counters."""
-Q = TypeVar("Q")
-"""The request for an answer, or its options: an `Ask`."""
 
 
 @contextmanager
@@ -64,44 +59,32 @@ def spanned(name: str, attributes_of: Callable[[Any], Attributes]) -> Callable[[
     return decorate
 
 
-def answered(method: Callable[[E, Q], Answer]) -> Callable[[E, Q], Answer]:
-    """Decorate an engine's answer method: give it the root span, and count and log its answers."""
+@contextmanager
+def counted(name: str, engine: Any, ask: Any, streams: bool = False) -> Iterator[list[Answer]]:
+    """Run the block under the root span of a request, and count and log its answers, or the request as failed.
 
-    @wraps(method)
-    def call(engine: Any, request: Any) -> Answer:
-        streams = request.say is not None
-        return _counted("answer", engine, request.ask, streams, lambda: [method(engine, request)])[0]
+    Args:
+        name: The span's name is `ragfuse.` and this.
+        engine: The engine, which has settings and counters.
+        ask: The options of the request: an `Ask`.
+        streams: Whether the answer is streamed.
 
-    return call
-
-
-def batched(
-    method: Callable[Concatenate[E, Any, Q, P], list[Answer]],
-) -> Callable[Concatenate[E, Any, Q, P], list[Answer]]:
-    """Decorate an engine's method that answers several prompts as one batch, like `answered`."""
-
-    @wraps(method)
-    def call(engine: Any, prompts: Any, ask: Any, /, *args: P.args, **kwargs: P.kwargs) -> list[Answer]:
-        return _counted("batch", engine, ask, False, lambda: method(engine, prompts, ask, *args, **kwargs))
-
-    return call
-
-
-def _counted(name: str, engine: Any, ask: Any, streams: bool, call: Callable[[], list[Answer]]) -> list[Answer]:
-    """Call under the root span of a request; count the answers, or the request as failed if it raises an error."""
+    Yields:
+        A list for the answers.
+    """
+    answers: list[Answer] = []
     try:
         with span(name) as current:
             if current is not None:
                 current.set_attributes(_request_attributes(engine.settings, ask, streams))
-            answers = call()
+            yield answers
             for answer in answers:
                 engine.counters.add(answer)
                 log.info(answer.trace.summary)
             if current is not None and answers:
-                current.set_attributes(answer_attributes(answers))
+                current.set_attributes(_answer_attributes(answers))
                 if streams:
                     current.set_attribute("gen_ai.response.time_to_first_chunk", answers[0].trace.ttft_s)
-            return answers
     except Exception:
         engine.counters.fail()
         raise
@@ -122,27 +105,23 @@ def loading(reader: Any, plan: LoadPlan) -> Iterator[Any]:
             load_span.end(time_ns() - round(since_s * 1e9))
 
 
-def plan_attributes(plan: LoadPlan) -> Attributes:
-    """Return span attributes of a plan."""
-    attributes: Attributes = {
-        "ragfuse.policy": plan.policy,
-        "ragfuse.ratio": plan.ratio,
+def _told(of: object, *names: str) -> Attributes:
+    """Return the fields of a value that are not None, under their own names."""
+    return {f"ragfuse.{name}": value for name in names if (value := getattr(of, name)) is not None}
+
+
+def _plan_attributes(plan: LoadPlan) -> Attributes:
+    forecast = plan.forecast
+    foreseen: Attributes = {}
+    if forecast is not None:
+        foreseen = {"ragfuse.predicted_ttft_s": forecast.ttft_s, "ragfuse.predicted_load_s": forecast.load_s}
+    return {
+        **_told(plan, "policy", "ratio", "fallback_reason"),
         "ragfuse.tokens": len(plan.prompt),
         "ragfuse.hits": len(plan.fetches),
         "ragfuse.misses": len(plan.misses),
-        "ragfuse.fallback_reason": plan.fallback_reason,
+        **foreseen,
     }
-    if plan.forecast is not None:
-        attributes |= {
-            "ragfuse.predicted_ttft_s": plan.forecast.ttft_s,
-            "ragfuse.predicted_load_s": plan.forecast.load_s,
-        }
-    return attributes
-
-
-def prefill_attributes(prefill: Any) -> Attributes:
-    """Return span attributes of a prefilled prompt."""
-    return {"ragfuse.tokens": len(prefill.token_ids), "ragfuse.mean_ratio": prefill.mean_ratio}
 
 
 def _reads(plan: LoadPlan) -> Attributes:
@@ -153,40 +132,30 @@ def _reads(plan: LoadPlan) -> Attributes:
     }
 
 
-def answer_attributes(answers: Sequence[Answer]) -> Attributes:
-    """Return span attributes of answers: what all together reused, and the longest times.
-
-    For a single answer they include its policy, ratios, forecast and reason for a full prefill.
-    """
+def _answer_attributes(answers: Sequence[Answer]) -> Attributes:
+    """Return what all answers together reused, and the longest times; of one, also its policy, ratios and forecast."""
     traces = [answer.trace for answer in answers]
     segments = [segment for trace in traces for segment in trace.segments]
-    attributes: Attributes = {
+    return {
         "gen_ai.response.finish_reasons": [answer.finish_reason for answer in answers],
         "gen_ai.usage.input_tokens": sum(trace.tokens for trace in traces),
         "gen_ai.usage.output_tokens": sum(len(answer.token_ids) for answer in answers),
         "gen_ai.usage.cache_read.input_tokens": sum(trace.tokens_found for trace in traces),
         **{f"ragfuse.{name}": sum(getattr(trace, name) for trace in traces) for name in _SUMS},
+        "ragfuse.answers": len(answers),
         "ragfuse.tiers": sorted({segment.tier for segment in segments if segment.hit}),
         "ragfuse.hits": sum(segment.hit and not segment.goes_on for segment in segments),
         "ragfuse.misses": sum(not (each.hit or each.goes_on) for each in segments),
         "ragfuse.ttft_s": max(trace.ttft_s for trace in traces),
         "ragfuse.total_s": max(trace.total_s for trace in traces),
-    }
-    if len(traces) > 1:
-        return {**attributes, "ragfuse.answers": len(traces)}
-    (trace,) = traces
-    if trace.predicted_ttft_s is not None:
-        attributes["ragfuse.predicted_ttft_s"] = trace.predicted_ttft_s
-    return attributes | {
-        "ragfuse.policy": trace.policy,
-        "ragfuse.ratio": trace.ratio,
-        "ragfuse.mean_ratio": trace.mean_ratio,
-        "ragfuse.fallback_reason": trace.fallback_reason,
+        **(_told(traces[0], *_OF_ONE) if len(traces) == 1 else {}),
     }
 
 
-planned, fused = spanned("plan", plan_attributes), spanned("fuse", prefill_attributes)
-"""Decorators that give spans to functions that return a plan, and to functions that return a prefill."""
+planned = spanned("plan", _plan_attributes)
+"""Decorate a function that returns a plan, so that each call has a span."""
+fused = spanned("fuse", lambda prefill: _told(prefill, "mean_ratio") | {"ragfuse.tokens": len(prefill.token_ids)})
+"""Decorate a function that returns a prefill, so that each call has a span."""
 
 
 def _request_attributes(settings: Settings, ask: Any, streams: bool) -> Attributes:

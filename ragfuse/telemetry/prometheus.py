@@ -7,10 +7,10 @@ kinds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ragfuse.errors import InputError
 from ragfuse.process.shared import shared
@@ -23,64 +23,6 @@ Registry = Any
 """A `CollectorRegistry` of prometheus_client."""
 Metric = Any
 """A metric family of prometheus_client."""
-Rows = dict[tuple[str, ...], float]
-"""Values by their labels, without the label of the engine."""
-
-ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[Mapping[str, int]], Rows]]] = (
-    (
-        "ragfuse_answers",
-        "Answers, fused or by full prefill.",
-        ("how",),
-        lambda sums: {("fused",): sums["fused"], ("full",): sum(sums[f"full {why}"] for why in FALLBACK_KINDS)},
-    ),
-    (
-        "ragfuse_answers_refused",
-        "Answers by full prefill, and why nothing was fused.",
-        ("why",),
-        lambda sums: {(why,): sums[f"full {why}"] for why in FALLBACK_KINDS},
-    ),
-    ("ragfuse_answers_failed", "Questions that ended in an error.", (), lambda sums: {(): sums["failed"]}),
-    (
-        "ragfuse_catalog_failures",
-        "Times that the store's catalog could not be read or written, and the engine went on from memory.",
-        (),
-        lambda sums: {(): sums["catalog_failures"]},
-    ),
-    (
-        "ragfuse_prompt_tokens",
-        "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh.",
-        ("kind",),
-        lambda sums: {(kind,): sums[kind] for kind in TOKEN_FATES},
-    ),
-    ("ragfuse_answer_tokens", "Tokens of answers.", (), lambda sums: {(): sums["written"]}),
-)
-"""Counters of answers: name, help text, labels, and a function that returns the values from the sums of a snapshot."""
-TIER_COUNTS = MappingProxyType(
-    {
-        "evicted": ("ragfuse_tier_evictions", "Entries evicted for others."),
-        "corrupt": ("ragfuse_tier_corrupt", "Entries that could not be read and were dropped."),
-        "refused": ("ragfuse_tier_refused_writes", "Writes refused for lack of space."),
-        "failed": ("ragfuse_tier_failures", "Calls that the tier's storage refused or did not answer."),
-    }
-)
-"""Counters of a tier: name and help text, by their key in `Tier.counts`."""
-TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
-    ("ragfuse_tier_bytes", "Bytes stored in a tier.", lambda tier: tier.nbytes),
-    ("ragfuse_tier_capacity_bytes", "Capacity of a tier, in bytes.", lambda tier: tier.capacity),
-    (
-        "ragfuse_tier_entries",
-        "Entries stored in a tier, as far as is known.",
-        lambda tier: len(tier.list()),
-    ),
-    (
-        "ragfuse_tier_breaker_open",
-        "1 while a tier is unreachable and therefore not used, else 0.",
-        lambda tier: not tier.answers,
-    ),
-)
-"""Gauges of a tier: name, help text, and value."""
-SIZE_GAUGES = frozenset({"ragfuse_tier_bytes", "ragfuse_tier_entries", "ragfuse_tier_capacity_bytes"})
-"""Gauges of what a tier holds, of all its tenants."""
 
 
 class MeteredEngine(Protocol):
@@ -89,6 +31,152 @@ class MeteredEngine(Protocol):
     settings: Settings
     store: KVStore
     counters: AnswerCounters
+
+
+class _Shown(NamedTuple):
+    """An engine at one moment; `shares`: other tenants use its slow tiers, so that their sizes are not shown."""
+
+    engine: MeteredEngine
+    shares: bool
+    counts: CounterSnapshot
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """Its tiers."""
+        return self.engine.store.tiers
+
+    @property
+    def sized(self) -> Iterable[Tier]:
+        """Those of its tiers whose sizes are shown; a remote medium has metrics of its own."""
+        return (tier for tier in self.tiers if not tier.remote and not (self.shares and tier.slow))
+
+
+Rows = Mapping[str, float]
+"""Values by their label."""
+
+
+def _counts(name: str) -> Callable[[_Shown], Rows]:
+    """Return a function that gives a counter of each tier."""
+    return lambda shown: {tier.name: tier.counts[name] for tier in shown.tiers}
+
+
+def _misses(shown: _Shown) -> Rows:
+    """Return what each tier did not have: what a slower one gave, or none."""
+    sums = shown.counts.sums
+    missed, found = sums["missed"], dict[str, float]()
+    for tier in reversed(shown.tiers):
+        found[tier.name] = missed
+        missed += sums[f"hit {tier.name}"]
+    return found
+
+
+METRICS: Sequence[tuple[str, str, str, str, Callable[[_Shown], Rows]]] = (
+    (
+        "Counter",
+        "ragfuse_answers",
+        "Answers, fused or by full prefill.",
+        "how",
+        lambda shown: {
+            "fused": shown.counts.sums["fused"],
+            "full": sum(shown.counts.sums[f"full {why}"] for why in FALLBACK_KINDS),
+        },
+    ),
+    (
+        "Counter",
+        "ragfuse_answers_refused",
+        "Answers by full prefill, and why nothing was fused.",
+        "why",
+        lambda shown: {why: shown.counts.sums[f"full {why}"] for why in FALLBACK_KINDS},
+    ),
+    (
+        "Counter",
+        "ragfuse_answers_failed",
+        "Questions that ended in an error.",
+        "",
+        lambda shown: {"": shown.counts.sums["failed"]},
+    ),
+    (
+        "Counter",
+        "ragfuse_catalog_failures",
+        "Times that the store's catalog could not be read or written, and the engine went on from memory.",
+        "",
+        lambda shown: {"": shown.counts.sums["catalog_failures"]},
+    ),
+    (
+        "Counter",
+        "ragfuse_prompt_tokens",
+        "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh.",
+        "kind",
+        lambda shown: {kind: shown.counts.sums[kind] for kind in TOKEN_FATES},
+    ),
+    (
+        "Counter",
+        "ragfuse_answer_tokens",
+        "Tokens of answers.",
+        "",
+        lambda shown: {"": shown.counts.sums["written"]},
+    ),
+    (
+        "Gauge",
+        "ragfuse_waiting",
+        "Runs of tokens that wait to be encoded in the background.",
+        "",
+        lambda shown: {"": shown.engine.counters.waiting},
+    ),
+    ("Counter", "ragfuse_tier_evictions", "Entries evicted for others.", "tier", _counts("evicted")),
+    ("Counter", "ragfuse_tier_corrupt", "Entries that could not be read and were dropped.", "tier", _counts("corrupt")),
+    ("Counter", "ragfuse_tier_refused_writes", "Writes refused for lack of space.", "tier", _counts("refused")),
+    (
+        "Counter",
+        "ragfuse_tier_failures",
+        "Calls that the tier's storage refused or did not answer.",
+        "tier",
+        _counts("failed"),
+    ),
+    (
+        "Counter",
+        "ragfuse_tier_hits",
+        "Segments of prompts that were read from a tier.",
+        "tier",
+        lambda shown: {tier.name: shown.counts.sums[f"hit {tier.name}"] for tier in shown.tiers},
+    ),
+    (
+        "Counter",
+        "ragfuse_tier_misses",
+        "Segments of prompts that were looked up in a tier without success.",
+        "tier",
+        _misses,
+    ),
+    (
+        "Gauge",
+        "ragfuse_tier_bytes",
+        "Bytes stored in a tier.",
+        "tier",
+        lambda shown: {tier.name: tier.nbytes for tier in shown.sized},
+    ),
+    (
+        "Gauge",
+        "ragfuse_tier_capacity_bytes",
+        "Capacity of a tier, in bytes.",
+        "tier",
+        lambda shown: {tier.name: tier.capacity for tier in shown.sized},
+    ),
+    (
+        "Gauge",
+        "ragfuse_tier_entries",
+        "Entries stored in a tier, as far as is known.",
+        "tier",
+        lambda shown: {tier.name: len(tier.list()) for tier in shown.sized},
+    ),
+    (
+        "Gauge",
+        "ragfuse_tier_breaker_open",
+        "1 while a tier is unreachable and therefore not used, else 0.",
+        "tier",
+        lambda shown: {tier.name: not tier.answers for tier in shown.tiers},
+    ),
+)
+"""All metrics but the histogram: kind, name, help text, label beside that of the engine, and values."""
 
 
 def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False) -> None:
@@ -119,98 +207,38 @@ class _Collector:
 
     def __init__(self, registry: Registry) -> None:
         self._lock = threading.Lock()
-        self._engines: dict[str, MeteredEngine] = {}
-        self._shares = set[str]()
+        self._engines: dict[str, tuple[MeteredEngine, bool]] = {}
         registry.register(self)
 
     def add(self, engine: MeteredEngine, name: str, shares: bool) -> None:
         """Add an engine under this name, numbered if taken, until it is closed."""
         with self._lock:
-            if engine in self._engines.values():
+            if any(engine is other for other, _ in self._engines.values()):
                 return
             names = (name, *(f"{name}-{number}" for number in range(2, len(self._engines) + 3)))
             name = next(candidate for candidate in names if candidate not in self._engines)
-            self._engines[name] = engine
-            if shares:
-                self._shares.add(name)
-        engine.counters.when_closed(lambda: self._hide(name))
+            self._engines[name] = engine, shares
+        engine.counters.when_closed(lambda: self._engines.pop(name))
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics with their current values."""
+        from prometheus_client import core
+
         with self._lock:
-            engines = dict(self._engines)
+            engines = {name: _Shown(*each, each[0].counters.now()) for name, each in self._engines.items()}
         if not engines:
             return
-        snapshots = {name: engine.counters.now() for name, engine in engines.items()}
-        yield from _answer_metrics(snapshots)
-        yield _ttft_histogram(snapshots)
-        yield from _tier_metrics(engines, snapshots, self._shares)
-        waiting = _family("Gauge", "ragfuse_waiting", "Runs of tokens that wait to be encoded in the background.", ())
-        for name, engine in engines.items():
-            waiting.add_metric([name], engine.counters.waiting)
-        yield waiting
-
-    def _hide(self, name: str) -> None:
-        with self._lock:
-            del self._engines[name]
-            self._shares.discard(name)
-
-
-def _answer_metrics(snapshots: Mapping[str, CounterSnapshot]) -> Iterator[Metric]:
-    for name, help_text, labels, values_of in ANSWERS:
-        metric = _family("Counter", name, help_text, labels)
-        for engine, snapshot in snapshots.items():
-            for label_values, n in values_of(snapshot.sums).items():
-                metric.add_metric([engine, *label_values], n)
-        yield metric
-
-
-def _ttft_histogram(snapshots: Mapping[str, CounterSnapshot]) -> Metric:
-    """Return the histogram of the time to first token."""
-    metric = _family("Histogram", "ragfuse_ttft_seconds", "Time to the first token.", ())
-    for engine, snapshot in snapshots.items():
+        for kind, metric, help_text, label, values_of in METRICS:
+            labels = [label] if label else []
+            family = getattr(core, f"{kind}MetricFamily")(metric, help_text, labels=["engine", *labels])
+            for name, shown in engines.items():
+                for value, n in values_of(shown).items():
+                    family.add_metric([name, value] if label else [name], float(n))
+            yield family
+        family = core.HistogramMetricFamily("ragfuse_ttft_seconds", "Time to the first token.", labels=["engine"])
         bounds = [*map(str, TTFT_S), "+Inf"]
-        metric.add_metric(
-            [engine], [(bound, sum(snapshot.ttft[: at + 1])) for at, bound in enumerate(bounds)], snapshot.ttft_s
-        )
-    return metric
-
-
-def _tier_metrics(
-    engines: Mapping[str, MeteredEngine], snapshots: Mapping[str, CounterSnapshot], shares: Collection[str]
-) -> Iterator[Metric]:
-    """Yield the metrics of tiers; `shares` names the engines that share slow tiers with other tenants."""
-    tiers = [(name, tier) for name, engine in engines.items() for tier in engine.store.tiers]
-    for count, (metric_name, help_text) in TIER_COUNTS.items():
-        metric = _family("Counter", metric_name, help_text, ("tier",))
-        for name, tier in tiers:
-            metric.add_metric([name, tier.name], tier.counts[count])
-        yield metric
-    for metric_name, help_text, value in TIER_STATES:
-        gauge = _family("Gauge", metric_name, help_text, ("tier",))
-        for name, tier in tiers:
-            is_hidden = tier.remote or (name in shares and tier.slow)  # a remote medium has metrics of its own
-            if not (is_hidden and metric_name in SIZE_GAUGES):
-                gauge.add_metric([name, tier.name], float(value(tier)))
-        yield gauge
-    hits = _family("Counter", "ragfuse_tier_hits", "Segments of prompts that were read from a tier.", ("tier",))
-    misses = _family(
-        "Counter",
-        "ragfuse_tier_misses",
-        "Segments of prompts that were looked up in a tier without success.",
-        ("tier",),
-    )
-    for name, engine in engines.items():
-        tier_misses = snapshots[name].sums["missed"]
-        for tier in reversed(engine.store.tiers):
-            misses.add_metric([name, tier.name], tier_misses)
-            hit = snapshots[name].sums[f"hit {tier.name}"]
-            hits.add_metric([name, tier.name], hit)
-            tier_misses += hit
-    yield from (hits, misses)
-
-
-def _family(kind: str, name: str, help_text: str, labels: Sequence[str]) -> Any:
-    from prometheus_client import core
-
-    return getattr(core, f"{kind}MetricFamily")(name, help_text, labels=["engine", *labels])
+        for name, shown in engines.items():
+            family.add_metric(
+                [name], list(zip(bounds, accumulate(shown.counts.ttft), strict=True)), shown.counts.ttft_s
+            )
+        yield family

@@ -6,19 +6,19 @@ do not depend on which chunks are known; these are found in the ids. The planner
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate
 from typing import Any, Protocol
 
 from ragfuse.errors import InputError
 from ragfuse.process.shared import ALL_CORES
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
 from ragfuse.text.known_spans import Match
-from ragfuse.text.rendered import Chars, Rendered, rendered
+from ragfuse.text.rendering import Chars, Rendered, rendered
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, spelled
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt, Segment
@@ -51,9 +51,9 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def parts(
+    def read(
         self, text: str, bare: Sequence[Chars] = (), given: Sequence[Given] = ()
-    ) -> Sequence[tuple[tuple[int, ...], Sequence[Chars]]]:
+    ) -> tuple[Sequence[int], Sequence[Chars]]:
         """Tokenise a whole prompt.
 
         Args:
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
             given: Text whose ids are known; ignored where a token of the whole text crosses its ends.
 
         Returns:
-            Parts in order: their ids, and the characters of each id.
+            The ids, and the characters of each.
         """
         ...
 
@@ -91,8 +91,8 @@ class Assembler:
         find: Finds known runs in ids.
         continues_last: `render` leaves the last message open, so that the answer continues it.
         check: Called with the rendered text before it is tokenised; raises if the text is too long.
-        documents: (text, source) of documents that the prompt may hold: a chunk in one has its source. Where a text
-            has several sources, its places have them in order, the last ones if there are fewer places.
+        documents: (text, source) of documents that the prompt may hold: a chunk in one has its source. A text that is
+            given several times has a source at each of its places, in order.
     """
 
     tokenizer: Tokenizer
@@ -132,13 +132,14 @@ class Assembler:
                 raise
             turns = _without_system(turns)
             found = self._rendered(turns, tools)
-        given = [
-            _given(self.tokenizer, found.text, chars, turn.pieces[0].ids)
-            for turn, chars in zip(turns, found.contents, strict=True)
-            if chars is not None and len(turn.pieces) == 1 and turn.pieces[0].ids
-        ]
-        last = found.contents[-1] or _last(found.text, turns[-1].text.strip())
-        return self._of(found, last if turns[-1].role == "user" else (0, 0), [each for each in given if each])
+        given = list[Given]()
+        for turn, chars in zip(turns, found.contents, strict=True):
+            if chars is not None and len(turn.pieces) == 1:
+                given += self._given(found.text, chars[0], turn.pieces[0].ids)
+        core = turns[-1].text.strip()
+        at = found.text.rfind(core)
+        last = found.contents[-1] or (at, at + len(core))
+        return self._of(found, last if turns[-1].role == "user" and core else (0, 0), given)
 
     def text(self, text: str, bos: Sequence[int] = ()) -> Prompt:
         """Return the Prompt of a text without a chat template, after the ids `bos`."""
@@ -160,8 +161,24 @@ class Assembler:
                     f"({error}). Change the roles or their order, or pass one text instead of messages."
                 ) from error
 
-        messages = [self.calls.message(turn, turn.text, _identity) for turn in turns]
+        messages = list(map(self.calls.message, turns))
         return rendered(write, messages, tools, self.tokenizer.control_spans, self.continues_last)
+
+    def _given(self, text: str, at: int, ids: tuple[int, ...]) -> Iterator[Given]:
+        """Yield the characters of an answer at `at` whose ids are known, and those ids, if they read as the text does.
+
+        Ids of white space at their ends are left out where the text does not have it.
+        """
+        is_space = [not self.tokenizer.decode([id]).strip() for id in ids]
+        if all(is_space):
+            return
+        core = ids[is_space.index(False) : len(ids) - is_space[::-1].index(False)]
+        for candidate in (ids, core):
+            decoded = self.tokenizer.decode(candidate)
+            lo = at - (len(decoded) - len(decoded.lstrip()))
+            if lo >= 0 and text.startswith(decoded, lo):
+                yield lo, lo + len(decoded), candidate
+                return
 
     def _of(self, found: Rendered, question: Chars, given: Sequence[Given], bos: Sequence[int] = ()) -> Prompt:
         """Tokenise a rendered text into a Prompt.
@@ -174,19 +191,23 @@ class Assembler:
         """
         self.check(found.text)
         with ALL_CORES if len(found.text) >= ALONE_CHARS else nullcontext():
-            parts = self.tokenizer.parts(found.text, found.bare, given)
-        ids, offsets = (*bos, *chain.from_iterable(ids for ids, _ in parts)), [chars for _, chars in parts]
-        documents = [(*_rows(offsets, chars, len(bos)), source) for chars, source in self._documents(found.text)]
-        return self._prompt(ids, _rows(offsets, question, len(bos)), documents)
+            own, chars = self.tokenizer.read(found.text, found.bare, given)
+        ids, offsets = (*bos, *own), [*[(0, 0)] * len(bos), *chars]
 
-    def _documents(self, text: str) -> Iterator[tuple[Chars, str]]:
-        """Yield the characters and the source of each place of a document in a text."""
-        sources: dict[str, list[str]] = {}
+        def rows(lo: int, hi: int) -> tuple[int, int]:
+            """Return the rows of the ids that hold any of these characters; (0, 0) if none."""
+            first = bisect_left(offsets, lo + 1, lo=len(bos), key=lambda chars: chars[1])
+            stop = bisect_left(offsets, hi, lo=first, key=lambda chars: chars[0])
+            return (first, stop) if lo < hi and first < stop else (0, 0)
+
+        documents, ends = list[tuple[int, int, str]](), defaultdict[str, int](int)
         for document, source in self.documents:
-            sources.setdefault(document.strip(), []).append(source)
-        for document, given in sources.items():
-            places = [found.span() for found in re.finditer(re.escape(document), text)] if document else []
-            yield from zip(places, given[-len(places) :] + given[-1:] * len(places), strict=False)
+            core = document.strip()
+            lo = found.text.find(core, ends[core]) if core else -1
+            if lo >= 0:
+                ends[core] = lo + len(core)
+                documents.append((*rows(lo, ends[core]), source))
+        return self._prompt(ids, rows(*question), documents)
 
     def _prompt(
         self,
@@ -196,12 +217,11 @@ class Assembler:
     ) -> Prompt:
         if not ids:
             raise InputError("The prompt is empty; wanted at least one token of text.")
-        segments = list[Segment]()
-        for segment in self._segments(ids, documents):
-            segments.append(replace(segment, start=segments[-1].stop if segments else 0))
-        prompt = Prompt(tuple(segments), last_user_rows=last_user_rows)
-        chunks = (lo for each, (lo, _) in zip(prompt.segments, prompt.spans, strict=True) if each.kind == "chunk")
-        return replace(prompt, first_chunk=next(chunks, -1))
+        segments = list(self._segments(ids, documents))
+        starts = accumulate((len(segment.tokens) for segment in segments), initial=0)
+        placed = tuple(replace(segment, start=start) for segment, start in zip(segments, starts, strict=False))
+        first_chunk = next((segment.start for segment in placed if segment.kind == "chunk"), -1)
+        return Prompt(placed, last_user_rows=last_user_rows, first_chunk=first_chunk)
 
     def _segments(self, ids: tuple[int, ...], documents: Sequence[tuple[int, int, str]]) -> Iterator[Segment]:
         """Yield segments without positions yet: the prefix if there is one, the chunks, and the ids between them."""
@@ -228,62 +248,6 @@ class Assembler:
             source = span.source if number < 0 else documents[number][2]
             yield Segment(tokens, 0, "chunk", (key,), source, span.text, rows, stored=stored, document=number)
         yield Segment(ids[at:], 0)
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
-def _last(text: str, core: str) -> Chars:
-    """Return where a text stands for the last time in another; (0, 0): nowhere."""
-    at = text.rfind(core) if core else -1
-    return (at, at + len(core)) if at >= 0 else (0, 0)
-
-
-def _rows(offsets: Iterable[Sequence[Chars]], chars: Chars, at: int) -> tuple[int, int]:
-    """Return the rows lo:hi of the ids that hold any of these characters; (0, 0) if none.
-
-    Args:
-        offsets: Characters of each id, for each part of the ids.
-        chars: Characters lo:hi.
-        at: Row of the first id.
-    """
-    lo, hi = chars
-    found = list[tuple[int, int]]()
-    for each in offsets if lo < hi else ():
-        first = bisect_left(each, lo + 1, key=lambda chars: chars[1])
-        stop = bisect_left(each, hi, lo=first, key=lambda chars: chars[0])
-        found += [(at + first, at + stop)] if first < stop else []
-        at += len(each)
-    return (found[0][0], found[-1][1]) if found else (0, 0)
-
-
-def _given(tokenizer: Tokenizer, text: str, chars: Chars, ids: tuple[int, ...]) -> Given | None:
-    """Return the characters of an answer whose ids are known, and those ids; None if these do not decode to the text.
-
-    Args:
-        tokenizer: The tokenizer.
-        text: The rendered text.
-        chars: Characters of the answer in it, without the white space around it.
-        ids: The ids; those of white space at the ends are dropped if the text does not have it.
-    """
-    at, core = chars[0], text[slice(*chars)]
-    for candidate in (ids, _without_space(tokenizer, ids)):
-        decoded = tokenizer.decode(candidate)
-        lo = at - (len(decoded) - len(decoded.lstrip()))
-        if candidate and decoded.strip() == core and lo >= 0 and text.startswith(decoded, lo):
-            return lo, lo + len(decoded), candidate
-    return None
-
-
-def _without_space(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ids without leading and trailing ids that decode to white space."""
-    lo, hi = 0, len(ids)
-    while lo < hi and not tokenizer.decode(ids[lo : lo + 1]).strip():
-        lo += 1
-    while hi > lo and not tokenizer.decode(ids[hi - 1 : hi]).strip():
-        hi -= 1
-    return ids[lo:hi]
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -112,7 +112,7 @@ def _writes(render: RenderCalls, format: CallFormat) -> bool:
     calls = CALLS[:1] if format.again is None else CALLS
     results = [ChatMessage("tool", RESULT, tool_call_id=call.id, name=call.name) for call in calls]
     turns = [ChatMessage("user", "Which format?"), ChatMessage("assistant", "", calls), *results]
-    messages = [format.message(turn, str(turn.content), lambda value: value) for turn in turns]
+    messages = list(map(format.message, turns))
     try:
         text = render(messages, _TOOLS, False)
         # Only what begins an answer tells bare JSON from JSON that stands behind a mark.

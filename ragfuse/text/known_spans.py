@@ -3,32 +3,58 @@
 A prompt is tokenised as a whole, so the first and last token of a text in it may merge with its neighbours, and a text
 that was wrapped, escaped, numbered or shortened on its way into the prompt agrees only in parts. A match is always a
 run of equal ids.
+
+Anchors tell which few spans a prompt may hold. An anchor is the hash of a few successive ids, chosen by winnowing
+(Schleimer et al., 2003): the least of every `WINDOW` successive hashes, so any run of `WINDOW` + 5 equal ids has one.
+The prompt is then compared with these spans alone, by the hashes of all `MIN_RUN_TOKENS` successive ids.
 """
 
 from __future__ import annotations
 
-import hashlib
+import heapq
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-
-from ragfuse.text.span_anchors import Anchors, Array, grams, hashed_ids
-from ragfuse.text.span_runs import MAX_GAP_TOKENS, Search
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 MIN_ALTERED_TOKENS = 32
 """Default for the least tokens of an altered span that must agree."""
 MAX_SPANS = 1 << 18
 """Default for the most spans that are known at once."""
-_BATCH = 1 << 18
-"""The most added tokens that wait before they are indexed."""
+MIN_RUN_TOKENS = 4
+"""The least tokens of a run."""
+MAX_GAP_TOKENS = 16
+"""The most tokens between two runs of a chain, in the prompt and in the span."""
 SHARED_TOKENS = 24
 """Consecutive equal tokens by which `KnownSpans.sharing` counts a span as sharing text with other ids."""
 COVERED_SHARE = 0.9
-"""If stored spans cover at least this share of a match of a span that is only given, they are used instead."""
+"""If stored spans cover at least this share of a span that is only given, they are used instead."""
+WINDOW = 8
+"""Number of successive hashes of which the least is an anchor."""
+ANCHOR_TOKENS = 6
+"""The most tokens of an anchor."""
+SPANS_PER_ANCHOR = 8
+"""The most spans, the newest ones, that are tried for one anchor of each level of the index."""
+CELL_TOKENS = 32
+"""A prompt is divided into cells of this many tokens."""
+SPANS_PER_CELL = 4
+"""The most spans, those with most anchors, that a prompt is compared with for what is in one of its cells."""
+PAIRS_PER_TOKEN = 64
+"""The most ids, and the most pairs of places, that are compared for each token of a prompt and of 1,024 more."""
+LOOK_BACK_RUNS = 8
+"""The most earlier runs that are considered as a run's predecessor in a chain."""
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+_LOW_BITS = np.uint64((1 << 32) - 1)
 
-Ids = Sequence[int] | np.ndarray
+Array = NDArray[Any]
+Ids = Sequence[int] | Array
+Run = tuple[int, int, int, int]
+"""(number of the span, lo, hi, shift): tokens lo:hi of the prompt equal lo + shift : hi + shift of the spans' ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +76,18 @@ class Match:
     row: int
 
 
+@dataclass(slots=True)
+class _Entry:
+    ids: Array
+    text: str
+    source: str
+    is_stored: bool
+
+    @property
+    def span(self) -> KnownSpan:
+        return KnownSpan(tuple(self.ids.tolist()), self.text, self.source)
+
+
 class KnownSpans:
     """An index of known spans (token ids of chunks) that finds them in a prompt.
 
@@ -58,8 +96,7 @@ class KnownSpans:
     must have `min_altered_tokens` tokens together; each is a match of its own. Where several spans match, the longest
     match wins; a span that is only given with a question gives way to stored ones that cover most of it.
 
-    The time of `find` depends only on the length of the prompt: among spans with the same beginning, and among
-    alignments in a repetitive prompt, only a few are tried. Thread-safe; adding or discarding takes microseconds.
+    The time of `find` depends on the length of the prompt, and hardly on the number of spans. Thread-safe.
 
     Args:
         min_tokens: The least tokens of a span that can be found.
@@ -76,23 +113,19 @@ class KnownSpans:
         self._min_tokens, self._min_altered_tokens = min_tokens, min_altered_tokens
         self._max_spans = max_spans
         self._lock = threading.Lock()
-        self._numbers: dict[bytes, int] = {}  # digest of a span's ids -> its number, matched longest ago first
-        self._digests: list[bytes | None] = []  # by number; None: discarded
-        self._labels: list[tuple[str, str]] = []  # text and source, by number
-        self._arena = np.zeros(1024, np.int32)
-        self._starts = np.zeros(1025, np.int64)  # of each number, and where the next one will be
-        self._alive = np.zeros(1024, bool)
-        self._stored = np.zeros(1024, bool)
-        self._n_indexed = 0  # spans whose anchors are indexed, the first ones by number
-        self._n_discarded_tokens = 0
-        self._anchors = Anchors(self._min_tokens)
-        self._compared = 0  # ids that the last `find` compared
+        self._numbers: dict[bytes, int] = {}  # by ids
+        self._texts: dict[str, int] = {}
+        self._entries: dict[int, _Entry] = {}  # by number, matched longest ago first
+        self._n_numbers = self._n_discarded = 0
+        self._anchor_tokens = min(ANCHOR_TOKENS, min_tokens - 2)
+        # Sorted arrays of `hash << 32 | number`, each more than 4 times as long as the next.
+        self._levels: list[Array] = []
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._entries)
 
     def __contains__(self, tokens: Ids) -> bool:
-        return _digest(_as_ids(tokens)) in self._numbers
+        return _as_ids(tokens).tobytes() in self._numbers
 
     def add(self, tokens: Ids, text: str = "", source: str = "", is_stored: bool = True) -> None:
         """Add a span, so that it is found from now on; a known one keeps the text and source that it has.
@@ -103,52 +136,46 @@ class KnownSpans:
             source: Where it came from.
             is_stored: Its KV is stored, or will be; otherwise it was only given with a question.
         """
-        ids = _as_ids(tokens)
-        if not len(ids):
+        key = _as_ids(tokens).tobytes()
+        if not key:
             return
-        digest = _digest(ids)
         with self._lock:
-            number = self._numbers.pop(digest, None)
+            number = self._numbers.get(key)
             if number is not None:
-                self._numbers[digest] = number
-                self._stored[number] |= is_stored
-                label = self._labels[number]
-                self._labels[number] = label[0] or text, label[1] or source
+                entry = self._entries[number] = self._entries.pop(number)
+                entry.is_stored |= is_stored
+                entry.text, entry.source = entry.text or text, entry.source or source
+                self._texts[entry.text] = number
                 return
             if len(self) >= self._max_spans:
-                self._drop(next(iter(self._numbers)))
-            self._append(ids, digest, (text, source), is_stored)
-            if self._end - int(self._starts[self._n_indexed]) >= _BATCH:
-                self._index_added()
+                self._drop(next(iter(self._entries)))
+            number = self._numbers[key] = self._texts[text] = self._n_numbers
+            self._n_numbers += 1
+            entry = self._entries[number] = _Entry(np.frombuffer(key, np.int32), text, source, is_stored)
+            if len(entry.ids) >= self._min_tokens:
+                hashes = _hashed(entry.ids[1:-1], self._anchor_tokens) >> _HALF
+                least = sliding_window_view(hashes, min(WINDOW, len(hashes))).min(axis=1)
+                self._add_anchors(np.unique(least) << _HALF | np.uint64(number))
 
     def discard(self, tokens: Ids) -> None:
         """Forget a span; ids that are not known are no error."""
-        digest = _digest(_as_ids(tokens))
         with self._lock:
-            if digest in self._numbers:
-                self._drop(digest)
+            number = self._numbers.get(_as_ids(tokens).tobytes())
+            if number is not None:
+                self._drop(number)
 
-    def sharing(self, ids: Ids, source: str) -> list[KnownSpan]:
-        """Return all spans of a source that share `SHARED_TOKENS` consecutive tokens with the given ids.
+    def sharing(self, runs: Sequence[Ids], sources: Collection[str]) -> list[KnownSpan]:
+        """Return all spans of these sources that share `SHARED_TOKENS` consecutive tokens with one of these runs.
 
         Unlike `find` it is exhaustive: it reads all known spans and misses none.
         """
-        wanted = _as_ids(ids)
-        if len(wanted) < SHARED_TOKENS:
-            return []
+        hashes = [_hashed(_as_ids(run), SHARED_TOKENS) for run in runs]
+        wanted = np.unique(np.concatenate(hashes)) if hashes else ()
         with self._lock:
-            starts, end = self._starts[: len(self._digests) + 1], self._end
-            wanted_grams = grams(hashed_ids(wanted), SHARED_TOKENS)
-            is_shared = np.isin(grams(hashed_ids(self._arena[:end]), SHARED_TOKENS), wanted_grams)
-            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_shared)])
-            first = starts[:-1].clip(0, len(is_shared))
-            last = np.maximum(first, (starts[1:] - SHARED_TOKENS + 1).clip(0, len(is_shared)))
-            shares = (before[last] > before[first]) & self._alive[: len(self._digests)]
-            numbers = np.flatnonzero(shares)
             return [
-                KnownSpan(tuple(self._arena[starts[at] : starts[at + 1]].tolist()), *self._labels[at])
-                for at in numbers.tolist()
-                if self._labels[at][1] == source
+                entry.span
+                for entry in self._entries.values()
+                if entry.source in sources and np.isin(_hashed(entry.ids, SHARED_TOKENS), wanted).any()
             ]
 
     def find(self, ids: Ids, given: Collection[str] | None = None) -> list[Match]:
@@ -160,160 +187,215 @@ class KnownSpans:
         """
         prompt = _as_ids(ids)
         with self._lock:
-            self._index_added()
-            self._compared = 0
-            if len(prompt) < self._min_tokens - 2 or not self._numbers:
+            numbers = self._candidates(prompt, given)
+            if not numbers:
                 return []
-            at, place = self._anchors.find(prompt)
-            starts = self._starts[: self._n_indexed + 1]
-            number = np.searchsorted(starts, place, "right") - 1
-            counts = self._alive[number]
-            if given is not None:
-                asked = [each for each in np.unique(number) if self._labels[each][0] in given]
-                counts &= self._stored[number] | np.isin(number, asked)
-            groups = [np.flatnonzero(counts & (self._stored[number] == each)) for each in (True, False)]
-            stored, offered = (
-                self._matches(prompt, self._search(prompt, at[rows], place[rows], number[rows])) for rows in groups
-            )
-            return _chosen(stored, offered, self._min_altered_tokens) if offered else stored
+            comparison = _Comparison([self._entries[number] for number in numbers], self._min_tokens)
+            found = list[Match]()
+            spans: dict[int, KnownSpan] = {}
+            for index, lo, hi, shift in comparison.chosen(prompt, self._min_altered_tokens):
+                number, row = numbers[index], lo + shift - int(comparison.starts[index])
+                entry = self._entries[number]
+                if not (prompt[lo:hi] == entry.ids[row : row + hi - lo]).all():
+                    continue  # two hashes are alike, but a wrong row would give a wrong answer
+                if number not in spans:
+                    spans[number] = entry.span
+                    self._entries[number] = self._entries.pop(number)
+                found.append(Match(lo, hi, spans[number], row))
+            return sorted(found, key=lambda match: match.lo)
 
-    def _search(self, prompt: Array, at: Array, place: Array, number: Array) -> Iterable[tuple[int, int, int, int]]:
-        if not len(at):
-            return ()
-        starts = self._starts[: self._n_indexed + 1]
-        search = Search(
-            prompt, self._arena, starts[:-1], starts[1:], self._min_tokens, self._min_altered_tokens, self._anchors.gram
-        )
-        found = search.find(at, place, number)
-        self._compared += search.compared
+    def _candidates(self, prompt: Array, given: Collection[str] | None) -> list[int]:
+        """Return the numbers of all given spans, and of those with most anchors in each cell of the prompt."""
+        hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
+        order = np.argsort(hashes)  # sorted values are looked up faster
+        wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for level in self._levels:
+            last = np.searchsorted(level, wanted | _LOW_BITS, "right")
+            count = np.minimum(last - np.searchsorted(level, wanted), SPANS_PER_ANCHOR)
+            group, offset = _members(count)
+            at.append(order[group])
+            number.append((level[last[group] - 1 - offset] & _LOW_BITS).astype(np.int64))
+        numbers, index, n_anchors = np.unique(np.concatenate(number), return_inverse=True, return_counts=True)
+        entries = [self._entries.get(each) for each in numbers.tolist()]
+        is_usable = np.array([entry is not None and (given is None or entry.is_stored) for entry in entries], bool)
+        cells = np.unique(np.concatenate(at) // CELL_TOKENS << 32 | index)
+        cells = cells[is_usable[cells & 0xFFFFFFFF]]
+        cell, index = cells >> 32, cells & 0xFFFFFFFF
+        order = np.lexsort((-n_anchors[index], cell))
+        chosen = np.unique(index[order[_ranks(cell[order]) < SPANS_PER_CELL]])
+        chosen = numbers[chosen[np.argsort(-n_anchors[chosen], kind="stable")]]
+        asked = [self._texts[text] for text in given or () if text in self._texts]
+        found, room = list[int](), PAIRS_PER_TOKEN * (len(prompt) + 1024)
+        for each in dict.fromkeys([*asked, *chosen.tolist()]):
+            room -= len(self._entries[each].ids)
+            if room < 0:
+                break
+            found.append(each)
         return found
 
-    def _matches(self, prompt: Array, found: Iterable[tuple[int, int, int, int]]) -> list[Match]:
-        spans: dict[int, KnownSpan] = {}
-        matches = []
-        for lo, hi, number, place in found:
-            if not (prompt[lo:hi] == self._arena[place : place + hi - lo]).all():
-                continue  # should never happen, but a wrong row would give a wrong answer
-            start, end = int(self._starts[number]), int(self._starts[number + 1])
-            if number not in spans:
-                spans[number] = KnownSpan(tuple(self._arena[start:end].tolist()), *self._labels[number])
-            matches.append(Match(lo, hi, spans[number], place - start))
-        for number in spans:
-            digest = self._digests[number]
-            if digest is not None:
-                self._numbers[digest] = self._numbers.pop(digest)
-        return matches
+    def _add_anchors(self, anchors: Array) -> None:
+        while self._levels and len(self._levels[-1]) <= 4 * len(anchors):
+            anchors = np.concatenate([self._levels.pop(), anchors])
+            anchors.sort(kind="stable")  # two sorted runs: linear
+        self._levels.append(anchors)
 
-    # what is kept
-
-    @property
-    def _end(self) -> int:
-        return int(self._starts[len(self._digests)])
-
-    def _append(self, ids: Array, digest: bytes, label: tuple[str, str], is_stored: bool) -> None:
-        number, start = len(self._digests), self._end
-        self._arena = _with_capacity(self._arena, start + len(ids))
-        self._starts, self._alive = _with_capacity(self._starts, number + 2), _with_capacity(self._alive, number + 1)
-        self._stored = _with_capacity(self._stored, number + 1)
-        self._arena[start : start + len(ids)] = ids
-        self._starts[number + 1] = start + len(ids)
-        self._alive[number], self._stored[number] = True, is_stored
-        self._numbers[digest] = number
-        self._digests.append(digest)
-        self._labels.append(label)
-
-    def _drop(self, digest: bytes) -> None:
-        number = self._numbers.pop(digest)
-        self._labels[number] = "", ""
-        self._digests[number], self._alive[number] = None, False
-        self._n_discarded_tokens += int(self._starts[number + 1] - self._starts[number])
-        if self._n_discarded_tokens > max(1 << 16, self._end // 2):
-            self._compact()
-
-    def _index_added(self) -> None:
-        """Index the spans that were added since the last call."""
-        first, last = self._n_indexed, len(self._digests)
-        if first == last:
-            return
-        base, sizes = int(self._starts[first]), np.diff(self._starts[first : last + 1])
-        sizes[~self._alive[first:last]] *= -1
-        self._anchors.add(self._arena[base : self._end], base, sizes)
-        self._n_indexed = last
-
-    def _compact(self) -> None:
-        """Free the memory of discarded spans. The others keep their order, so anchors need not be sorted again."""
-        self._index_added()
-        count = len(self._digests)
-        starts, alive = self._starts[: count + 1], self._alive[:count]
-        sizes = np.where(alive, np.diff(starts), 0)
-        new_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-
-        def moved(places: Array) -> Array:
-            number = np.searchsorted(starts, places, "right") - 1
-            new_places: Array = np.where(alive[number], places - starts[number] + new_starts[number], -1)
-            return new_places
-
-        self._anchors.move(moved)
-        kept = np.flatnonzero(alive)
-        self._arena = _with_capacity(self._arena[: self._end][np.repeat(alive, np.diff(starts))], 1024)
-        self._digests = [self._digests[number] for number in kept]
-        self._labels = [self._labels[number] for number in kept]
-        self._starts = _with_capacity(np.append(new_starts[:-1][kept], new_starts[-1]), 1025)
-        self._alive = _with_capacity(np.ones(len(kept), bool), 1024)
-        self._stored = _with_capacity(self._stored[:count][kept], 1024)
-        renumbered = np.cumsum(alive) - 1
-        self._numbers = {digest: int(renumbered[number]) for digest, number in self._numbers.items()}
-        self._n_indexed, self._n_discarded_tokens = len(kept), 0
+    def _drop(self, number: int) -> None:
+        entry = self._entries.pop(number)
+        del self._numbers[entry.ids.tobytes()]
+        if self._texts.get(entry.text) == number:
+            del self._texts[entry.text]
+        self._n_discarded += 1
+        if self._n_discarded > max(1024, len(self)):
+            alive = np.fromiter(self._entries, np.uint64)
+            kept = [level[np.isin(level & _LOW_BITS, alive)] for level in self._levels]
+            self._levels, self._n_discarded = [level for level in kept if len(level)], 0
 
 
-def _chosen(stored: Sequence[Match], given: Sequence[Match], least: int) -> list[Match]:
-    """Return matches of stored and of given spans without overlap; each are sorted and without overlap in themselves.
+class _Comparison:
+    """A comparison of a prompt with a few spans, whose ids are put one after another in `ids`."""
 
-    If runs of at least `least` tokens of stored spans cover less than `COVERED_SHARE` of a match of a given one, this
-    has its tokens and they keep the rest, of which parts of less than `least` tokens beside it are left out; else they
-    have them.
-    """
-    preferred = list[Match]()
-    for match, others in _beside(given, stored):
-        long = [each for each in others if each.hi - each.lo >= least]  # shorter runs may be of a similar text
-        covered = sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in long)
-        if covered < COVERED_SHARE * (match.hi - match.lo):
-            preferred.append(match)
-    near = [replace(match, lo=match.lo - MAX_GAP_TOKENS, hi=match.hi + MAX_GAP_TOKENS) for match in preferred]
-    rest = list[Match]()
-    for (match, beside), (_, others) in zip(_beside(stored, near), _beside(stored, preferred), strict=True):
-        is_whole = not others and match.hi - match.lo >= len(match.span.tokens) - 2
-        ends, begins = [match.lo, *(each.hi for each in others)], [*(each.lo for each in others), match.hi]
-        for lo, hi in zip(ends, begins, strict=True):
-            if is_whole or hi - lo >= least or not beside:
-                rest.append(replace(match, lo=lo, hi=hi, row=match.row + lo - match.lo))
-    return sorted([*preferred, *rest], key=lambda match: match.lo)
+    def __init__(self, entries: Sequence[_Entry], min_tokens: int) -> None:
+        sizes = np.array([len(entry.ids) for entry in entries])
+        self.ends = np.cumsum(sizes)
+        self.starts = self.ends - sizes
+        self._ids = np.concatenate([entry.ids for entry in entries])
+        self._owner = np.repeat(np.arange(len(entries)), sizes)
+        self._entries, self._min_tokens = entries, min_tokens
+
+    def chosen(self, prompt: Array, least: int) -> Iterator[Run]:
+        """Yield the runs of the longest chain, then repeatedly those of the longest one of what remains.
+
+        Args:
+            prompt: The ids of the prompt.
+            least: The least tokens of a chain in which no span stands as a whole.
+        """
+        chains = list(self._chains(self._runs(prompt, least), least))
+        stored = np.zeros(len(prompt), bool)
+        for chain in chains:
+            if self._entries[chain[0][0]].is_stored:
+                for _, lo, hi, _ in chain:
+                    stored[lo:hi] |= hi - lo >= least  # shorter runs may be of a similar text
+        heap = list[tuple[int, bool, int, list[Run]]]()
+        for chain in chains:
+            entry = self._entries[chain[0][0]]
+            covered = np.concatenate([stored[lo:hi] for _, lo, hi, _ in chain])
+            if entry.is_stored or covered.mean() < COVERED_SHARE:
+                heap.append((-_size(chain), not entry.is_stored, len(entry.ids), chain))
+        heapq.heapify(heap)
+        taken = bytearray(len(prompt))
+        while heap:
+            weight, is_given, size, chain = heapq.heappop(heap)
+            chain = list(_remaining(chain, taken))
+            if _size(chain) < least and not any(self._is_whole(run) for run in chain):
+                continue
+            if _size(chain) < -weight:
+                heapq.heappush(heap, (-_size(chain), is_given, size, chain))
+                continue
+            for run in chain:
+                taken[run[1] : run[2]] = b"\1" * (run[2] - run[1])
+                yield run
+
+    def _runs(self, prompt: Array, least: int) -> list[Run]:
+        """Return all runs of spans that may be in the prompt, by span and place, without those inside a longer run."""
+        order = np.argsort(hashes := _hashed(prompt, MIN_RUN_TOKENS))
+        hashes, wanted = hashes[order], _hashed(self._ids, MIN_RUN_TOKENS)
+        first = np.searchsorted(hashes, wanted)
+        count = np.searchsorted(hashes, wanted, "right") - first
+        count[self._owner[: len(count)] != self._owner[MIN_RUN_TOKENS - 1 :]] = 0
+        rare = np.argsort(count, kind="stable")
+        rare = rare[np.cumsum(count[rare]) <= PAIRS_PER_TOKEN * (len(prompt) + 1024)]
+        group, offset = _members(count[rare])
+        place = rare[group]
+        at = order[first[place] + offset]
+        # Pairs of places at one shift, one behind the other, are a run.
+        diagonal = (place - at + len(prompt)) * (len(prompt) + 1) + at
+        order = np.argsort(diagonal)
+        fresh = np.diff(diagonal[order], prepend=-2) != 1
+        begins, stops = order[fresh], order[np.append(fresh[1:], True)] if len(order) else order
+        owner, lo, hi, shift = self._owner[place[begins]], at[begins], at[stops] + MIN_RUN_TOKENS, (place - at)[begins]
+        order = np.lexsort((-hi, lo, owner))
+        reach = np.maximum.accumulate(owner[order] << 32 | hi[order])
+        order = order[np.diff(reach, prepend=-1) > 0]
+        owner, lo, hi, shift = owner[order], lo[order], hi[order], shift[order]
+        whole = (lo + shift <= self.starts[owner] + 1) & (hi + shift >= self.ends[owner] - 1)
+        n_equal = np.bincount(owner, hi - lo, len(self._entries))
+        n_equal[owner[whole]] = least
+        enough = n_equal[owner] >= least
+        return list(zip(*(column[enough].tolist() for column in (owner, lo, hi, shift)), strict=True))
+
+    def _chains(self, runs: Sequence[Run], least: int) -> Iterator[list[Run]]:
+        """Yield chains: runs of one span in the order of prompt and span. Every run is in at most one chain."""
+        best: list[tuple[int, int]] = []  # for the best chain that ends with each run: equal tokens, the run before
+        for index, (owner, lo, hi, shift) in enumerate(runs):
+            choice = (hi - lo, -1)
+            is_enough = hi - lo >= least or self._is_whole(runs[index])
+            max_cut = 0 if is_enough else hi - lo - MIN_RUN_TOKENS
+            for other in range(index - 1, max(-1, index - 1 - LOOK_BACK_RUNS), -1):
+                other_owner, _, stop, other_shift = runs[other]
+                if other_owner != owner:
+                    break
+                gaps = lo - stop, lo + shift - stop - other_shift
+                cut = max(0, -min(gaps))
+                total = best[other][0] + hi - lo - cut
+                if cut <= max_cut and max(gaps) + cut <= MAX_GAP_TOKENS and total > choice[0]:
+                    choice = (total, other)
+            best.append(choice)
+        is_used = [False] * len(runs)
+        for end in sorted(range(len(runs)), key=lambda index: -best[index][0]):
+            chain, index = list[Run](), end
+            while index >= 0 and not is_used[index]:
+                is_used[index] = True
+                chain.append(runs[index])
+                index = best[index][1]
+            if chain:
+                yield chain[::-1]
+
+    def _is_whole(self, run: Run) -> bool:
+        number, lo, hi, shift = run
+        start, end = int(self.starts[number]), int(self.ends[number])
+        return lo + shift <= start + 1 and hi + shift >= end - 1 and end - start >= self._min_tokens
 
 
-def _beside(matches: Sequence[Match], others: Sequence[Match]) -> Iterator[tuple[Match, Sequence[Match]]]:
-    """Yield each match with the others that overlap it."""
-    first = 0
-    for match in matches:
-        while first < len(others) and others[first].hi <= match.lo:
-            first += 1
-        last = first
-        while last < len(others) and others[last].lo < match.hi:
-            last += 1
-        yield match, others[first:last]
+def _remaining(chain: Sequence[Run], taken: bytearray) -> Iterator[Run]:
+    """Yield the parts of a chain whose tokens are not taken; where two runs overlap, the first has the tokens."""
+    stop = place = 0
+    for number, begin, hi, shift in chain:
+        lo = max(begin, stop, place - shift)
+        while lo < hi and (begin := taken.find(0, lo, hi)) >= 0:
+            lo = taken.find(1, begin, hi)
+            lo = hi if lo < 0 else lo
+            if lo - begin >= MIN_RUN_TOKENS:
+                stop, place = lo, lo + shift
+                yield number, begin, lo, shift
+
+
+def _size(chain: Sequence[Run]) -> int:
+    return sum(hi - lo for _, lo, hi, _ in chain)
+
+
+def _hashed(ids: Array, size: int) -> Array:
+    """Return the uint64 hash of each `size` successive ids."""
+    words = (ids.astype(np.uint64) + np.uint64(1)) * _ODD
+    words ^= words >> _HALF
+    count = max(0, len(ids) - size + 1)
+    total = np.zeros(count, np.uint64)
+    for index in range(size):
+        total = (total ^ words[index : index + count]) * _ODD
+        total ^= total >> _HALF
+    return total * _ODD
+
+
+def _members(counts: Array) -> tuple[Array, Array]:
+    """Return (group, offset) of all members of groups of these sizes."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
+
+
+def _ranks(column: Array) -> Array:
+    """Return the rank (0, 1, 2, ...) of each row among adjacent rows with the same value."""
+    first = np.flatnonzero(np.diff(column, prepend=-1))
+    return _members(np.diff(np.append(first, len(column))))[1]
 
 
 def _as_ids(tokens: Ids) -> Array:
     return np.asarray(tokens, np.int32)
-
-
-def _digest(ids: Array) -> bytes:
-    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-
-
-def _with_capacity(array: Array, size: int) -> Array:
-    """Return an array of at least this size; one that must grow gets at least half as much again."""
-    if len(array) >= size:
-        return array
-    larger = np.zeros(max(size, len(array) + len(array) // 2), array.dtype)
-    larger[: len(array)] = array
-    return larger

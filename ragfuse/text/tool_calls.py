@@ -247,11 +247,11 @@ class CallFormat:
                 yield f"/[a-zA-Z0-9]{{{self.id_size or 9}}}/"
             yield literal(after)
 
-    def message(self, turn: ChatMessage, content: str, values: Callable[[Any], Any]) -> dict[str, Any]:
-        """Return a message as chat templates take it, with this content; `values` converts the arguments of a call."""
-        message: dict[str, Any] = {"role": turn.role, "content": content if turn.content or not turn.tool_calls else ""}
+    def message(self, turn: ChatMessage) -> dict[str, Any]:
+        """Return a message as chat templates take it."""
+        message: dict[str, Any] = {"role": turn.role, "content": turn.text}
         if turn.tool_calls:
-            message["tool_calls"] = [self._call_fields(call, values) for call in turn.tool_calls]
+            message["tool_calls"] = [self._call_fields(call) for call in turn.tool_calls]
         if turn.tool_call_id:
             message["tool_call_id"] = self._id(turn.tool_call_id)
         if turn.name:
@@ -260,9 +260,9 @@ class CallFormat:
             message["reasoning_content"] = turn.reasoning
         return message
 
-    def _call_fields(self, call: ToolCall, values: Callable[[Any], Any]) -> dict[str, Any]:
-        given = values(call.arguments)
-        function = {"name": call.name, "arguments": json.dumps(given, ensure_ascii=False) if self.as_text else given}
+    def _call_fields(self, call: ToolCall) -> dict[str, Any]:
+        given = json.dumps(call.arguments, ensure_ascii=False) if self.as_text else call.arguments
+        function = {"name": call.name, "arguments": given}
         return {"type": "function", "id": self._id(call.id), "function": function}
 
     def _id(self, id: str) -> str:

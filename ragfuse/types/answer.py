@@ -22,7 +22,7 @@ class PieceTrace:
         level: The codec level, or "text" for a piece that is recomputed.
         layers: First layer, and the one after the last.
         nbytes: Bytes read.
-        began_s: Seconds from the start of the deadline to the start of this step.
+        began_s: Seconds from the start of the stream to the start of this step.
         seconds: Seconds that the step took.
         throughput: Bytes per second of the whole link during the step; None where nothing was read.
         sharing: Streams on that link at the time.
@@ -46,14 +46,10 @@ class StreamTrace:
     """How the KV of one prompt was streamed from a slow tier under a deadline (CacheGen 5.3).
 
     Args:
-        deadline_s: The deadline, in seconds.
-        held: Whether the first token came within the deadline.
         pieces: All pieces, in the order in which they were decided.
         prior: Bytes per second that the link was assumed to carry at first; None: unknown.
     """
 
-    deadline_s: float
-    held: bool
     pieces: tuple[PieceTrace, ...]
     prior: float | None = None
 
@@ -132,7 +128,7 @@ class Trace:
         tokens_chunks: Reused tokens of chunks.
         unsaved: Data that could not be read from disk or written to it, and why; only this process remembers it.
         tokens_to_encode: Tokens of missed chunks, which are encoded after the answer, each chunk once.
-        unheld: Keywords of the answer's JSON schema that were not held while decoding, by field, and which the answer
+        unheld: Keywords of the answer's JSON schema that were not held while decoding, and those that the answer
             breaks.
     """
 
@@ -177,19 +173,17 @@ class Trace:
     @property
     def is_late(self) -> bool:
         """Whether the first token came after the deadline."""
-        if self.stream is not None:
-            return not self.stream.held
         return self.deadline_s is not None and self.ttft_s > self.deadline_s
 
     @property
     def summary(self) -> str:
-        """One line such as "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, first token 0.14 s"."""
-        first = f"first token {self.ttft_s:.2f} s"
+        """One line such as "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, TTFT 0.14 s"."""
+        first = f"TTFT {self.ttft_s:.2f} s"
         first += f" (wanted within {self.deadline_s:g} s)" if self.is_late else ""
         if not self.tokens_reused:
             return f"{self.tokens} tokens: none reused ({self.fallback_reason or 'nothing was found'}), {first}"
         chunks = [each.hit for each in self.segments if each.kind == "chunk" and not each.goes_on]
-        parts = [f"{self.tokens_prefix} as beginning"] if self.tokens_prefix else []
+        parts = [f"{self.tokens_prefix} prefix"] if self.tokens_prefix else []
         parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []
         parts += [f"{sum(chunks)} of {len(chunks)} chunks{self._why_no_chunk()}"] if chunks else []
         pending = sum(each.why == ENCODING for each in self.segments)

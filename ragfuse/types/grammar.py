@@ -60,7 +60,7 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
     if not isinstance(schema, Mapping):
         raise InputError(f"{what} is {schema!r}; wanted a JSON schema: a dict such as {{'type': 'object'}}.")
     try:
-        return json.dumps(closed(schema))
+        return json.dumps(closed(schema), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:  # the last where it holds itself
         raise InputError(f"{what} cannot be written as JSON ({error}). Use plain dicts, lists and strings.") from error
 

@@ -1,4 +1,4 @@
-"""Profiles of a model and of a machine: versioned values that are saved as JSON and outlive the process.
+"""The profile of a model: a versioned value that is saved as JSON and outlives the process.
 
 Nothing here measures, decides or writes.
 """
@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from ragfuse.types.kv import RopeLayout
 
 PROFILE_VERSION = 6
 """Version of ModelProfile; profiles of another version are ignored."""
-MACHINE_VERSION = 7
-"""Version of MachineProfile; profiles of another version are ignored."""
 
 UNCALIBRATED = ("query", 0.10)
 """Policy and ratio for a model that is not calibrated, over chunks that were encoded behind filler text."""
@@ -98,89 +94,3 @@ class ModelProfile:
             return None
         specs = (RopeLayout(**{**s, "inv_freq": tuple(s["inv_freq"])}) if s else None for s in data["rope"])
         return cls(**{**data, "rope": tuple(specs), "windows": tuple(data["windows"])})
-
-
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Times = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-
-
-@dataclass(frozen=True)
-class TierSpeed:
-    """How long reading an entry of one tier takes, in seconds.
-
-    Args:
-        read_s: For each read of an entry.
-        byte_s: For each byte read.
-        is_ahead: Whether a thread reads this tier ahead of fusing.
-    """
-
-    read_s: Seconds
-    byte_s: Seconds
-    is_ahead: bool = True
-
-
-@dataclass(frozen=True)
-class FusedCost:
-    """The cost of a fused prefill whose cached KV is loaded, in seconds; `plan.estimate.features` applies it.
-
-    Args:
-        fixed_s: For any prefill.
-        row_s: For each row that is computed in all layers.
-        score_s: For each such row and each token of the prompt: the attention between them.
-        placed_s: For each cached row that is put in place from memory; on an accelerator that includes the copy to it.
-        chosen_s: For each token of a prompt whose rows are chosen by what is computed first.
-    """
-
-    fixed_s: Seconds
-    row_s: Seconds
-    score_s: Seconds
-    placed_s: Seconds
-    chosen_s: Seconds = 0.0
-
-
-@dataclass(frozen=True)
-class MachineProfile:
-    """Timings of one model on one machine. Points are measurements; the other figures were fitted to them.
-
-    Args:
-        model: The model's fingerprint.
-        device: The device that was measured.
-        threads: Compute threads.
-        dtype: The model's dtype.
-        n_layers: The model's layers.
-        prefill: (a, b, c): a full prefill of L tokens takes a + b L + c L^2 seconds.
-        fused: Cost factors of a fused prefill.
-        tiers: Speed of each tier, by name.
-        prefill_points: (tokens, seconds) of full prefills.
-        decode: Seconds to decode one token's KV, by codec level; raw is not listed, as it takes no time.
-        packed: Size relative to raw, by codec level; raw is not listed.
-        version: `MACHINE_VERSION` when it was written.
-    """
-
-    model: str
-    device: str
-    threads: Annotated[int, Field(ge=1)]
-    dtype: str
-    n_layers: Annotated[int, Field(ge=1)]
-    prefill: tuple[Seconds, Seconds, Seconds]
-    fused: FusedCost
-    tiers: Mapping[str, TierSpeed] = field(default_factory=dict)
-    prefill_points: tuple[tuple[Count, Seconds], ...] = ()
-    decode: Mapping[str, Seconds] = field(default_factory=dict)
-    packed: Mapping[str, Times] = field(default_factory=dict)
-    version: int = MACHINE_VERSION
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the profile in plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Any) -> MachineProfile | None:
-        """Return the profile that `as_dict` wrote; None for other data, or data of another version."""
-        if not isinstance(data, Mapping) or data.get("version") != MACHINE_VERSION:
-            return None
-        try:
-            return TypeAdapter(cls).validate_python(dict(data))
-        except ValidationError:
-            return None

@@ -87,8 +87,7 @@ class Prompt:
         conversation: The conversation that the prompt continues.
         schema_use: What it reuses of a schema (`schemas.bind.SchemaUse`); None where it uses no schema.
         last_user_rows: Rows lo:hi of the text of the last message, if it is a user's; else (0, 0).
-        altered: How documents retrieved for the prompt were changed before they were put into it, which keeps them from
-            being recognised; "" where they are recognised or absent.
+        altered: Documents were retrieved for the prompt, and none of them is recognised in it.
         first_chunk: The row at which the first chunk begins; -1 for none.
     """
 
@@ -98,7 +97,7 @@ class Prompt:
     conversation: ConversationRef | None = field(default=None, repr=False, compare=False)
     schema_use: object = field(default=None, repr=False, compare=False)
     last_user_rows: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
-    altered: str = field(default="", repr=False, compare=False)
+    altered: bool = field(default=False, repr=False, compare=False)
     first_chunk: int = field(default=-1, repr=False, compare=False)
 
     def __post_init__(self) -> None:

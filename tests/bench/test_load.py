@@ -12,7 +12,7 @@ from ragfuse_bench.throttle import ThrottledTier
 from rich.console import Console
 
 from ragfuse.errors import SettingsError
-from ragfuse.measure.tiers import forget_pages
+from ragfuse.load.timings import forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from tests.store.kit import encoded, key, kv

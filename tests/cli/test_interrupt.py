@@ -189,14 +189,14 @@ def slowed(method):
 
 @pytest.mark.slow
 def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, stored, tmp_path):
-    (tmp_path / "old.tar").write_bytes(b"old")
-    process = start("store", "export", tmp_path / "old.tar", "--yes", command=slowed("read"))
+    (tmp_path / "old.zip").write_bytes(b"old")
+    process = start("store", "export", tmp_path / "old.zip", "--yes", command=slowed("get"))
     assert process.stdout.readline() == "at work\n"
     said = interrupted(process)
     assert "Nothing was written; an existing file is unchanged." in said
     assert "ingest" not in said
-    assert [path.name for path in tmp_path.glob("*old.tar*")] == ["old.tar"]
-    assert (tmp_path / "old.tar").read_bytes() == b"old"
+    assert [path.name for path in tmp_path.glob("*old.zip*")] == ["old.zip"]
+    assert (tmp_path / "old.zip").read_bytes() == b"old"
 
 
 @pytest.mark.slow

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ragfuse import measure as measuring
 from ragfuse.cli.main import app
+from ragfuse.load import timings as measuring
+from ragfuse.plan.cost import CostModel
 from ragfuse.plan.explanation import UNMEASURED
-from ragfuse.types.profiles import MachineProfile
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert "reading MB/s" in words_of(result)
     assert f"Saved in {tmp_path / 'store'}" in result.output.replace("\n", "")
     assert re.search(r"int8 +│ +[\d,.]+ │ +0\.\d\d", result.output)
-    profile = MachineProfile.from_dict(json.loads((tmp_path / "machine.json").read_text()))
+    profile = CostModel.from_dict(json.loads((tmp_path / "machine.json").read_text()))
     assert set(profile.tiers) == {"memory", "disk"}
     assert (set(profile.decode), set(profile.packed)) == ({"int8"}, {"int8"})
     assert 0.1 < profile.packed["int8"] < 0.6
@@ -53,7 +53,7 @@ def test_measuring_says_at_which_level_a_tier_is_written_whose_level_is_chosen(r
     result = run("measure", "--store", tmp_path / "store", "--json", tmp_path / "machine.json")
     said = words_of(result)
     assert re.search(r"New chunks of 160 tokens are written into disk as (raw|int8|cg\d): ", said)
-    profile = MachineProfile.from_dict(json.loads((tmp_path / "machine.json").read_text()))
+    profile = CostModel.from_dict(json.loads((tmp_path / "machine.json").read_text()))
     assert set(profile.decode) == {"int8", "cg1", "cg2", "cg3", "cg4"}
     assert profile.packed["cg4"] < profile.packed["cg1"] < profile.packed["int8"]
 

@@ -1,6 +1,5 @@
 """What is shown while something takes long: to who looks, and to nobody else."""
 
-import io
 import os
 import pty
 import re
@@ -8,12 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse import Engine, ModelError
 from ragfuse.cli.main import app
-from ragfuse.models import prepare, resolve_llm
+from ragfuse.models import resolve_llm
 from tests.tiny import ROOT
 
 
@@ -57,12 +55,8 @@ def test_nothing_moves_where_there_is_no_terminal(command, environment, book):
         assert moving not in result.stdout + result.stderr
 
 
-def test_a_model_is_prepared_with_a_bar_on_a_terminal_and_in_silence_elsewhere(tmp_path, monkeypatch, capfd):
+def test_a_model_is_prepared_in_silence_where_there_is_no_terminal(tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "gguf", None)  # which ends it before the long work
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
-    with pytest.raises(ModelError, match="pip install gguf"):
-        prepare("smollm2-135m", tmp_path, terminal)
-    assert "Preparing smollm2-135m" in terminal.file.getvalue()
     with pytest.raises(ModelError, match="pip install gguf"):
         resolve_llm("smollm2-135m", tmp_path)  # as an engine does
     assert capfd.readouterr() == ("", "")

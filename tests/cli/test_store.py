@@ -34,7 +34,7 @@ from tests.store.s3_server import S3Server
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
 FILLER = ChunkKey(OURS[0].model, OURS[0].tokens, filler_context("abc"))
-COMMANDS = [("ls",), ("rm", "--all"), ("pin", "--all"), ("gc",), ("export", "a.tar")]
+COMMANDS = [("ls",), ("rm", "--all"), ("pin", "--all"), ("gc",), ("export", "a.zip")]
 
 
 @pytest.fixture
@@ -188,8 +188,8 @@ def test_a_text_of_two_sources_is_found_by_both_and_cleared_with_either(run, tol
 
 
 def test_one_is_said_as_one(run, filled):
-    assert "(2.2 KB) written" in run("export", "a.tar", "--source", "ships").output
-    assert "1 entry and 1 text (" in " ".join(run("export", "b.tar", "--source", "ships").output.split())
+    assert "(2.2 KB) written" in run("export", "a.zip", "--source", "ships").output
+    assert "1 entry and 1 text (" in " ".join(run("export", "b.zip", "--source", "ships").output.split())
     assert ", 1 text." in " ".join(run("rm", "--source", "ships", "--yes").output.split())
 
 
@@ -262,7 +262,7 @@ def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_na
     assert {entry["digest"] for entry in told("ls", SALT="acme")["entries"]} == {OURS[0].model}
     assert told("pin", "--all", SALT="acme")["pinned"] == 4
     assert told("pin", "--off", "--tier", "disk", SALT="other") == {"unpinned": 0, "already": 2, "silent": []}
-    assert told("export", "a.tar", SALT="other")["texts"] == 1
+    assert told("export", "a.zip", SALT="other")["texts"] == 1
     assert "Nothing in the store matches" in run("rm", "--all", "--yes", SALT="nobody").output
     assert told("rm", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
     assert left(shared) == {*OURS, FILLER}
@@ -305,8 +305,8 @@ def server(tmp_path):
 
 def moved(told, far, *filters):
     """Lets a further tier alone hold what is selected; returns how many entries these are."""
-    assert told("export", "moved.tar", "--yes", *filters, **far)["entries"]
-    n = told("import", "moved.tar", "--tier", json.loads(far["TIERS"])[0].partition(":")[0], **far)["entries"]
+    assert told("export", "moved.zip", "--yes", *filters, **far)["entries"]
+    n = told("import", "moved.zip", "--tier", json.loads(far["TIERS"])[0].partition(":")[0], **far)["entries"]
     assert told("rm", "--tier", "disk", "--yes", *filters, **far)["dropped"] == n
     return n
 
@@ -316,7 +316,7 @@ def far(told, filled, server):
     """Settings with a Redis that holds everything, and is down."""
     far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
     assert moved(told, far) == 6
-    assert told("export", "keep.tar", **far)["entries"] == 6
+    assert told("export", "keep.zip", **far)["entries"] == 6
     server.kill()
     return far
 
@@ -331,30 +331,30 @@ def half_far(told, filled, server):
 
 
 def test_an_export_of_what_a_silent_tier_holds_writes_nothing_and_keeps_the_file_that_is_there(run, far):
-    good = Path("keep.tar").read_bytes()
+    good = Path("keep.zip").read_bytes()
     for wish in ((), ("--tier", "redis"), ("--source", "ships")):
-        for name in ("keep.tar", "new.tar"):
+        for name in ("keep.zip", "new.zip"):
             result = run("export", name, "--yes", *wish, **far)
             refused(result, "StoreError", "Tier redis does not answer", f"nothing was written to '{name}'")
             assert "empty" not in result.output
-    assert Path("keep.tar").read_bytes() == good
-    assert not Path("new.tar").exists()
+    assert Path("keep.zip").read_bytes() == good
+    assert not Path("new.zip").exists()
 
 
 def test_an_export_that_would_lack_what_a_silent_tier_holds_goes_to_a_new_file_alone(run, half_far):
-    Path("old.tar").write_bytes(b"old")
+    Path("old.zip").write_bytes(b"old")
     refused(
-        run("export", "old.tar", "--yes", **half_far),
+        run("export", "old.zip", "--yes", **half_far),
         "StoreError",
         "does not answer",
-        "nothing was written to 'old.tar'",
+        "nothing was written to 'old.zip'",
     )
-    assert Path("old.tar").read_bytes() == b"old"
-    result = run("export", "new.tar", "--json", "-", **half_far)
+    assert Path("old.zip").read_bytes() == b"old"
+    result = run("export", "new.zip", "--json", "-", **half_far)
     assert result.exit_code == 1
     assert (json.loads(result.stdout)["entries"], json.loads(result.stdout)["silent"]) == (5, ["redis"])
     assert "Tier redis does not answer" in result.stderr
-    assert run("export", "old.tar", "--tier", "disk", "--yes", **half_far).exit_code == 0  # nothing that is meant lacks
+    assert run("export", "old.zip", "--tier", "disk", "--yes", **half_far).exit_code == 0  # nothing that is meant lacks
 
 
 def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_status(run, told, filled):
@@ -362,16 +362,16 @@ def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_statu
         path = next(path for path in files(filled) if path.suffix == ".kv")
         path.write_bytes(path.read_bytes()[:-100] + bytes(100))
 
-    assert told("export", "keep.tar")["entries"] == 6
-    good = Path("keep.tar").read_bytes()
+    assert told("export", "keep.zip")["entries"] == 6
+    good = Path("keep.zip").read_bytes()
     damage()
-    refused(run("export", "keep.tar", "--yes"), "StoreError", "was not replaced", "lack 1 of 6", "cannot be read")
-    assert Path("keep.tar").read_bytes() == good
+    refused(run("export", "keep.zip", "--yes"), "StoreError", "was not replaced", "lack 1 of 6", "cannot be read")
+    assert Path("keep.zip").read_bytes() == good
     damage()
-    result = run("export", "new.tar")
+    result = run("export", "new.zip")
     assert result.exit_code == 1
     assert "left out" in result.output
-    assert told("export", "keep.tar", "--yes")["entries"] == 4  # what was damaged is gone: nothing lacks
+    assert told("export", "keep.zip", "--yes")["entries"] == 4  # what was damaged is gone: nothing lacks
 
 
 def test_what_a_silent_tier_holds_is_never_said_to_be_nothing(run, far):
@@ -395,15 +395,15 @@ def test_a_bucket_that_does_not_answer_is_no_empty_one(run, told, filled):
     try:
         far = {"TIERS": json.dumps([server.new_url()]), "TIER_TIMEOUT_S": 2.0}
         with server.reachable():
-            assert told("export", "all.tar")["entries"] == 6
-            assert told("import", "all.tar", "--tier", "objects", **far)["entries"] == 6
-            assert told("export", "keep.tar", "--tier", "objects", **far)["entries"] == 6
-            good = Path("keep.tar").read_bytes()
+            assert told("export", "all.zip")["entries"] == 6
+            assert told("import", "all.zip", "--tier", "objects", **far)["entries"] == 6
+            assert told("export", "keep.zip", "--tier", "objects", **far)["entries"] == 6
+            good = Path("keep.zip").read_bytes()
             server.stop()
-            result = run("export", "keep.tar", "--tier", "objects", "--yes", **far)
+            result = run("export", "keep.zip", "--tier", "objects", "--yes", **far)
             refused(result, "StoreError", "Tier objects does not answer", "nothing was written")
             gc = run("gc", **far)
-        assert Path("keep.tar").read_bytes() == good
+        assert Path("keep.zip").read_bytes() == good
         assert gc.exit_code == 1
         assert "objects: does not answer" in gc.output
         assert "objects: 0" not in gc.output
@@ -434,7 +434,7 @@ def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, 
     again = run("rm", "--all", "--yes", "--json", "-", **far)  # nothing is listed any more
     assert again.exit_code == 1
     counts = {"dropped": 0, "nbytes": 0, "texts": 0, "stayed": 0}
-    assert json.loads(again.stdout) == {**counts, "silent": ["redis"], "unknown": []}
+    assert json.loads(again.stdout) == {**counts, "silent": ["redis"]}
     server.start()
     assert told("rm", "--all", "--yes", **far)["texts"] == 3
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
@@ -447,14 +447,11 @@ def test_clear_of_one_tier_is_done_whatever_another_does_and_keeps_the_texts_of_
     server.kill()
     result = run("rm", "--tier", "disk", "--yes", **far)
     said = " ".join(result.output.split())
-    assert result.exit_code == 0, said
+    assert result.exit_code == 1, said
     assert "Deleted 6 entries" in said
     assert "Tier redis does not answer: what it holds stays there, and all texts stay" in said
     assert left(filled) == set()
     assert len(texts(filled, OURS[0].model)) == 2
-    again = told("rm", "--tier", "disk", "--yes", **far)
-    assert (again["silent"], again["unknown"], again["texts"]) == ([], ["redis"], 0)
-    assert run("rm", "--tier", "redis", "--yes", **far).exit_code == 1
 
 
 def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
@@ -464,7 +461,7 @@ def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server
         lines = admin.list_entries()
         server.kill()
         done = admin.clear(lines, EntryFilter())
-        assert ({line.entry.key for line in done.stayed}, done.silent, done.texts) == ({OURS[1]}, ["redis"], 0)
+        assert (done.silent, done.texts) == (["redis"], 0)
         assert {line.entry.key for line in done.dropped} == {OURS[0], OURS[2], FILLER, *THEIRS}
         assert len(admin.catalog.file.tenants()) == 2
 
@@ -478,10 +475,10 @@ def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", refused)
             done = admin.clear(lines, EntryFilter(source="light"))
-        assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (0, 2, ["disk"], 0)
+        assert (len(done.dropped), done.silent, done.texts) == (0, ["disk"], 0)
         assert {line.source for line in admin.list_entries(EntryFilter(source="light"))} == {"/docs/Lighthouse.md"}
         done = admin.clear(lines, EntryFilter(source="light"))
-        assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (2, 0, [], 1)
+        assert (len(done.dropped), done.silent, done.texts) == (2, [], 1)
 
 
 def test_clear_of_a_tenant_whose_entries_are_gone_drops_the_texts_that_are_left(run, told, filled):
@@ -551,37 +548,37 @@ def test_pins_are_kept_and_taken_off(told, filled):
 
 def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
     away = {"STORE": tmp_path / "other"}
-    exported = told("export", "a.tar", "--tenant", "acme")
+    exported = told("export", "a.zip", "--tenant", "acme")
     assert (exported["entries"], exported["texts"], exported["failed"]) == (4, 2, 0)
-    imported = told("import", "a.tar", **away)
+    imported = told("import", "a.zip", **away)
     assert (imported["entries"], imported["texts"], imported["known"]) == (4, 2, 0)
     assert left(tmp_path / "other") == {*OURS, FILLER}
     assert texts(tmp_path / "other", OURS[0].model) == texts(filled, OURS[0].model)
-    assert told("import", "a.tar", **away)["known"] == 4
-    assert "4 entries and 2 texts" in run("import", "a.tar", STORE=tmp_path / "third").output
+    assert told("import", "a.zip", **away)["known"] == 4
+    assert "4 entries and 2 texts" in run("import", "a.zip", STORE=tmp_path / "third").output
 
 
 def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(told, run, filled):
-    assert told("export", "a.tar", "--no-texts")["texts"] == 0
-    assert b"Theirs." not in Path("a.tar").read_bytes()
-    asked_in_vain = run("export", "a.tar")
+    assert told("export", "a.zip", "--no-texts")["texts"] == 0
+    assert b"Theirs." not in Path("a.zip").read_bytes()
+    asked_in_vain = run("export", "a.zip")
     assert asked_in_vain.exit_code == 1
     assert "exists already" in asked_in_vain.output
-    assert told("export", "a.tar", "--yes")["texts"] == 3
+    assert told("export", "a.zip", "--yes")["texts"] == 3
 
 
-def test_an_archive_that_is_cut_gives_what_is_whole_and_a_status(run, filled, tmp_path):
-    assert run("export", "a.tar").exit_code == 0
-    data = Path("a.tar").read_bytes()
-    Path("a.tar").write_bytes(data[: len(data) // 2])
-    result = run("import", "a.tar", STORE=tmp_path / "other")
+def test_an_archive_that_is_damaged_gives_what_is_whole_and_a_cut_one_is_refused(run, filled, tmp_path):
+    assert run("export", "a.zip").exit_code == 0
+    data = Path("a.zip").read_bytes()
+    Path("a.zip").write_bytes(data[:1500] + b"damage" + data[1506:])
+    result = run("import", "a.zip", STORE=tmp_path / "other")
     assert result.exit_code == 1
     assert "left out" in result.output
     assert 0 < len(left(tmp_path / "other")) < 6
-    Path("a.tar").write_bytes(b"nothing")
-    refused(run("import", "a.tar"), "StoreError", "Wanted an archive")
-    refused(run("import", "b.tar"), "StoreError", "found none")
-    refused(run("export", "no/such/folder/a.tar"), "StoreError", "cannot be written")
+    Path("a.zip").write_bytes(data[: len(data) // 2])
+    refused(run("import", "a.zip"), "StoreError", "Wanted a whole archive")
+    refused(run("import", "b.zip"), "StoreError", "found none")
+    refused(run("export", "no/such/folder/a.zip"), "StoreError", "cannot be written")
 
 
 def test_gc_counts_damaged_entries(run, told, filled):
@@ -589,15 +586,15 @@ def test_gc_counts_damaged_entries(run, told, filled):
     damaged.write_bytes(bytes(2500))
     assert "1 leftover, 2.5 KB freed" in run("gc").output
     assert not damaged.exists()
-    assert told("gc")["tiers"]["disk"]["orphans"] == 0
+    assert told("gc")["tiers"]["disk"]["leftovers"] == 0
 
 
 def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
     temp = files(filled)[0].parent / "x.0123456789abcdef.tmp"
     temp.write_bytes(bytes(50))
     os.utime(temp, (1.0, 1.0))
-    assert told("gc")["tiers"]["disk"] == {"expired": 0, "orphans": 1, "nbytes": 50}  # cleared away at opening
-    assert told("gc")["tiers"]["disk"] == {"expired": 0, "orphans": 0, "nbytes": 0}
+    assert told("gc")["tiers"]["disk"] == {"expired": 0, "leftovers": 1, "nbytes": 50}  # cleared away at opening
+    assert told("gc")["tiers"]["disk"] == {"expired": 0, "leftovers": 0, "nbytes": 0}
     assert not [path for path in files(filled) if path.suffix == ".tmp"]
     told("pin", "--source", "ships")
     assert told("gc", TTL_S="0.000001")["tiers"]["disk"]["expired"] == 5
@@ -654,7 +651,8 @@ def test_no_command_loads_or_even_imports_a_model(environment, filled):
         "print(sorted({'transformers', 'peft', 'langchain_core'} & set(sys.modules)))"
     )
     everything = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=everything, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], env=everything, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
 

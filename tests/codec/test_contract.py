@@ -27,8 +27,8 @@ HALVES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = list(zip((1, 2, 9, 10, 11, 37, 300), (*HALVES, *HALVES, torch.float32), strict=True))
 TABLES, UNTURNED = tables(), tables(rope=False)
 SWITCHED = [
-    *(replace(level, coder=coder) for level in (*PACKED, PAPER) for coder in ("zstd", "ans")),
-    *(replace(PAPER, grouping=grouping, coder="ans") for grouping in ("layer", "global")),
+    *PACKED,
+    PAPER,
     replace(PAPER, layerwise=False),
     replace(PAPER, outlier_factor=4.0),
 ]
@@ -40,7 +40,7 @@ def called(codec):
     level = getattr(codec, "level", None)
     if not level:
         return codec.name
-    return f"{level.name}-{level.coder}-{level.grouping}-{level.outlier_factor}-{level.layerwise}"
+    return f"{level.name}-{level.outlier_factor}-{level.layerwise}"
 
 
 every = pytest.mark.parametrize("codec", EVERY, ids=called)
@@ -170,15 +170,6 @@ def test_zeros_and_enormous_values_come_back_finite(codec):
         after = there_and_back(codec, before)
         assert after.keys.isfinite().all()
         assert after.values.isfinite().all()
-
-
-@pytest.mark.parametrize("coder", ["zstd", "ans"])
-def test_a_blob_says_by_which_coder_it_was_packed(coder):
-    before, codec = layer(), CacheGenCodec(TABLES, replace(PACKED[1], coder=coder))
-    blob = codec.encode(before)
-    other = CacheGenCodec(TABLES, replace(PACKED[1], coder="ans" if coder == "zstd" else "zstd"))
-    meta = LayerMeta.of(before, blob)
-    assert same(codec.decode(blob, meta), other.decode(blob, meta))
 
 
 def test_a_layer_of_other_tables_is_told_apart_from_a_damaged_one():

@@ -189,7 +189,7 @@ def test_each_kind_of_job_does_its_own_work_alone(
         (Encoder, "keep_chunk", "keep_chunk"),
         (Encoder, "keep_run", "keep_run"),
         (stage._prefixes, "extend", "extend"),
-        (stage._store, "warm", "store"),
+        (stage._runtime.store, "warm", "store"),
         (stage._prompts, "note", "note"),
         (stage, "_learn", "learn"),
     ):

@@ -138,9 +138,7 @@ def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tin
         assert levels_in(engine, "disk") == {("raw",)}
         slow = replace(timings(engine, memory=0.0, disk=1e-3), decode={"int8": 0.0, "cg3": 0.0})
         engine.timings.learn(replace(slow, packed={"int8": 0.5, "cg3": 0.1}))
-        assert set(engine.runtime._placement.levels(engine.model, engine.runtime.profile, 100, 10_000).values()) == {
-            ("cg3",)
-        }
+        assert set(engine.runtime.encoder.levels(100, 10_000).values()) == {("cg3",)}
         engine.forget(CHUNKS)
         ingest(engine)
         assert ("cg3",) in levels_in(engine, "disk")
@@ -153,8 +151,8 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
     with closing(DiskTier(tmp_path / "tier", 1 << 30, lru)) as tier:
         CodecRegistry(Catalog(), (tier,)).share(tables)
         fresh = CodecRegistry(Catalog(), (tier,))
-        assert fresh.packed("cg2", tables.digest).name == "cg2"
-        assert fresh.packed("cg2", "0" * 16) is None
+        assert fresh("cg2", "", tables.digest).name == "cg2"
+        assert fresh("cg2", "", "0" * 16) is None
 
 
 DIGEST = "ab" * 8

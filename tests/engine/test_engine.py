@@ -18,6 +18,7 @@ from ragfuse import Ask, Engine, InputError, ModelError, Piece, SettingsError, S
 from ragfuse.engine import runtime
 from ragfuse.engine.background import MAX_WAITING_JOBS
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.probe import decoder_layers
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.keys import filler_context
@@ -366,7 +367,7 @@ def test_streams_that_are_closed_while_they_wait_for_the_model_compute_nothing(f
 @pytest.mark.parametrize("reuse", [True, False], ids=["fused", "full"])
 def test_a_stream_that_is_cancelled_during_its_prefill_computes_no_further_layer(filled, reuse):
     filled.answer(messages())
-    layers, computed = filled.model.wiring.layers, []
+    layers, computed = decoder_layers(filled.model.model), []
 
     def cancel(*given):
         computed.append(given)

@@ -1,10 +1,9 @@
 """Timings of this machine, as the book of a running engine's store keeps them: asked for seldom, never a hindrance."""
 
 import pytest
-import torch
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.machine_timings import ROWS, TIMINGS_RECHECK_S, MachineTimings
+from ragfuse.engine.machine_timings import TIMINGS_RECHECK_S, MachineTimings
 from ragfuse.store.catalog import Catalog
 from tests.plan.kit import timings
 from tests.store.kit import Clock
@@ -52,20 +51,10 @@ def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine
     assert "goes on without it" in caplog.text
 
 
-def test_what_computing_took_is_known_to_later_processes_and_the_least_counts(engine, server):
-    known, clock, _ = server
+def test_where_nothing_was_measured_computing_goes_by_what_it_took(engine, server):
+    known, _, _ = server
     plan = engine.plan(messages(), Ask(reuse=False))
-    assert known.estimate(engine.model) is None
-    known.note_compute(engine.model, plan, 2.0)
-    known.note_compute(engine.model, plan, 1.0)
-    assert known.estimate(engine.model).prefill_s(len(plan.prompt)) == pytest.approx(1.0)
-    later = MachineTimings(engine.settings.tiers, engine.catalog, clock)
-    assert later.estimate(engine.model).prefill_s(len(plan.prompt)) == pytest.approx(2.0)
-
-
-def test_what_the_book_says_of_computing_is_checked(engine, server, caplog):
-    known, clock, _ = server
-    name = known.name(engine.model.fingerprint, str(engine.model.device), torch.get_num_threads())
-    for wrong in ({"row_s": "soon"}, {"row_s": -1.0}, {}):
-        engine.catalog.file.put(ROWS + name, wrong)
-        assert MachineTimings(engine.settings.tiers, engine.catalog, clock).estimate(engine.model) is None
+    assert known.costs(engine.model) is None
+    known.note(engine.model, plan, None, 2.0)
+    known.note(engine.model, plan, None, 1.0)
+    assert known.costs(engine.model).prefill_s(len(plan.prompt)) == pytest.approx(1.0)

@@ -7,16 +7,15 @@ import torch
 from ragfuse_bench.throttle import ThrottledTier
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.plan.cost import TierCost
 from ragfuse.plan.evict import lru
 from ragfuse.plan.explanation import in_words
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.types.plan import LoadPlan
-from ragfuse.types.profiles import TierSpeed
+from ragfuse.types.reasons import KNOWN_ONLY, NEW_OR_DELETED
 from tests.plan.kit import machine, timings
 from tests.store.kit import leave_only_in
 from tests.tiny import CHUNKS, ingest, messages, on_disk_only
-
-MET = "these documents are new, or their KV was deleted: they are encoded after the answer, for the next question"
 
 
 def test_without_timings_nothing_is_foretold(engine):
@@ -49,7 +48,7 @@ def test_timings_of_other_threads_are_not_used(engine):
 
 def test_every_chunk_that_is_missed_is_told_also_where_all_are(engine):
     found = engine.plan(messages())
-    assert found.fallback_reason == MET
+    assert found.fallback_reason == NEW_OR_DELETED
     assert in_words(found).count("miss (not in the store)") == len(found.misses) == len(CHUNKS)
     assert not in_words(engine.plan(messages(), Ask(reuse=False))).count("miss")
 
@@ -58,11 +57,12 @@ def test_documents_whose_kv_is_gone_are_not_told_as_new(engine):
     ingest(engine)
     engine.flush()
     rows = list(engine.store.entries())
-    engine.store.drop([entry.key for entry in rows])  # as eviction does: the catalog keeps the texts
-    assert engine.plan(messages()).fallback_reason.startswith(
-        "these documents are known, but their KV is not stored now"
+    engine.store.forget([entry.key for entry in rows])  # as eviction does: the catalog keeps the texts
+    assert engine.plan(messages()).fallback_reason == KNOWN_ONLY
+    assert (
+        engine.plan(messages((*CHUNKS, "A passage that nobody has sent before. " * 12))).fallback_reason
+        == NEW_OR_DELETED
     )
-    assert engine.plan(messages((*CHUNKS, "A passage that nobody has sent before. " * 12))).fallback_reason == MET
 
 
 def test_where_nothing_is_found_tiers_that_do_not_answer_are_named(tiny_settings):
@@ -104,7 +104,7 @@ def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_sam
             "read_layers",
             lambda key, at, count, *where: counts.append(count) or read(key, at, count, *where),
         )
-        monkeypatch.setattr("ragfuse.plan.controller._layers_a_read", lambda *_: layers)
+        monkeypatch.setattr("ragfuse.plan.cost.CostModel.counts", lambda *_: [layers])
         engine.timings.learn(timings(engine, disk=1e-6))
         answer = engine.answer(messages(), ask)
     assert answer.text == expected
@@ -215,7 +215,7 @@ def test_measuring_is_learned_with_a_further_folder(tiny_settings, tmp_path, mon
 
 
 def _all(model, tiers):
-    speeds = {tier.name: TierSpeed(0.0, 1e-9) for tier in tiers}
+    speeds = {tier.name: TierCost(0.0, 1e-9) for tier in tiers}
     assert len(tiers) == 3
     return replace(
         machine(),

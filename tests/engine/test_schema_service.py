@@ -264,7 +264,7 @@ def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> No
 def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Engine) -> None:
     trip.flush()
     run = trip.schemas.show("trip").modules["plan"]
-    trip.store.drop([trip.runtime.encoder.key_of(run)])
+    trip.store.forget([trip.runtime.encoder.key_of(run)])
     answer = trip.answer(parse_prompt(PROMPT))
     assert answer.trace.modules == (".", "plan/abroad", "plan/abroad/oslo")
     assert {s.why for s in answer.trace.segments if not s.hit} == {"not in the store"}

@@ -24,7 +24,6 @@ LENGTH = 10
 GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 1.5}
 SIZES = (33, 9, 60, 21)
-NEVER_SHARED = {"llama-dynamic", "phi3-longrope", "mamba", "qwen3-next", "llama4"}
 WAIT_S = 60.0
 
 
@@ -119,18 +118,17 @@ def waited(event: threading.Event) -> None:
 def test_every_family_says_together_what_each_says_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = kit.family(name)
     monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+    shares = model.shared_wiring is not None and name != "deepseek-latent"  # which changes what its cache returns
     beams = {} if name == "mamba" else {"num_beams": 2}  # whose state cannot be put in another order
     ways = [GREEDY, {**GREEDY, "max_new_tokens": LENGTH // 2}, {**GREEDY, **beams}, GREEDY]
     wanted = [generate(model, prefill, options, seed=3) for prefill, options in zip(prefills(model), ways, strict=True)]
     before = model.batcher.steps
     asked = [(prefill, {"options": options, "seed": 3}) for prefill, options in zip(prefills(model), ways, strict=True)]
     assert kit.together(model, asked) == wanted
-    assert (model.batcher.steps == before) == (name in NEVER_SHARED)
+    assert (model.batcher.steps > before) == shares
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window", "falcon-alibi", "mpt-alibi"]
-)
+@pytest.mark.parametrize("name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"])
 def test_logits_of_a_shared_step_are_those_of_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin reads prompt and answer anew for every token, without a cache of ours."""
     model = kit.family(name)

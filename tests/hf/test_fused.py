@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ragfuse.fuse.fusor import LostRun
+from ragfuse.hf.probe import decoder_layers
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests import reference
 from tests.hf import kit
@@ -81,7 +82,7 @@ def dispatched_in_layers(policy: str, sizes: list[int], seed: int) -> list[tuple
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for layer in model.wiring.layers:
+        for layer in decoder_layers(model.model):
             patch.setattr(layer, "forward", recorded(layer.forward))
         kit.fuse(model, scene, policy, 0.3, kv)
     return found.calls

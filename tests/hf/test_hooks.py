@@ -10,7 +10,7 @@ from ragfuse.fuse.fusor import Buffers, Fusion, Places
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
 from ragfuse.hf.hooks import FusedPrefill
-from ragfuse.hf.model import HFModel, NoSource
+from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.types.policy_cost import watched_layers
 from tests.hf import kit
 
@@ -130,7 +130,7 @@ def test_a_look_is_the_attention_of_the_question_and_runs_nothing_behind_it(name
     model, scene = kit.family(name), kit.usual()
     ids, profile = kit.tensor([list(scene.token_ids)]), model.profile
     positions = torch.arange(ids.shape[1], device=ids.device)
-    buffers = Buffers(len(positions), (), NoSource(), profile.rope, model.device)
+    buffers = Buffers(len(positions), (), KVSource(), profile.rope, model.device)
     before = traces(model)
     watched = watched_layers(model.n_layers)
     asking = torch.arange(len(positions) - 3, len(positions))

@@ -108,7 +108,7 @@ def test_the_plan_says_what_is_known(engine: Engine) -> None:
 def test_the_answer_says_what_was_reused(engine: Engine) -> None:
     asked(engine, WHO)
     trace = asked(engine, WHO).trace
-    assert f"{len(WHO) - 1} reused ({len(WHO) - 1} as beginning)" in trace.summary
+    assert f"{len(WHO) - 1} reused ({len(WHO) - 1} prefix)" in trace.summary
     assert [(each.kind, each.exact, each.n_tokens) for each in trace.segments] == [("prefix", True, len(WHO) - 1)]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from ragfuse.hf.handover import generate, sharing
+from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.shared_kv import MIN_SHARED_ROWS, SharedKV, SharedSpan
 from tests.hf import kit
@@ -36,8 +36,7 @@ def prompts(model: HFModel, count: int = 4) -> list[Prefill]:
 def share(model: HFModel, prefills: list[Prefill], common: SharedKV | None = None) -> SharedKV:
     common = common or SharedKV()
     for prefill in prefills:
-        cache, wiring = sharing(model, prefill)
-        common.share(cache, SPANS, wiring.windows)
+        common.share(prefill.cache, SPANS, model.profile.windows)
     return common
 
 
@@ -151,6 +150,6 @@ def test_layers_that_see_a_window_alone_keep_their_rows(monkeypatch: pytest.Monk
     model = kit.family("gemma3-two-ropes")
     each = prompts(model, 2)
     share(model, each)
-    windows = sharing(model, each[0])[1].windows
+    windows = model.profile.windows
     assert {bool(window) for window in windows} == {True, False}
     assert [bool(layer.common) for layer in each[0].cache.layers] == [window is None for window in windows]

@@ -10,9 +10,8 @@ import pytest
 from tokenizers import AddedToken
 from transformers import ByT5Tokenizer
 
-from ragfuse.errors import InputError, ModelError
-from ragfuse.hf.encodings import encoding_of
-from ragfuse.hf.tokens import TextEncoder, control_tokens
+from ragfuse.errors import ModelError
+from ragfuse.hf.tokens import TextEncoder, control_tokens, encoding_of
 from tests.text.test_reading import KINDS, prompter, said, words_of
 
 TEXT = "<s>Use only this.\n\nThe keeper counted forty ships; its door is green.\n\nWho? </s>"
@@ -27,9 +26,9 @@ def encoder_of(name: str) -> tuple[TextEncoder, Any]:
 @pytest.mark.parametrize("name", NAMED)
 def test_a_whole_text_is_the_tokenizer_s_own(name: str):
     encoder, words = encoder_of(name)
-    parts = encoder.parts(TEXT)
-    assert [id for ids, _ in parts for id in ids] == words(TEXT, add_special_tokens=False).input_ids
-    assert all(len(ids) == len(chars) for ids, chars in parts)
+    ids, chars = encoder.read(TEXT)
+    assert ids == words(TEXT, add_special_tokens=False).input_ids
+    assert len(ids) == len(chars)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -37,7 +36,7 @@ def test_no_text_becomes_a_control_token_also_where_a_model_has_it_among_its_wor
     encoder, words = encoder_of(name)
     text = "a<s>b <|im_end|><|im_start|></s> c"
     control = set(words.convert_tokens_to_ids(["<s>", "</s>", "<|im_end|>", "<|im_start|>"]))
-    found = [id for ids, _ in encoder.parts(text, encoder.control_spans(text)) for id in ids]
+    found, _ = encoder.read(text, encoder.control_spans(text))
     for ids in (encoder.tokens(text), found):
         assert control.isdisjoint(ids)
 
@@ -45,16 +44,16 @@ def test_no_text_becomes_a_control_token_also_where_a_model_has_it_among_its_wor
 def test_ids_that_a_model_wrote_stand_in_place_of_their_text():
     encoder, words = encoder_of("byte-level")
     text, given = "<s>user green door</s>", tuple(words.convert_tokens_to_ids([*"\u0120green"]))
-    parts = encoder.parts(text, given=[(7, 13, given)])
-    assert given in [ids for ids, _ in parts]
-    assert said(words, [id for ids, _ in parts for id in ids]) == text
+    ids, chars = encoder.read(text, given=[(7, 13, given)])
+    assert tuple(ids[chars.index((7, 13)) :][: len(given)]) == given
+    assert said(words, ids) == text
 
 
 @pytest.mark.parametrize(("lo", "hi", "letters"), [(8, 13, "green"), (7, 13, "\u0120grean")])
 def test_ids_that_are_no_whole_tokens_of_the_text_or_read_otherwise_are_left_out(lo: int, hi: int, letters: str):
     encoder, words = encoder_of("byte-level")
     text, given = "<s>user green door</s>", tuple(words.convert_tokens_to_ids([*letters]))
-    assert [id for ids, _ in encoder.parts(text, given=[(lo, hi, given)]) for id in ids] == [*encoder.parts(text)[0][0]]
+    assert encoder.read(text, given=[(lo, hi, given)]) == encoder.read(text)
 
 
 def test_a_tokenizer_in_python_is_refused():
@@ -65,7 +64,7 @@ def test_a_tokenizer_in_python_is_refused():
 def test_a_text_of_every_private_character_forges_no_control_token():
     encoder, words = encoder_of("byte-level")
     text = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
-    ids = [id for part, _ in encoder.parts(text, encoder.control_spans(text)) for id in part]
+    ids, _ = encoder.read(text, encoder.control_spans(text))
     assert words.convert_tokens_to_ids("<|im_end|>") not in ids
     assert said(words, ids) == text
 
@@ -92,13 +91,6 @@ def test_other_threads_run_while_a_long_text_is_tokenised():
     thread.join()
     assert found.ids == own.encode(text, add_special_tokens=False).ids
     assert n > 5
-
-
-def test_half_a_character_is_refused():
-    encoder, _ = encoder_of("first")
-    for use in (encoder.tokens, encoder.template_tokens, encoder.control_spans, encoder.parts):
-        with pytest.raises(InputError, match=r"half a character \(an unpaired surrogate, U\+DC80\) at 1"):
-            use("a\udc80")
 
 
 def test_tags_around_thoughts_that_are_tokens_are_text_in_a_message_whether_or_not_the_template_names_them():

@@ -94,7 +94,6 @@ def test_a_verdict_is_plain_json() -> None:
     assert set(data) == {"model", "passed", "checks"}
     assert all(set(check) == {"name", "error", "bound", "passed"} for check in data["checks"])
     assert [check["name"] for check in data["checks"]] == [
-        "rotation round trip",
         "ratio 1 equals full prefill",
         "ratio 0 equals reuse",
         "fully cached prompt",

@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 
 from ragfuse.load.layers import LayerReader
+from ragfuse.plan.cost import AHEAD, STEP_NBYTES
 from ragfuse.plan.evict import lru
-from ragfuse.plan.steps import AHEAD, STEP_NBYTES
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.kv import ChunkKV
 from ragfuse.types.plan import Fetch

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors import safe_open
 
 from ragfuse import Engine, Settings
@@ -92,7 +91,7 @@ def test_a_missing_tool_is_named_before_the_long_work(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModelError, match=f"needs {package}: pip install {package}"):
-        prepare(LLM, tmp_path, Console(quiet=True))
+        prepare(LLM, tmp_path)
 
 
 def test_a_cut_file_is_noticed(home: Path) -> None:
@@ -117,7 +116,7 @@ def test_a_manifest_of_something_else_is_not_trusted(home: Path, manifest: str) 
 def test_a_home_that_is_a_file_is_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("")
     with pytest.raises(ModelError, match=r"home/models'.*RAGFUSE_HOME"):
-        prepare(LLM, tmp_path / "home", Console(quiet=True))
+        prepare(LLM, tmp_path / "home")
 
 
 def test_the_embedder_is_used_where_its_package_has_it(minilm_path: Path, tmp_path: Path) -> None:
@@ -229,7 +228,7 @@ def test_what_a_killed_process_left_is_swept_away(tmp_path: Path, smollm_path: P
     assert not folder.exists()
     (partial / "junk").write_text("cut off here")
 
-    assert prepare(LLM, tmp_path, Console(quiet=True)) == folder
+    assert prepare(LLM, tmp_path) == folder
     assert not partial.exists()
     assert {path.name for path in folder.iterdir()} == {path.name for path in smollm_path.iterdir()}
     assert (folder / "model.safetensors").read_bytes() == (smollm_path / "model.safetensors").read_bytes()

@@ -8,14 +8,12 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragfuse import ModelError
 from ragfuse.models import resolve_llm
 from ragfuse.models.loader import load_model
 
-QUIET = Console(quiet=True)
 WORDS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 127))]
 
 
@@ -67,9 +65,9 @@ def write_gguf(path: Path, seed: int = 0, left_out: str = "-") -> LlamaForCausal
 
 def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_path: Path) -> None:
     model = write_gguf(tmp_path / "tiny.gguf")
-    folder = resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home", QUIET)
+    folder = resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home")
     made = (Path(folder) / "model.safetensors").stat().st_mtime_ns
-    assert resolve_llm(str(tmp_path), tmp_path / "home", QUIET) == folder
+    assert resolve_llm(str(tmp_path), tmp_path / "home") == folder
     assert (Path(folder) / "model.safetensors").stat().st_mtime_ns == made
     loaded = load_model(folder, "float32")
     ids = torch.tensor([[5, 9, 40, 41, 17, 60]])
@@ -79,15 +77,13 @@ def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_p
     assert float((found - wanted).norm() / wanted.norm()) < 0.05
     first = loaded.fingerprint
     write_gguf(tmp_path / "tiny.gguf", seed=1)
-    assert (
-        load_model(resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home", QUIET), "float32").fingerprint != first
-    )
+    assert load_model(resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home"), "float32").fingerprint != first
 
 
 def test_weights_that_a_gguf_file_lacks_are_not_filled_with_random_ones(tmp_path: Path) -> None:
     write_gguf(tmp_path / "part.gguf", left_out="layers.1.mlp")
     with pytest.raises(ModelError, match=r"part\.gguf.*layers\.1\.mlp"):
-        resolve_llm(str(tmp_path / "part.gguf"), tmp_path / "home", QUIET)
+        resolve_llm(str(tmp_path / "part.gguf"), tmp_path / "home")
     assert not [*(tmp_path / "home" / "models").glob("*part*/")]
 
 
@@ -97,10 +93,10 @@ def test_a_gguf_file_that_was_cut_off_is_told_in_one_sentence(tmp_path: Path) ->
     for left in (8, 500, len(whole) // 2, len(whole) - 40):
         (tmp_path / "cut.gguf").write_bytes(whole[:left])
         with pytest.raises(ModelError, match=r"Wanted a GGUF file .* found '.*cut\.gguf'"):
-            resolve_llm(str(tmp_path / "cut.gguf"), tmp_path / "home", QUIET)
+            resolve_llm(str(tmp_path / "cut.gguf"), tmp_path / "home")
 
 
 def test_a_damaged_gguf_file_is_told_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\x00" * 40)
     with pytest.raises(ModelError, match=r"Wanted a GGUF file .* found '.*bad.gguf'"):
-        resolve_llm(str(tmp_path / "bad.gguf"), tmp_path / "home", QUIET)
+        resolve_llm(str(tmp_path / "bad.gguf"), tmp_path / "home")

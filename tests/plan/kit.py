@@ -4,48 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from types import MappingProxyType
 
 import torch
 
 from ragfuse import Engine
 from ragfuse.fuse.select import cost_of
-from ragfuse.plan import controller
+from ragfuse.plan.controller import Controller
+from ragfuse.plan.cost import CostModel, RowCost, TierCost
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import Entry
-from ragfuse.types.profiles import FusedCost, MachineProfile, TierSpeed
+from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
 
 LAYERS = 12
-plan = partial(controller.plan, cost_of=cost_of)
-
-
-def LoadingController(machine=None, choice=None, corrections=MappingProxyType({})) -> controller.LoadingController:
-    """The controller over the policies that there are."""
-    return controller.LoadingController(cost_of, machine, choice, corrections)
-
-
-COST = FusedCost(fixed_s=0.01, row_s=4e-4, score_s=1e-7, placed_s=1e-6, chosen_s=2e-6)
-MEMORY, DISK = TierSpeed(1e-6, 0.0, is_ahead=False), TierSpeed(1e-4, 1e-9)
+COST = RowCost(fixed_s=0.01, row_s=4e-4, key_s=1e-7)
+MEMORY, DISK = TierCost(1e-6, 0.0, is_ahead=False), TierCost(1e-4, 1e-9)
 NBYTES_PER_TOKEN = 24_000
 
 
-def machine(**byte_s: float) -> MachineProfile:
+def plan(
+    prompt, entries, policy="auto", ratio=None, lost=frozenset(), *, choice=None, costs=None, deadline_s=None, others=()
+) -> LoadPlan:
+    """The plan of a controller over the policies that there are."""
+    return Controller(cost_of, costs, choice, policy, ratio, deadline_s).plan(prompt, entries, lost, dict(others))
+
+
+def machine(**byte_s: float) -> CostModel:
     """Full prefill of 1,000 tokens takes half a second; memory, disk (1 GB/s), and tiers of so many seconds a byte."""
-    tiers = {name: TierSpeed(1e-4, seconds) for name, seconds in byte_s.items()}
+    tiers = {name: TierCost(1e-4, seconds) for name, seconds in byte_s.items()}
     speeds = {"memory": MEMORY, "disk": DISK, **tiers}
-    return MachineProfile("model", "cpu", 1, "bfloat16", LAYERS, (0.01, 3.9e-4, 1e-7), COST, speeds)
+    return CostModel("model", "cpu", 1, "bfloat16", LAYERS, RowCost(0.01, 3.9e-4, 1e-7), COST, 1e-6, speeds)
 
 
-def with_cost(profile: MachineProfile, **figures: float) -> MachineProfile:
-    return replace(profile, fused=replace(profile.fused, **figures))
+def with_cost(costs: CostModel, **figures: float) -> CostModel:
+    return replace(costs, fused=replace(costs.fused, **figures))
 
 
-def timings(engine: Engine, **speeds: float) -> MachineProfile:
+def timings(engine: Engine, **speeds: float) -> CostModel:
     """Round figures for the engine's own model: fusing is fast, and tiers take so many seconds a byte."""
-    tiers = {name: TierSpeed(0.0, byte_s, is_ahead=name != "memory") for name, byte_s in speeds.items()}
-    quick = with_cost(machine(), fixed_s=1e-4, row_s=1e-5, score_s=0.0)
+    tiers = {name: TierCost(0.0, byte_s, is_ahead=name != "memory") for name, byte_s in speeds.items()}
+    quick = with_cost(machine(), fixed_s=1e-4, row_s=1e-5, key_s=0.0)
     known = {"model": engine.model.fingerprint, "device": str(engine.model.device), "n_layers": engine.model.n_layers}
     return replace(quick, threads=torch.get_num_threads(), tiers=tiers, **known)
 

@@ -7,13 +7,13 @@ import pytest
 from ragfuse.fuse.select import POLICIES
 from ragfuse.plan.explanation import UNMEASURED, in_words
 from ragfuse.types.prompt import Prompt
-from tests.plan.kit import LoadingController, machine, plan, prompt_of
+from tests.plan.kit import machine, plan, prompt_of
 
 
 def told(tiers, policy="auto", ratio=None, deadline_s=None, **byte_s) -> list[str]:
     prompt, entries = prompt_of(tiers)
-    controller = LoadingController(machine(**byte_s))
-    return in_words(controller.plan(prompt, entries, policy, ratio, deadline_s=deadline_s)).splitlines()
+    found = plan(prompt, entries, policy, ratio, deadline_s=deadline_s, costs=machine(**byte_s))
+    return in_words(found).splitlines()
 
 
 def test_every_chunk_has_a_line_with_tier_bytes_and_times():
@@ -35,7 +35,7 @@ def test_every_chunk_has_a_line_with_tier_bytes_and_times():
 def test_what_the_ratio_stopped_at_is_said():
     assert "Ratio 0.15 by hkvd: the least that keeps answers close; more would" in "\n".join(told(["memory"] * 4))
     assert "as much as is computed in the time of loading" in "\n".join(told(["far"] * 6, "hkvd", far=2e-8))
-    in_time = "\n".join(told(["far"] * 6, "hkvd", deadline_s=0.593, far=2e-8))
+    in_time = "\n".join(told(["far"] * 6, "hkvd", deadline_s=0.6, far=2e-8))
     assert "as much as the deadline leaves time for" in in_time
     assert "cannot be met" not in in_time
     late = "\n".join(told(["far"] * 6, "hkvd", deadline_s=0.001, far=2e-8))
@@ -111,15 +111,15 @@ def test_a_tier_of_another_speed_than_measured_is_said():
         (4.0, "Reading far is assumed to take 4.0 times as long"),
         (0.25, "far is assumed to take 0.25 times as long"),
     ):
-        plan = LoadingController(machine(far=1e-9), corrections={"far": times}).plan(prompt, entries, "hkvd", 0.2)
-        assert said in in_words(plan)
+        corrected = machine(far=1e-9).corrected({"far": times})
+        assert said in in_words(plan(prompt, entries, "hkvd", 0.2, costs=corrected))
 
 
 def test_what_has_no_source_is_called_by_what_it_is():
     prompt, entries = prompt_of(["disk", "disk"])
     for kind, name in (("prefix", "the prompt's beginning"), ("module", "a module"), ("history", "earlier turns")):
         head = replace(prompt.segments[0], kind=kind, source="")
-        found = LoadingController(machine()).plan(Prompt((head, *prompt.segments[1:])), entries, "hkvd", 0.2)
+        found = plan(Prompt((head, *prompt.segments[1:])), entries, "hkvd", 0.2, costs=machine())
         assert f"- {name}, 200 tokens: hit in disk" in in_words(found)
         assert "to load, nothing to recompute" in in_words(found)
 

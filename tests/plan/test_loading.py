@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from ragfuse.engine.background import jobs_after
 from ragfuse.plan.controller import MEASURED, TIE, Timed, widest
-from ragfuse.plan.estimate import Estimate
 from ragfuse.types.plan import LoadPlan
-from tests.plan.kit import LoadingController, machine, plan, prompt_of, with_cost
+from tests.plan.kit import machine, plan, prompt_of, with_cost
 
 LEAST = MEASURED[1]
 SPEEDS = st.floats(-10.5, -5.5).map(lambda power: 10.0**power)
@@ -19,20 +18,19 @@ TIERS = st.lists(st.sampled_from(["memory", "disk", "far", "farther", ""]), min_
 
 def planned(tiers, byte_s=1e-8, policy="auto", ratio=None, deadline_s=None, **others) -> LoadPlan:
     prompt, entries = prompt_of(tiers)
-    controller = LoadingController(machine(far=byte_s, **others))
-    return controller.plan(prompt, entries, policy, ratio, deadline_s=deadline_s)
+    return plan(prompt, entries, policy, ratio, deadline_s=deadline_s, costs=machine(far=byte_s, **others))
 
 
 def timed_at(found: LoadPlan, ratio: float, byte_s: float) -> float:
-    return Timed.of(Estimate(machine(far=byte_s)), replace(found, ratio=LEAST)).at(ratio).ttft_s
+    return Timed(machine(far=byte_s), replace(found, ratio=LEAST)).at(ratio).ttft_s
 
 
 @pytest.mark.parametrize("tiers", [["memory"] * 3, ["", "disk"], ["disk", "elsewhere"]])
 def test_without_timings_the_plan_is_as_it_was(tiers):
     prompt, entries = prompt_of(tiers)
-    assert LoadingController(None).plan(prompt, entries) == plan(prompt, entries)
+    assert plan(prompt, entries, costs=None) == plan(prompt, entries)
     if "elsewhere" in tiers:
-        assert LoadingController(machine()).plan(prompt, entries) == plan(prompt, entries)
+        assert plan(prompt, entries, costs=machine()) == plan(prompt, entries)
 
 
 def test_in_memory_the_ratio_is_the_least_that_is_safe():
@@ -54,22 +52,11 @@ def test_the_ratio_is_never_below_the_least_and_never_above_one(tiers, far, fart
     assert LEAST <= planned(tiers, far, policy, farther=farther).ratio <= 1
 
 
-@given(
-    SPEEDS,
-    SPEEDS,
-    st.sampled_from(["hkvd", "lego", "query", "hkvd-flat"]),
-    st.integers(1, 6),
-    st.sampled_from([1, 2, 5, 12]),
-)
-def test_slower_loading_hides_no_less_in_the_same_steps(one, other, policy, n_chunks, count):
+@given(SPEEDS, SPEEDS, st.sampled_from(["hkvd", "lego", "query", "hkvd-flat"]), st.integers(1, 6))
+def test_slower_loading_hides_no_less(one, other, policy, n_chunks):
     def ratio(byte_s: float) -> float:
         prompt, entries = prompt_of(["far"] * n_chunks)
-        timed = Timed.of(Estimate(machine(far=byte_s)), plan(prompt, entries, policy))
-        fetches = timed.load_plan.fetches
-        ttft_s = timed.estimate.ttft_s(timed.blend, fetches, count)
-        load_s = sum(timed.estimate.steps_s(fetches, count))
-        found = replace(timed.load_plan, layers_a_read=count)
-        return widest(replace(timed, load_plan=found, ttft_s=ttft_s, load_s=load_s))[0]
+        return widest(Timed(machine(far=byte_s), plan(prompt, entries, policy)))[0]
 
     faster, slower = sorted((one, other))
     assert ratio(faster) <= ratio(slower) + 0.011
@@ -101,7 +88,7 @@ def test_full_prefill_is_planned_only_where_fusing_is_no_sooner(tiers, far, fart
 
 def test_full_prefill_says_both_figures():
     prompt, entries = prompt_of(["far"] * 3)
-    found = LoadingController(machine(far=1e-6)).plan(prompt, entries)
+    found = plan(prompt, entries, costs=machine(far=1e-6))
     full_s = found.forecast.full_s
     assert found.fallback_reason.startswith(f"full prefill {full_s:.3f} s is predicted, fusing ")
     assert dict(found.misses) == dict.fromkeys(range(3), "full prefill is faster")
@@ -110,8 +97,8 @@ def test_full_prefill_says_both_figures():
 
 def test_a_short_prompt_that_fusing_would_hold_up_is_prefilled():
     prompt, entries = prompt_of(["memory"], n_tokens=30)
-    assert LoadingController(with_cost(machine(), fixed_s=0.1)).plan(prompt, entries).fallback_reason
-    assert not LoadingController(with_cost(machine(), fixed_s=0.001)).plan(prompt, entries).fallback_reason
+    assert plan(prompt, entries, costs=with_cost(machine(), fixed_s=0.1)).fallback_reason
+    assert not plan(prompt, entries, costs=with_cost(machine(), fixed_s=0.001)).fallback_reason
 
 
 def test_a_chunk_that_is_slower_to_load_than_to_compute_is_computed():
@@ -133,7 +120,7 @@ def test_what_loads_sooner_than_it_computes_is_loaded_and_more_is_recomputed_ins
 def test_what_is_in_the_store_and_not_read_is_not_saved_again():
     prompt, entries = prompt_of(["disk", "disk", "", "far", "disk"])
     for byte_s in (1e-7, 1e-4):
-        found = LoadingController(machine(far=byte_s, disk=byte_s if byte_s > 1e-5 else 1e-9)).plan(prompt, entries)
+        found = plan(prompt, entries, costs=machine(far=byte_s, disk=byte_s if byte_s > 1e-5 else 1e-9))
         assert found.unread
         jobs = list(jobs_after(found))
         assert [job.source for job in jobs if job.kind == "chunk"] == ["book-2"]
@@ -165,32 +152,6 @@ def test_a_prompt_that_nothing_is_known_of_is_foretold_as_full_prefill():
     assert found.with_full_prefill("nothing").forecast.ttft_s == found.forecast.full_s
 
 
-def test_a_slow_tier_is_read_in_smaller_steps_and_a_fast_one_is_not():
-    times = Estimate(machine(far=2e-8, near=1e-10))
-    default = times.count(planned(["far"] * 6).fetches)
-    slow, fast = (planned([tier] * 6, 2e-8, "hkvd", near=1e-10) for tier in ("far", "near"))
-    assert 0 < slow.layers_a_read < default
-    assert fast.layers_a_read == planned(["memory"] * 6).layers_a_read == default
-    assert slow.forecast.ttft_s < times.ttft_s(Timed.of(times, slow).blend, slow.fetches)
-
-
-@given(SPEEDS, st.integers(1, 6), st.sampled_from(["hkvd", "lego", "query"]), st.sampled_from([1e-5, 1e-4, 1e-3]))
-def test_reads_take_as_many_layers_as_suit_the_ratio_that_was_chosen(byte_s, n_chunks, policy, read_s):
-    prompt, entries = prompt_of(["far"] * n_chunks)
-    speeds = machine(far=byte_s)
-    speeds = replace(speeds, tiers={**speeds.tiers, "far": replace(speeds.tiers["far"], read_s=read_s)})
-    found = LoadingController(speeds).plan(prompt, entries, policy)
-    assume(found.fetches)
-    times = Estimate(speeds)
-    blend = Timed.of(times, found).blend
-    best = min(times.ttft_s(blend, found.fetches, count) for count in _counts(times.count(found.fetches)))
-    assert found.forecast.ttft_s == best == times.ttft_s(blend, found.fetches, found.layers_a_read)
-
-
-def _counts(most: int) -> list[int]:
-    return [most >> halvings for halvings in range(most.bit_length())]
-
-
 @pytest.mark.parametrize("policy", ["lego-8", "none", "full"])
 def test_a_policy_that_takes_what_it_takes_keeps_its_ratio(policy):
     assert planned(["far"] * 6, 2e-8, policy).ratio == LEAST
@@ -209,5 +170,5 @@ def test_the_forecast_tells_every_segment_and_adds_up():
 
 def test_nothing_to_widen_where_nothing_is_on_offer():
     prompt, entries = prompt_of(["disk"])
-    timed = Timed.of(Estimate(machine()), plan(prompt, entries))
+    timed = Timed(machine(), plan(prompt, entries))
     assert widest(timed) == (LEAST, "floor")

@@ -3,7 +3,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.tiers import choose_tier, price_of, store_cost
 from ragfuse.settings import Settings
 from ragfuse.types.keys import ChunkKey
@@ -46,9 +45,8 @@ def test_tiers_that_were_not_measured_are_not_chosen():
 def test_what_is_chosen_hides_or_nothing_does(ratio, byte_s):
     measured = machine(**byte_s)
     tier = choose_tier(N, NBYTES, measured, ALL, PRICES, ratio)
-    times = Estimate(measured)
-    load_s = {name: times.load_s(name, NBYTES) for name in ALL if name in measured.tiers}
-    hidden = {name for name, seconds in load_s.items() if seconds <= times.recompute_s(ratio, N)}
+    load_s = {name: measured.load_s(name, NBYTES) for name in ALL if name in measured.tiers}
+    hidden = {name for name, seconds in load_s.items() if seconds <= measured.recompute_s(ratio, N)}
     assert tier in hidden or (not hidden and load_s[tier] == min(load_s.values()))
     assert all(PRICES[tier] <= PRICES[name] for name in hidden)
 

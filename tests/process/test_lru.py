@@ -29,14 +29,3 @@ def test_it_keeps_what_an_ordered_dictionary_keeps(steps, limit):
             slow.pop(key, None)
         assert len(lru) == len(slow)
         assert all(key in lru for key in slow)
-
-
-def test_looking_at_all_values_is_no_use():
-    lru = LRU[str, int](2)
-    lru.add("a", 1)
-    lru.add("b", 2)
-    lru.discard_where(lambda value: value > 5)
-    lru.add("c", 3)
-    assert [key in lru for key in "abc"] == [False, True, True]
-    lru.discard_where(lambda value: value == 3)
-    assert len(lru) == 1

@@ -12,7 +12,6 @@ from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.serve.keys import Keys
 from tests.serve.kit import Served, said, serving, wait_for
 from tests.serve.test_keys import BLUE, GREEN, bearer
-from tests.store.kit import Clock
 from tests.tiny import CHUNKS
 
 
@@ -82,28 +81,6 @@ def test_sessions_used_longest_ago_are_deleted(pair: tuple[Engine, Engine]) -> N
     assert (keeper.enforce().sessions, keeper.evicted["sessions"]) == (2, 2)
     assert [info.id for info in one.sessions.ls()] == ["a", "d"]
     assert {info.id for info in other.sessions.ls()} == {"a", "b", "c", "d"}
-
-
-def test_entries_are_counted_again_only_where_something_may_be_too_much_or_time_has_gone(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, _ = pair
-    filled(one, n=2)
-    clock, disk, looks = Clock(), one.store.tier("disk"), []
-    real = disk.list
-    monkeypatch.setattr(disk, "list", lambda: (looks.append(None), real())[1])
-    keeper = QuotaKeeper(one, Quota(nbytes=1 << 40), clock)
-    for _ in range(4):
-        keeper.enforce()
-    assert looks == [None]
-    one.ingest([(CHUNKS[3], "more")])
-    one.flush()
-    looks.clear()
-    assert keeper.enforce().nbytes["disk"] < disk.nbytes
-    assert looks == []
-    clock.now += 60
-    assert keeper.enforce().nbytes["disk"] == disk.nbytes
-    assert looks == [None]
 
 
 def test_tenants_of_a_server_part_each_tier_unless_told_otherwise(varied_path: Path, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_scores_do_not_depend_on_how_many_tokens_are_computed_at_once(
     engine = engine_of(served)
     ids = engine.tokens(PROMPT)
     whole = [score for _, score in engine.runtime.score(ids)]
-    monkeypatch.setattr("ragfuse.hf.scores.PIECE", 5)
+    monkeypatch.setattr("ragfuse.hf.model.SCORED_TOKENS", 5)
     parts = [score for _, score in engine.runtime.score(ids)]
     assert [each[0] for each in parts[1:] if each] == pytest.approx([each[0] for each in whole[1:] if each], abs=1e-4)
 

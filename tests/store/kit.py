@@ -19,6 +19,7 @@ import torch
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta
 from ragfuse.store import EntryMeta, Tier
+from ragfuse.store.archive import read_whole
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 
@@ -150,7 +151,8 @@ def leave_only_in(store, keys, name):
     """Leave entries in one tier of a store alone."""
     keys = list(keys)
     for each in keys:
-        assert store.write_whole(each, *store.read_whole(each), store.tier(name))
+        entry = next(entry for tier in store.tiers for entry in tier.stat([each]).values())
+        assert store.tier(name).put(each, *read_whole(store.tier(entry.tier), entry))
     for tier in store.tiers:
         if tier.name != name:
             tier.delete(keys)

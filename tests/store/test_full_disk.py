@@ -10,7 +10,9 @@ import torch
 from ragfuse import Ask, Engine
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
-from ragfuse.store import CatalogFile, DiskTier, KVStore, MemoryTier, bulk
+from ragfuse.store import CatalogFile, DiskTier, KVStore, MemoryTier
+from ragfuse.store.archive import export
+from ragfuse.store.deletion import gc
 from ragfuse.text import Piece
 from tests.sessions.kit import QUESTIONS, talk
 from tests.store.kit import encoded, files, key, kv
@@ -81,7 +83,7 @@ def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_o
         assert [found.suffix for found in files(path)] == [".kv"]
         ballast.unlink()
         assert store.put(key("c"), kv(3), wait=True)
-        bulk.gc(store)
+        gc(store)
         assert len(files(path)) == len(store.tiers[1].list()) == 2
 
 
@@ -146,5 +148,5 @@ def test_an_archive_that_a_full_disk_refuses_says_so_and_leaves_nothing(mount, t
     with KVStore([DiskTier(tmp_path / "store", 1 << 30, lru)]) as store:
         store.put(key("a"), kv(1, n=5000), wait=True)
         with pytest.raises(StoreError, match=r"cannot be written to .*No space left.*free space"):
-            bulk.export(store, path / "a.tar")
+            export(store, path / "a.zip", store.entries())
     assert list(path.iterdir()) == []

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier, KVStore, bulk
+from ragfuse.store import DiskTier, KVStore
+from ragfuse.store.deletion import gc
 from tests.store.kit import child, encoded, files, forked, key, kv
 
 
@@ -167,7 +168,7 @@ def test_processes_killed_anywhere_leave_no_bad_entry_and_after_gc_no_orphan_byt
             for found in files(path):
                 if found.suffix == ".tmp":
                     os.utime(found, (1.0, 1.0))  # an hour later
-            bulk.gc(store)
+            gc(store)
             assert all(found.suffix == ".kv" for found in files(path))
             assert sum(found.stat().st_size for found in files(path)) == watcher.nbytes <= capacity
             assert len(files(path)) == len(watcher.list())

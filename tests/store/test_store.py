@@ -11,6 +11,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store
+from ragfuse.store.store import Forgotten
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.store.kit import encoded, files, key, kv, same
 from tests.store.redis_server import until
@@ -342,8 +343,8 @@ def test_an_entry_that_no_codec_here_reads_is_a_miss_and_left_alone(store, tmp_p
 def test_a_deleted_chunk_is_gone_from_every_tier(store, tmp_path):
     store.put(A, kv(), wait=True)
     store.put(B, kv(), wait=True)
-    assert store.forget([A]) == 1
-    assert store.forget([A]) == 0
+    assert {entry.key for entry in store.forget([A]).entries} == {A}
+    assert store.forget([A]) == Forgotten([], [])
     assert read(store, A) == [None] * 3
     assert set(store.lookup([A, B])) == {B}
     assert len(files(tmp_path)) == 1
@@ -353,14 +354,13 @@ def test_clear_forgets_one_model_or_all_and_salted_tenants_are_apart(store, tmp_
     mine, theirs = [key(i, "model+salt 1") for i in range(3)], [key(i, "model+salt 2") for i in range(3)]
     for one in (*mine, *theirs):
         store.put(one, kv(), wait=True)
-    assert store.clear(mine[0].model) == 3
+    assert {entry.key for entry in store.clear(mine[0].model).entries} == set(mine)
     assert set(store.lookup([*mine, *theirs])) == set(theirs)
     assert read(store, mine[1]) == [None] * 3
     assert len(files(tmp_path)) == 3
-    assert store.clear() == 3
+    assert {entry.key for entry in store.clear().entries} == set(theirs)
     assert store.entries() == []
     assert files(tmp_path) == []
-    assert store.clear() == 0
 
 
 def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
@@ -370,7 +370,7 @@ def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
         for one in (A, B, others):
             store.put(one, kv())
         assert slow.started.wait(10)  # A is being written, B and the other wait
-        assert store.clear(A.model) == 2
+        store.clear(A.model)
         slow.go.set()
         store.flush()
         assert {entry.key for entry in slow.list()} == {others}
@@ -386,7 +386,7 @@ def test_what_is_cleared_while_two_tiers_save_it_comes_back_in_neither():
         assert all(tier.started.wait(10) for tier in slow)
         slow[0].go.set()
         until(lambda: slow[0].stat([A]))
-        assert store.clear() == 1
+        store.clear()
         slow[1].go.set()
         assert store.flush()
         assert store.entries() == []
@@ -411,7 +411,7 @@ def test_what_is_dropped_from_one_tier_while_it_is_being_saved_comes_back_there_
         store.put(A, kv())
         assert slow.started.wait(20)
         assert other.started.wait(20)
-        assert store.drop([A], "slow") == {}
+        assert store.forget([A], "slow") == Forgotten([], [])
         slow.go.set()
         other.go.set()
         store.flush()
@@ -488,7 +488,7 @@ def test_a_store_without_tiers_misses_everything():
         assert not store.put(A, kv())
         assert store.lookup([A]) == {}
         assert layer_of(store, A, 0) is None
-        assert store.clear() == 0
+        assert store.clear() == Forgotten([], [])
 
 
 def test_stats_are_plain_and_complete(store):

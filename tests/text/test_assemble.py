@@ -300,7 +300,7 @@ def test_a_template_may_cut_a_chunk():
 
 
 def test_a_message_that_a_template_leaves_out_is_an_error():
-    with pytest.raises(InputError, match=r"message \d \(role 'user'\)"):
+    with pytest.raises(InputError, match="messages of role user"):
         assembler(DROPS_USER).chat([("user", "a"), ("assistant", "a b"), ("tool", A)])
 
 
@@ -356,11 +356,11 @@ def test_long_prompts_are_tokenised_one_at_a_time_and_short_ones_beside_each_oth
             super().__init__(PreTrainedTokenizerFast(tokenizer_object=tokenizer(), extra_special_tokens=SPECIALS))
             self.both, self.met = threading.Barrier(2), 0
 
-        def parts(self, text: str, *more: Any) -> Any:
+        def read(self, text: str, *more: Any) -> Any:
             with suppress(threading.BrokenBarrierError):
                 self.both.wait(0.2 if is_long else 20)
                 self.met += 1
-            return super().parts(text[:100], *more)
+            return super().read(text[:100], *more)
 
     met = Met()
     own, text = Assembler(met, key_of, template(CHATML)), "a" * (ALONE_CHARS if is_long else ALONE_CHARS - 1)

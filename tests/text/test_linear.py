@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ragfuse.text.altered import MAX_COMPARED_TEXTS, altered
-from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece
-from ragfuse.text.fit import drop_last_chunks
+from ragfuse.text.chat_messages import ChatMessage, LaterMessages, Piece, without_last_chunks
 from tests.text.operations import MOST_GROWTH, lines
 
 
@@ -19,15 +17,15 @@ def messages(n: int) -> list[ChatMessage]:
 WORK: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
     "chunks without text between": (
         lambda n: [[Piece("c", "chunk")] * n + [Piece("q")]],
-        lambda contents: drop_last_chunks(contents, len(contents[0]) // 2),
+        lambda contents: without_last_chunks(contents, len(contents[0]) // 2),
     ),
     "chunks with space between": (
         lambda n: [[Piece("c", "chunk"), Piece(" ")] * n + [Piece("q")]],
-        lambda contents: drop_last_chunks(contents, len(contents[0]) // 4),
+        lambda contents: without_last_chunks(contents, len(contents[0]) // 4),
     ),
     "chunks in many messages": (
         lambda n: [[Piece("q"), Piece("c", "chunk")] for _ in range(n)],
-        lambda contents: drop_last_chunks(contents, len(contents)),
+        lambda contents: without_last_chunks(contents, len(contents)),
     ),
     "many messages of one role": (lambda n: [ChatMessage("user", "hello")] * n, ChatMessage.joined),
     "many turns to leave out": (messages, LaterMessages),
@@ -57,17 +55,3 @@ def test_joining_copies_each_part_once():
 
     ChatMessage.joined([ChatMessage("user", Parts(["a"])) for _ in range(500)])
     assert Parts.copied <= 2 * 500
-
-
-def test_how_documents_were_altered_is_looked_for_in_a_few_of_them():
-    class Prompt(str):
-        looks = 0
-
-        def __contains__(self, text):
-            Prompt.looks += 1
-            return super().__contains__(text)
-
-    text = "one two three four five six seven eight nine ten"
-    prompt = Prompt(f"say: {text.replace(' ', '  ')}")
-    assert altered(prompt, [text] * 1000) == f"{MAX_COMPARED_TEXTS} of {MAX_COMPARED_TEXTS} with other white space"
-    assert Prompt.looks <= 5 * MAX_COMPARED_TEXTS

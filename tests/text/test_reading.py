@@ -265,8 +265,13 @@ def prompter(kind: Kind, template: str) -> PromptBuilder:
     model: Any = SimpleNamespace(
         tokenizer=tok, encoder=encoder, bos=bos, model=own, tokens=encoder.tokens, max_context=None
     )
-    runtime: Any = SimpleNamespace(model=model, encoder=SimpleNamespace(key=key_of, context=""))
-    made = PromptBuilder(Settings(min_chunk_tokens=1), Catalog(), runtime)
+    runtime: Any = SimpleNamespace(
+        model=model,
+        encoder=SimpleNamespace(key=key_of, context=""),
+        settings=Settings(min_chunk_tokens=1),
+        catalog=Catalog(),
+    )
+    made = PromptBuilder(runtime)
     made._calls = replace(PLAIN_CALLS, native=True)  # results of tools are messages of their own
     return made
 

@@ -183,7 +183,7 @@ def test_values_that_stand_as_they_are_are_read_by_their_schema(source: str):
     found = format_of(source)
     text = found.write((ToolCall("walk", arguments),))
     rendered = render_of(source)(
-        [found.message(ChatMessage("assistant", "", (ToolCall("walk", arguments, "1"),)), "", lambda value: value)],
+        [found.message(ChatMessage("assistant", "", (ToolCall("walk", arguments, "1"),)))],
         (),
         False,
     )

@@ -10,13 +10,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from ragfuse import Ask, Engine, Settings
 from ragfuse.store import KVStore
 from ragfuse.types.keys import filler_context
+from ragfuse.types.reasons import NEW_OR_DELETED
 from tests.tiny import CHUNKS, adds_up, chunk_hits, file_of, ingest, messages, on_disk_only
 
 
 def test_a_first_question_computes_everything_and_the_next_one_hits(engine):
     first = engine.answer(messages())
-    met = "these documents are new, or their KV was deleted: they are encoded after the answer, for the next question"
-    assert first.trace.fallback_reason == met
+    assert first.trace.fallback_reason == NEW_OR_DELETED
     assert chunk_hits(first.trace) == [False] * 6
     engine.flush()
     second = engine.answer(messages())

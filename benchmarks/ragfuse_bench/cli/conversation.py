@@ -1,13 +1,14 @@
-"""`ragfuse bench conversation` and `sessions`: what keeping the KV of conversations is worth."""
+"""`ragfuse bench conversation`: what keeping the KV of a conversation is worth."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
-from ragfuse_bench.options import ConversationOptions, SessionOptions
+from ragfuse_bench.cli.report import Report
+from ragfuse_bench.options import ConversationOptions
 
-from ragfuse.cli.options import Json, console_for, write_json
+from ragfuse.cli.options import Json
 
 
 def conversation(
@@ -21,15 +22,8 @@ def conversation(
     from ragfuse.calibration.plots import require_plotting
     from ragfuse.calibration.runner import tune_malloc
 
-    console = console_for(json)
+    report = Report("conversation", json)
     if options.plot is not None:
         require_plotting()
-    tune_malloc(console)
-    write_json(run_conversation(options.quick() if quick else options, console), json)
-
-
-def sessions(options: SessionOptions, json: Json = None) -> None:
-    """Simulate one server over thousands of conversations, to compare the hit rates of eviction policies."""
-    from ragfuse_bench.sessions.run import run_sessions
-
-    write_json(run_sessions(options, console_for(json)), json)
+    tune_malloc(report)
+    report.write(run_conversation(options.quick() if quick else options, report))

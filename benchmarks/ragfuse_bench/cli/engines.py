@@ -5,7 +5,7 @@ from __future__ import annotations
 from ragfuse_bench.cli.start import start
 from ragfuse_bench.engines.options import EnginesOptions
 
-from ragfuse.cli.options import Dtype, Json, Model, prepare_model, write_json
+from ragfuse.cli.options import Dtype, Json, Model, prepare_model
 
 
 def engines(options: EnginesOptions, model: Model = None, dtype: Dtype = None, json: Json = None) -> None:
@@ -14,8 +14,8 @@ def engines(options: EnginesOptions, model: Model = None, dtype: Dtype = None, j
     from ragfuse_bench.engines.vllm_server import require_vllm
     from ragfuse_bench.throughput.served import require_server
 
-    console, settings = start(json, None, model=model, dtype=dtype)
+    report, settings = start("engines", json, None, model=model, dtype=dtype)
     require_vllm(options.vllm)
     require_server(settings)
     prepare_model(settings)
-    write_json(run_engines(settings, options, console), json)
+    report.write(run_engines(settings, options, report))

@@ -8,7 +8,7 @@ import typer
 from ragfuse_bench.cli.start import start
 from ragfuse_bench.modules.options import ModuleOptions
 
-from ragfuse.cli.options import Device, Dtype, Json, Model, prepare_model, write_json
+from ragfuse.cli.options import Device, Dtype, Json, Model, prepare_model
 
 
 def modules(
@@ -22,6 +22,6 @@ def modules(
     """Compare prompts with cached and with computed modules: time to the first token by length, answers, memory."""
     from ragfuse_bench.modules.run import run_modules
 
-    console, settings = start(json, options.plot, model=model, dtype=dtype, device=device)
+    report, settings = start("modules", json, options.plot, model=model, dtype=dtype, device=device)
     prepare_model(settings)
-    write_json(run_modules(settings, options.quick() if quick else options, console), json)
+    report.write(run_modules(settings, options.quick() if quick else options, report))

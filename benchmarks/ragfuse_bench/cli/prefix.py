@@ -7,14 +7,14 @@ from dataclasses import replace
 from ragfuse_bench.cli.start import start
 from ragfuse_bench.options import PrefixOptions
 
-from ragfuse.cli.options import Dtype, Json, Model, prepare_model, write_json
+from ragfuse.cli.options import Dtype, Json, Model, prepare_model
 
 
 def prefix(options: PrefixOptions, model: Model = None, dtype: Dtype = None, json: Json = None) -> None:
     """Compare prefix caching with full prefill and transformers' own cache: an equal prompt, a shared system prompt."""
     from ragfuse_bench.prefix import run_prefix
 
-    console, settings = start(json, None, model=model, dtype=dtype)
+    report, settings = start("prefix", json, None, model=model, dtype=dtype)
     prepare_model(settings)
     options = replace(options, model=settings.model, dtype=settings.dtype, home=settings.home)
-    write_json(run_prefix(options, console), json)
+    report.write(run_prefix(options, report))

@@ -11,7 +11,7 @@ import typer
 from ragfuse_bench.cli.start import start
 from ragfuse_bench.options import QualityOptions
 
-from ragfuse.cli.options import Device, Dtype, Json, Model, write_json
+from ragfuse.cli.options import Device, Dtype, Json, Model
 from ragfuse.errors import InputError
 
 
@@ -36,11 +36,11 @@ def quality(
         raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
     if plot is not None and "none" not in options.methods:
         raise InputError(NO_FRONTIER)
-    console, settings = start(json, plot, model=model, dtype=dtype, device=device)
+    report, settings = start("quality", json, plot, model=model, dtype=dtype, device=device)
     rows = _rows_beside(json)
     with _kept(rows):
-        result = run_quality(settings, options, console, rows)
-    write_json(result, json)
+        result = run_quality(settings, options, report, rows)
+    report.write(result)
     if plot is not None:
         plot_frontier(result, plot)
 

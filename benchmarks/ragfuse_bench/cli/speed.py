@@ -1,88 +1,104 @@
-"""`ragfuse bench ttft`, `kernels`, `decode`, `load`, `controller`, `store` and `dropin`: the benchmarks of speed."""
+"""Benchmarks that are run by their options alone, and `ragfuse bench dropin`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
+from ragfuse_bench.cli.report import Report
 from ragfuse_bench.options import (
     ControllerOptions,
     DecodeOptions,
     DropinOptions,
     KernelOptions,
     LoadOptions,
-    StoreOptions,
+    MatchingOptions,
+    SessionOptions,
+    StreamOptions,
     TtftOptions,
 )
+from ragfuse_bench.ray.options import RayOptions
 
-from ragfuse.cli.options import Json, console_for, write_json
+from ragfuse.cli.options import Json
 from ragfuse.errors import InputError
 
 
-def ttft(options: TtftOptions, json: Json = None) -> None:
-    """Measure the time to the first token of full prefill, ragfuse, plain reuse and prefix caching, in turns."""
-    from ragfuse_bench.ttft import run_ttft
+def _command(name: str, module: str, kind: type[Any], help_text: str) -> Callable[..., None]:
+    """Return the command of a benchmark whose function is `run_NAME(options, console)`."""
 
-    from ragfuse.calibration.runner import tune_malloc
+    def command(options: Any, json: Json = None) -> None:
+        from ragfuse.calibration.runner import tune_malloc
 
-    console = console_for(json)
-    tune_malloc(console)
-    write_json(run_ttft(options, console), json)
+        report = Report(name, json)
+        tune_malloc(report)
+        report.write(getattr(import_module(module), f"run_{name}")(options, report))
 
-
-def kernels(options: KernelOptions, json: Json = None) -> None:
-    """Count the torch operations of full prefill and of every policy, on the path of CPUs and on that of GPUs."""
-    from ragfuse_bench.kernels import run_kernels
-
-    write_json(run_kernels(options, console_for(json)), json)
+    command.__name__, command.__doc__ = name, help_text
+    command.__annotations__["options"] = kind
+    return command
 
 
-def decode(options: DecodeOptions, json: Json = None) -> None:
-    """Measure the time a token of an answer: ragfuse, transformers' own generate, and vLLM where it is named."""
-    from ragfuse_bench.decode import run_decode
-
-    from ragfuse.calibration.runner import tune_malloc
-
-    console = console_for(json)
-    tune_malloc(console)
-    write_json(run_decode(options, console), json)
-
-
-def load(options: LoadOptions, json: Json = None) -> None:
-    """Measure the time to the first token with KV in memory and on a slow tier, prefetched or read when used."""
-    from ragfuse_bench.load import run_load
-
-    from ragfuse.calibration.runner import tune_malloc
-
-    console = console_for(json)
-    tune_malloc(console)
-    write_json(run_load(options, console), json)
-
-
-def controller(options: ControllerOptions, json: Json = None) -> None:
-    """Measure how well the loading controller predicts the time to the first token and chooses the ratio."""
-    from ragfuse_bench.controller import run_controller
-
-    from ragfuse.calibration.runner import tune_malloc
-
-    console = console_for(json)
-    tune_malloc(console)
-    write_json(run_controller(options, console), json)
-
-
-def store(options: StoreOptions, json: Json = None) -> None:
-    """Measure the throughput of tiers and their bare devices, the time of look-ups, and how saving delays requests."""
-    from ragfuse_bench.store import run_store
-
-    from ragfuse.calibration.runner import tune_malloc
-
-    console = console_for(json)
-    tune_malloc(console)
-    write_json(run_store(options, console), json)
+ttft = _command(
+    "ttft",
+    "ragfuse_bench.ttft",
+    TtftOptions,
+    "Measure the time to the first token of full prefill, ragfuse, plain reuse and prefix caching, in turns.",
+)
+kernels = _command(
+    "kernels",
+    "ragfuse_bench.kernels",
+    KernelOptions,
+    "Count the torch operations of full prefill and of every policy, on the path of CPUs and on that of GPUs.",
+)
+decode = _command(
+    "decode",
+    "ragfuse_bench.decode",
+    DecodeOptions,
+    "Measure the time a token of an answer: ragfuse, transformers' own generate, and vLLM where it is named.",
+)
+load = _command(
+    "load",
+    "ragfuse_bench.load",
+    LoadOptions,
+    "Measure the time to the first token with KV in memory and on a slow tier, prefetched or read when used.",
+)
+controller = _command(
+    "controller",
+    "ragfuse_bench.controller",
+    ControllerOptions,
+    "Measure how well the loading controller predicts the time to the first token and chooses the ratio.",
+)
+matching = _command(
+    "matching",
+    "ragfuse_bench.matching",
+    MatchingOptions,
+    "Measure how much of known passages is found after they were numbered, escaped, cut or edited, and how fast.",
+)
+sessions = _command(
+    "sessions",
+    "ragfuse_bench.sessions.run",
+    SessionOptions,
+    "Simulate one server over thousands of conversations, to compare the hit rates of eviction policies.",
+)
+stream = _command(
+    "stream",
+    "ragfuse_bench.stream.run",
+    StreamOptions,
+    "Send contexts over a changing link before a deadline: as text, 8-bit KV, one level, adaptive levels.",
+)
+ray = _command(
+    "ray",
+    "ragfuse_bench.ray.run",
+    RayOptions,
+    "Simulate the router of replicas; encode in bulk and serve on a two-node Ray cluster of this machine.",
+)
 
 
 def dropin(options: DropinOptions, json: Json = None) -> None:
     """Compare ragfuse's classes with Hugging Face's in LangChain and LlamaIndex."""
-    console = console_for(json)
+    report = Report("dropin", json)
     os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read by the threads in which both classes answer
     try:
         from ragfuse_bench.dropin import run_dropin
@@ -95,5 +111,5 @@ def dropin(options: DropinOptions, json: Json = None) -> None:
         ) from error
     if options.plot is not None:
         require_plotting()
-    tune_malloc(console)
-    write_json(run_dropin(options, console), json)
+    tune_malloc(report)
+    report.write(run_dropin(options, report))

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from ragfuse_bench.cli.report import Report
 
-from ragfuse.cli.options import console_for, settings_of
+from ragfuse.cli.options import settings_of
 from ragfuse.settings import Settings
 
 
-def start(json: Path | None, plot: Path | None, **named: Any) -> tuple[Console, Settings]:
-    """Return the console and the settings, in a process with a tuned allocator.
+def start(benchmark: str, json: Path | None, plot: Path | None, **named: Any) -> tuple[Report, Settings]:
+    """Return the report and the settings, in a process with a tuned allocator.
 
     Args:
+        benchmark: Its name.
         json: The target of `--json`.
         plot: The picture to draw; None for none.
         **named: Settings given on the command line: model, dtype, device.
@@ -26,8 +27,8 @@ def start(json: Path | None, plot: Path | None, **named: Any) -> tuple[Console, 
     from ragfuse.calibration.runner import tune_malloc
     from ragfuse.models.dtypes import resolve_auto
 
-    console, settings = console_for(json), resolve_auto(settings_of(**named))
+    report, settings = Report(benchmark, json), resolve_auto(settings_of(**named))
     if plot is not None:
         require_plotting()
-    tune_malloc(console)
-    return console, settings
+    tune_malloc(report)
+    return report, settings

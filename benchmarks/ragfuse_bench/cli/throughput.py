@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from ragfuse_bench.cli.report import Report
 from ragfuse_bench.options import ThroughputOptions
 
-from ragfuse.cli.options import Device, Dtype, Json, Model, console_for, prepare_model, settings_of, write_json
+from ragfuse.cli.options import Device, Dtype, Json, Model, prepare_model, settings_of
 
 KNOWN = ("musique", "2wikimqa")
 """Data sets that are taken of a folder: the paper's."""
@@ -34,16 +35,16 @@ def throughput(
     from ragfuse.calibration.runner import tune_malloc
     from ragfuse.models.dtypes import resolve_auto
 
-    console = console_for(json)
+    report = Report("throughput", json)
     memory_bytes = storage and storage << 20
     settings = resolve_auto(settings_of(model=model, dtype=dtype, device=device, memory_bytes=memory_bytes))
     require_server(settings)
     if options.plot is not None:
         require_plotting()
     options = replace(options.quick() if quick else options, sets=sets_of(options.sets))
-    tune_malloc(console)
+    tune_malloc(report)
     prepare_model(settings)
-    write_json(run_throughput(settings, options, console), json)
+    report.write(run_throughput(settings, options, report))
 
 
 def sets_of(data: tuple[str, ...]) -> tuple[str, ...]:

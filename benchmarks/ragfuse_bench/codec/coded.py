@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ragfuse.codec import Codec, LayerMeta, UniformCodec, codec_for
-from ragfuse.codec.cachegen import CODERS, CacheGenCodec
+from ragfuse.codec.cachegen import CacheGenCodec
 from ragfuse.codec.levels import PACKED, PAPER
 from ragfuse.codec.profile import profile_tables
 from ragfuse.codec.tables import CodecTables
@@ -52,15 +52,11 @@ def fp16_nbytes(kv: ChunkKV) -> int:
 
 @dataclass(frozen=True)
 class Codecs:
-    """What is compared on one model: levels by name, least loss first, then baselines; the default level of a stream.
-
-    others: the levels as `name/coder`, by the coder that is not theirs.
-    """
+    """What is compared on one model: levels by name, least loss first, and the default level of a stream."""
 
     tables: CodecTables
     levels: Mapping[str, Codec]
     default: str
-    others: Mapping[str, Codec]
 
     @property
     def all(self) -> dict[str, Codec]:
@@ -73,43 +69,28 @@ def codecs_of(model: HFModel) -> Codecs:
     tables = CodecTables.from_dict(model.profile.codec) if model.profile.codec else None
     tables = tables or (made_tables(model) if model.has_tokenizer else profile_tables(_drawn(model)))
     levels = {name: codec_for(name, tables) for name in LEVEL_NAMES if name != "raw"}
-    ours = {name: codec for name, codec in levels.items() if isinstance(codec, CacheGenCodec)}
-    others = {
-        f"{name}/{coder}": CacheGenCodec(tables, replace(codec.level, coder=coder))
-        for name, codec in ours.items()
-        for coder in CODERS
-        if coder != codec.level.coder
-    }
-    return Codecs(tables, levels, list(ours)[(len(ours) - 1) // 2], others)
+    ours = [name for name, codec in levels.items() if isinstance(codec, CacheGenCodec)]
+    return Codecs(tables, levels, ours[(len(ours) - 1) // 2])
 
 
 def ideas_of(model: HFModel, given: Codecs) -> dict[str, Codec]:
     """The paper's bins with each of its ideas added (figure 15), then what is done beside them, one by one."""
-    paper = replace(PAPER, coder="ans")
-    start = replace(paper, deltas=False, layerwise=False, grouping="global")
-    own = replace(paper, deltas=False, outlier_factor=PACKED[0].outlier_factor)
+    start = replace(PAPER, deltas=False, layerwise=False)
+    own = replace(PAPER, deltas=False, outlier_factor=PACKED[0].outlier_factor)
     one = replace(own, layerwise=False)
-    ours = replace(one, coder="zstd")
     plain = made_tables(model, queries=False, costs=False)
     turned = {
-        "one bin, one distribution": (plain, start),
-        "+ distributions by channel and layer": (plain, replace(start, grouping="channel-layer")),
-        "+ deltas to anchors": (plain, replace(paper, layerwise=False)),
-        "+ bins by layer: the paper": (plain, paper),
-        "the paper without deltas": (plain, replace(paper, deltas=False)),
+        "one bin": (plain, start),
+        "+ deltas to anchors": (plain, replace(PAPER, layerwise=False)),
+        "+ bins by layer: the paper": (plain, PAPER),
+        "the paper without deltas": (plain, replace(PAPER, deltas=False)),
         "the same, odd tokens apart": (plain, own),
         "the same, one bin": (plain, one),
         "the same, keys by queries": (made_tables(model, costs=False), one),
         "the same, layers by what errors cost": (given.tables, one),
-        "the same by zstd": (given.tables, ours),
-        "the same, RoPE left in keys": (made_tables(model, rope=False), ours),
+        "the same, RoPE left in keys": (made_tables(model, rope=False), one),
     }
     return {name: CacheGenCodec(tables, level) for name, (tables, level) in turned.items()}
-
-
-def coder_of(codec: Codec) -> str:
-    """The entropy coder that a codec uses, "" if it uses none."""
-    return codec.level.coder if isinstance(codec, CacheGenCodec) else ""
 
 
 def _drawn(model: HFModel) -> list[ChunkKV]:

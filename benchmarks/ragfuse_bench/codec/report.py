@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from ragfuse_bench.codec.answers import RAW, WORTH, Row, ask_all, scores
-from ragfuse_bench.codec.coded import BASELINES, Codecs, codecs_of, coded, coder_of, ideas_of, random_ids
+from ragfuse_bench.codec.coded import BASELINES, codecs_of, coded, ideas_of, random_ids
 from ragfuse_bench.codec.contexts import read_questions
 from ragfuse_bench.codec.kv import Bank
 from ragfuse_bench.codec.levels import by_set, fidelities, rows_of
@@ -24,8 +24,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.types.kv import ChunkKV
 
 Result = dict[str, Any]
-SHOWN = ("level", "coder", "bytes_over_fp16", "x_vs_int8", "kl", "top1", "top1_answers", "f1_delta")
-FAST = ("level", "coder", "encode_mbps", "decode_mbps", "decode_over_prefill")
+SHOWN = ("level", "bytes_over_fp16", "x_vs_int8", "kl", "top1", "top1_answers", "f1_delta")
+FAST = ("level", "encode_mbps", "decode_mbps", "decode_over_prefill")
 SMALLER, NEAR_F1, NEAR_TOP1 = 3.5, 0.02, 0.95
 """What a level should reach beside 8 bits: so many times smaller, F1 so near, top-1 so alike."""
 PAPER = (
@@ -41,13 +41,13 @@ def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
     ideas = ideas_of(model, codecs)
     found = fidelities(model, wanted.with_kv(model), codecs.all, ideas)
     answered = _answers(wanted, model, codecs.all, questions)
-    fast = speeds(model, wanted.piece(model), {**codecs.all, **codecs.others}, runner)
+    fast = speeds(model, wanted.piece(model), codecs.all, runner)
     rows = {row["name"]: row for row in rows_of(found)}
     sets = by_set(found)
-    levels = [level for name in codecs.levels for level in _level(name, rows, answered, fast, codecs)]
+    levels = [_level(name, rows, answered, fast) for name in codecs.levels]
     result = {
         "levels": levels,
-        "baselines": [level for base in BASELINES for level in _level(base.name, rows, answered, fast, codecs)],
+        "baselines": [_level(base.name, rows, answered, fast) for base in BASELINES],
         "ideas": [rows[name] for name in ideas],
         "reached": reached(levels),
         "by_set": [row for row in sets if row["name"] in codecs.all],
@@ -83,26 +83,12 @@ def _through(codec: Codec) -> Any:
     return change
 
 
-def _level(
-    name: str, rows: Mapping[str, Result], answered: Mapping[str, Result], fast: Speeds, codecs: Codecs
-) -> list[Result]:
-    """A level by its default coder, then by the other one: what is decoded is the same, bytes and speeds are not."""
+def _level(name: str, rows: Mapping[str, Result], answered: Mapping[str, Result], fast: Speeds) -> Result:
     said = answered[name]
     told = {key: said[key] for key in ("f1", "f1_delta", "f1_delta_ci", "kl_answers", "top1_answers", "same_answer")}
     if answered[RAW]["f1"] < WORTH:
         told |= {"f1_delta": None, "f1_delta_ci": None}
-    found = [{**rows[name], "coder": coder_of(codecs.all[name]), "default_coder": True, **told, **fast.figures(name)}]
-    for other, codec in codecs.others.items():
-        if other.partition("/")[0] == name:
-            factor = fast.by_name[other].nbytes / fast.by_name[name].nbytes
-            sizes = {
-                "bytes_over_fp16": rows[name]["bytes_over_fp16"] * factor,
-                "bits_a_value": rows[name]["bits_a_value"] * factor,
-                "x_vs_int8": rows[name]["x_vs_int8"] / factor,
-            }
-            made = {"coder": coder_of(codec), "default_coder": False, **fast.figures(other)}
-            found.append({**found[0], **sizes, **made})
-    return found
+    return {**rows[name], **told, **fast.figures(name)}
 
 
 def reached(levels: Sequence[Result]) -> list[str]:
@@ -110,8 +96,7 @@ def reached(levels: Sequence[Result]) -> list[str]:
     return [
         level["name"]
         for level in levels
-        if level["default_coder"]
-        and level["x_vs_int8"] >= SMALLER
+        if level["x_vs_int8"] >= SMALLER
         and level["top1"] >= NEAR_TOP1
         and level["f1_delta"] is not None
         and abs(level["f1_delta"]) <= NEAR_F1
@@ -119,26 +104,16 @@ def reached(levels: Sequence[Result]) -> list[str]:
 
 
 def _shapes(wanted: Wanted, runner: Runner) -> list[Result]:
-    """Decoding over prefilling for an 8B-like shape, in 8 bits and at the default level by either coder.
+    """Decoding over prefilling for an 8B-like shape, in 8 bits and at the default level.
 
     A few of its layers, random weights.
     """
     model = shaped(SHAPE, wanted.settings.dtype, wanted.settings.device)
     codecs = codecs_of(model)
     tokens = 128 if wanted.quick else 512
-    every = {**codecs.levels, **codecs.others}
-    shown = {name: codec for name, codec in every.items() if name.partition("/")[0] in ("int8", codecs.default)}
+    shown = {name: codec for name, codec in codecs.levels.items() if name in ("int8", codecs.default)}
     fast = speeds(model, random_ids(tokens), shown, Runner(1, runner.device, runner.console))
-    return [
-        {
-            "shape": SHAPE,
-            "level": name.partition("/")[0],
-            "coder": coder_of(codec),
-            "tokens": tokens,
-            **fast.figures(name),
-        }
-        for name, codec in shown.items()
-    ]
+    return [{"shape": SHAPE, "level": name, "tokens": tokens, **fast.figures(name)} for name in shown]
 
 
 def _show(result: Result, wanted: Wanted) -> None:
@@ -165,7 +140,7 @@ def _show(result: Result, wanted: Wanted) -> None:
 
 
 def _draw(result: Result, picture: Path, wanted: Wanted) -> None:
-    rows = [{**row, "level": row["name"]} for row in (*result["levels"], *result["baselines"]) if row["default_coder"]]
+    rows = [{**row, "level": row["name"]} for row in (*result["levels"], *result["baselines"])]
     with saved(picture, (7, 5)) as drawing:
         axes = drawing.add_subplot()
         _draw_sizes(axes, rows)

@@ -31,7 +31,7 @@ from ragfuse.codec import RAW, Codec
 from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure import measure
+from ragfuse.load.timings import measure
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.telemetry.progress import progress
@@ -115,7 +115,7 @@ class Rig:
         return self._worth[name]
 
     def _store(self, codecs: Mapping[str, Codec]) -> KVStore:
-        return KVStore([self.tier], lambda level, model: codecs.get(level), {"redis": self.options.levels})
+        return KVStore([self.tier], lambda level, model, tables="": codecs.get(level), {"redis": self.options.levels})
 
     def _engine(self, store: KVStore) -> Engine:
         settings = Settings(
@@ -305,7 +305,7 @@ def _came(ready: PreparedPrompt) -> Sequence[PieceTrace]:
         return ready.stream.pieces if ready.stream is not None else ()
     fetches, tokens = ready.plan.fetches, len(ready.plan.prompt)
     segments, nbytes = tuple(fetch.segment for fetch in fetches), sum(fetch.nbytes for fetch in fetches)
-    return [PieceTrace(segments, tokens, fetches[0].level, nbytes=nbytes, seconds=ready.timing.load_s)]
+    return [PieceTrace(segments, tokens, fetches[0].level, nbytes=nbytes, seconds=ready.load_s)]
 
 
 def _by_name(codecs: Codecs) -> dict[str, Codec]:

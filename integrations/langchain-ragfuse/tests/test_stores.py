@@ -165,7 +165,7 @@ def test_kv_and_bytes_share_a_store_and_do_not_meet(engine: Engine) -> None:
     answer = ChatRagFuse(engine=engine).invoke(f"Read this.\n\n{text}\n\nHow many ships were there?")
     assert answer.usage_metadata is not None
     assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
-    assert engine.store.clear(engine.digest) > 0
+    assert engine.store.clear(engine.digest).entries
     assert store.mget(["a"]) == [b"value"]
     store.close()
 

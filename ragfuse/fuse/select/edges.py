@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Static
+from ragfuse.fuse.select.policy import Candidates, Policy
 from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Full(Static):
+class Full(Policy):
     """Recomputes every row, which equals full prefill."""
 
     name: str = "full"
@@ -27,7 +27,7 @@ class Full(Static):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nothing(Static):
+class Nothing(Policy):
     """Recomputes no row: full KV reuse, as in Prompt Cache."""
 
     name: str = "none"

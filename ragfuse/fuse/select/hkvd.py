@@ -6,27 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Compare, Wanted, best
+from ragfuse.fuse.select.policy import Candidates, Policy, best
 from ragfuse.types.policy_cost import PolicyCost, schedule
 
 
-@dataclass(frozen=True)
-class Hkvd:
+@dataclass(frozen=True, kw_only=True)
+class Hkvd(Policy):
     """Recomputes the rows with the highest KV deviation at the check layer.
 
     Args:
-        name: Of the policy.
         gradual: True: rows are ranked again and fewer are kept in each later layer; False: the same rows in all layers.
-        check_layer: The first layer whose rows are chosen.
-        compare: Whether the deviation is measured on keys, values or both.
-        wants: No score is needed.
     """
 
-    name: str
-    gradual: bool
     check_layer: int = 1
-    compare: Compare = "kv"
-    wants: Wanted = "nothing"
+    gradual: bool = True
 
     @property
     def cost(self) -> PolicyCost:
@@ -43,5 +36,6 @@ class Hkvd:
             return active
         return best(active, deviation, self._budget(candidates, layer))
 
-    def _budget(self, candidates: Candidates, layer: int) -> int:
-        return candidates.budget(schedule(candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual))
+    def _budget(self, candidates: Candidates, layer: int, part: float = 1.0) -> int:
+        share = schedule(candidates.ratio, layer, self.check_layer, candidates.n_layers, self.gradual)
+        return candidates.budget(part * share)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Static
+from ragfuse.fuse.select.policy import Candidates, Policy
 from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lego(Static):
+class Lego(Policy):
     """Recomputes the first `first` tokens of each chunk, or as many as the ratio allows if `first` is 0."""
 
     name: str = "lego"

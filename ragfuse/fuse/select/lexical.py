@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Static, Wanted
+from ragfuse.fuse.select.policy import Candidates, Policy, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lexical(Static):
+class Lexical(Policy):
     """Recomputes rows nearest to rare words that the question shares with the chunks, then the first of each chunk."""
 
     name: str = "lexical"

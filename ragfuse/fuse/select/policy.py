@@ -8,7 +8,7 @@ every policy.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
@@ -55,48 +55,36 @@ class Candidates:
         return max(0, min(len(self), rows))
 
 
-class Policy(Protocol):
-    """A selection policy: chooses the candidate rows that are recomputed in each layer."""
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A selection policy: chooses the candidate rows that are recomputed in each layer. Each derives from this one.
 
-    @property
-    def name(self) -> str:
-        """The name by which settings choose it and traces report it."""
-        ...
+    Args:
+        name: The name by which settings choose it and traces report it.
+        check_layer: The first layer whose rows are chosen; 0: they are chosen before anything is computed. Below it all
+            candidates are computed, and in it their K and V, so that deviations are known there.
+        compare: Whether deviations are measured on keys, values or both.
+        wants: What `Candidates.score` must hold. "attention": the attention that the question's rows pay to each row
+            over the reused KV, in `watched_layers`; costs a pass of the forced rows through three quarters of the
+            layers. "words": how near each row is to words of the question (`select/words.py`); costs no pass.
+    """
+
+    name: str
+    check_layer: int = 0
+    compare: Compare = "kv"
+    wants: Wanted = "nothing"
 
     @property
     def cost(self) -> PolicyCost:
         """What must be computed before rows can be chosen, and how many rows are recomputed, for the planner."""
-        ...
-
-    @property
-    def check_layer(self) -> int:
-        """The first layer whose rows are chosen; 0: they are chosen before anything is computed.
-
-        Below it all candidates are computed, and in it their K and V, so that deviations are known there.
-        """
-        ...
-
-    @property
-    def compare(self) -> Compare:
-        """Whether deviations are measured on keys, values or both."""
-        ...
-
-    @property
-    def wants(self) -> Wanted:
-        """What `Candidates.score` must hold.
-
-        "attention": the attention that the question's rows pay to each row over the reused KV, in `watched_layers`;
-        costs a pass of the forced rows through three quarters of the layers. "words": how near each row is to words of
-        the question (`select/words.py`); costs no pass.
-        """
-        ...
+        return PolicyCost()
 
     def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
         """Whether `choose` will drop some of the `active` rows in `layer`, which lies after the check layer.
 
         Only then is the deviation measured in the layer before, because measuring costs time.
         """
-        ...
+        return False
 
     def choose(self, candidates: Candidates, layer: int, active: Tensor, deviation: Tensor | None) -> Tensor:
         """Return the candidates to recompute in `layer`.
@@ -112,25 +100,7 @@ class Policy(Protocol):
             int64, a sorted subset of `active`; all of it where `candidates.ratio` is 1, so that a prompt equals its
             full prefill. `choose` is never called with a ratio of 0, for which `HFModel.fuse` uses the policy `none`.
         """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Static:
-    """Base class of policies that choose their rows before anything is computed and never measure a deviation."""
-
-    check_layer: int = 0
-    compare: Compare = "kv"
-    wants: Wanted = "nothing"
-
-    @property
-    def cost(self) -> PolicyCost:
-        """Rows by the ratio; nothing is computed first."""
-        return PolicyCost()
-
-    def thins(self, candidates: Candidates, layer: int, active: int) -> bool:
-        """Return False: static policies never drop rows by deviation."""
-        return False
+        raise NotImplementedError
 
 
 def best(active: Tensor, score: Tensor, count: int) -> Tensor:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Static, Wanted, best
+from ragfuse.fuse.select.policy import Candidates, Policy, Wanted, best
 from ragfuse.types.policy_cost import PolicyCost, schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Query(Static):
+class Query(Policy):
     """Recomputes the rows with the highest attention: the same in all layers, or fewer layer by layer (`gradual`)."""
 
     name: str

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Candidates, Static, best
+from ragfuse.fuse.select.policy import Candidates, Policy, best
 
 
 @dataclass(frozen=True, kw_only=True)
-class Random(Static):
+class Random(Policy):
     """Recomputes the same random rows in every layer, drawn with `seed`."""
 
     name: str = "random"

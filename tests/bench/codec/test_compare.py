@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ragfuse_bench.codec import report, speed
-from ragfuse_bench.codec.coded import codecs_of, coded, coder_of, fp16_nbytes, ideas_of
+from ragfuse_bench.codec.coded import codecs_of, coded, fp16_nbytes, ideas_of
 from ragfuse_bench.codec.report import run_codec
 from ragfuse_bench.codec.wanted import Wanted
 from ragfuse_bench.presets import bench_model
@@ -50,29 +49,17 @@ def test_every_codec_gives_the_kv_back_as_near_as_its_bins_and_counts_its_bytes(
     assert sorted(LOSSY[1:], key=away.__getitem__) == LOSSY[1:]
 
 
-def test_the_other_coder_decodes_to_the_same(model: HFModel) -> None:
-    kv = model.encode(model.tokens("The keeper counted forty ships in one night."))
-    codecs = codecs_of(model)
-    assert {name.partition("/")[0] for name in codecs.others} == set(LOSSY[1:])
-    for name, codec in codecs.others.items():
-        level = codecs.levels[name.partition("/")[0]]
-        assert coder_of(codec) != coder_of(level)
-        for a, b in zip(coded(codec, kv).kv.layers, coded(level, kv).kv.layers, strict=True):
-            assert torch.equal(a.keys, b.keys)
-            assert torch.equal(a.values, b.values)
-
-
 def test_the_paper_s_ideas_are_added_one_at_a_time(model: HFModel) -> None:
     codecs = codecs_of(model)
     ideas = ideas_of(model, codecs)
     levels = [codec.level for codec in ideas.values()]  # type: ignore[attr-defined]
-    ideas_by_name = ("deltas", "layerwise", "grouping", "coder", "outlier_factor")
+    ideas_by_name = ("deltas", "layerwise", "outlier_factor")
     changed = [{name for name in ideas_by_name if getattr(a, name) != getattr(b, name)} for a, b in pairwise(levels)]
-    paper = [{"grouping"}, {"deltas"}, {"layerwise"}, {"deltas"}, {"outlier_factor"}, {"layerwise"}]
-    assert changed == [*paper, set(), set(), {"coder"}, set()]
+    paper = [{"deltas"}, {"layerwise"}, {"deltas"}, {"outlier_factor"}, {"layerwise"}]
+    assert changed == [*paper, set(), set(), set()]
     tables = [codec.tables.digest for codec in ideas.values()]  # type: ignore[attr-defined]
     plain, asked, ours, left = dict.fromkeys(tables)
-    assert tables == [plain] * 7 + [asked, ours, ours, left]
+    assert tables == [plain] * 6 + [asked, ours, left]
     assert ours == codecs.tables.digest
 
 
@@ -81,13 +68,12 @@ def test_the_report_has_what_the_json_must_have(wanted: Wanted, tmp_path: Path) 
     result = run_codec(wanted, 2, tmp_path / "codec.png")
     assert json.loads(json.dumps(result)) == result
     assert (tmp_path / "codec.png").read_bytes().startswith(b"\x89PNG")
-    keys = {"name", "coder", "default_coder", "bytes_over_fp16", "x_vs_int8", "kl", "top1", "f1_delta"}
+    keys = {"name", "bytes_over_fp16", "x_vs_int8", "kl", "top1", "f1_delta"}
     keys |= {"encode_mbps", "decode_mbps", "decode_over_prefill"}
     assert all(keys <= set(level) for level in (*result["levels"], *result["baselines"]))
-    assert [level["name"] for level in result["levels"] if level["default_coder"]] == LOSSY
-    assert {level["name"] for level in result["levels"] if not level["default_coder"]} == set(LOSSY[1:])
+    assert [level["name"] for level in result["levels"]] == LOSSY
     assert all({"name", "bytes_over_fp16"} <= set(idea) for idea in result["ideas"])
-    assert [(row["level"], row["coder"]) for row in result["shapes"]] == [("int8", ""), ("cg2", "zstd"), ("cg2", "ans")]
+    assert [row["level"] for row in result["shapes"]] == ["int8", "cg2"]
     assert all(row["decode_over_prefill"] > 0 for row in result["shapes"])
     assert result["answers"]["raw"]["n"] == 2
     assert any("longchat" in sentence for sentence in result["absent"])
@@ -107,7 +93,7 @@ def _the_f1_of_a_model_that_answers_nothing_says_nothing(result: Mapping[str, An
 
 
 def test_a_level_is_reached_only_if_it_is_small_and_close_in_all_three() -> None:
-    good = {"name": "cg3", "default_coder": True, "x_vs_int8": 3.6, "top1": 0.96, "f1_delta": -0.01}
+    good = {"name": "cg3", "x_vs_int8": 3.6, "top1": 0.96, "f1_delta": -0.01}
     assert report.reached([good]) == ["cg3"]
     for spoiled in ({"x_vs_int8": 3.4}, {"top1": 0.94}, {"f1_delta": -0.03}, {"f1_delta": None}):
         assert report.reached([{**good, **spoiled}]) == []

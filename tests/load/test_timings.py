@@ -9,11 +9,10 @@ import pytest
 from ragfuse import Engine
 from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure import measure
-from ragfuse.measure.tiers import forget_pages, speed_of
+from ragfuse.load.timings import forget_pages, measure, tier_cost
+from ragfuse.plan.cost import CostModel
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, MemoryTier
-from ragfuse.types.profiles import MachineProfile
 from tests.store.kit import encoded, key, kv
 
 
@@ -41,9 +40,9 @@ def test_a_profile_holds_curve_points_and_every_tier_and_survives_json(model, di
     assert (profile.tiers["memory"].is_ahead, profile.tiers["disk"].is_ahead) == (False, True)
     assert len(profile.prefill_points) >= 4
     assert profile.prefill_points[-1][0] == 256
-    assert profile.fused.row_s + profile.fused.score_s > 0
+    assert profile.fused.row_s + profile.fused.key_s > 0
     assert profile.tiers["disk"].byte_s + profile.tiers["disk"].read_s > 0
-    assert MachineProfile.from_dict(json.loads(json.dumps(profile.as_dict()))) == profile
+    assert CostModel.from_dict(json.loads(json.dumps(profile.as_dict()))) == profile
     shares = [done for _, done in told]
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[-1] <= 1
@@ -54,7 +53,7 @@ def test_a_tier_s_own_entries_stay_even_where_it_is_full(model, tmp_path):
     tier = DiskTier(tmp_path / "tier", 20_000, lru)
     kept = key("mine")
     assert tier.put(kept, *encoded(kv()))
-    speed_of(tier, model.encode([0]), 1, lambda *_: None)
+    tier_cost(tier, model.encode([0]), 1, lambda *_: None)
     assert [entry.key for entry in tier.list()] == [kept]
     tier.close()
 
@@ -62,10 +61,10 @@ def test_a_tier_s_own_entries_stay_even_where_it_is_full(model, tmp_path):
 def test_a_memory_tier_is_measured_in_the_room_it_has_or_says_that_it_has_none(model):
     small, full = MemoryTier(10_000, lru), MemoryTier(100, lru)
     assert small.put(key("mine"), *encoded(kv()))
-    speed_of(small, model.encode([0]), 1, lambda *_: None)
+    tier_cost(small, model.encode([0]), 1, lambda *_: None)
     assert [entry.key for entry in small.list()] == [key("mine")]
     with pytest.raises(StoreError, match=r"Tier memory has .* bytes left"):
-        speed_of(full, model.encode([0]), 1, lambda *_: None)
+        tier_cost(full, model.encode([0]), 1, lambda *_: None)
 
 
 @pytest.mark.parametrize("after", [1, 3])
@@ -80,7 +79,7 @@ def test_ctrl_c_leaves_nothing_behind(model, disk, after):
     for tier in (memory, disk):
         seen.clear()
         with pytest.raises(KeyboardInterrupt):
-            speed_of(tier, model.encode([0]), 2, stop)
+            tier_cost(tier, model.encode([0]), 2, stop)
     assert memory.list() == []
     assert files(disk) == []
 
@@ -94,7 +93,7 @@ class Forgetful(MemoryTier):
 
 def test_a_tier_that_keeps_nothing_is_named(model):
     with pytest.raises(StoreError, match="Tier memory did not store"):
-        speed_of(Forgetful(1 << 30, lru), model.encode([0]), 1, lambda *_: None)
+        tier_cost(Forgetful(1 << 30, lru), model.encode([0]), 1, lambda *_: None)
 
 
 def test_a_model_that_is_never_fused_is_refused(engine, model, monkeypatch):

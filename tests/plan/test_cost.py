@@ -1,24 +1,18 @@
-"""What things take: layer by layer as in all, policies by what they need first, reading behind fusing to the tick."""
+"""What things cost: more rows no less, reading behind fusing to the tick, layers read a few at a time."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.fuse.select import POLICIES, cost_of
-from ragfuse.plan.estimate import (
-    HELD_UP_S,
-    Blend,
-    Estimate,
-    fused_s,
-    layers_s,
-    pipelined_s,
-)
+from ragfuse.plan.cost import AHEAD, HELD_UP_S, STEP_NBYTES, Blend, layers_a_read, pipelined_s, room, spans
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
 from ragfuse.types.policy_cost import schedule, watched_layers
-from tests.plan.kit import COST, LAYERS, machine
+from tests.plan.kit import LAYERS, machine
 
 BLENDS = st.builds(
     Blend,
@@ -68,24 +62,17 @@ def test_every_policy_s_kind_is_what_it_needs_first(policy):
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if hasattr(policy, "gradual")], ids=lambda p: p.name)
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
-def test_rows_follow_the_schedule_of_the_policy(policy, ratio):
-    rows = Blend(policy.cost, 1000, 10, 100, ratio).rows(LAYERS)
+def test_rows_are_the_mean_of_the_schedule_of_the_policy(policy, ratio):
     first = policy.check_layer
     shares = [schedule(ratio, layer, first, LAYERS, policy.gradual) for layer in range(first, LAYERS)]
-    assert rows == pytest.approx([110.0] * first + [10 + 100 * share for share in shares])
-
-
-@given(BLENDS, st.integers(2, 40))
-def test_layers_take_together_what_the_whole_takes(blend, n_layers):
-    look, passes = layers_s(COST, blend, n_layers)
-    assert len(passes) == n_layers
-    assert sum(look) + sum(passes) == pytest.approx(fused_s(COST, blend, n_layers))
+    by_layer = [110.0] * first + [10 + 100 * share for share in shares]
+    assert Blend(policy.cost, 1000, 10, 100, ratio).rows(LAYERS) == pytest.approx(sum(by_layer) / LAYERS)
 
 
 @given(BLENDS, st.floats(0, 1))
 def test_more_rows_take_no_less(blend, ratio):
     less, more = sorted((replace(blend, ratio=blend.ratio or 0.01), replace(blend, ratio=ratio or 0.01)), key=_ratio)
-    assert fused_s(COST, less, LAYERS) <= fused_s(COST, more, LAYERS) + 1e-12
+    assert machine().fused_s(less) <= machine().fused_s(more) + 1e-12
 
 
 def _ratio(blend: Blend) -> float:
@@ -106,35 +93,67 @@ def test_the_share_is_what_a_policy_takes_whatever_was_asked():
 
 @given(BLENDS, st.sampled_from([1e-10, 1e-8, 1e-6]))
 def test_the_first_token_waits_for_the_longer_one_and_never_for_more_than_both(blend, byte_s):
-    times, fetches = Estimate(machine(far=byte_s)), [fetch("far", segment=at) for at in range(3)]
-    load_s, compute_s = sum(times.steps_s(fetches)), times.fused_s(blend)
-    assert max(load_s, compute_s) <= times.ttft_s(blend, fetches) * (1 + 1e-9)
-    held_up_s = HELD_UP_S * len(fetches) * len(times.steps_s(fetches))
-    assert times.ttft_s(blend, fetches) <= (load_s + compute_s + held_up_s) * (1 + 1e-9)
+    costs, fetches = machine(far=byte_s), [fetch("far", segment=at) for at in range(3)]
+    load_s, compute_s = sum(costs.steps_s(fetches)), costs.fused_s(blend)
+    assert max(load_s, compute_s) <= costs.ttft_s(blend, fetches) * (1 + 1e-9)
+    held_up_s = HELD_UP_S * len(fetches) * len(costs.steps_s(fetches))
+    assert costs.ttft_s(blend, fetches) <= (load_s + compute_s + held_up_s) * (1 + 1e-9)
 
 
 def test_memory_is_read_where_it_is_used_and_a_slow_tier_behind_fusing():
-    times, blend = Estimate(machine()), Blend(cost_of("lego"), 1000, 50, 500, 0.2)
+    costs, blend = machine(), Blend(cost_of("lego"), 1000, 50, 500, 0.2)
     inline, ahead = [fetch("memory")], [fetch("memory"), fetch("disk", 20 << 20, 1)]
-    assert times.ttft_s(blend, inline) == pytest.approx(sum(times.steps_s(inline)) + times.fused_s(blend))
-    assert times.ttft_s(blend, ahead) < sum(times.steps_s(ahead)) + times.fused_s(blend)
+    assert costs.ttft_s(blend, inline) == pytest.approx(sum(costs.steps_s(inline)) + costs.fused_s(blend))
+    assert costs.ttft_s(blend, ahead) < sum(costs.steps_s(ahead)) + costs.fused_s(blend)
 
 
 def test_a_policy_that_looks_computes_after_three_quarters_are_loaded():
-    times, fetches = Estimate(machine(far=1e-6)), [fetch("far", 80 << 20)]
+    costs, fetches = machine(far=1e-6), [fetch("far", 80 << 20)]
     static, looking = (Blend(cost_of(policy), 1000, 50, 500, 0.2) for policy in ("lego", "query"))
-    _, passes = layers_s(COST, looking, LAYERS)
-    load_s, watched = sum(times.steps_s(fetches)), watched_layers(LAYERS).stop
-    assert times.ttft_s(looking, fetches) >= load_s * watched / LAYERS + sum(passes)
-    assert times.ttft_s(static, fetches) <= times.ttft_s(looking, fetches)
-    quick = Estimate(machine(far=1e-12))
-    assert quick.ttft_s(looking, fetches) >= times.fused_s(looking)
+    load_s, watched = sum(costs.steps_s(fetches)), watched_layers(LAYERS).stop
+    second_s = costs.fused_s(static)
+    assert costs.ttft_s(looking, fetches) >= load_s * watched / LAYERS + second_s
+    assert costs.ttft_s(static, fetches) <= costs.ttft_s(looking, fetches)
+    assert machine(far=1e-12).ttft_s(looking, fetches) >= costs.fused_s(looking) > second_s
 
 
 def test_an_entry_takes_what_reads_and_bytes_take():
-    times = Estimate(machine(far=1e-6))
-    assert times.load_s("far", 1_000_000, 12) == pytest.approx(12 * 1e-4 + 1.0)
-    assert times.load_s("far", 24 << 20) == pytest.approx(7 * 1e-4 + (24 << 20) * 1e-6)
-    fetches = [fetch("far", 8 << 20), fetch("disk", 24 << 20, 1)]
-    both = times.load_s("far", 8 << 20, 7) + times.load_s("disk", 24 << 20, 7)
-    assert sum(times.steps_s(fetches)) == pytest.approx(both)
+    costs = machine(far=1e-6)
+    assert costs.load_s("far", 1_000_000) == pytest.approx(4 * 1e-4 + 1.0)
+    assert costs.load_s("far", 24 << 20) == pytest.approx(7 * 1e-4 + (24 << 20) * 1e-6)
+    fetches = [fetch("far", 24 << 20), fetch("disk", 24 << 20, 1)]
+    both = costs.load_s("far", 24 << 20) + costs.load_s("disk", 24 << 20)
+    assert sum(costs.steps_s(fetches)) == pytest.approx(both)
+
+
+# layers at a time
+
+
+@given(st.integers(0, 200), st.integers(1, 200))
+def test_reads_take_every_layer_once_and_grow_from_one_to_as_many_as_allowed(n_layers, most):
+    found = spans(n_layers, most)
+    assert [layer for first, end in found for layer in range(first, end)] == list(range(n_layers))
+    sizes = [end - first for first, end in found]
+    assert all(0 < size <= most for size in sizes)
+    assert sizes[:1] in ([], [1])
+    assert all(one <= two <= 2 * one for one, two in pairwise(sizes[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "most", "wanted"),
+    [(12, 5, [1, 2, 4, 5]), (24, 15, [1, 2, 4, 8, 9]), (3, 1, [1, 1, 1]), (1, 9, [1]), (0, 3, [])],
+)
+def test_reads_by_hand(n_layers, most, wanted):
+    assert [end - first for first, end in spans(n_layers, most)] == wanted
+
+
+@given(st.integers(0, 1 << 40), st.integers(1, 100))
+def test_as_many_layers_are_read_together_as_fit_and_at_least_one(nbytes, n_layers):
+    most = layers_a_read(nbytes, n_layers)
+    assert 1 <= most <= n_layers
+    assert most == 1 or most * nbytes <= STEP_NBYTES * n_layers
+    assert most == n_layers or (most + 1) * nbytes > STEP_NBYTES * n_layers
+
+
+def test_some_layers_may_wait_and_at_least_one_read():
+    assert [room(most) for most in (1, 2, AHEAD, AHEAD + 1, 100)] == [AHEAD, AHEAD // 2, 1, 1, 1]

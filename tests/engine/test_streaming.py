@@ -83,7 +83,8 @@ def test_what_comes_in_time_is_what_would_have_been_read_anyway(engine):
     found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0))
     assert {segment.level for segment in found.trace.segments if segment.kind == "chunk"} == {"raw"}
     assert len(found.trace.stream.pieces) >= len(CHUNKS)
-    assert found.trace.stream.held
+    assert found.trace.stream is not None
+    assert not found.trace.is_late
     assert (found.text, found.trace.tokens_reused) == (wanted.text, wanted.trace.tokens_reused)
     assert adds_up(found.trace)
 
@@ -92,7 +93,8 @@ def test_with_time_for_it_all_is_computed_and_the_answer_is_full_prefills(engine
     computing(engine, 1e-6, byte_s=1.0)
     found = engine.answer(messages(), Ask(deadline_s=NEVER, ratio=0.15))
     assert {piece.why for piece in found.trace.stream.pieces} == {COMPUTED}
-    assert found.trace.stream.held
+    assert found.trace.stream is not None
+    assert not found.trace.is_late
     assert not any(chunk_hits(found.trace))
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
 
@@ -213,7 +215,7 @@ def test_what_was_computed_for_a_deadline_is_not_encoded_again(engine, monkeypat
 
 def test_a_deadline_that_has_passed_is_told(engine):
     computing(engine, SLOWLY)
-    assert not engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.0)).trace.stream.held
+    assert engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.0)).trace.is_late
 
 
 def test_the_trace_of_a_stream_is_plain_json(engine):

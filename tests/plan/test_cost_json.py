@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragfuse.types.profiles import MachineProfile
+from ragfuse.plan.cost import CostModel
 from tests.plan.kit import machine
 
 WHOLE = replace(
@@ -15,16 +15,16 @@ WHOLE = replace(
 
 
 def test_a_profile_comes_back_from_json():
-    assert MachineProfile.from_dict(json.loads(json.dumps(WHOLE.as_dict()))) == WHOLE
+    assert CostModel.from_dict(json.loads(json.dumps(WHOLE.as_dict()))) == WHOLE
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"version": 2},
-        {"prefill": [0.1, 0.2]},
-        {"prefill": [0.1, 0.2, -1]},
-        {"prefill": [0.1, 0.2, float("nan")]},
+        {"prefill": {"fixed_s": 0.1}},
+        {"placed_s": -1},
+        {"placed_s": float("nan")},
         {"threads": 0},
         {"n_layers": 0},
         {"fused": {"fixed_s": 1}},
@@ -35,9 +35,9 @@ def test_a_profile_comes_back_from_json():
     ],
 )
 def test_what_is_not_understood_is_none(change):
-    assert MachineProfile.from_dict({**WHOLE.as_dict(), **change}) is None
+    assert CostModel.from_dict({**WHOLE.as_dict(), **change}) is None
 
 
 @pytest.mark.parametrize("data", [None, [], "profile", {}, {"version": 3}])
 def test_what_is_no_profile_is_none(data):
-    assert MachineProfile.from_dict(data) is None
+    assert CostModel.from_dict(data) is None

@@ -3,7 +3,7 @@
 import pytest
 
 from ragfuse.text import Piece
-from ragfuse.text.fit import drop_last_chunks
+from ragfuse.text.chat_messages import without_last_chunks
 
 C = tuple(Piece(f"chunk {name}", "chunk", f"{name}.md") for name in "abcde")
 
@@ -13,14 +13,13 @@ def text(pieces):
 
 
 def left(n, *pieces):
-    found = drop_last_chunks([[Piece(piece) if isinstance(piece, str) else piece for piece in pieces]], n)
-    return text(found.contents[0]), found.sources
+    contents, sources = without_last_chunks([[Piece(each) if isinstance(each, str) else each for each in pieces]], n)
+    return text(contents[0]), tuple(sources)
 
 
 def test_nothing_left_out_is_nothing_changed():
-    pieces = (Piece("Say. \n"), C[0], Piece("  "), C[1], Piece(""), Piece(" \nWho?"))
-    found = drop_last_chunks([pieces], 0)
-    assert (found.contents, found.sources) == ((pieces,), ())
+    pieces = [Piece("Say. \n"), C[0], Piece("  "), C[1], Piece(" \nWho?")]
+    assert without_last_chunks([pieces], 0) == ([pieces], [])
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,8 @@ def test_what_parts_all_chunks_alike_goes_with_them():
 
 def test_words_between_chunks_stay():
     pieces = ("Read: ", C[0], "\n\nThen compare it with ", C[1], "\n\nWho?")
-    assert left(1, *pieces)[0] == "Read: chunk a\n\nThen compare it with\n\nWho?"
-    assert left(2, *pieces)[0] == "Read:\n\nThen compare it with\n\nWho?"
+    assert left(1, *pieces)[0] == "Read: chunk a\n\nThen compare it with Who?"
+    assert left(2, *pieces)[0] == "Read: \n\nThen compare it with Who?"
 
 
 def test_words_are_never_joined():
@@ -60,25 +59,25 @@ def test_words_are_never_joined():
 
 def test_chunks_of_several_messages_go_from_the_end():
     contents = [[C[0], Piece("\n\nWho?")], [Piece("The keeper.")], [C[1], Piece("\n\nWhy?")]]
-    assert [text(each) for each in drop_last_chunks(contents, 1, question=2).contents] == [
+    assert [text(each) for each in without_last_chunks(contents, 1, question=2)[0]] == [
         "chunk a\n\nWho?",
         "The keeper.",
         "\n\nWhy?",
     ]
-    assert drop_last_chunks(contents, 2, question=2).sources == ("a.md", "b.md")
+    assert without_last_chunks(contents, 2, question=2)[1] == ["a.md", "b.md"]
 
 
 def test_a_question_that_is_itself_a_chunk_stays():
     contents = [[Piece("Say.\n"), C[0]], [C[1], Piece("\n")]]
-    assert [text(each) for each in drop_last_chunks(contents, 9, question=1).contents] == ["Say.", "chunk b\n"]
-    assert drop_last_chunks([[C[0]]], 9).sources == ()
+    assert [text(each) for each in without_last_chunks(contents, 9, question=1)[0]] == ["Say.\n", "chunk b\n"]
+    assert without_last_chunks([[C[0]]], 9)[1] == []
 
 
 def test_documents_in_a_message_of_their_own_go():
     contents = [[Piece("Who?")], [C[0], Piece("\n\n"), C[1]]]
-    assert [text(each) for each in drop_last_chunks(contents, 1, question=0).contents] == ["Who?", "chunk a"]
-    assert [text(each) for each in drop_last_chunks(contents, 2, question=0).contents] == ["Who?", ""]
+    assert [text(each) for each in without_last_chunks(contents, 1, question=0)[0]] == ["Who?", "chunk a"]
+    assert [text(each) for each in without_last_chunks(contents, 2, question=0)[0]] == ["Who?", ""]
 
 
 def test_no_messages_are_no_trouble():
-    assert drop_last_chunks([], 3).contents == ()
+    assert without_last_chunks([], 3) == ([], [])

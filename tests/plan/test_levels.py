@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.explanation import in_words
 from ragfuse.plan.tiers import choose_level, choose_tier
 from ragfuse.types.levels import loss
-from tests.plan.kit import NBYTES_PER_TOKEN, LoadingController, machine, prompt_of
+from tests.plan.kit import NBYTES_PER_TOKEN, machine, plan, prompt_of
 
 PACKED = {"int8": 0.5, "cg1": 0.25, "cg2": 0.12, "cg3": 0.08}
 DECODE = {"int8": 1e-6, "cg1": 4e-6, "cg2": 4e-6, "cg3": 4e-6}
@@ -38,7 +37,7 @@ def planned(tiers, levels, others=(), machine=None, **options):
         key: [replace(entry, tier=tier, sizes=sizes(*there)) for tier, there in others]
         for key, entry in entries.items()
     }
-    return LoadingController(machine).plan(prompt, entries, others=elsewhere, **options)
+    return plan(prompt, entries, costs=machine, others=elsewhere, **options)
 
 
 def read(found):
@@ -99,7 +98,7 @@ def test_levels_never_make_the_first_token_later(tiers, levels, far):
 
 
 def test_decoding_counts_as_loading():
-    times, fetch = Estimate(levels_machine()), planned(["disk"], ["int8"]).fetches[0]
+    times, fetch = levels_machine(), planned(["disk"], ["int8"]).fetches[0]
     assert times.fetch_s(fetch) == pytest.approx(times.load_s("disk", RAW // 2) + 1e-6 * N)
     raw = replace(fetch, level="raw")
     assert sum(times.steps_s([fetch])) == pytest.approx(sum(times.steps_s([raw])) + 1e-6 * N)
@@ -129,7 +128,7 @@ def test_a_cheap_tier_becomes_fast_enough_by_its_level():
 
 def test_words_name_a_level_that_is_not_raw():
     prompt, entries = at_levels(["disk"], "cg2")
-    said = in_words(LoadingController(levels_machine()).plan(prompt, entries))
+    said = in_words(plan(prompt, entries, costs=levels_machine()))
     assert "hit in disk as cg2, 576 KB" in said
     prompt, entries = at_levels(["disk"], "raw")
-    assert "hit in disk, 4.8 MB" in in_words(LoadingController(levels_machine()).plan(prompt, entries))
+    assert "hit in disk, 4.8 MB" in in_words(plan(prompt, entries, costs=levels_machine()))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ragfuse.errors import InputError
-from ragfuse.text.rendered import MAX_RENDERINGS, Rendered
-from ragfuse.text.rendered import rendered as render
+from ragfuse.text.rendering import Rendered
+from ragfuse.text.rendering import rendered as render
 from tests.text.operations import MOST_GROWTH, lines
 
 CONTROL = re.compile("<end>|</think>", re.IGNORECASE)
@@ -119,10 +119,9 @@ def test_a_text_of_all_marks_is_marked_by_others():
     assert bare(found) == ["<end>"]
 
 
-def test_what_a_template_inspects_too_often_is_refused():
+def test_what_a_template_inspects_is_text_in_contents_that_it_repeats():
     write = lambda role, content: f"{role}:{content.count('<end>')}{len(content)}{content}"  # noqa: E731
-    with pytest.raises(InputError, match="too many words"):
-        rendered(Template(write), *[("user", "<end>")] * MAX_RENDERINGS)
+    assert own(rendered(Template(write), *[("user", "<end>")] * 80)) == 80
 
 
 def test_messages_in_another_order_are_all_found():
@@ -131,7 +130,7 @@ def test_messages_in_another_order_are_all_found():
 
     told = [{"role": "user", "content": f"message {at:02}"} for at in range(50)]
     assert render(write, told, (), forged).text.startswith("message 49")
-    with pytest.raises(InputError, match="leaves out message 0"):
+    with pytest.raises(InputError, match="leaves out messages of role user"):
         render(lambda messages, tools: write(messages[1:], tools), told, (), forged)
 
 

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from ragfuse.plan.evict import expired, expired_first, lru
-from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
-from ragfuse.store.tier import Freed
+from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.store.deletion import Freed, gc
 from tests.store.kit import Clock, encoded, files, key, kv, ticks
 
 MB = 1 << 20
@@ -50,8 +50,8 @@ def test_many_are_pinned_and_unpinned_at_once(store):
 def test_many_are_forgotten_everywhere_or_in_one_tier(store, tmp_path):
     for one in KEYS[:4]:
         store.put(one, kv(), wait=True)
-    assert store.forget(KEYS[:1]) == 1
-    assert store.forget(KEYS[1:3], "memory") == 2
+    assert len(store.forget(KEYS[:1]).entries) == 2
+    assert len(store.forget(KEYS[1:3], "memory").entries) == 2
     assert where(store, *KEYS[:4]) == ["", "disk", "disk", "memory+disk"]
     assert len(files(tmp_path)) == 3
 
@@ -93,7 +93,7 @@ def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(st
         assert store.flush()
     assert store.tiers[1].stat([KEYS[0]])[KEYS[0]].hits == 0
     with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock) as other:
-        assert bulk.gc(other)["disk"].expired == 1
+        assert gc(other)["disk"].expired == 1
         assert set(other.lookup(KEYS)) == {KEYS[0]}
 
 
@@ -133,7 +133,6 @@ def test_tiers_hear_of_a_use_seldom_and_never_while_an_answer_waits(tmp_path, cl
         go.set()
         assert store.flush()
         assert [one for some in told for one in some] == KEYS
-        assert len(told) <= 2
         clock.now += 9
         store.read_layers(KEYS[0], 0)
         clock.now += 2
@@ -152,11 +151,11 @@ def test_gc_frees_what_is_too_old_and_keeps_what_another_tier_has_used_since(sto
     store.read_layers(KEYS[1], 0)  # in memory alone
     store.pin(KEYS[2])
     clock.now += 60
-    freed = bulk.gc(store)
+    freed = gc(store)
     assert {name: what.expired for name, what in freed.items()} == {"memory": 1, "disk": 1}
     assert freed["disk"].nbytes > UNIT
     assert where(store, *KEYS[:3]) == ["", "memory+disk", "memory+disk"]
-    assert [what.expired for what in bulk.gc(store).values()] == [0, 0]
+    assert [what.expired for what in gc(store).values()] == [0, 0]
 
 
 def test_gc_drops_nothing_that_is_used_while_it_lists(store, clock, tmp_path):
@@ -171,7 +170,7 @@ def test_gc_drops_nothing_that_is_used_while_it_lists(store, clock, tmp_path):
         return found
 
     disk.list = slow
-    assert bulk.gc(store)["disk"].expired == 1
+    assert gc(store)["disk"].expired == 1
     assert where(store, *KEYS[:2]) == ["disk", ""]
 
 
@@ -180,7 +179,7 @@ def test_gc_tells_of_no_bytes_that_it_could_not_free(store, clock, monkeypatch):
         store.put(one, kv(), tier="disk", wait=True)
     clock.now += 200
     monkeypatch.setattr(store.tiers[1], "delete", lambda keys: 0)  # as a tier that is down answers
-    assert bulk.gc(store)["disk"] == Freed()
+    assert gc(store)["disk"] == Freed()
 
 
 def test_gc_frees_the_rest_of_writes_and_rows_without_files(store, tmp_path):
@@ -191,11 +190,10 @@ def test_gc_frees_the_rest_of_writes_and_rows_without_files(store, tmp_path):
     temp = kept.parent / "x.0123456789abcdef.tmp"
     temp.write_bytes(bytes(77))
     os.utime(temp, (1.0, 1.0))
-    freed = bulk.gc(store)["disk"]
-    assert (freed.orphans, freed.nbytes) == (2, 77)
+    freed = gc(store)["disk"]
+    assert (freed.leftovers, freed.nbytes) == (2, 77)
     assert files(tmp_path) == [kept]
     assert store.tiers[1].nbytes == kept.stat().st_size
-    assert bulk.gc(store)["disk"].orphans == 0
 
 
 def test_without_a_rule_nothing_is_ever_too_old(tmp_path):
@@ -204,4 +202,4 @@ def test_without_a_rule_nothing_is_ever_too_old(tmp_path):
         store.put(KEYS[0], kv(), wait=True)
         clock.now += 1e9
         assert KEYS[0] in store.lookup(KEYS)
-        assert bulk.gc(store)["disk"].expired == 0
+        assert gc(store)["disk"].expired == 0

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from ragfuse.fuse.select import cost_of
-from ragfuse.measure.fit import fitted, fitted_fused, fitted_prefill
-from ragfuse.plan.estimate import Blend, fused_s
-from tests.plan.kit import COST, LAYERS
+from ragfuse.load.timings import fitted
+from ragfuse.plan.cost import Blend
+from tests.plan.kit import LAYERS, machine
 
 VALUES = st.just(0.0) | st.floats(1e-6, 10)
 TABLES = st.lists(st.tuples(*[VALUES] * 4, st.floats(0.1, 10)), min_size=4, max_size=10)
@@ -42,23 +42,21 @@ def test_a_column_of_hardly_anything_and_a_clock_that_stood_still_break_no_fit(t
 
 def test_a_known_prefill_curve_is_found_again():
     points = [(n, 0.02 + 3e-4 * n + 5e-8 * n * n) for n in (96, 192, 384, 768, 1536)]
-    assert fitted_prefill(points) == pytest.approx((0.02, 3e-4, 5e-8))
-
-
-def test_a_curve_is_not_bent_below_zero():
-    assert fitted_prefill([(100, 0.1), (200, 0.3), (400, 0.5), (800, 0.9)])[0] >= 0
+    found = fitted([(1, n, n * n) for n, _ in points], [seconds for _, seconds in points])
+    assert found == pytest.approx((0.02, 3e-4, 5e-8))
 
 
 def test_known_fused_prefills_are_foretold_also_where_none_was_measured():
     def points(sizes):
-        blends = [
+        return [
             Blend(cost_of(policy), size, question, size - question - size // 6, ratio)
             for size in sizes
             for question in (16, 96)
             for policy, ratio in (("none", 0.0), ("lego", 0.3), ("hkvd", 0.1), ("hkvd", 0.4), ("query", 0.2))
         ]
-        return [(blend, fused_s(COST, blend, LAYERS)) for blend in blends]
 
-    cost = fitted_fused(points((384, 1024, 3072)), LAYERS)
-    for blend, seconds in points((600, 2048, 4000)):
-        assert fused_s(cost, blend, LAYERS) == pytest.approx(seconds, rel=0.01)
+    timed, known = points((384, 1024, 3072)), machine()
+    weights = fitted([blend.features(LAYERS) for blend in timed], [known.fused_s(blend) for blend in timed])
+    for blend in points((600, 2048, 4000)):
+        foretold = sum(weight * times for weight, times in zip(weights, blend.features(LAYERS), strict=True))
+        assert foretold == pytest.approx(known.fused_s(blend), rel=0.01)

@@ -1,0 +1,53 @@
+"""A console that keeps the tables which a benchmark prints, and the JSON that they end up in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ragfuse.cli.options import require_writable, write_json
+
+
+class Report(Console):
+    """A console for one benchmark.
+
+    Args:
+        benchmark: Its name.
+        target: The target of `--json`; if that is standard output, the console writes to standard error.
+
+    Raises:
+        InputError: The target cannot be written.
+    """
+
+    def __init__(self, benchmark: str, target: Path | None) -> None:
+        super().__init__(stderr=str(target) == "-")
+        if str(target) != "-":
+            require_writable(target)
+        self._benchmark, self._target = benchmark, target
+        self._tables: list[dict[str, Any]] = []
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print as any console does."""
+        self._tables += [_plain(each) for each in objects if isinstance(each, Table)]
+        super().print(*objects, **options)
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Write a result to the target, with the tables that were printed."""
+        write_json({"benchmark": self._benchmark, **result, "tables": self._tables}, self._target)
+
+
+def _plain(table: Table) -> dict[str, Any]:
+    columns = [[_text(cell) for cell in column.cells] for column in table.columns]
+    return {
+        "title": _text(table.title),
+        "columns": [_text(column.header) for column in table.columns],
+        "rows": [list(row) for row in zip(*columns, strict=True)],
+    }
+
+
+def _text(cell: Any) -> str:
+    return Text.from_markup(cell).plain if isinstance(cell, str) else str(cell or "")

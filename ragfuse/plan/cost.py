@@ -1,0 +1,310 @@
+"""The cost model of one machine: seconds of reading from its tiers and of computing with one model.
+
+A read of a tier costs a latency and its bytes, a computed row a constant and something for each token that it attends
+to. The controller, the planner, look-ahead and streams under a deadline all read these numbers, which
+`load.timings` measures and `MachineTimings` corrects by what answers took. Arithmetic only: nothing here decides,
+and nothing reads a clock, a file or a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.plan import Fetch, LoadPlan, is_blended
+from ragfuse.types.policy_cost import Needs, PolicyCost, watched_layers
+
+COST_VERSION = 8
+"""Version of `CostModel`; models of another version are ignored."""
+HELD_UP_S = 3e-4
+"""Seconds by which one read in another thread delays the model: 70 to 300 us were seen on CPUs."""
+AHEAD = 4
+"""Most layers that may wait between reading and fusing; always at least those of one read."""
+STEP_NBYTES = 4 << 20
+"""Most bytes of a chunk per read; always at least one layer."""
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+def layers_a_read(nbytes: int, n_layers: int) -> int:
+    """Return the most layers per read, where the largest chunk has `nbytes`."""
+    return max(1, min(n_layers, STEP_NBYTES * n_layers // max(1, nbytes)))
+
+
+def spans(n_layers: int, max_layers: int) -> list[tuple[int, int]]:
+    """Return the first layer of each read and the one after its last: 1, 2, 4, ... up to `max_layers` at a time.
+
+    Nothing hides the first read (CacheBlend 5.1); each later one overlaps fusing the layers of the one before it.
+    """
+    sizes, n_left, size = list[int](), n_layers, 1
+    while n_left > 0:
+        sizes.append(min(size, max_layers, n_left))
+        n_left, size = n_left - sizes[-1], 2 * size
+    ends = list(accumulate(sizes))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def room(max_layers: int) -> int:
+    """Return how many reads of `max_layers` layers may wait to be fused."""
+    return max(1, AHEAD // max_layers)
+
+
+def pipelined_s(loads: Sequence[float], computes: Sequence[float], waiting: int) -> float:
+    """Return when the last step is computed, while one thread loads steps ahead (CacheBlend 5.1).
+
+    Args:
+        loads: Seconds to load each step.
+        computes: Seconds to compute each step, once it is loaded.
+        waiting: Loaded steps that may wait to be computed; the loading thread holds one more.
+    """
+    put, taken, done = 0.0, [0.0] * len(loads), 0.0
+    for step, (load, compute) in enumerate(zip(loads, computes, strict=True)):
+        put = max(put + load, taken[step - waiting] if step >= waiting else 0.0)
+        taken[step] = max(put, done)
+        done = taken[step] + compute
+    return done
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The row counts of one fused prefill.
+
+    Args:
+        cost: The cost of its policy.
+        tokens: Tokens of the prompt.
+        forced: Rows that must be computed, because no KV of them is loaded.
+        candidate_rows: Cached rows among which the policy chooses.
+        ratio: The share of these that the policy recomputes, see `PolicyCost.share_of`.
+    """
+
+    cost: PolicyCost
+    tokens: int
+    forced: int
+    candidate_rows: int
+    ratio: float
+
+    @classmethod
+    def of(cls, plan: LoadPlan) -> Blend:
+        """Return the row counts of a plan's fused prefill."""
+        prompt = plan.prompt
+        read = [(len(prompt.segments[fetch.segment].tokens), is_blended(prompt, fetch)) for fetch in plan.fetches]
+        chunks = [n_tokens for n_tokens, blended in read if blended]
+        forced = len(prompt) - sum(n_tokens for n_tokens, _ in read)
+        return cls(plan.cost, len(prompt), forced, sum(chunks), plan.cost.share_of(plan.ratio, chunks))
+
+    @property
+    def needs(self) -> Needs:
+        """What must be computed before the policy can choose; nothing where it has no choice."""
+        return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
+
+    def rows(self, n_layers: int) -> float:
+        """Return the rows computed per layer, on average; a gradual policy keeps the mean share (CacheBlend 4.3)."""
+        whole = 1 / n_layers if self.needs == "all rows of a layer" else 0.0
+        return self.forced + self.candidate_rows * (self.ratio * (1 - whole) + whole)
+
+    def looked(self, n_layers: int) -> float:
+        """Return the rows per layer of the pass that a policy by attention makes first, through `watched_layers`."""
+        return self.forced * watched_layers(n_layers).stop / n_layers if self.needs == "attention" else 0.0
+
+    def features(self, n_layers: int) -> tuple[float, float, float, float]:
+        """Return the multipliers of `fixed_s`, `row_s`, `key_s` and `CostModel.placed_s`."""
+        rows = self.rows(n_layers) + self.looked(n_layers)
+        return 1.0, rows, rows * self.tokens, self.tokens - self.forced
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """The seconds of computing rows in all layers.
+
+    Args:
+        fixed_s: For any prefill.
+        row_s: For each row.
+        key_s: For each row and each token of its prompt: the attention between them.
+    """
+
+    fixed_s: Seconds
+    row_s: Seconds
+    key_s: Seconds
+
+    def rows_s(self, rows: float, tokens: int) -> float:
+        """Return the seconds of computing rows of a prompt of so many tokens, without `fixed_s`."""
+        return rows * (self.row_s + self.key_s * tokens)
+
+
+@dataclass(frozen=True)
+class TierCost:
+    """The seconds of reading entries of one tier.
+
+    Args:
+        read_s: For each read of an entry.
+        byte_s: For each byte.
+        is_ahead: Whether a thread reads this tier ahead of fusing.
+    """
+
+    read_s: Seconds
+    byte_s: Seconds
+    is_ahead: bool = True
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What one model costs on one machine. Points are measurements; the other figures were fitted to them.
+
+    Args:
+        model: The model's fingerprint.
+        device: The device that was measured.
+        threads: Compute threads.
+        dtype: The model's dtype.
+        n_layers: The model's layers.
+        prefill: The cost of a full prefill.
+        fused: The cost of a fused prefill whose cached KV is loaded.
+        placed_s: Seconds for each cached row that is put in place from memory; on an accelerator with the copy to it.
+        tiers: The cost of each measured tier, by name.
+        prefill_points: (tokens, seconds) of full prefills.
+        decode: Seconds to decode one token's KV, by codec level; raw is not listed, as it takes no time.
+        packed: Size relative to raw, by codec level; raw is not listed.
+        corrections: By tier, how many times as long as measured it took in recent answers; `tiers` includes it.
+        version: `COST_VERSION` when it was written.
+    """
+
+    model: str
+    device: str
+    threads: Annotated[int, Field(ge=1)]
+    dtype: str
+    n_layers: Annotated[int, Field(ge=1)]
+    prefill: RowCost
+    fused: RowCost
+    placed_s: Seconds = 0.0
+    tiers: Mapping[str, TierCost] = field(default_factory=dict)
+    prefill_points: tuple[tuple[Count, Seconds], ...] = ()
+    decode: Mapping[str, Seconds] = field(default_factory=dict)
+    packed: Mapping[str, Seconds] = field(default_factory=dict)
+    corrections: Mapping[str, float] = field(default_factory=dict)
+    version: int = COST_VERSION
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the model in plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> CostModel | None:
+        """Return the model that `as_dict` wrote; None for other data, or data of another version."""
+        if not isinstance(data, Mapping) or data.get("version") != COST_VERSION:
+            return None
+        try:
+            return TypeAdapter(cls).validate_python(dict(data))
+        except ValidationError:
+            return None
+
+    def corrected(self, times: Mapping[str, float]) -> CostModel:
+        """Return the model with tiers that take so many times as long."""
+        tiers = {
+            name: replace(tier, read_s=tier.read_s * times.get(name, 1.0), byte_s=tier.byte_s * times.get(name, 1.0))
+            for name, tier in self.tiers.items()
+        }
+        return replace(self, tiers=tiers, corrections=times)
+
+    def knows(self, fetches: Sequence[Fetch]) -> bool:
+        """Return whether the tiers and levels of all these fetches were measured; False where no tier was."""
+        known = all(fetch.tier in self.tiers and self.knows_level(fetch.level) for fetch in fetches)
+        return known and bool(self.tiers)
+
+    def knows_level(self, level: str) -> bool:
+        """Return whether decoding this level was measured; raw needs no decoding."""
+        return level == LEVEL_NAMES[0] or level in self.decode
+
+    # computing
+
+    def prefill_s(self, tokens: int) -> float:
+        """Return the time of a full prefill of `tokens`."""
+        return self.prefill.fixed_s + self.prefill.rows_s(tokens, tokens)
+
+    def recompute_s(self, ratio: float, tokens: int) -> float:
+        """Return T_recompute of CacheBlend 5.1: `ratio` times a full prefill."""
+        return ratio * self.prefill_s(tokens)
+
+    def fused_s(self, blend: Blend) -> float:
+        """Return the time of a fused prefill whose cached KV is loaded."""
+        costs = self.fused.fixed_s, self.fused.row_s, self.fused.key_s, self.placed_s
+        return sum(cost * times for cost, times in zip(costs, blend.features(self.n_layers), strict=True))
+
+    def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
+        """Return the compute time that these candidate rows and forced rows add to a fused prefill."""
+        without = replace(blend, candidate_rows=blend.candidate_rows - candidate_rows, forced=blend.forced - forced)
+        return max(0.0, self.fused_s(blend) - self.fused_s(without))
+
+    # reading
+
+    def load_s(self, tier: str, nbytes: int) -> float:
+        """Return T_load of CacheBlend 5.1: the time to read one entry of a measured tier."""
+        n_reads = len(spans(self.n_layers, layers_a_read(nbytes, self.n_layers)))
+        return self.tiers[tier].read_s * n_reads + self.tiers[tier].byte_s * nbytes
+
+    def throughput(self, tier: str) -> float | None:
+        """Return the bytes per second that a tier gives; None where it was not measured."""
+        cost = self.tiers.get(tier)
+        return 1 / cost.byte_s if cost is not None and cost.byte_s > 0 else None
+
+    def decode_s(self, level: str, n_tokens: int) -> float:
+        """Return the time to decode `n_tokens` of a level."""
+        return self.decode.get(level, 0.0) * n_tokens
+
+    def fetch_s(self, fetch: Fetch) -> float:
+        """Return the time to read and decode one segment."""
+        return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
+
+    def stored_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
+        """Return the time to load a chunk, of `raw_nbytes` as raw, from a measured tier at a measured level."""
+        nbytes = round(raw_nbytes * self.packed.get(level, 1.0))
+        return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
+
+    def counts(self, fetches: Sequence[Fetch]) -> list[int]:
+        """Return how many layers of each chunk may be read at once, the most first.
+
+        Fewer overlap better with fusing, where a thread reads ahead; more need fewer reads.
+        """
+        most = layers_a_read(max(fetch.nbytes for fetch in fetches), self.n_layers)
+        is_ahead = any(self.tiers[fetch.tier].is_ahead for fetch in fetches)
+        return [most >> halvings for halvings in range(most.bit_length())] if is_ahead else [most]
+
+    def steps_s(self, fetches: Sequence[Fetch], count: int = 0) -> list[float]:
+        """Return the time of each loading step, which reads and decodes `count` layers of every chunk, in one thread.
+
+        0 stands for the most that may be read at once.
+        """
+        count = count or self.counts(fetches)[0]
+        read_s = sum(self.tiers[fetch.tier].read_s for fetch in fetches)
+        rest_s = sum(self.tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches)
+        rest_s += sum(self.decode_s(fetch.level, fetch.n_tokens) for fetch in fetches)
+        return [read_s + rest_s * (end - first) / self.n_layers for first, end in spans(self.n_layers, count)]
+
+    # both
+
+    def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], count: int = 0) -> float:
+        """Return the time to the first logits, where loading overlaps fusing as in `load.layers`; `count` as above.
+
+        Each read in the loading thread delays the model a little. A policy by attention loads three quarters of the
+        layers during its first pass, and the others before it computes them.
+        """
+        if not fetches:
+            return self.prefill_s(blend.tokens)
+        count = count or self.counts(fetches)[0]
+        loads, compute_s = self.steps_s(fetches, count), self.fused_s(blend)
+        if not any(self.tiers[fetch.tier].is_ahead for fetch in fetches):
+            return sum(loads) + compute_s
+        look_s = self.fused.rows_s(blend.looked(self.n_layers), blend.tokens)
+        waiting = [(compute_s - look_s) / self.n_layers] * self.n_layers
+        if look_s:  # the second pass begins before the layers behind the watched ones are needed
+            watched = watched_layers(self.n_layers).stop
+            second_s = sum(waiting[:watched])
+            waiting[:watched] = [look_s / watched] * watched
+            waiting[watched - 1] += second_s
+        held_up_s = HELD_UP_S * len(fetches)
+        computes = [sum(waiting[first:end]) + held_up_s for first, end in spans(self.n_layers, count)]
+        return pipelined_s(loads, computes, room(count))

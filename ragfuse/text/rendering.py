@@ -1,0 +1,188 @@
+"""Renders a conversation by its chat template, and finds in the rendered text what the template did not write.
+
+The text is always what the template makes of the messages themselves. Where a message, call or tool holds what looks
+like a control token, it is rendered once more with a mark in place of the first letter of each such word: where the
+two renderings differ begins a word that must be read as text. A template may inspect some of these words, as the tags
+around thoughts, so that more than the marks changes; then these words are found in the contents that the text holds
+unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragfuse.errors import InputError
+
+Chars = tuple[int, int]
+"""Characters lo:hi of a text."""
+Write = Callable[[list[dict[str, Any]], list[Any]], str]
+"""Renders messages and tools by the chat template; raises InputError if the template rejects them."""
+Forged = Callable[..., Sequence[Chars]]
+"""Finds text that would be tokenised as a control token; `forged(text, True)`: the text begins an answer."""
+Word = tuple[str, str]
+"""The role of a content ("": what is outside of contents) and a word in it, in lower case."""
+
+MARKS = "~^`|@0123456789QXZJqxzj" + "".join(map(chr, range(0xE000, 0xE100)))
+"""Letters of which one that the rendered text does not hold is the mark; templates write most of them unchanged."""
+MAX_INSPECTED_WORDS = 16
+"""The most words of which it is tried, one by one, whether the template inspects them."""
+MAX_FAILED_SEARCHES = 16
+"""After this many contents that are not in the rendered text no more are searched for."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text that a chat template rendered, and where contents are in it.
+
+    Args:
+        bare: Characters that look like a control token but are none.
+        contents: Characters of each message's content, without the white space around it; None: not found as it is.
+    """
+
+    text: str
+    bare: tuple[Chars, ...] = ()
+    contents: tuple[Chars | None, ...] = ()
+
+
+def rendered(
+    write: Write,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any],
+    forged: Forged,
+    is_begun: bool = False,
+) -> Rendered:
+    """Render a conversation.
+
+    Args:
+        write: The chat template.
+        messages: The messages in the form that the template takes.
+        tools: The tools.
+        forged: Finds what looks like a control token.
+        is_begun: The last message is the beginning of the answer.
+
+    Raises:
+        InputError: The template leaves out a message that is no answer.
+    """
+    text = write([dict(message) for message in messages], list(tools))
+    contents = tuple(_places(text, messages))
+    used = set(text)
+    marks = _Marks(forged, next(letter for letter in MARKS if letter not in used))
+    _check_complete(write, messages, tools, text, marks.mark)
+
+    def marked() -> set[int] | None:
+        """Return the places of the marks in the text; None where with them all else changes, too."""
+        told = [marks.message(message, is_begun and message is messages[-1]) for message in messages]
+        told_of = marks.on(list(tools))
+        if not marks.words:
+            return set()
+        try:
+            seen = write(told, told_of)
+        except InputError:
+            return None
+        places = [at for at, letter in enumerate(seen) if letter == marks.mark]
+        begins = [0, *(at + 1 for at in places)]
+        is_same = map(text.startswith, seen.split(marks.mark), begins)
+        return set(places) if len(seen) == len(text) and all(is_same) else None
+
+    own = marked()
+    inspected = set[Word]()
+    if own is None:
+        own, inspected = set(), set(marks.words)
+        for word in list(marks.words)[:MAX_INSPECTED_WORDS]:
+            marks.chosen = word
+            found = marked()
+            if found is not None:
+                own |= found
+                inspected.remove(word)
+    where = [
+        (lo, hi, str(message["role"]))
+        for message, (lo, hi) in zip(messages, (chars or (0, 0) for chars in contents), strict=True)
+        if inspected
+    ]
+
+    def is_bare(lo: int, hi: int) -> bool:
+        word = text[lo:hi].lower()
+        return lo in own or any(a <= lo and hi <= b and (role, word) in inspected for a, b, role in where)
+
+    words = forged(text) if marks.words else ()
+    return Rendered(text, tuple(sorted(chars for chars in words if is_bare(*chars))), contents)
+
+
+@dataclass
+class _Marks:
+    """What puts marks into messages and tools.
+
+    Args:
+        forged: Finds what looks like a control token.
+        mark: The mark.
+        chosen: The only word that is marked; None: all are.
+        words: The words that were met.
+    """
+
+    forged: Forged
+    mark: str
+    chosen: Word | None = None
+    words: dict[Word, None] = field(default_factory=dict)
+
+    def message(self, message: Mapping[str, Any], is_begun: bool) -> dict[str, Any]:
+        """Return a message with marks in all but its role."""
+        role = str(message["role"])
+        marked = {key: value if key in ("role", "content") else self.on(value) for key, value in message.items()}
+        return {**marked, "content": self.on(message.get("content"), role, is_begun)}
+
+    def on(self, value: Any, role: str = "", is_begun: bool = False) -> Any:
+        """Return a JSON value with marks in all texts in it."""
+        if isinstance(value, str):
+            letters = list(value)
+            for lo, hi in self.forged(value, True) if is_begun else self.forged(value):
+                word = role, value[lo:hi].lower()
+                self.words[word] = None
+                if self.chosen in (None, word):
+                    letters[lo] = self.mark
+            return "".join(letters)
+        if isinstance(value, Mapping):
+            return {self.on(name): self.on(each) for name, each in value.items()}
+        return [self.on(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _places(text: str, messages: Sequence[Mapping[str, Any]]) -> Iterator[Chars | None]:
+    """Yield where each content is; messages are mostly rendered in order, so each is searched after the last."""
+    at = n_failed = 0
+    for message in messages:
+        core = _content(message).strip()
+        lo = text.find(core, at) if core and n_failed < MAX_FAILED_SEARCHES else -1
+        if lo < 0:
+            n_failed += bool(core)
+            yield None
+        else:
+            at = lo + len(core)
+            yield lo, at
+
+
+def _check_complete(
+    write: Write, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], text: str, mark: str
+) -> None:
+    """Raise InputError if the template leaves out a message that is no answer."""
+    roles = [
+        message["role"]
+        for message in messages
+        if message["role"] != "assistant" and _content(message).strip() not in text
+    ]
+    if not roles:
+        return
+    told = [
+        {**message, "content": _content(message) + mark} if message["role"] in roles else dict(message)
+        for message in messages
+    ]
+    if write(told, list(tools)).count(mark) < sum(message["role"] in roles for message in messages):
+        raise InputError(
+            f"The chat template leaves out messages of role {' or '.join(sorted(set(roles)))}; use a role that it "
+            "writes (often user and assistant), or pass one text instead of messages."
+        )
