@@ -95,5 +95,5 @@ def _words(text: str, special: bool) -> list[int]:
 
 def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
     yield place
-    for inner in place.places():
+    for inner in place.places:
         yield from _walk(inner)

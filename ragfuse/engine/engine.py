@@ -216,8 +216,8 @@ class Engine(OneProcess):
                 request.prefilled(prepared)
             self._remember.begin(prepared, request)
             self._generate.share(prepared, request)
-            generated = self._generate.generate(prepared, constraints, request)
-            self._remember.remember(prepared, generated, request)
+        generated = self._generate.generate(prepared, constraints, request)
+        self._remember.remember(prepared, generated, request)
         return generated.answer
 
     @contextmanager

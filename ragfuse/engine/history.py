@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -25,13 +25,12 @@ from ragfuse.engine.request import PreparedPrompt
 from ragfuse.engine.runtime import Runtime
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
 from ragfuse.sessions.session import (
-    HistoryMessage,
-    Part,
     PendingTurn,
     Session,
     Turn,
     agreed,
     is_again,
+    is_same,
     prefix_digests,
     truncated,
 )
@@ -108,7 +107,7 @@ class ConversationHistory:
         pending = self._pending_turn(question, ask)
         if pending is None:
             return fitted(lambda n: make(question, n), limit)
-        messages = [*_stored_messages(pending.session), *(chat_message_of(message) for message in pending.messages)]
+        messages = [*pending.session.messages, *pending.messages]
         return fitted(lambda n: self._shortened(lambda shorter: make(shorter, n), messages, pending, ask), limit)
 
     def may_shorten(self, question: ChatInput | Ids, ask: Ask) -> bool:
@@ -133,7 +132,7 @@ class ConversationHistory:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
         if ask.session is not None or not self._may_continue(question):
             return ask.session
-        given = prefix_digests([_history_message(message) for message in messages_of(question)])
+        given = prefix_digests(messages_of(question))
         known = self.sessions.ending(digest, given, persistent=self._settings.history == "all")
         return known[1].id if known is not None else None
 
@@ -142,53 +141,41 @@ class ConversationHistory:
         return self._index.keys(name) or (self.sessions.get(*name) and self._index.keys(name)) or ()
 
     def _pending_turn(self, question: ChatInput | Ids, ask: Ask) -> PendingTurn | None:
-        """Return the conversation that a question continues or begins; None where conversations are not kept."""
-        settings = self._settings
-        if ask.session is None and not self._may_continue(question):
+        """Return the turn that a question adds to a conversation; None where conversations are not kept.
+
+        Messages without a session's name, or that include one of the assistant, are the whole conversation: only the
+        turns that agree with them stay. Where the named session has none yet, they may branch off from another one;
+        chunks count only where they are sent again.
+        """
+        settings, name, digest = self._settings, ask.session, self._runtime.encoder.digest
+        if name is None and not self._may_continue(question):
             return None
-        encoder = self._runtime.encoder
-        given = [_history_message(message) for message in messages_of(question)]
-        if ask.session is not None:
-            return self._named(ask.session, given, encoder.digest)
-        persistent = settings.history == "all"
-        known = self.sessions.ending(encoder.digest, prefix_digests(given), persistent)
-        if known is None:
-            return PendingTurn(Session(secrets.token_hex(8)), tuple(given), persistent=persistent)
-        version, session = known
-        self._pending.wait([session.id], TURN_SAVE_WAIT_S)
-        kept = agreed(session, given)
+        given, persistent = messages_of(question), settings.history == "all"
+        named = self.sessions.get(digest, name) if name is not None else None
+        version, session = named or (0, Session(name or secrets.token_hex(8)))
+        source, is_whole = session, name is None or any(message.role == "assistant" for message in given)
+        if is_whole and not session.turns:
+            known = self.sessions.ending(digest, prefix_digests(given), persistent or name is not None)
+            source = known[1] if known is not None else session
+            if name is None and known is not None:
+                version, session = known
+        self._pending.wait([session.id, source.id], TURN_SAVE_WAIT_S)
+        if name is not None and not is_whole:
+            first = prefix_digests(session.messages[:1])
+            new = tuple(each for each in given if each.role != "system" or prefix_digests([each]) != first)
+            return PendingTurn(session, new, version, True, settings.history_chunks, session.keys)
+        kept = agreed(source, given, is_again if name is not None and source is session else is_same)
+        new = tuple(given[len(kept.messages) :])
+        if name is not None:
+            kept = replace(kept, id=name)
+            return PendingTurn(kept, new, version, True, settings.history_chunks, session.keys)
         if len(kept.turns) < len(session.turns):  # it differs in a later turn: a new conversation branches off here
-            version, kept = 0, replace(kept, id=secrets.token_hex(8))
-        previous_keys = kept.keys if version else ()
-        return PendingTurn(kept, tuple(given[len(kept.messages) :]), version, persistent, previous_keys=previous_keys)
+            return PendingTurn(replace(kept, id=secrets.token_hex(8)), new, persistent=persistent)
+        return PendingTurn(kept, new, version, persistent, previous_keys=session.keys)
 
     def _may_continue(self, question: ChatInput | Ids) -> bool:
         """Return whether a question without a session name may continue a conversation."""
         return not (isinstance(question, str) or is_ids(question) or self._settings.history == "asked")
-
-    def _named(self, name: str, given: list[HistoryMessage], digest: str) -> PendingTurn:
-        """Return the session of this name with the new messages.
-
-        Messages that include one of the assistant are the whole conversation: only the turns that agree with them stay.
-        """
-        version, session = self.sessions.get(digest, name) or (0, Session(name))
-        self._pending.wait([session.id], TURN_SAVE_WAIT_S)
-        keep_chunks = self._settings.history_chunks
-        if any(message.role == "assistant" for message in given):
-            if session.turns:
-                kept = agreed(session, given, is_again)
-            else:  # perhaps a branch of another session; chunks count only where they are sent again
-                known = self.sessions.ending(digest, prefix_digests(given), persistent=True)
-                self._pending.wait([known[1].id if known is not None else name], TURN_SAVE_WAIT_S)
-                kept = agreed(replace(known[1], id=name), given) if known is not None else session
-            return PendingTurn(kept, tuple(given[len(kept.messages) :]), version, True, keep_chunks, session.keys)
-        first = session.messages[:1]
-        new = (message for message in given if message.role != "system" or message not in first)
-        return PendingTurn(session, tuple(new), version, True, keep_chunks, session.keys)
-
-    def _with_chunks(self, message: HistoryMessage) -> HistoryMessage:
-        """Return a message with its known chunks as parts of their own."""
-        return replace(message, parts=_parts_of(self._prompts.pieces(pieces_of(message))))
 
     def _shortened(
         self, make: Callable[[ChatInput | Ids], Prompt], messages: Sequence[ChatMessage], pending: PendingTurn, ask: Ask
@@ -250,15 +237,16 @@ class ConversationHistory:
         answer_ids = self._text_ids(answer)
         n_written = min(_n_common(answer_ids, ids), ready.n_held(len(ids)) - len(ready.plan.prompt))
         tokens, rows = self._prefixes.keep(ready, pending, answer_ids[:n_written])
-        messages = tuple(map(self._with_chunks, pending.messages))
+        messages = [replace(each, content=tuple(self._prompts.pieces(each.pieces))) for each in pending.messages]
         if not pending.keep_chunks:
-            messages = tuple(map(_without_chunks, messages))
+            own = ([piece for piece in each.pieces if piece.kind == "fresh"] for each in messages)
+            messages = [replace(each, content=pieces) for each, pieces in zip(messages, own, strict=True)]
         text, goes_on = answer.text, ask.continue_final_message
         if goes_on and messages:
             text = messages[-1].text + self._continuation(answer, answer_ids)
             messages = messages[:-1]
-        reply = HistoryMessage("assistant", ((text, "fresh", ""),) if text else (), answer.tool_calls)
-        turn = Turn((*messages, reply), () if answer.tool_calls or goes_on else answer_ids)
+        said = Piece(text, ids=() if answer.tool_calls or goes_on else answer_ids)
+        turn = Turn((*messages, ChatMessage("assistant", (said,), answer.tool_calls)))
         row, left_out = pending.left_out
         turns = (*pending.session.turns, turn)
         session = Session(
@@ -299,38 +287,6 @@ class ConversationHistory:
         return text if text.strip() == answer.text.strip() else answer.text
 
 
-def _history_message(message: ChatMessage) -> HistoryMessage:
-    parts = _parts_of(message.pieces)
-    return HistoryMessage(
-        message.role, parts, message.tool_calls, message.tool_call_id, message.name, message.reasoning
-    )
-
-
-def _parts_of(pieces: Iterable[Piece]) -> tuple[Part, ...]:
-    return tuple((piece.text, piece.kind, piece.source) for piece in pieces if piece.text)
-
-
-def pieces_of(message: HistoryMessage) -> tuple[Piece, ...]:
-    """Return a stored message's content."""
-    return tuple(Piece(text, "chunk" if kind == "chunk" else "fresh", source) for text, kind, source in message.parts)
-
-
-def chat_message_of(message: HistoryMessage) -> ChatMessage:
-    """Return a stored message as a chat message for a prompt."""
-    return ChatMessage(
-        message.role, pieces_of(message), message.tool_calls, message.tool_call_id, message.name, message.reasoning
-    )
-
-
-def _stored_messages(session: Session) -> Iterator[ChatMessage]:
-    """Yield a session's messages; answers carry their generated ids, so that they are not tokenised again."""
-    for turn in session.turns:
-        yield from map(chat_message_of, turn.messages[:-1])
-        answer = chat_message_of(turn.messages[-1])
-        text = turn.messages[-1].text
-        yield replace(answer, content=(Piece(text, ids=turn.answer_ids),)) if text and turn.answer_ids else answer
-
-
 def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt:
     """Return the short prompt, with the tokens of the omitted turns recorded for the conversation's next turn."""
     row, n_omitted = _n_common(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
@@ -339,10 +295,6 @@ def _without_turns(whole: Prompt, short: Prompt, pending: PendingTurn) -> Prompt
     if drops_chunks or whole.token_ids != (*short.token_ids[:row], *omitted, *short.token_ids[row:]):
         omitted = ()
     return replace(short, truncated=n_omitted, conversation=replace(pending, left_out=(row, omitted)))
-
-
-def _without_chunks(message: HistoryMessage) -> HistoryMessage:
-    return replace(message, parts=tuple(part for part in message.parts if part[1] == "fresh"))
 
 
 def _n_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from cachetools import TTLCache
 
 from ragfuse.engine.model_profiles import calibrate_command
 from ragfuse.hf.model import HFModel
+from ragfuse.process.shared import shared
 from ragfuse.settings import Settings
 from ragfuse.text.passages import BorderOf, last_paragraph, passages
 from ragfuse.types.keys import token_digest
@@ -77,30 +78,22 @@ class RecurringPassages:
         return found
 
 
-class RecurrenceHint:
-    """Logs once that long passages recur while nothing is reused, and what to do about it."""
+def hint_once(n_passages: int, settings: Settings, model: HFModel, why: str) -> None:
+    """Log, once for a model in this process, that long passages recur while nothing is reused, and what to do about it.
 
-    def __init__(self) -> None:
-        self._lock, self._is_logged = threading.Lock(), False
-
-    def log_once(self, n_passages: int, settings: Settings, model: HFModel, why: str) -> None:
-        """Log the hint unless it was logged before.
-
-        Args:
-            n_passages: How many passages recurred.
-            settings: The engine's settings.
-            model: The engine's model.
-            why: Why this model is not blended; "" where it may be.
-        """
-        with self._lock:
-            if self._is_logged:
-                return
-            self._is_logged = True
-        advice = f"set RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead with engine.ingest(texts)"
-        if why:
-            advice = f"run {calibrate_command(settings, model)} ({why})"
-        log.warning(
-            "Nothing was reused, although %d long passages of this prompt were in earlier prompts. To reuse them: %s.",
-            n_passages,
-            advice,
-        )
+    Args:
+        n_passages: How many passages recurred.
+        settings: The engine's settings.
+        model: The engine's model.
+        why: Why this model is not blended; "" where it may be.
+    """
+    if not shared(("recurs", settings.model), threading.Lock).acquire(blocking=False):
+        return
+    advice = f"set RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead with engine.ingest(texts)"
+    if why:
+        advice = f"run {calibrate_command(settings, model)} ({why})"
+    log.warning(
+        "Nothing was reused, although %d long passages of this prompt were in earlier prompts. To reuse them: %s.",
+        n_passages,
+        advice,
+    )

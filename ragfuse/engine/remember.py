@@ -9,10 +9,9 @@ from ragfuse.engine.model_profiles import refusal_of
 from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.recurrence import RecurrenceHint, RecurringPassages
+from ragfuse.engine.recurrence import RecurringPassages, hint_once
 from ragfuse.engine.request import PreparedPrompt, Request
 from ragfuse.engine.runtime import Runtime
-from ragfuse.process.shared import shared
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.store.deletion import LEARNT
 from ragfuse.text.passages import is_code
@@ -93,8 +92,7 @@ class RememberStage:
                 else:
                     self.jobs.submit(EncodeJob("chunk", run, source=LEARNT))
         elif runs and not job.plan.fetches and not self._runtime.profile.refusal:
-            hint = shared(("recurs", self._settings.model), RecurrenceHint)
-            hint.log_once(len(runs), self._settings, model, why)
+            hint_once(len(runs), self._settings, model, why)
 
     def _encode(self, job: EncodeJob) -> None:
         if job.kind == "prefix":

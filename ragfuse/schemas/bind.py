@@ -19,7 +19,6 @@ from ragfuse.schemas.layout import (
     SchemaLayout,
     SchemaRun,
     TokenRange,
-    UnionPosition,
     check_together,
     opened,
 )
@@ -71,7 +70,7 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
         raise request.at.error(f"a prompt for schema '{request.schema}'", f"one for '{layout.schema.name}'")
     imports = dict[str, SourcePosition]()
     _import(layout, layout.root, request.items, imports)
-    check_together(imports, layout.forks)
+    check_together(imports, layout.places)
     key_of = cache(key_of)  # many pieces share a run
     placing = _Placing(layout, encode, _sources(layout, imports), key_of, "chunk" if blend else "module")
     placing.scope(layout.root, request.items, request.args, request.at)
@@ -83,7 +82,7 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
 
 def _import(layout: SchemaLayout, place: ModulePosition, items: Items, imports: dict[str, SourcePosition]) -> None:
     """Collect the paths of the modules that items of a prompt import inside one module."""
-    children = {child.name: child for child in place.places()}
+    children = {child.name: child for child in place.places}
     for item in items:
         if not isinstance(item, Import):
             continue
@@ -126,10 +125,10 @@ def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dic
 
 
 def _others(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> Iterator[SchemaRun]:
-    for path in imports:
-        for place in layout.forks[path].places if path in layout.forks else ():
-            if place.path != path and place.path in layout.modules:
-                yield layout.modules[place.path]
+    unions = {layout.places[path].union for path in imports} - {0}
+    for path, place in layout.places.items():
+        if place.union in unions and path not in imports and path in layout.modules:
+            yield layout.modules[path]
 
 
 def _generation_prompt(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
@@ -204,10 +203,8 @@ class _Placing:
         for part in place.parts:
             if isinstance(part, TokenRange):
                 self._place_range(part, arguments)
-                continue
-            for child in part.places if isinstance(part, UnionPosition) else (part,):
-                if child.name in imports:
-                    self._child(child, *imports[child.name])
+            elif part.name in imports:
+                self._child(part, *imports[part.name])
         for text in at_end:
             self.free(text)
 
@@ -263,8 +260,8 @@ class _Placing:
         elif run is None:
             self._add(_Piece(start, list(part.tokens)))
         else:
-            lo = run.rows[part.owner, part.start][0]
-            self._add(_Piece(start, list(part.tokens), run, lo, run.start + self.moved, part.owner))
+            lo, origin = run.row_of(part.start), run.start + self.moved
+            self._add(_Piece(start, list(part.tokens), run, lo, origin, part.owner))
         self.cursor = part.stop + self.moved
 
     def _make_room(self, start: int) -> None:

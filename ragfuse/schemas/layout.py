@@ -9,11 +9,11 @@ layout. This module knows no model and encodes nothing.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from types import MappingProxyType
+from itertools import groupby
 from typing import Any, cast
 
 from ragfuse.schemas.nodes import (
@@ -83,7 +83,9 @@ class ModulePosition:
         path: Such as `a/b`; "" for the schema's own text.
         start: Its first position.
         stop: The position after its last.
-        parts: Its text, parameters, modules and unions, in order.
+        parts: Its text, parameters and modules, in order; those of a union begin at the same position.
+        union: Which union of the schema it belongs to, from 1; 0: none.
+        is_default: Whether it is present while the text around its union is encoded.
         is_cached: Whether its KV is reused.
         in_message: Whether it stands in a message of the schema.
         at: Place in the source.
@@ -94,6 +96,8 @@ class ModulePosition:
     start: int
     stop: int
     parts: tuple[Part, ...] = field(repr=False)
+    union: int = 0
+    is_default: bool = False
     is_cached: bool = True
     in_message: bool = False
     at: SourcePosition = NOWHERE
@@ -103,29 +107,13 @@ class ModulePosition:
         """Its own text and parameters, in order."""
         return tuple(part for part in self.parts if isinstance(part, TokenRange))
 
-    def places(self) -> Iterator[ModulePosition]:
-        """Yield its direct child modules, including those in unions."""
-        for part in self.parts:
-            if isinstance(part, ModulePosition):
-                yield part
-            elif isinstance(part, UnionPosition):
-                yield from part.places
+    @property
+    def places(self) -> tuple[ModulePosition, ...]:
+        """Its direct child modules, including those in unions."""
+        return tuple(part for part in self.parts if isinstance(part, ModulePosition))
 
 
-@dataclass(frozen=True, slots=True)
-class UnionPosition:
-    """The positions of a union, start:stop, and its modules.
-
-    `default` is the path of the module that is present while the text around the union is encoded; "": none.
-    """
-
-    start: int
-    stop: int
-    places: tuple[ModulePosition, ...]
-    default: str = ""
-
-
-Part = TokenRange | ModulePosition | UnionPosition
+Part = TokenRange | ModulePosition
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,12 +144,9 @@ class SchemaRun:
         """The n positions that it is encoded at, relative to `start`, so that the first is 0."""
         return tuple(at - self.start for each in self.ranges for at in range(each.start, each.stop))
 
-    @cached_property
-    def rows(self) -> Mapping[tuple[str, int], tuple[int, int]]:
-        """Rows lo:hi of each token range among its tokens, by (owner, start)."""
-        stops = tuple(accumulate(len(each.tokens) for each in self.ranges))
-        spans = zip(self.ranges, stops, strict=True)
-        return {(each.owner, each.start): (stop - len(each.tokens), stop) for each, stop in spans}
+    def row_of(self, position: int) -> int:
+        """Return which of its tokens stands at a position of the schema."""
+        return bisect_left(self.positions, position - self.start)
 
     def layout(self, fixed: bool = False) -> str:
         """Return the `layout` part of the `ChunkKey` under which the run's KV is stored.
@@ -187,7 +172,6 @@ class SchemaLayout:
         root: The schema as one module that contains all others.
         wrapping: What the chat template writes around messages.
         places: Every module by its path.
-        forks: The union of each module that is in one, by the module's path.
         modules: The run of each module, by path; modules that are not cached or have few tokens have none.
         scaffolds: The runs of the schema's scaffolds, largest first.
         has_messages: Whether the schema has messages.
@@ -199,7 +183,6 @@ class SchemaLayout:
     root: ModulePosition
     wrapping: Wrapping
     places: Mapping[str, ModulePosition] = field(repr=False)
-    forks: Mapping[str, UnionPosition] = field(repr=False)
     modules: Mapping[str, SchemaRun] = field(repr=False)
     scaffolds: tuple[SchemaRun, ...] = ()
     has_messages: bool = False
@@ -244,20 +227,19 @@ def lay_out(
     root = builder.place(Module("", schema.items, at=schema.at), "", 0, False, tuple(bos))
     places = {place.path: place for place in _walk(root)}
     modules = {
-        path: builder.run(tuple(_standing_in(place, places)), places, place.at)
+        path: builder.run(tuple(_standing_in(place)), places, place.at)
         for path, place in places.items()
         if _is_worth(place, min_tokens)
     }
-    together = ((_together(scaffold, places, builder.forks), scaffold.at) for scaffold in schema.scaffolds)
+    together = ((_together(scaffold, places), scaffold.at) for scaffold in schema.scaffolds)
     once = {frozenset(paths): (paths, at) for paths, at in together}
     scaffolds = [builder.run(paths, places, at) for paths, at in once.values()]
     return SchemaLayout(
         schema,
         root,
         wrapping,
-        MappingProxyType(places),
-        MappingProxyType(builder.forks),
-        MappingProxyType(modules),
+        places,
+        modules,
         tuple(sorted(scaffolds, key=lambda run: -sum(len(each.tokens) for each in run.ranges))),
         builder.has_messages,
         tuple(builder.notes),
@@ -270,30 +252,38 @@ class _Builder:
 
     def __init__(self, encode: Encode, wrapping: Wrapping, placeholder: int) -> None:
         self._encode, self._wrapping, self._placeholder = encode, wrapping, placeholder
-        self.forks: dict[str, UnionPosition] = {}
         self.notes: list[str] = []
         self.has_messages = False
-        self._n_tokens = 0
+        self._n_tokens = self._n_unions = 0
 
     def place(
-        self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = ()
+        self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = (), union: int = 0
     ) -> ModulePosition:
         """Lay a module out from position `start` on, with the ids `head` before its own."""
         check_scope(module.items)
-        parts, text, at = list[Part](), list(head), start + len(head)
-        for item, inside in self._flat(module.items, in_message):
-            part = self._part(item, path, at, inside)
-            at = part.stop
-            if isinstance(part, TokenRange) and not part.param:
-                text += part.tokens
+        parts, text, at = list[Part](), list(head), start
+        for item, inside in (*self._flat(module.items, in_message), (None, False)):
+            if isinstance(item, tuple):
+                text += item
                 continue
             if text:
-                parts.append(TokenRange(path, part.start - len(text), tuple(text)))
-                text = []
-            parts.append(part)
-        if text:
-            parts.append(TokenRange(path, at - len(text), tuple(text)))
-        return ModulePosition(module.name, path, start, at, tuple(parts), module.cache, in_message, module.at)
+                parts.append(TokenRange(path, at, tuple(text)))
+                at, text = parts[-1].stop, []
+            if item is not None:
+                found = self._parts(item, path, at, inside)
+                parts += found
+                at = max((part.stop for part in found), default=at)
+        return ModulePosition(
+            module.name,
+            path,
+            start,
+            at,
+            tuple(parts),
+            union,
+            is_cached=module.cache,
+            in_message=in_message,
+            at=module.at,
+        )
 
     def run(self, paths: tuple[str, ...], places: Mapping[str, ModulePosition], at: SourcePosition) -> SchemaRun:
         """Return the run of these modules' own text; PMLError if it is empty or all runs have too many tokens."""
@@ -308,13 +298,14 @@ class _Builder:
         if self._n_tokens > MAX_SCHEMA_TOKENS:
             raise at.error(f"{self._n_tokens} tokens in a schema", f"at most {MAX_SCHEMA_TOKENS}")
 
-    def _flat(self, items: Sequence[Item], in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
-        """Yield (item, whether it is in a message), with messages replaced by their items and the template's ids.
+    def _flat(
+        self, items: Sequence[Item], in_message: bool
+    ) -> Iterator[tuple[Param | Module | Union | tuple[int, ...], bool]]:
+        """Yield (item or ids of text, whether it is in a message), with messages replaced by what they hold.
 
         White space between messages is dropped, because the template decides what stands there.
         """
         for i, item in enumerate(items):
-            is_blank = isinstance(item, TextNode) and not item.text.strip()
             if isinstance(item, Role):
                 if in_message:
                     raise item.at.error(f"'<{item.role}>' in another message", "messages next to each other")
@@ -323,20 +314,25 @@ class _Builder:
                 yield opened(self._encode, before), True
                 yield from self._flat(item.items, True)
                 yield tuple(self._encode(after, True)), True
-            elif not (is_blank and any(isinstance(each, Role) for each in items[max(0, i - 1) : i + 2])):
+            elif not isinstance(item, TextNode):
                 yield item, in_message
+            elif item.text.strip() or not any(isinstance(each, Role) for each in items[max(0, i - 1) : i + 2]):
+                yield tuple(self._encode(item.text, False)), in_message
 
-    def _part(self, item: Item | tuple[int, ...], path: str, at: int, inside: bool) -> Part:
-        match item:
-            case TextNode(text):
-                return TokenRange(path, at, tuple(self._encode(text, False)))
-            case Param():
-                return TokenRange(path, at, self._stand_in(item), item.name)
-            case Module():
-                return self.place(item, _below(path, item.name), at, inside)
-            case Union():
-                return self._fork(item, path, at, inside)
-        return TokenRange(path, at, cast(tuple[int, ...], item))
+    def _parts(self, item: Param | Module | Union, path: str, at: int, inside: bool) -> Sequence[Part]:
+        """Lay a parameter, a module or all modules of a union out from position `at` on."""
+        if isinstance(item, Param):
+            return [TokenRange(path, at, self._stand_in(item), item.name)]
+        if isinstance(item, Module):
+            return [self.place(item, _below(path, item.name), at, inside)]
+        names = [module.name for module in item.modules]
+        if item.scaffold and item.scaffold not in names:
+            text = f"scaffold '{item.scaffold}' is not a module of its union; wanted {one_of(item.scaffold, names)}"
+            self.notes.append(f"line {item.at.line}: {text}")
+        self._n_unions += 1
+        number = self._n_unions
+        places = (self.place(each, _below(path, each.name), at, inside, (), number) for each in item.modules)
+        return [replace(place, is_default=place.name == item.scaffold) for place in places]
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
         """Return the ids that fill a parameter while its module is encoded: its scaffold, then placeholders."""
@@ -348,18 +344,6 @@ class _Builder:
             text = f"scaffold of parameter '{param.name}' has {len(tokens)} tokens and is cut to its len"
             self.notes.append(f"line {param.at.line}: {text}, {param.length}")
         return tokens[: param.length] + (self._placeholder,) * (param.length - len(tokens))
-
-    def _fork(self, union: Union, path: str, at: int, inside: bool) -> UnionPosition:
-        places = tuple(self.place(each, _below(path, each.name), at, inside) for each in union.modules)
-        default = next((place.path for place in places if place.name == union.scaffold), "")
-        if union.scaffold and not default:
-            names = one_of(union.scaffold, (place.name for place in places))
-            self.notes.append(
-                f"line {union.at.line}: scaffold '{union.scaffold}' is not a module of its union; wanted {names}"
-            )
-        fork = UnionPosition(at, max((place.stop for place in places), default=at), places, default)
-        self.forks.update((place.path, fork) for place in places)
-        return fork
 
 
 def opened(encode: Encode, before: str) -> tuple[int, ...]:
@@ -379,7 +363,7 @@ def _below(path: str, name: str) -> str:
 
 def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
     yield place
-    for each in place.places():
+    for each in place.places:
         yield from _walk(each)
 
 
@@ -387,33 +371,31 @@ def _is_worth(place: ModulePosition, min_tokens: int) -> bool:
     return place.is_cached and sum(len(each.tokens) for each in place.ranges if not each.param) >= max(1, min_tokens)
 
 
-def _standing_in(place: ModulePosition, places: Mapping[str, ModulePosition]) -> Iterator[str]:
+def _standing_in(place: ModulePosition) -> Iterator[str]:
     """Yield the path of a module and those of the default modules of its unions."""
     yield place.path
-    for part in place.parts:
-        if isinstance(part, UnionPosition) and part.default:
-            yield from _standing_in(places[part.default], places)
+    for each in place.places:
+        if each.is_default:
+            yield from _standing_in(each)
 
 
-def _together(
-    scaffold: Scaffold, places: Mapping[str, ModulePosition], forks: Mapping[str, UnionPosition]
-) -> tuple[str, ...]:
+def _together(scaffold: Scaffold, places: Mapping[str, ModulePosition]) -> tuple[str, ...]:
     """Return the module paths of a `<scaffold>`; PMLError if no prompt can import all of them."""
     paths = tuple(dict.fromkeys("" if path == "." else path for path in scaffold.modules))
     for path in paths:
         if path not in places or not places[path].is_cached:
             cached = (each for each, place in places.items() if place.is_cached)
             raise scaffold.at.error(f"module '{path}' in a scaffold", one_of(path, cached))
-    check_together(dict.fromkeys(paths, scaffold.at), forks)
+    check_together(dict.fromkeys(paths, scaffold.at), places)
     return paths
 
 
-def check_together(named: Mapping[str, SourcePosition], forks: Mapping[str, UnionPosition]) -> None:
+def check_together(named: Mapping[str, SourcePosition], places: Mapping[str, ModulePosition]) -> None:
     """Check that modules can be imported together.
 
     Args:
         named: Place in the source of each module, by its path.
-        forks: The union of each module that is in one, by the module's path.
+        places: Every module of the schema by its path.
 
     Raises:
         PMLError: A module is named without its parent, or two modules belong to one union.
@@ -422,10 +404,11 @@ def check_together(named: Mapping[str, SourcePosition], forks: Mapping[str, Unio
         parent = path.rpartition("/")[0]
         if parent and parent not in named:
             raise at.error(f"'{path}' without '{parent}', which contains it", "both")
-    module_by_union = dict[int, str]()
-    for path in named:
-        if path in forks and (other := module_by_union.setdefault(id(forks[path]), path)) != path:
-            raise named[path].error(f"'{other}' and '{path}' of the same union", "only one of them")
+    taken = dict[int, str]()
+    for path, at in named.items():
+        union = places[path].union
+        if union and (other := taken.setdefault(union, path)) != path:
+            raise at.error(f"'{other}' and '{path}' of the same union", "only one of them")
 
 
 def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
@@ -440,17 +423,19 @@ def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, A
         row = {"depth": depth, "what": "text", "start": part.start, "stop": part.stop}
         if isinstance(part, TokenRange):
             yield {**row, "what": "param", "name": part.param, "tokens": len(part.tokens)} if part.param else row
-        elif isinstance(part, UnionPosition):
-            yield {**row, "what": "union"}
-        else:
-            run = layout.modules.get(part.path)
-            sizes = {
-                "tokens": sum(len(each.tokens) for each in part.ranges),
-                "nbytes": len(run.tokens) * nbytes_per_token if run is not None else 0,
-            }
-            yield {**row, "what": "module" if part.path else "schema", "name": part.name, "path": part.path, **sizes}
-        inside = () if isinstance(part, TokenRange) else part.places if isinstance(part, UnionPosition) else part.parts
-        for each in inside:
-            yield from rows(each, depth + 1)
+            return
+        run = layout.modules.get(part.path)
+        sizes = {
+            "tokens": sum(len(each.tokens) for each in part.ranges),
+            "nbytes": len(run.tokens) * nbytes_per_token if run is not None else 0,
+        }
+        yield {**row, "what": "module" if part.path else "schema", "name": part.name, "path": part.path, **sizes}
+        for union, group in groupby(part.parts, lambda each: isinstance(each, ModulePosition) and each.union):
+            inside = list(group)
+            if union:
+                stop = max(each.stop for each in inside)
+                yield {"depth": depth + 1, "what": "union", "start": inside[0].start, "stop": stop}
+            for each in inside:
+                yield from rows(each, depth + 1 + bool(union))
 
     yield from rows(layout.root, 0)

@@ -6,14 +6,14 @@ Schema and prompt are parsed before values are filled in, so a value is always t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from ragfuse.errors import InputError
 from ragfuse.schemas.frontends.python import schema_of
-from ragfuse.schemas.frontends.templates import Syntax, from_template, parsed
+from ragfuse.schemas.frontends.templates import Part, Syntax, from_template, parsed
 from ragfuse.schemas.nodes import MessageNode, Param, PMLPrompt, Schema, SourcePosition, TextNode, inner
 from ragfuse.schemas.pml import read_prompt, read_schema
 from ragfuse.schemas.pml_writer import to_pml
@@ -76,18 +76,27 @@ class PMLTemplate:
         question: str = "",
         syntax: Syntax = "f-string",
     ) -> None:
-        self.schema = _schema(schema)
-        self._syntax, self._question = syntax, question
-        self._function = schema if callable(schema) and prompt is None else None
-        self._request = prompt if isinstance(prompt, PMLPrompt | None) else read_prompt(prompt)
-        if self._request is not None and self._request.schema != self.schema.name:
-            raise self._request.at.error(
-                f"a prompt for schema '{self._request.schema}'", f"one for '{self.schema.name}'"
-            )
-        self._own = self._own_variables()
-        asked = self._variables(PMLPrompt("", (MessageNode("user", question),)))
-        self.variables = tuple(dict.fromkeys((*self._own, *asked)))
-        self.optional = tuple(name for name, has_default in self._own.items() if has_default)
+        self._function = schema if callable(schema) else None
+        if isinstance(schema, str | Path):
+            schema = read_schema(schema)
+        self.schema = schema if isinstance(schema, Schema) else schema_of(schema)
+        self._syntax, defaults = syntax, dict[str, bool]()
+        if prompt is not None:
+            self._function = None
+            request = prompt if isinstance(prompt, PMLPrompt) else read_prompt(prompt)
+            if request.schema != self.schema.name:
+                raise request.at.error(f"a prompt for schema '{request.schema}'", f"one for '{self.schema.name}'")
+        elif self._function is not None:
+            request = PMLPrompt(self.schema.name)
+            parameters = inspect.signature(self._function).parameters.values()
+            defaults = {each.name: each.default is not each.empty for each in parameters}
+        else:
+            names = dict.fromkeys(item.name for item in inner(self.schema.items) if isinstance(item, Param))
+            variable = "{{%s}}" if syntax == "jinja2" else "{%s}"
+            request = PMLPrompt(self.schema.name, (), tuple((name, variable % name) for name in names))
+        self._request = request.asking(question) if question else request
+        self.variables = tuple(dict.fromkeys((*defaults, *self._variables())))
+        self.optional = tuple(name for name, has_default in defaults.items() if has_default)
 
     @classmethod
     def of(
@@ -147,9 +156,11 @@ class PMLTemplate:
             if name not in values:
                 found = ", ".join(map(str, values)) or "none"
                 raise InputError(f"The variable '{name}' is missing. Wanted: {', '.join(wanted)}; found: {found}.")
-        request = self._filled(values)
-        if self._question:
-            request = request.asking(self._text(self._question, values, request.at))
+        request: PMLPrompt = _changed(self._request, lambda text, at: self._text(text, values, at))
+        if self._function is not None:
+            names = inspect.signature(self._function).parameters
+            made: PMLPrompt = self._function(**{name: values[name] for name in names if name in values})
+            request = replace(made, items=(*made.items, *request.items))
         return FilledTemplate(request, self.schema, progress)
 
     def __repr__(self) -> str:
@@ -157,44 +168,22 @@ class PMLTemplate:
 
     # inside
 
-    def _filled(self, values: Mapping[str, object]) -> PMLPrompt:
-        own_values = {name: values[name] for name in self._own if name in values}
-        if self._function is not None:
-            found: PMLPrompt = self._function(**own_values)
-            return found
-        if self._request is None:
-            return PMLPrompt(self.schema.name, (), tuple((name, str(value)) for name, value in own_values.items()))
-        return cast(PMLPrompt, _changed(self._request, lambda text, at: self._text(text, values, at)))
-
-    def _own_variables(self) -> dict[str, bool]:
-        """Return the variables of the prompt without its question, and whether each has a default value."""
-        if self._function is not None:
-            parameters = inspect.signature(self._function).parameters.values()
-            return {each.name: each.default is not each.empty for each in parameters}
-        if self._request is not None:
-            return dict.fromkeys(self._variables(self._request), False)
-        return {item.name: False for item in inner(self.schema.items) if isinstance(item, Param)}
-
-    def _variables(self, request: PMLPrompt) -> list[str]:
+    def _variables(self) -> list[str]:
         found: list[str] = []
 
         def collect(text: str, at: SourcePosition) -> str:
-            parts = parsed(at.file, text, self._syntax, max(at.line, 1))
-            found.extend(name for _, name, _ in parts if name is not None)
+            found.extend(name for _, name, _ in self._parsed(text, at) if name is not None)
             return text
 
-        _changed(request, collect)
+        _changed(self._request, collect)
         return found
 
+    def _parsed(self, text: str, at: SourcePosition) -> Iterator[Part]:
+        return parsed(at.file, text, self._syntax, max(at.line, 1))
+
     def _text(self, text: str, values: Mapping[str, object], at: SourcePosition) -> str:
-        parts = parsed(at.file, text, self._syntax, max(at.line, 1))
+        parts = self._parsed(text, at)
         return "".join(literal if name is None else f"{literal}{values[name]}" for literal, name, _ in parts)
-
-
-def _schema(source: Schema | Path | str | Callable[..., Any]) -> Schema:
-    if isinstance(source, Schema):
-        return source
-    return read_schema(source) if isinstance(source, str | Path) else schema_of(source)
 
 
 def _changed(node: Any, change: Change) -> Any:

@@ -16,86 +16,51 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.store.radix import Rows
-from ragfuse.types.answer import ToolCall
+from ragfuse.text.chat_messages import ChatMessage, Piece
 from ragfuse.types.keys import ChunkKey, digest
 
-VERSION = 3
+VERSION = 4
 """Version of the stored form of a session; sessions of other versions are not read."""
 
-Part = tuple[str, str, str]
-"""A piece of a message: text, kind ("fresh" or "chunk") and source, which says where a chunk came from."""
+
+def _digest(message: ChatMessage) -> str:
+    """Return a digest of role, text, tool calls and name, without white space around an assistant's text."""
+    text = message.text.strip() if message.role == "assistant" else message.text
+    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    return digest("message", message.role, text, json.dumps(calls, sort_keys=True), message.name)
 
 
-@dataclass(frozen=True)
-class HistoryMessage:
-    """A message of a stored conversation.
-
-    Args:
-        role: "system", "user", "assistant" or "tool".
-        parts: The pieces of its text.
-        tool_calls: Tool calls that an assistant makes.
-        tool_call_id: Of a tool's result: the call that it answers.
-        name: Of a tool's result: the tool.
-        reasoning: What an assistant thought before its answer.
-    """
-
-    role: str
-    parts: tuple[Part, ...] = ()
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""
-    reasoning: str = ""
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return "".join(part[0] for part in self.parts)
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest of role, text, tool calls and name, without white space around an assistant's text."""
-        text = self.text.strip() if self.role == "assistant" else self.text
-        calls = [[call.name, dict(call.arguments)] for call in self.tool_calls]
-        return digest("message", self.role, text, json.dumps(calls, sort_keys=True), self.name)
-
-    @property
-    def has_chunks(self) -> bool:
-        """Whether any of its pieces is a chunk."""
-        return any(kind != "fresh" for _, kind, _ in self.parts)
-
-    @property
-    def bare(self) -> HistoryMessage | None:
-        """The message without the chunks before and after its own text.
-
-        None where it has no own text or no such chunks, or has chunks within its own text.
-        """
-        own = [at for at, (text, kind, _) in enumerate(self.parts) if kind == "fresh" and text.strip()]
-        inside = replace(self, parts=self.parts[own[0] : own[-1] + 1] if own else ())
-        if not own or inside.has_chunks or len(inside.parts) == len(self.parts):
-            return None
-        return replace(self, parts=((inside.text.strip(), "fresh", ""),))
-
-
-def prefix_digests(messages: Sequence[HistoryMessage]) -> list[str]:
+def prefix_digests(messages: Sequence[ChatMessage]) -> list[str]:
     """Return for each message the digest of all messages up to it, which identifies a conversation up to there."""
-    return list(accumulate((message.digest for message in messages), lambda before, each: digest(before, each)))
+    return list(accumulate(map(_digest, messages), lambda before, each: digest(before, each)))
 
 
-def is_same(given: HistoryMessage, stored: HistoryMessage) -> bool:
+def is_same(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether two messages have the same content."""
-    return given.digest == stored.digest
+    return _digest(given) == _digest(stored)
 
 
-def is_again(given: HistoryMessage, stored: HistoryMessage) -> bool:
+def is_again(given: ChatMessage, stored: ChatMessage) -> bool:
     """Return whether `given` is the message `stored`, sent again.
 
-    A user's message may come without the chunks that were retrieved for it. If it has chunks they must be the same, as
-    other chunks make it another question.
+    A user's message may come without the chunks that were retrieved for it, where these stand before and after its own
+    text. If it has chunks they must be the same, as other chunks make it another question.
     """
-    bare = stored.bare if given.role == "user" and not given.has_chunks else None
-    if bare is None:
-        return is_same(given, stored)
-    return is_same(given, stored) or is_same(replace(given, parts=((given.text.strip(), "fresh", ""),)), bare)
+    if is_same(given, stored):
+        return True
+    if given.role != "user" or _has_chunks(given.pieces):
+        return False
+    pieces = stored.pieces
+    own = [at for at, piece in enumerate(pieces) if piece.kind == "fresh" and piece.text.strip()]
+    inside = pieces[own[0] : own[-1] + 1] if own else ()
+    if not own or _has_chunks(inside) or len(inside) == len(pieces):
+        return False
+    text = "".join(piece.text for piece in inside)
+    return is_same(replace(given, content=given.text.strip()), replace(stored, content=text.strip()))
+
+
+def _has_chunks(pieces: Sequence[Piece]) -> bool:
+    return any(piece.kind == "chunk" for piece in pieces)
 
 
 @dataclass(frozen=True)
@@ -103,12 +68,11 @@ class Turn:
     """One turn of a conversation.
 
     Args:
-        messages: The new messages; the last one is the answer.
-        answer_ids: The answer's token ids as they were generated; tokenising its text may give others.
+        messages: The new messages; the last one is the answer, with the ids that it was generated as: tokenising its
+            text may give others.
     """
 
-    messages: tuple[HistoryMessage, ...]
-    answer_ids: tuple[int, ...]
+    messages: tuple[ChatMessage, ...]
 
 
 @dataclass(frozen=True)
@@ -130,15 +94,14 @@ class Session:
     left_out: tuple[int, int] = (0, 0)
 
     @property
-    def messages(self) -> tuple[HistoryMessage, ...]:
+    def messages(self) -> tuple[ChatMessage, ...]:
         """All messages, including answers."""
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
     def sources(self) -> frozenset[str]:
         """Where the chunks in its messages came from."""
-        parts = (part for message in self.messages for part in message.parts)
-        return frozenset(source for _, _, source in parts if source)
+        return frozenset(piece.source for message in self.messages for piece in message.pieces if piece.source)
 
     @property
     def n_tokens(self) -> int:
@@ -219,8 +182,8 @@ def truncated(left_out: tuple[int, int], n_past: int, max_tokens: int, step: int
 
 def agreed(
     session: Session,
-    given: Sequence[HistoryMessage],
-    matches: Callable[[HistoryMessage, HistoryMessage], bool] = is_same,
+    given: Sequence[ChatMessage],
+    matches: Callable[[ChatMessage, ChatMessage], bool] = is_same,
 ) -> Session:
     """Return the session with only those first turns that the given messages begin with.
 
@@ -252,7 +215,7 @@ class PendingTurn:
     """
 
     session: Session
-    messages: tuple[HistoryMessage, ...]
+    messages: tuple[ChatMessage, ...]
     version: int = 0
     persistent: bool = False
     keep_chunks: bool = True

@@ -126,7 +126,7 @@ class SessionStore:
         self._store, self._catalog, self._tenants, self._ttl_s, self._clock = store, catalog, tenants, ttl_s, clock
         self._lock, self._settle, self._later = threading.Lock(), settle, later
         self._in_memory: dict[tuple[str, str], KeptSession] = {}  # the most recently used one last
-        self._swept, self._written, self._index = 0.0, set[str](), index or ConversationIndex()
+        self._swept, self._index = 0.0, index or ConversationIndex()
         self._index.recall(self._owned)
 
     # for people and programs
@@ -266,7 +266,6 @@ class SessionStore:
             return False
         number = version + (is_written is True or not persistent)
         self._keep(name, KeptSession(number, now, session, persistent))
-        self._written.add(model)
         if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
             self._swept = now
             self._later(partial(self._sweep, self._ttl_s))
@@ -292,9 +291,8 @@ class SessionStore:
     # inside
 
     def _sweep(self, ttl_s: float) -> None:
-        """Delete the expired sessions of every tenant for which this process has written one."""
         with _unless_silent("Overdue sessions stay for now"):
-            self._delete([info for info in self._all() if info.model in self._written], self._clock() - ttl_s)
+            self._delete(self.ls(), self._clock() - ttl_s)
 
     def _all(self) -> list[SessionInfo]:
         """Return all tenants' sessions, the most recently used first; raise StoreError for an unreadable catalog."""

@@ -6,7 +6,7 @@ prefix is found. A node names an entry of the store and the rows of it that hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -126,14 +126,14 @@ class RadixTree:
             node, at = child, at + count
         return inserted
 
-    def discard(self, which: Collection[ChunkKey] | Callable[[ChunkKey], bool]) -> None:
-        """Forget entries, and remove the nodes that have neither an entry nor children any more.
-
-        Args:
-            which: Keys of the entries, or a predicate that is true for them.
-        """
-        is_discarded = which if callable(which) else which.__contains__
-        self._prune(lambda node: node.key is not None and is_discarded(node.key))
+    def discard(self, keys: Collection[ChunkKey]) -> None:
+        """Forget entries, and remove the nodes that have neither an entry nor children any more."""
+        for node, parent in reversed(list(self._walk())):
+            if node.key in keys:
+                node.key = None
+            if node.key is None and not node.children:
+                del parent.children[int(node.tokens[0])]
+                self.n_nodes -= 1
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
         """Return the keys of the entries whose KV depends on a run of tokens.
@@ -174,14 +174,6 @@ class RadixTree:
             node, parent = stack.pop()
             yield node, parent
             stack += [(child, node) for child in node.children.values()]
-
-    def _prune(self, is_discarded: Callable[[_Node], bool]) -> None:
-        for node, parent in reversed(list(self._walk())):
-            if is_discarded(node):
-                node.key = None
-            if node.key is None and not node.children:
-                del parent.children[int(node.tokens[0])]
-                self.n_nodes -= 1
 
 
 def _array(ids: Sequence[int] | Ids) -> Ids:

@@ -303,6 +303,6 @@ def test_rows_of_a_run_are_its_ranges_and_positions_increase(schema: Schema) -> 
         assert run.positions[0] == 0
         assert all(a < b for a, b in zip(run.positions, run.positions[1:], strict=False))
         for each in run.ranges:
-            lo, hi = run.rows[each.owner, each.start]
-            assert run.tokens[lo:hi] == each.tokens
+            lo = run.row_of(each.start)
+            assert run.tokens[lo : lo + len(each.tokens)] == each.tokens
             assert run.positions[lo] + run.start == each.start

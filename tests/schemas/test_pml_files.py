@@ -16,7 +16,7 @@ from zlib import crc32
 import pytest
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.layout import Encode, ModulePosition, SchemaLayout, UnionPosition, lay_out
+from ragfuse.schemas.layout import Encode, ModulePosition, SchemaLayout, lay_out
 from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, Schema
 from ragfuse.schemas.pml import parse, read
 from ragfuse.schemas.pml_writer import to_pml
@@ -45,9 +45,8 @@ def bound(request: Schema | PMLPrompt, layout: SchemaLayout, encode: Encode = en
 
 def everything(place: ModulePosition) -> tuple[Import, ...]:
     """All that one prompt can import of a module: of a union the last."""
-    alternatives = [part.places if isinstance(part, UnionPosition) else (part,) for part in place.parts]
-    found = [parts[-1] for parts in alternatives if parts]
-    return tuple(Import(child.name, (), everything(child)) for child in found if isinstance(child, ModulePosition))
+    last = {child.union or child.path: child for child in place.places}
+    return tuple(Import(child.name, (), everything(child)) for child in last.values())
 
 
 # our own

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from ragfuse import Settings, SettingsError
 from ragfuse.plan.evict import ConversationEvictor, lru
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
-from ragfuse.sessions.session import HistoryMessage, Session, Turn
+from ragfuse.sessions.session import Session, Turn
 from ragfuse.store.radix import Rows
+from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.types.keys import ChunkKey
 
 KEYS = tuple(ChunkKey("m", name) for name in "pqrst")
@@ -21,7 +22,7 @@ NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
 
 def session(keys: Sequence[ChunkKey]) -> Session:
     rows = tuple(Rows(2 * at, 2 * at + 2, key) for at, key in enumerate(keys))
-    return Session("any", (Turn((HistoryMessage("user"),), ()),), (1, 2) * len(keys), rows)
+    return Session("any", (Turn((ChatMessage("user"),)),), (1, 2) * len(keys), rows)
 
 
 STEPS = st.lists(

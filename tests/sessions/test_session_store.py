@@ -199,17 +199,6 @@ def test_a_session_that_was_not_used_for_too_long_is_gone_when_it_is_asked_for(e
     assert before & keys_of(engine, "two")
 
 
-def test_what_is_overdue_goes_for_every_tenant_that_was_written_for(engine):
-    now = [1000.0]
-    engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
-    for tenant in ("mine", "theirs"):
-        assert engine.sessions.put(tenant, Session("old"), 0, persistent=True)
-    now[0] += 61
-    assert engine.sessions.put("mine", Session("new"), 0, persistent=True)
-    engine.flush()
-    assert [(row.model, row.id) for row in engine.catalog.file.sessions.rows()] == [("mine", "new")]
-
-
 def test_a_session_that_was_gone_on_with_meanwhile_is_not_overdue(engine):
     engine.sessions.put("mine", Session("one"), 0, persistent=True)
     (row,) = engine.catalog.file.sessions.rows()
