@@ -11,7 +11,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder, open_file
-from ragfuse.store.blobs import Blob, BlobTier
+from ragfuse.store.blobs import BlobTier
 from ragfuse.store.chunkfile import file_header
 from ragfuse.store.folder import describe_error, fsync_folder, locked, open_folder, refusal
 from ragfuse.store.index import Index
@@ -180,10 +180,6 @@ class DiskTier(BlobTier):
     def _remove(self, names: Sequence[str]) -> int:
         with self._index.write() as transaction:
             return self._delete(transaction, names)
-
-    def _blobs(self) -> Iterator[Blob]:
-        """Yield nothing: the index lists the entries."""
-        return iter(())
 
     def _missing(self, key: ChunkKey) -> None:
         """Remove the row of an entry whose file is gone, unless another process wrote it anew meanwhile."""
