@@ -147,7 +147,7 @@ class Engine(OneProcess):
         self._documents = Documents(
             self.settings, self.runtime, self.store, self.catalog, self.prompts, self.prefixes, self._remember.jobs
         )
-        self.counters = AnswerCounters(self._remember.jobs, self.catalog)
+        self.counters = AnswerCounters(lambda: self._remember.jobs.waiting, lambda: self.catalog.failures)
 
     @staticmethod
     def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:

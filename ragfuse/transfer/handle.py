@@ -170,15 +170,10 @@ class TransferHandle:
                 f"Wanted KV that the weights of {self.model.name!r:.80} here have computed, found KV of other weights "
                 "under that name. Serve the same files on both sides."
             )
-        if self.n_tokens != len(token_ids):
-            raise TransferError(
-                f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens}. Hand over the token "
-                "ids of the prefill (prompt_token_ids), or use the same tokenizer and chat template on both sides."
-            )
         if self.tokens != token_digest(token_ids):
             raise TransferError(
-                "Wanted KV of this prompt's token ids, found KV of as many others. Hand over the token ids of the "
-                "prefill (prompt_token_ids), or use the same tokenizer and chat template on both sides."
+                f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens} others. Hand over "
+                "the token ids of the prefill (prompt_token_ids), or use one tokenizer and chat template on both sides."
             )
         if now_s >= self.expires_s:
             raise TransferError(
@@ -187,15 +182,10 @@ class TransferHandle:
             )
 
 
-def is_expired(key: ChunkKey, now_s: float) -> bool:
-    """Return whether a key is that of a handle that has expired; False for all other keys."""
-    found = _LAYOUT.fullmatch(key.layout)
-    return found is not None and now_s >= int(found.group(1))
-
-
 def expired(keys: Iterable[ChunkKey], now_s: float) -> list[ChunkKey]:
     """Return the keys of handles that have expired."""
-    return [key for key in keys if is_expired(key, now_s)]
+    found = ((key, _LAYOUT.fullmatch(key.layout)) for key in keys)
+    return [key for key, match in found if match is not None and now_s >= int(match.group(1))]
 
 
 _HANDLE = TypeAdapter(TransferHandle)
