@@ -19,7 +19,7 @@ from ragfuse.errors import StoreError
 from ragfuse.process.lru import LRU
 from ragfuse.store.breaker import Breaker
 from ragfuse.store.chunkfile import Header, header_nbytes, pack_header, pieces
-from ragfuse.store.tier import EntryMeta, Tier
+from ragfuse.store.tier import EntryMeta, ReadLayers, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 from ragfuse.types.sizes import UNLIMITED
@@ -104,9 +104,7 @@ class BlobTier(Tier):
         """Whether it is left out for now, because its medium failed a moment ago."""
         return self._breaker.is_open
 
-    def get(
-        self, key: ChunkKey, layers: range, level: str | None = None
-    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Read some layers of an entry in one request, once its header is known. A damaged entry is dropped."""
         return self._ask(f"read {key}", lambda: self._get(key, layers, level), None)
 
@@ -215,7 +213,7 @@ class BlobTier(Tier):
         self._head_nbytes = max(self._head_nbytes, header.offsets[0])
         return self._headers.add(key, header)
 
-    def _get(self, key: ChunkKey, layers: range, level: str | None) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def _get(self, key: ChunkKey, layers: range, level: str | None) -> ReadLayers | None:
         """Read layers. If they do not fit the known header, the entry may have been rewritten: read that again, too."""
         known = self._headers.get(key)
         try:

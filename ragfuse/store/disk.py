@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder, open_file
@@ -25,7 +24,7 @@ from ragfuse.store.blobs import BlobTier
 from ragfuse.store.chunkfile import file_header
 from ragfuse.store.folder import describe_error, fsync_folder, locked, open_folder, refusal
 from ragfuse.store.index import Index
-from ragfuse.store.tier import EntryMeta, Evictor, victims
+from ragfuse.store.tier import EntryMeta, Evictor, ReadLayers, victims
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import Entry
 
@@ -103,9 +102,7 @@ class DiskTier(BlobTier):
         """Return all entries, least recently used first."""
         return self._ask("list entries", self._index.entries, ())
 
-    def get(
-        self, key: ChunkKey, layers: range, level: str | None = None
-    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Return an entry's description and some layers (`Tier.get`). A damaged entry is dropped and counted."""
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:

@@ -171,6 +171,8 @@ class EntryMeta:
 
 
 _META = TypeAdapter(EntryMeta)
+ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
+"""The description of a whole entry, then some of its layers, each uint8 `[nbytes]` and not to be written to."""
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
 """A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
 LAYER_ALIGNMENT = 64
@@ -223,9 +225,7 @@ class Tier(ABC):
         self.name, self.capacity, self.counts = name, capacity, Counts()
 
     @abstractmethod
-    def get(
-        self, key: ChunkKey, layers: range, level: str | None = None
-    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Read some layers of an entry at one level. Reading layer 0 counts as a hit.
 
         Args:
@@ -234,8 +234,7 @@ class Tier(ABC):
             level: The codec level; None: the entry's first.
 
         Returns:
-            The description of the whole entry, then the layers, each uint8 `[nbytes]` and not to be written to. None if
-            the entry lacks any of them.
+            The layers; None if the entry lacks any of them.
         """
 
     @abstractmethod
