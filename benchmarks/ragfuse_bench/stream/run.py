@@ -115,7 +115,7 @@ class Rig:
         return self._worth[name]
 
     def _store(self, codecs: Mapping[str, Codec]) -> KVStore:
-        return KVStore([self.tier], lambda level, model: codecs.get(level), {"redis": self.options.levels})
+        return KVStore([self.tier], lambda level, model, tables="": codecs.get(level), {"redis": self.options.levels})
 
     def _engine(self, store: KVStore) -> Engine:
         settings = Settings(
