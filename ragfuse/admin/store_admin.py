@@ -48,16 +48,19 @@ class EntryRow:
     Args:
         entry: The entry.
         tenant: Its tenant.
-        source: The source that brought the chunk first; "" for none.
         text: The beginning of the chunk's text.
-        sources: All sources of the chunk, that one first.
+        sources: The sources of the chunk; the one that brought it first is the first.
     """
 
     entry: Entry
     tenant: Tenant
-    source: str = ""
     text: str = ""
     sources: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The source that brought the chunk first; "" for none."""
+        return next(iter(self.sources), "")
 
     @property
     def short(self) -> str:
@@ -223,16 +226,15 @@ class StoreAdmin:
         """Return the selected entries, most recently used first.
 
         Raises:
-            InputError: The beginning of a key matches no chunk or several, or there is no such tier.
+            InputError: The beginning of a key matches no chunk or several.
+            StoreError: There is no such tier.
         """
         if entry_filter.tier is not None:
-            self._check_tier(entry_filter.tier)
-        tenants = self._tenants()
+            self.store.tier(entry_filter.tier)
         found = [entry for entry in self.store.entries() if entry_filter.tier in (None, entry.tier)]
-        rows = list(self._rows_of([(entry, tenants.get(entry.key.model, Tenant(entry.key.model))) for entry in found]))
-        rows = [row for row in rows if _matches(row, entry_filter)]
+        rows = [row for row in self._rows_of(found) if _matches(row, entry_filter)]
         if entry_filter.keys:
-            chunks = {chunk for beginning in entry_filter.keys for chunk in _chunk_of_key(rows, beginning)}
+            chunks = {_chunk_of_key(rows, beginning) for beginning in entry_filter.keys}
             rows = [row for row in rows if chunk_of(row.entry.key) in chunks]
         return sorted(rows, key=lambda row: -row.entry.last_used)
 
@@ -244,17 +246,15 @@ class StoreAdmin:
             entry_filter: The filter that selected them; one that selects tenants as a whole has those without entries,
                 too.
         """
-        tenants, nbytes, named = self._tenants(), dict[str, Counter[str]](), {row.entry.key.model for row in rows}
-        if entry_filter.selects_tenants:
-            known = self.catalog.strict.tenants()
-            named |= {each for each in known if _matches_tenant(tenants.get(each, Tenant(each)), entry_filter)}
+        tenants, nbytes = tenants_in(self.catalog.strict), dict[str, Counter[str]]()
+        named = {row.entry.key.model for row in rows}.union(self.text_models(entry_filter))
         entries = [row.entry for row in rows] if entry_filter.selects_tenants else self.store.entries()
         for entry in entries:
             nbytes.setdefault(entry.key.model, Counter())[entry.tier] += entry.nbytes
         catalog = self.catalog.strict
         found = [
             (
-                tenants.get(digest, Tenant(digest)),
+                tenants[digest],
                 TenantUse(nbytes.get(digest, {}), catalog.count_texts(digest), catalog.sessions.count(digest)),
             )
             for digest in named
@@ -276,9 +276,9 @@ class StoreAdmin:
 
     def text_models(self, entry_filter: EntryFilter) -> list[str]:
         """Return the digests of the tenants that a filter selects as a whole, with all their texts."""
-        tenants = self._tenants()
+        tenants = tenants_in(self.catalog.strict)
         known = self.catalog.strict.tenants() if entry_filter.selects_tenants else []
-        return [digest for digest in known if _matches_tenant(tenants.get(digest, Tenant(digest)), entry_filter)]
+        return [digest for digest in known if _matches_tenant(tenants[digest], entry_filter)]
 
     def _delete_texts(self, chunks: set[Chunk], entry_filter: EntryFilter) -> int:
         """Delete the texts of deleted chunks, and all texts of tenants selected as a whole; return how many."""
@@ -293,8 +293,6 @@ class StoreAdmin:
 
     def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
         """Import the entries and texts of an archive."""
-        if tier is not None:
-            self._check_tier(tier)
         take_texts = self._add_texts if self.catalog.file is not None else None
         return archive.import_(self.store, path, tier, take_texts, progress)
 
@@ -313,12 +311,9 @@ class StoreAdmin:
         return SessionStore(self.store, self.catalog, self._tenant_digests)
 
     def _tenant_digests(self) -> list[str] | None:
-        own_filter = self.within_tenant(EntryFilter())
-        return (
-            [digest for digest, tenant in self._tenants().items() if _matches_tenant(tenant, own_filter)]
-            if self._salt
-            else None
-        )
+        if not self._salt:
+            return None
+        return [digest for digest, tenant in tenants_in(self.catalog.strict).items() if tenant.is_of(self._salt)]
 
     def close(self) -> None:
         """Close all files."""
@@ -333,29 +328,17 @@ class StoreAdmin:
 
     # inside
 
-    def _check_tier(self, name: str) -> None:
-        names = [tier.name for tier in self.store.tiers]
-        if name in ("gpu", "memory") and name not in names:
-            raise InputError(
-                f"The tier '{name}' is in the memory of the process that fills it, so it cannot be reached from here. "
-                f"Choose one of: {', '.join(names)}."
-            )
-        self.store.tier(name)
-
-    def _tenants(self) -> dict[str, Tenant]:
-        return tenants_in(self.catalog.strict)
-
-    def _rows_of(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[EntryRow]:
-        texts, sources = dict[Chunk, str](), dict[Chunk, list[str]]()
-        for model in {entry.key.model for entry, _ in found}:
+    def _rows_of(self, found: Sequence[Entry]) -> Iterator[EntryRow]:
+        tenants, texts, sources = tenants_in(self.catalog.strict), dict[Chunk, str](), dict[Chunk, list[str]]()
+        for model in {entry.key.model for entry in found}:
             for known in self.catalog.strict.texts(model):
                 chunk = chunk_named(known.key)
                 texts.setdefault(chunk, known.text[:_SHOWN_CHARS])
                 sources.setdefault(chunk, []).append(known.source)
-        for entry, tenant in found:
+        for entry in found:
             chunk = chunk_of(entry.key)
             names = sources_in_order(filter(None, sources.get(chunk, ())))
-            yield EntryRow(entry, tenant, names[0] if names else "", texts.get(chunk, ""), names)
+            yield EntryRow(entry, tenants[entry.key.model], texts.get(chunk, ""), names)
 
     def _texts(self, entries: Iterable[Entry]) -> list[KnownText]:
         wanted = {chunk_of(entry.key) for entry in entries}
@@ -372,40 +355,29 @@ class StoreAdmin:
 
 
 def _matches(row: EntryRow, entry_filter: EntryFilter) -> bool:
-    return _matches_tenant(row.tenant, entry_filter) and (
-        entry_filter.source is None or bool(_matching_sources(row, entry_filter))
-    )
-
-
-def _matching_sources(row: EntryRow, entry_filter: EntryFilter) -> list[str]:
-    """Return the sources of an entry that a filter selects."""
     part = (entry_filter.source or "").casefold()
-    return [source for source in row.sources or ("",) if part in source.casefold()]
+    return _matches_tenant(row.tenant, entry_filter) and (
+        not part or any(part in source.casefold() for source in row.sources)
+    )
 
 
 def _matches_tenant(tenant: Tenant, entry_filter: EntryFilter) -> bool:
     model, salt = entry_filter.model, entry_filter.tenant
-    is_model = model is None or model == tenant.model or _begins_digest(tenant.digest, model)
+    is_model = model in (None, tenant.model) or (len(model or "") >= 4 and tenant.digest.startswith(model or ""))
     return is_model and (salt is None or tenant.is_of(salt) or tenant.is_named(salt))
 
 
-def _begins_digest(digest: str, beginning: str) -> bool:
-    return len(beginning) >= 4 and digest.startswith(beginning)
-
-
-def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> set[tuple[str, str]]:
-    """Return the one chunk whose key begins with `beginning`, as a set; InputError for none or several."""
+def _chunk_of_key(rows: Sequence[EntryRow], beginning: str) -> Chunk:
+    """Return the one chunk whose key begins with `beginning`; InputError for none or several."""
     found = {
-        chunk_of(row.entry.key): row
+        chunk_of(row.entry.key): row.tenant.name
         for row in rows
         if beginning and (row.entry.key.tokens.startswith(beginning) or str(row.entry.key).startswith(beginning))
     }
-    if not found:
-        raise InputError(f"Found no chunk whose key begins with '{beginning}'. `ragfuse store ls` lists all keys.")
-    if len(found) > 1:
-        named = ", ".join(f"{row.entry.key.tokens[:16]} of {row.tenant.name}" for row in list(found.values())[:4])
+    if len(found) != 1:
+        names = "".join(f", {tokens[:16]} of {name}" for (_, tokens), name in list(found.items())[:4])
         raise InputError(
-            f"'{beginning}' is the beginning of {len(found)} chunks' keys: {named}{', ...' if len(found) > 4 else ''}. "
-            "Give more characters of the key, or add --model or --tenant."
+            f"Wanted the beginning of one chunk's key, found that '{beginning}' begins {len(found)}{names}. "
+            "`ragfuse store ls` lists all keys; --model and --tenant tell tenants apart."
         )
-    return set(found)
+    return next(iter(found))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from blake3 import blake3
@@ -63,11 +63,6 @@ class LayerMeta:
     def sealed(self, blob: Tensor) -> LayerMeta:
         """Return this description with the checksum of `blob`, unless it has one already."""
         return self if self.checksum else replace(self, checksum=checksum(blob))
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LayerMeta:
-        """Return the description whose fields, as plain JSON types, these are; KeyError or TypeError for others."""
-        return cls(**{**data, "key_shape": tuple(data["key_shape"]), "value_shape": tuple(data["value_shape"])})
 
 
 class Codec(Protocol):

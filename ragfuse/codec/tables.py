@@ -7,8 +7,7 @@ agree on every machine.
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
-from collections.abc import Mapping
+import json
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -16,6 +15,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
+from pydantic import ConfigDict, TypeAdapter
 
 from ragfuse.types.kv import RopeLayout
 
@@ -43,6 +43,9 @@ def from_codes(codes: bytes | Ints) -> Floats:
     return np.exp2((whole.astype(np.float64) - MIDDLE) / STEPS_PER_OCTAVE).astype(np.float32)
 
 
+_BASE64 = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+
 @dataclass(frozen=True)
 class Channels:
     """The statistics of the keys, or the values, of one layer, per channel, head by head.
@@ -64,6 +67,7 @@ class Channels:
     spread: bytes
     change: bytes
     anchor: bytes
+    __pydantic_config__ = _BASE64
 
     @cached_property
     def means(self) -> Floats:
@@ -134,16 +138,7 @@ class CodecTables:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the tables as plain JSON types, with bytes as base64."""
-        return {
-            "version": TABLES_VERSION,
-            "layers": [
-                {
-                    "rope": None if layer.rope is None else {**asdict(layer.rope), "inv_freq": [*layer.rope.inv_freq]},
-                    **{name: _part(getattr(layer, name)) for name in ("keys", "values")},
-                }
-                for layer in self.layers
-            ],
-        }
+        return {"version": TABLES_VERSION, **_TABLES.dump_python(self, mode="json")}
 
     @classmethod
     def from_dict(cls, data: Any) -> CodecTables | None:
@@ -152,31 +147,9 @@ class CodecTables:
         Tables of another version give None, too.
         """
         try:
-            if data["version"] != TABLES_VERSION:
-                return None
-            layers = tuple(
-                LayerTables(_channels(layer["keys"]), _channels(layer["values"]), _rope(layer["rope"]))
-                for layer in data["layers"]
-            )
-            return cls(layers)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            return _TABLES.validate_json(json.dumps(data)) if data["version"] == TABLES_VERSION else None
+        except (KeyError, TypeError, ValueError):
             return None
 
 
-def _text(found: bytes) -> str:
-    return b64encode(found).decode()
-
-
-def _part(part: Channels) -> dict[str, Any]:
-    named = ((each.name, getattr(part, each.name)) for each in fields(Channels))
-    return {name: _text(found) if isinstance(found, bytes) else found for name, found in named}
-
-
-def _channels(data: Mapping[str, Any]) -> Channels:
-    return Channels(
-        data["heads"], data["dim"], *(b64decode(data[each.name], validate=True) for each in fields(Channels)[2:])
-    )
-
-
-def _rope(data: Mapping[str, Any] | None) -> RopeLayout | None:
-    return None if data is None else RopeLayout(**{**data, "inv_freq": tuple(map(float, data["inv_freq"]))})
+_TABLES = TypeAdapter(CodecTables)

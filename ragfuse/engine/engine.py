@@ -132,7 +132,7 @@ class Engine(OneProcess):
         self._fetch = FetchStage(self.links, self.prefetcher)
         self._prefill, self._generate = PrefillStage(self.prefixes), GenerateStage()
         self._documents = Documents(self.runtime, self.prompts, self.prefixes, self._remember.jobs)
-        self.counters = AnswerCounters(self._remember.jobs, self.catalog)
+        self.counters = AnswerCounters(lambda: self._remember.jobs.waiting, lambda: self.catalog.failures)
 
     @staticmethod
     def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:

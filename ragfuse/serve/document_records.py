@@ -103,5 +103,5 @@ class DocumentRecords:
             transaction.executemany("DELETE FROM uploads WHERE tenant = ? AND id = ?", rows)
 
     def close(self) -> None:
-        """Close the file; a later use opens it again."""
+        """Close the file."""
         self._file.close()

@@ -85,7 +85,7 @@ class Record:
 class ResponseRecords:
     """The stored responses of all tenants; a tenant sees its own only. Thread-safe; methods may wait for the disk.
 
-    The file is opened at first use, and an unreadable one raises StoreError. Responses of a conversation that was
+    An unreadable file raises StoreError. Responses of a conversation that was
     continued last longer ago than `session_ttl_s` are deleted, as its session is.
 
     Args:
@@ -149,7 +149,7 @@ class ResponseRecords:
         return bool(self._file.query(sql, (tenant_digest(salt), session)))
 
     def close(self) -> None:
-        """Close the file; a later use opens it again."""
+        """Close the file."""
         self._file.close()
 
     def _found(self, salt: str, id: str, sql: str) -> list[Record]:

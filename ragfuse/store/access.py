@@ -49,14 +49,8 @@ def make_folder(path: Path) -> None:
     """Make a folder below a root if it is missing, with all missing folders in between."""
     if path.is_dir():
         return
-    if not path.parent.is_dir():
-        make_folder(path.parent)
-    try:
-        path.mkdir(mode=OWN_FOLDER)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
-        return
+    make_folder(path.parent)
+    path.mkdir(mode=OWN_FOLDER, exist_ok=True)
     if _is_shared(path.parent.stat().st_mode):
         path.chmod(_GROUP_FOLDER)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ragfuse.errors import StoreError
 from ragfuse.process.lru import LRU
 from ragfuse.store.breaker import Breaker
 from ragfuse.store.chunkfile import Header, header_nbytes, pack_header, pieces
-from ragfuse.store.tier import EntryMeta, Tier
+from ragfuse.store.tier import EntryMeta, ReadLayers, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 from ragfuse.types.sizes import UNLIMITED
@@ -31,14 +31,6 @@ _HEAD_NBYTES = 1 << 11
 """Bytes that are read of an entry to find its header, until one was seen that is longer."""
 _BATCH = 256
 _HEADERS = 1024
-
-
-class Blob(NamedTuple):
-    """A stored value: its name, its bytes, and when it was last used or written, in seconds since the epoch."""
-
-    name: str
-    nbytes: int
-    last_used: float
 
 
 class BlobTier(Tier):
@@ -79,9 +71,9 @@ class BlobTier(Tier):
     def _remove(self, names: Sequence[str]) -> int:
         """Delete values and return how many there were."""
 
-    @abstractmethod
-    def _blobs(self) -> Iterator[Blob]:
-        """Yield all values."""
+    def _used(self) -> Mapping[str, float]:
+        """Return when each value was last used or written, in seconds since the epoch, by its name."""
+        return {}
 
     def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
         """Return the first bytes of several values; None for one that is missing."""
@@ -112,9 +104,7 @@ class BlobTier(Tier):
         """Whether it is left out for now, because its medium failed a moment ago."""
         return self._breaker.is_open
 
-    def get(
-        self, key: ChunkKey, layers: range, level: str | None = None
-    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Read some layers of an entry in one request, once its header is known. A damaged entry is dropped."""
         return self._ask(f"read {key}", lambda: self._get(key, layers, level), None)
 
@@ -180,9 +170,8 @@ class BlobTier(Tier):
         return found
 
     def _list(self) -> Sequence[Entry]:
-        found = {key: blob for blob in self._blobs() if (key := _key(blob.name)) is not None}
-        used = {key: blob.last_used for key, blob in found.items()}
-        return [*self._stat(list(found), used).values()]
+        used = {key: when for name, when in self._used().items() if (key := _key(name)) is not None}
+        return [*self._stat(list(used), used).values()]
 
     def _stat(self, keys: Sequence[ChunkKey], used: dict[ChunkKey, float] | None = None) -> dict[ChunkKey, Entry]:
         found: dict[ChunkKey, Entry] = {}
@@ -224,7 +213,7 @@ class BlobTier(Tier):
         self._head_nbytes = max(self._head_nbytes, header.offsets[0])
         return self._headers.add(key, header)
 
-    def _get(self, key: ChunkKey, layers: range, level: str | None) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def _get(self, key: ChunkKey, layers: range, level: str | None) -> ReadLayers | None:
         """Read layers. If they do not fit the known header, the entry may have been rewritten: read that again, too."""
         known = self._headers.get(key)
         try:

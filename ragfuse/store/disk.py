@@ -11,21 +11,20 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder, open_file
-from ragfuse.store.blobs import Blob, BlobTier
+from ragfuse.store.blobs import BlobTier
 from ragfuse.store.chunkfile import file_header
 from ragfuse.store.folder import describe_error, fsync_folder, locked, open_folder, refusal
 from ragfuse.store.index import Index
-from ragfuse.store.tier import EntryMeta, Evictor, victims
+from ragfuse.store.tier import EntryMeta, Evictor, ReadLayers, victims
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import Entry
 
@@ -103,9 +102,7 @@ class DiskTier(BlobTier):
         """Return all entries, least recently used first."""
         return self._ask("list entries", self._index.entries, ())
 
-    def get(
-        self, key: ChunkKey, layers: range, level: str | None = None
-    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Return an entry's description and some layers (`Tier.get`). A damaged entry is dropped and counted."""
         found = super().get(key, layers, level)
         if found is not None and layers.start == 0:
@@ -180,10 +177,6 @@ class DiskTier(BlobTier):
     def _remove(self, names: Sequence[str]) -> int:
         with self._index.write() as transaction:
             return self._delete(transaction, names)
-
-    def _blobs(self) -> Iterator[Blob]:
-        """Yield nothing: the index lists the entries."""
-        return iter(())
 
     def _missing(self, key: ChunkKey) -> None:
         """Remove the row of an entry whose file is gone, unless another process wrote it anew meanwhile."""

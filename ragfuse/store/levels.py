@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Protocol
 
 from torch import Tensor
@@ -254,31 +253,3 @@ def joined(wholes: Sequence[Whole]) -> Whole:
     levels = tuple(level for meta, _ in wholes for level in meta.levels)
     layers = tuple(layer for meta, _ in wholes for layer in meta.layers)
     return EntryMeta(wholes[0][0].n_tokens, levels, layers), tuple(blob for _, blobs in wholes for blob in blobs)
-
-
-class EntryContent:
-    """An entry that is being saved to tiers, encoded for a tier when it is first needed. Threads may share it.
-
-    Args:
-        levels: Encodes it.
-        key: The chunk.
-        whole: The entry as it was given.
-        wanted: Levels by tier name; tiers that are not named get the entry as it is.
-    """
-
-    def __init__(self, levels: TierLevels, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> None:
-        self.meta = whole[0]
-        self.key, self._levels, self._whole, self._wanted = key, levels, whole, wanted
-        self._lock, self._made = Lock(), dict[tuple[str, ...], Whole]()
-
-    def is_ready(self, tier: str) -> bool:
-        """Return whether a tier can get the entry without encoding anything."""
-        return RAW.name not in self.meta.levels or set(self._wanted.get(tier, ())) <= set(self.meta.levels)
-
-    def of(self, tier: str) -> Whole:
-        """Return the entry at the levels of a tier."""
-        wanted = tuple(self._wanted.get(tier, self.meta.levels))
-        with self._lock:
-            if wanted not in self._made:
-                self._made[wanted] = self._levels.at_levels(self.key, self._whole, wanted)
-            return self._made[wanted]

@@ -12,7 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, Evictor, Tier, victims
+from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, Evictor, ReadLayers, Tier, victims
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -89,9 +89,7 @@ class MemoryTier(Tier):
         with self._lock:
             return [slot.entry for slot in self._slots.values()]
 
-    def get(
-        self, key: ChunkKey, layers: range, level: str | None = None
-    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Return an entry's description and some layers (`Tier.get`); the tensors are shared."""
         with self._lock:
             slot = self._slots.get(key)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from fsspec.utils import get_protocol
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_root, open_file
-from ragfuse.store.blobs import Blob, BlobTier
+from ragfuse.store.blobs import BlobTier
 from ragfuse.store.tier import EntryMeta, Evictor
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import ChunkKey
@@ -170,7 +170,8 @@ class ObjectTier(BlobTier):
             return False
         return True
 
-    def _objects(self) -> Iterator[Blob]:
+    def _objects(self) -> Iterator[tuple[str, int, float]]:
+        """Yield the name, bytes and time of the last write of everything in the folder."""
         try:
             found = self._call(self._fs._ls(self._root, detail=True), extra_s=_LISTING_S)
         except FileNotFoundError:
@@ -178,19 +179,17 @@ class ObjectTier(BlobTier):
         for info in found:
             when = next((info[name] for name in _MODIFIED if info.get(name)), time.time())
             when_s = when.timestamp() if isinstance(when, datetime) else float(when)
-            yield Blob(os.path.basename(info["name"]), int(info["size"] or 0), when_s)
+            yield os.path.basename(info["name"]), int(info["size"] or 0), when_s
 
-    def _blobs(self) -> Iterator[Blob]:
-        for found in self._objects():
-            if found.name.endswith(_SUFFIX):
-                yield found._replace(name=found.name.removesuffix(_SUFFIX))
+    def _used(self) -> Mapping[str, float]:
+        return {name.removesuffix(_SUFFIX): when for name, _, when in self._objects() if name.endswith(_SUFFIX)}
 
     def _tidy(self) -> None:
         old = time.time() - _ABANDONED_S
-        for each in self._objects():
-            if each.name.endswith(_TEMPORARY) and each.last_used < old:
-                self._call(self._fs._rm_file(f"{self._root}/{each.name}"))
-                self._freed(each.nbytes)
+        for name, nbytes, when in self._objects():
+            if name.endswith(_TEMPORARY) and when < old:
+                self._call(self._fs._rm_file(f"{self._root}/{name}"))
+                self._freed(nbytes)
 
 
 def _file_system(url: str, timeout_s: float) -> tuple[Any, str, bool]:

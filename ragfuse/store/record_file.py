@@ -1,25 +1,24 @@
-"""A SQLite file of records in a store's folder, opened at first use: a server's responses and documents."""
+"""A SQLite file of records in a store's folder: a server's responses and documents."""
 
 from __future__ import annotations
 
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ragfuse.settings import Settings
 from ragfuse.store.database import Database, store_errors
 from ragfuse.store.database import Row as Row
-from ragfuse.store.folder import open_folder
+from ragfuse.store.folder import locked, open_folder
 from ragfuse.types.keys import FORMAT_VERSION, digest
 
 
-class RecordFile:
+class RecordFile(Database):
     """Tables in a file of the store's folder; where the store is in memory alone, in memory.
 
-    It is opened at first use. Thread-safe; processes may share the file. Methods may wait for the disk, and raise
-    StoreError where the file cannot be read or written.
+    Thread-safe; processes may share the file. Methods may wait for the disk, and raise StoreError where the file cannot
+    be read or written, as does opening it.
 
     Args:
         settings: Where the store is.
@@ -28,35 +27,21 @@ class RecordFile:
     """
 
     def __init__(self, settings: Settings, name: str, schema: str) -> None:
-        self._settings, self._name, self._schema = settings, name, schema
-        self._lock = threading.Lock()
-        self._opened: Database | None = None
+        self._where = settings.store_path, name
+        folder = open_folder(settings.store_path, settings.shared_with) if settings.disk_bytes else None
+        with store_errors(*self._where), locked(folder / "lock") if folder is not None else nullcontext():
+            super().__init__(folder and folder / name, schema, FORMAT_VERSION)
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """Return all rows of a query."""
-        with store_errors(self._settings.store_path, self._name):
-            return self._database().query(sql, arguments)
+        with store_errors(*self._where):
+            return super().query(sql, arguments)
 
     @contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
+    def write(self, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
         """Run the block as one transaction; it is rolled back if the block raises."""
-        with store_errors(self._settings.store_path, self._name), self._database().write() as transaction:
+        with store_errors(*self._where), super().write(wait_s) as transaction:
             yield transaction
-
-    def close(self) -> None:
-        """Close the file; a later use opens it again."""
-        with self._lock:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
-
-    def _database(self) -> Database:
-        with self._lock:
-            if self._opened is None and self._settings.disk_bytes:
-                folder = open_folder(self._settings.store_path, self._settings.shared_with)
-                self._opened = Database.in_folder(folder, self._name, self._schema)
-            self._opened = self._opened or Database(None, self._schema, FORMAT_VERSION)
-            return self._opened
 
 
 def tenant_digest(salt: str) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
-from ragfuse.store.blobs import Blob, BlobTier
+from ragfuse.store.blobs import BlobTier
 from ragfuse.store.tier import EntryMeta, Evictor
 from ragfuse.store.urls import shown
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
@@ -119,22 +119,19 @@ class RedisTier(BlobTier):
     def _remove(self, names: Sequence[str]) -> int:
         return int(self._client.unlink(*(_PREFIX + name for name in names)))
 
-    def _blobs(self) -> Iterator[Blob]:
-        """Yield the entries; a server that does not tell idle times, as with an LFU policy, has used them now."""
-        cursor, now = 0, time.time()
+    def _used(self) -> Mapping[str, float]:
+        """Return the last uses; a server that does not tell idle times, as with an LFU policy, has used all now."""
+        cursor, now, used = 0, time.time(), dict[str, float]()
         while True:
             cursor, found = self._client.scan(cursor, match=f"{_PREFIX}*", count=_SCAN, _type="string")
             with self._client.pipeline(transaction=False) as pipeline:
                 for name in found:
                     pipeline.object("idletime", name)
-                    pipeline.strlen(name)
-                told = pipeline.execute(raise_on_error=False)
-            for name, idle, nbytes in zip(found, told[::2], told[1::2], strict=True):
-                if isinstance(nbytes, int):
-                    used = now - idle if isinstance(idle, int) else now
-                    yield Blob(name.decode().removeprefix(_PREFIX), nbytes, used)
+                idle_s = pipeline.execute(raise_on_error=False)
+            for name, idle in zip(found, idle_s, strict=True):
+                used[name.decode().removeprefix(_PREFIX)] = now - idle if isinstance(idle, int) else now
             if not cursor:
-                return
+                return used
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...]]:

@@ -6,19 +6,18 @@ Each tier has a thread, so that a slow or hanging one does not delay the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from threading import Condition
+from threading import Condition, Lock
 
 from cachetools import LRUCache
 from torch import Tensor
 
 from ragfuse.codec import RAW
 from ragfuse.process.worker import close_at_exit
-from ragfuse.store.levels import EncodedLayers, EntryContent, TierLevels, loss_of
-from ragfuse.store.tier import EntryMeta, Tier
+from ragfuse.store.levels import EncodedLayers, TierLevels, loss_of
+from ragfuse.store.tier import EntryMeta, Tier, Whole
 from ragfuse.store.writer import Writer, countdown
 from ragfuse.types.keys import ChunkKey
 
@@ -30,21 +29,41 @@ _PARTIAL_NBYTES = 1 << 28
 _REMEMBERED = 1 << 14
 
 
-@dataclass(eq=False, slots=True)
 class Save:
-    """One entry that is being saved. Deleting its key meanwhile cancels it, even where it is already written.
+    """One entry that is being saved, encoded for a tier when it is first needed. Threads may share it.
+
+    Deleting its key meanwhile cancels it, even where it is already written.
 
     Args:
-        content: What is saved, at the levels of each tier.
+        levels: Encodes it.
+        key: The chunk.
+        whole: The entry as it was given.
+        wanted: Levels by tier name; tiers that are not named get the entry as it is.
+
+    Attributes:
+        meta: The description of the entry as it was given.
         barred: Names of tiers that must not get or keep it, as the chunk was deleted there since the save began.
-        waiting: Names of tiers that it is queued for.
+        waiting: Names of tiers that it is queued for, and "" while it begins.
         stored: Names of tiers that have it.
     """
 
-    content: EntryContent
-    barred: set[str] = field(default_factory=set)
-    waiting: set[str] = field(default_factory=set)
-    stored: set[str] = field(default_factory=set)
+    def __init__(self, levels: TierLevels, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> None:
+        self.key, self.meta = key, whole[0]
+        self.barred, self.waiting, self.stored = set[str](), {""}, set[str]()
+        self._levels, self._whole, self._wanted = levels, whole, wanted
+        self._lock, self._made = Lock(), dict[tuple[str, ...], Whole]()
+
+    def is_ready(self, tier: str) -> bool:
+        """Return whether a tier can get the entry without encoding anything."""
+        return RAW.name not in self.meta.levels or set(self._wanted.get(tier, ())) <= set(self.meta.levels)
+
+    def at_levels_of(self, tier: str) -> Whole:
+        """Return the entry at the levels of a tier."""
+        wanted = tuple(self._wanted.get(tier, self.meta.levels))
+        with self._lock:
+            if wanted not in self._made:
+                self._made[wanted] = self._levels.at_levels(self.key, self._whole, wanted)
+            return self._made[wanted]
 
 
 class Saves:
@@ -81,16 +100,16 @@ class Saves:
     def keys(self) -> set[ChunkKey]:
         """Return the keys of chunks that are being saved or were read in part."""
         with self._changed:
-            return {save.content.key for save in self._under_way} | set(self._partials)
+            return {save.key for save in self._under_way} | set(self._partials)
 
     def submit(self, tier: Tier, job: Callable[[], object]) -> bool:
         """Queue housekeeping behind a tier's saves; return False if the queue is full, which does no harm."""
         return self._writers[tier.name].submit(job, counts=False)
 
     @contextmanager
-    def begin(self, content: EntryContent) -> Iterator[Save]:
-        """Begin a save. It can be cancelled until the block and all that it has queued are done."""
-        save = Save(content, waiting={""})
+    def begin(self, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> Iterator[Save]:
+        """Begin a save (`Save`). It can be cancelled until the block and all that it has queued are done."""
+        save = Save(self._levels, key, whole, wanted)
         with self._changed:
             self._under_way.add(save)
         try:
@@ -146,10 +165,9 @@ class Saves:
         if whole is None:
             return
         wanted = {tier.name: self._levels.of(tier.name) for tier in faster}
-        content = EntryContent(self._levels, read.key, (read.meta, whole), wanted)
-        lacking = [tier for tier in faster if self._lacks(tier, content)]
-        quick = [tier for tier in lacking if not (tier.slow or tier.copies) and content.is_ready(tier.name)]
-        with self.begin(content) as save:
+        with self.begin(read.key, (read.meta, whole), wanted) as save:
+            lacking = [tier for tier in faster if self._lacks(tier, save)]
+            quick = [tier for tier in lacking if not (tier.slow or tier.copies) and save.is_ready(tier.name)]
             self.write(save, quick, [tier for tier in lacking if tier not in quick])
 
     def used(self, key: ChunkKey, source: Tier, now: float, every_s: float) -> None:
@@ -173,7 +191,7 @@ class Saves:
         with self._changed:
             self.epoch += 1
             for save in self._under_way:
-                if save.content.key in keys:
+                if save.key in keys:
                     save.barred.update(self._writers if tier is None else [tier])
             for key in keys:
                 self._partials.pop(key, None)
@@ -217,10 +235,10 @@ class Saves:
                 self._partials[key] = meta, parts
             return None
 
-    def _lacks(self, tier: Tier, content: EntryContent) -> bool:
+    def _lacks(self, tier: Tier, save: Save) -> bool:
         """Return whether a tier does not have a chunk, or only a lossier copy than it would get now."""
-        there = tier.stat([content.key]).get(content.key)
-        levels = self._levels.of(tier.name) if RAW.name in content.meta.levels else content.meta.levels
+        there = tier.stat([save.key]).get(save.key)
+        levels = self._levels.of(tier.name) if RAW.name in save.meta.levels else save.meta.levels
         return there is None or loss_of(there.sizes) > loss_of(levels)
 
     def _queue(self, save: Save, tier: Tier, *, is_awaited: bool) -> None:
@@ -239,20 +257,19 @@ class Saves:
         else:
             self._end(save, tier.name)
             message = "Too many chunks wait to be saved to tier %s (setting writer_queue), so this one is not saved: %s"
-            log.warning(message, tier.name, save.content.key)
+            log.warning(message, tier.name, save.key)
 
     def _write(self, save: Save, tier: Tier) -> None:
         """Write unless the chunk was deleted; delete it again if that happened meanwhile."""
-        key = save.content.key
-        if tier.name in save.barred or not tier.put(key, *save.content.of(tier.name)):
+        if tier.name in save.barred or not tier.put(save.key, *save.at_levels_of(tier.name)):
             return
-        if key in self._pins:
-            tier.pin([key], True)
+        if save.key in self._pins:
+            tier.pin([save.key], True)
         with self._changed:
             save.stored.add(tier.name)
             is_barred = tier.name in save.barred
         if is_barred:
-            tier.delete([key])
+            tier.delete([save.key])
 
     def _end(self, save: Save, tier: str) -> None:
         with self._changed:

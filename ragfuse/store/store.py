@@ -16,7 +16,7 @@ from typing import Any
 
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
-from ragfuse.store.levels import Codecs, EncodedLayers, EntryContent, TierLevels, loss_of, tableless
+from ragfuse.store.levels import Codecs, EncodedLayers, TierLevels, loss_of, tableless
 from ragfuse.store.saves import Saves
 from ragfuse.store.tier import EntryMeta, Expired, Tier
 from ragfuse.types.keys import ChunkKey
@@ -269,7 +269,7 @@ class KVStore:
         targets = [each for each in slow if each.name == slow_tier] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
         raw = EntryMeta.of(kv, RAW.name, blobs), blobs
-        with self._saves.begin(EntryContent(self.levels, key, raw, wanted)) as save:
+        with self._saves.begin(key, raw, wanted) as save:
             write = partial(self._saves.write, save, wait=wait, pace_s=pace_s)
             is_fast_stored = write(quick)
             others = [each for each in slow if each not in targets]

@@ -30,18 +30,25 @@ def tenant_name(salt: str) -> str:
     return hidden(salt)[:NAME_CHARS]
 
 
-def tenants_in(catalog: CatalogQueries) -> dict[str, Tenant]:
-    """Return the tenants that a catalog has, by model digest.
+class Tenants(dict[str, "Tenant"]):
+    """Tenants by model digest; one whose name is not known has its digest alone."""
+
+    def __missing__(self, digest: str) -> Tenant:
+        return Tenant(digest)
+
+
+def tenants_in(catalog: CatalogQueries) -> Tenants:
+    """Return the tenants that a catalog has.
 
     Raises:
         StoreError: The catalog is strict, and cannot be read.
     """
-    names = [name for name in catalog.names() if name.startswith(_PREFIX)]
-    saved = {name.removeprefix(_PREFIX): catalog.get(name) or {} for name in names}
-    return {
-        digest: Tenant(digest, str(found.get("model", "")), str(found.get("tenant", "")))
-        for digest, found in saved.items()
-    }
+    found = Tenants()
+    for name in catalog.names():
+        if name.startswith(_PREFIX):
+            saved, digest = catalog.get(name) or {}, name.removeprefix(_PREFIX)
+            found[digest] = Tenant(digest, str(saved.get("model", "")), str(saved.get("tenant", "")))
+    return found
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,16 @@ A tier stores bytes; `store.py` handles codecs and copies between tiers.
 
 from __future__ import annotations
 
-import json
 import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Lock
 from typing import Protocol, runtime_checkable
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta
@@ -155,8 +155,7 @@ class EntryMeta:
 
     def to_json(self) -> str:
         """Return the description as one line of JSON."""
-        layers, levels = [asdict(layer) for layer in self.layers], list(self.levels)
-        return json.dumps({"version": self.version, "n_tokens": self.n_tokens, "levels": levels, "layers": layers})
+        return _META.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EntryMeta:
@@ -165,16 +164,15 @@ class EntryMeta:
         Raises:
             ValueError: The text is no such description, or one of another format version.
         """
-        try:
-            data = json.loads(text)
-            if data["version"] != FORMAT_VERSION:
-                raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
-            layers = tuple(LayerMeta.from_dict(layer) for layer in data["layers"])
-            return cls(data["n_tokens"], tuple(data["levels"]), layers)
-        except (KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"not an entry: {error!r}") from error
+        meta: EntryMeta = _META.validate_json(text)
+        if meta.version != FORMAT_VERSION:
+            raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
+        return meta
 
 
+_META = TypeAdapter(EntryMeta)
+ReadLayers = tuple[EntryMeta, *tuple[Tensor, ...]]
+"""The description of a whole entry, then some of its layers, each uint8 `[nbytes]` and not to be written to."""
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
 """A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
 LAYER_ALIGNMENT = 64
@@ -227,9 +225,7 @@ class Tier(ABC):
         self.name, self.capacity, self.counts = name, capacity, Counts()
 
     @abstractmethod
-    def get(
-        self, key: ChunkKey, layers: range, level: str | None = None
-    ) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+    def get(self, key: ChunkKey, layers: range, level: str | None = None) -> ReadLayers | None:
         """Read some layers of an entry at one level. Reading layer 0 counts as a hit.
 
         Args:
@@ -238,8 +234,7 @@ class Tier(ABC):
             level: The codec level; None: the entry's first.
 
         Returns:
-            The description of the whole entry, then the layers, each uint8 `[nbytes]` and not to be written to. None if
-            the entry lacks any of them.
+            The layers; None if the entry lacks any of them.
         """
 
     @abstractmethod

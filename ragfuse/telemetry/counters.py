@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 from ragfuse.types import reasons
 from ragfuse.types.answer import Answer, Trace
@@ -65,31 +64,16 @@ class CounterSnapshot:
     ttft_s: float
 
 
-class Waiting(Protocol):
-    """A queue of background jobs."""
-
-    @property
-    def waiting(self) -> int:
-        """Number of jobs that wait in it."""
-        ...
-
-
-class Failing(Protocol):
-    """A part that counts its failures, which do not fail answers."""
-
-    failures: int
-
-
 class AnswerCounters:
     """The counters of one engine's answers. Thread-safe.
 
     Args:
-        jobs: The queue of background encoding.
-        catalog: The store's catalog; it counts how often it could not be read or written.
+        waiting: Returns the number of jobs that wait to be encoded in the background.
+        catalog_failures: Returns how often the store's catalog could not be read or written.
     """
 
-    def __init__(self, jobs: Waiting, catalog: Failing) -> None:
-        self._jobs, self._catalog = jobs, catalog
+    def __init__(self, waiting: Callable[[], int], catalog_failures: Callable[[], int]) -> None:
+        self._waiting, self._catalog_failures = waiting, catalog_failures
         self._at_close: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
@@ -98,7 +82,7 @@ class AnswerCounters:
     @property
     def waiting(self) -> int:
         """Number of background jobs that wait."""
-        return self._jobs.waiting
+        return self._waiting()
 
     def add(self, answer: Answer) -> None:
         """Count an answer."""
@@ -121,7 +105,7 @@ class AnswerCounters:
         """Return a consistent snapshot of all counts."""
         with self._lock:
             sums = Counter(self._sums)
-            sums["catalog_failures"] = self._catalog.failures
+            sums["catalog_failures"] = self._catalog_failures()
             return CounterSnapshot(sums, tuple(self._ttft), self._ttft_s)
 
     def when_closed(self, function: Callable[[], object]) -> None:

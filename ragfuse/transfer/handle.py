@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Self
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ragfuse.errors import TransferError
 from ragfuse.transfer.weights import UNKNOWN
@@ -19,10 +21,11 @@ from ragfuse.types.kv import ChunkKV
 
 SECRET_NBYTES = 16
 """Bytes of the random part of a handle, which nobody guesses."""
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Count = Annotated[int, Field(gt=0, lt=1 << 44, strict=True)]
+_EXACT = ConfigDict(extra="forbid")
 _LAYOUT = re.compile(r"until-([0-9]{1,12})-[0-9a-f]{32}")
-_HEX = re.compile(r"[0-9a-f]{32}")
-_MOST = 1 << 44
-_LONGEST_NAME = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,12 @@ class TransferModel:
         dtype: Name of the dtype of keys and values, such as "bfloat16".
     """
 
-    name: str
-    n_layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
+    name: Name
+    n_layers: Count
+    kv_heads: Count
+    head_dim: Count
+    dtype: Name
+    __pydantic_config__ = _EXACT
 
     @classmethod
     def of(cls, name: str, kv: ChunkKV) -> Self:
@@ -87,16 +91,17 @@ class TransferHandle:
         place: Label of the place (`TransferPlace.label`).
     """
 
-    secret: str
-    expires_s: int
-    tenant: str
+    secret: Digest
+    expires_s: Count
+    tenant: Digest
     model: TransferModel
-    weights: str
-    tokens: str
-    n_tokens: int
-    nbytes: int
-    level: str
-    place: str
+    weights: Digest | Literal["unknown"]
+    tokens: Digest
+    n_tokens: Count
+    nbytes: Count
+    level: Name
+    place: Name
+    __pydantic_config__ = _EXACT
 
     @classmethod
     def make(
@@ -129,21 +134,19 @@ class TransferHandle:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, given: object) -> Self:
+    def from_dict(cls, given: object) -> TransferHandle:
         """Return the handle that `as_dict` wrote; the text comes from a client, so nothing in it is trusted.
 
         Raises:
             TransferError: It is no handle.
         """
         try:
-            found = _checked(given, cls)
-            model = TransferModel(**_checked(found["model"], TransferModel))
-        except (KeyError, TypeError, ValueError) as error:
+            return _HANDLE.validate_python(given)
+        except ValidationError as error:
             raise TransferError(
                 f"Wanted a handle as ragfuse writes it into kv_transfer_params, found another value ({error}). Hand "
                 "on what the prefill answered without changing it."
             ) from error
-        return cls(**{**found, "model": model})
 
     def check(self, token_ids: Sequence[int], model: TransferModel, now_s: float, weights: str = UNKNOWN) -> None:
         """Check that this prompt's KV is here, for this model, and not too late.
@@ -167,15 +170,10 @@ class TransferHandle:
                 f"Wanted KV that the weights of {self.model.name!r:.80} here have computed, found KV of other weights "
                 "under that name. Serve the same files on both sides."
             )
-        if self.n_tokens != len(token_ids):
-            raise TransferError(
-                f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens}. Hand over the token "
-                "ids of the prefill (prompt_token_ids), or use the same tokenizer and chat template on both sides."
-            )
         if self.tokens != token_digest(token_ids):
             raise TransferError(
-                "Wanted KV of this prompt's token ids, found KV of as many others. Hand over the token ids of the "
-                "prefill (prompt_token_ids), or use the same tokenizer and chat template on both sides."
+                f"Wanted KV of the prompt's {len(token_ids)} tokens, found KV of {self.n_tokens} others. Hand over "
+                "the token ids of the prefill (prompt_token_ids), or use one tokenizer and chat template on both sides."
             )
         if now_s >= self.expires_s:
             raise TransferError(
@@ -184,29 +182,10 @@ class TransferHandle:
             )
 
 
-def is_expired(key: ChunkKey, now_s: float) -> bool:
-    """Return whether a key is that of a handle that has expired; False for all other keys."""
-    found = _LAYOUT.fullmatch(key.layout)
-    return found is not None and now_s >= int(found.group(1))
-
-
 def expired(keys: Iterable[ChunkKey], now_s: float) -> list[ChunkKey]:
     """Return the keys of handles that have expired."""
-    return [key for key in keys if is_expired(key, now_s)]
+    found = ((key, _LAYOUT.fullmatch(key.layout)) for key in keys)
+    return [key for key, match in found if match is not None and now_s >= int(match.group(1))]
 
 
-def _checked(given: object, kind: type[Any]) -> dict[str, Any]:
-    """Return a mapping with exactly the fields of a dataclass, each of a plausible value; ValueError otherwise."""
-    names = [each.name for each in fields(kind)]
-    if not isinstance(given, Mapping) or set(given) != set(names):
-        raise ValueError(f"not a mapping of {', '.join(names)}")
-    for each in fields(kind):
-        value = given[each.name]
-        if each.type == "int" and (type(value) is not int or not 0 < value < _MOST):
-            raise ValueError(f"{each.name} is no positive whole number")
-        if each.type == "str" and (type(value) is not str or not 0 < len(value) <= _LONGEST_NAME):
-            raise ValueError(f"{each.name} is no text of 1 to {_LONGEST_NAME} characters")
-        is_digest = each.name in ("secret", "tenant", "tokens", "weights")
-        if is_digest and not _HEX.fullmatch(value) and (each.name, value) != ("weights", UNKNOWN):
-            raise ValueError(f"{each.name} is not 32 hex digits")
-    return dict(given)
+_HANDLE = TypeAdapter(TransferHandle)

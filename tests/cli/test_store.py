@@ -606,15 +606,13 @@ def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
 
 def test_tiers_and_keys_that_are_none_are_named_with_those_there_are(run, filled):
     refused(run("ls", "--tier", "tape"), "StoreError", "no tier 'tape'", "it has: disk")
-    refused(run("ls", "--tier", "memory"), "InputError", "'memory'", "process", "disk")
-    refused(run("ls", "--tier", "gpu"), "InputError", "'gpu'", "process", "disk")
-    refused(run("ls", "zzzz"), "InputError", "begins with 'zzzz'", "ragfuse store ls")
-    refused(run("pin", ""), "InputError", "begins with ''")
+    refused(run("ls", "zzzz"), "InputError", "'zzzz' begins 0", "ragfuse store ls")
+    refused(run("pin", ""), "InputError", "'' begins 0")
     assert OURS[0].tokens == THEIRS[0].tokens
     refused(
         run("rm", OURS[0].tokens[:12], "--yes"),
         "InputError",
-        "2 chunks",
+        "begins 2",
         f"smol (tenant {hidden('acme')[:8]})",
         "--tenant",
     )

@@ -151,6 +151,7 @@ def test_a_damaged_record_is_a_missing_one_and_a_damaged_file_is_set_aside(tmp_p
         records.conversation("s", "a")
     records.close()
     (tmp_path / RESPONSES_FILE).write_bytes(b"no database" * 1000)
+    records = ResponseRecords(Settings(store=tmp_path))
     add(records, "c")
     assert texts(records, "c") == ["Said c."]
     assert (tmp_path / f"{RESPONSES_FILE}.bad").exists()
