@@ -164,30 +164,6 @@ class Tracked(Protocol):
         ...
 
 
-class UntilStop:
-    """A generated sequence that is over at the first stop string in its text."""
-
-    def __init__(self, detokenizer: Detokenizer, stops: Iterable[str]) -> None:
-        self._detokenizer, self._stops = detokenizer, StopFinder(stops)
-
-    @property
-    def over(self) -> bool:
-        """Whether its text contains a stop string."""
-        return self._stops.at >= 0
-
-    def add(self, ids: Iterable[int]) -> None:
-        """Add its next ids; they are ignored once it is over."""
-        for id in ids:
-            if not self.over:
-                self._stops.look(self._detokenizer.add([id]))
-
-    def copy(self) -> UntilStop:
-        """Return an independent copy, for a sequence that continues differently."""
-        new = copy.copy(self)
-        new._detokenizer, new._stops = self._detokenizer.copy(), copy.copy(self._stops)
-        return new
-
-
 class StopWhere(StoppingCriteria):
     """A stopping criterion that ends each sequence of one `generate` call when its tracker is over.
 
