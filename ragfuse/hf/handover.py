@@ -13,7 +13,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +25,7 @@ from ragfuse.hf import probe
 from ragfuse.hf.decode import Member
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
-
-
-class Streamer(Protocol):
-    """A receiver of generated tokens, as transformers calls it."""
-
-    def put(self, value: Tensor) -> None:
-        """Receive the prompt's ids first, then the ids of each step."""
-        ...
-
-    def end(self) -> None:
-        """End the stream: no more tokens will come."""
-        ...
-
+from ragfuse.hf.stream import FirstToken
 
 UNUSABLE = (
     "assistant_model",
@@ -60,7 +48,7 @@ def generate(
     model: HFModel,
     prefill: Prefill,
     options: Mapping[str, Any],
-    streamer: Streamer | None = None,
+    streamer: FirstToken | None = None,
     stopping: Sequence[StoppingCriteria] = (),
     seed: int | None = None,
 ) -> list[list[int]]:
