@@ -13,18 +13,21 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ragfuse.calibration.case import Case
 from ragfuse.calibration.methods import Lab, Method
-from ragfuse.fuse.drift import measured
-from ragfuse.hf.drift import write_drift
+from ragfuse.fuse.drift import Rope, part_layout
+from ragfuse.fuse.rope import shifted_rows
+from ragfuse.hf.drift import DRIFT_FILE, weight_sample
 from ragfuse.hf.model import HFModel
 from ragfuse.models import MANIFEST
 from ragfuse.models.loader import load_model
 from ragfuse.settings import Settings
 from ragfuse.telemetry.progress import progress
-from ragfuse.types.kv import ChunkKV
+from ragfuse.types.kv import ChunkKV, LayerKV
 from training.data import Source, split, squad
 
 PASSAGES = 6
@@ -54,6 +57,55 @@ def pairs(model: HFModel, cases: Iterable[Case]) -> Iterator[tuple[ChunkKV, Chun
         chunks = [torch.arange(lo, hi) for segment, (lo, hi) in placed if segment.kind == "chunk"]
         yield lab.prefill(method, prompt).kv, model.full_prefill(prompt.token_ids).kv, torch.cat(chunks[1:])
     lab.close()
+
+
+def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> ChunkKV:
+    """Return the drift: the mean of wanted - found over the given rows of all prompts, before rotation.
+
+    Args:
+        pairs: (found, wanted, rows) per prompt, at positions 0..T-1. found: KV with chunks encoded behind filler text;
+            wanted: KV by full prefill; rows: int64 [n], the rows of those chunks.
+        rope: The rotation of each layer; None where keys carry no position.
+
+    Returns:
+        float32, one row per layer, at position 0.
+
+    Raises:
+        ValueError: There is no row to measure on.
+    """
+    total: list[LayerKV] | None = None
+    count = 0
+    for found, wanted, rows in pairs:
+        back = -rows.double()
+        differences = []
+        for found_layer, wanted_layer, layout in zip(found.layers, wanted.layers, rope, strict=True):
+            parts = (
+                ("keys", found_layer.keys, wanted_layer.keys),
+                ("values", found_layer.values, wanted_layer.values),
+            )
+            keys, values = (
+                shifted_rows((b[:, rows].float() - a[:, rows].float()), back, part_layout(layout, name)).sum(
+                    1, keepdim=True
+                )
+                for name, a, b in parts
+            )
+            differences.append(LayerKV(keys, values))
+        sums = zip(total, differences, strict=True) if total is not None else ()
+        total = [LayerKV(a.keys + b.keys, a.values + b.values) for a, b in sums] or differences
+        count += len(rows)
+    if total is None or not count:
+        raise ValueError("A drift is measured on at least one row (a token), found none.")
+    return ChunkKV(tuple(LayerKV(layer.keys / count, layer.values / count) for layer in total))
+
+
+def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
+    """Write the drift of a model to a folder, where `load_model` finds it."""
+    named = {f"keys.{i}": layer.keys for i, layer in enumerate(drift.layers)}
+    named |= {f"values.{i}": layer.values for i, layer in enumerate(drift.layers)}
+    save_file(
+        {name: part.contiguous() for name, part in named.items()} | {"weights": weight_sample(model)},
+        folder / DRIFT_FILE,
+    )
 
 
 def main() -> None:

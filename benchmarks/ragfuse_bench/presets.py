@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from ragfuse_bench.random_model import random_model
+
 from ragfuse.errors import SettingsError
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.random_model import random_model
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.dtypes import auto_dtype
 from ragfuse.models.loader import load_model

@@ -191,12 +191,14 @@ class BranchModel:
 
     def _causal(self, context: ContextTokens) -> _Past:
         cache, count = DynamicCache(), len(context.token_ids)
-        ids = torch.tensor([list(context.token_ids)], device=self.device)
-        options = probe.last_logits(self.model) | probe.at_positions(
-            self.model, torch.arange(count, device=self.device)
-        )
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True, **options)
+        self._forward_plain(torch.tensor([list(context.token_ids)], device=self.device), cache)
         return _Past(cache, torch.full((count,), CONTEXT_ROW), torch.arange(count))
+
+    def _forward_plain(self, token_ids: Tensor, cache: DynamicCache) -> None:
+        """Extend a cache by the KV of tokens int64 [B, n] at positions 0..n-1, with gradients."""
+        positions = torch.arange(token_ids.shape[1], device=self.device)
+        options = probe.last_logits(self.model) | probe.at_positions(self.model, positions)
+        self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
 
     def _chunks(self, context: ContextTokens) -> _Past:
         """Return the KV of all chunks, each encoded behind the filler, with keys rotated to their places."""
@@ -211,18 +213,7 @@ class BranchModel:
                 keys, values = (part.expand(count, -1, -1, -1) for part in (layer.keys, layer.values))
                 cache.update(keys, values, number)
         ids = torch.tensor([[*run, *[run[-1]] * (longest - len(run))] for run in runs], device=self.device)
-        positions = torch.arange(longest, device=self.device)
-        order = torch.arange(-cut, longest)
-        mask = self._mask(order[None, :] <= order[cut:, None]).expand(count, 1, longest, cut + longest)
-        given = {"position_ids": positions.expand(count, -1)} if probe.takes_positions(self.model) else {}
-        self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            **given,
-            **probe.last_logits(self.model),
-        )
+        self._forward_plain(ids, cache)  # what follows a shorter run is seen by none of its rows
         inside = torch.arange(longest)[None] < torch.tensor([len(run) for run in runs])[:, None]
         which, row = inside.nonzero(as_tuple=True)
         placed = DynamicCache()
@@ -305,14 +296,15 @@ def _placed(keys: Tensor, starts: Tensor, layout: RopeLayout | None) -> Tensor:
 
 def refuse_unadaptable(model: PreTrainedModel, profile: ModelProfile) -> None:
     """Raise RefusedError for a model whose attention over separately encoded chunks is not just a mask."""
-    wanted = "Wanted a model whose layers attend to all earlier tokens with rotated keys (RoPE), found "
-    instead = ". Take another one, such as a Llama, Qwen or Mistral without a sliding window."
-    if profile.refusal:
-        raise RefusedError(f"Chunks of this model cannot be read apart: {profile.refusal}")
-    windows = [window for window in profile.windows if window is not None]
+    found, windows = profile.refusal, [window for window in profile.windows if window is not None]
     if windows:
-        raise RefusedError(f"{wanted}a sliding window of {min(windows)} tokens{instead}")
-    if any(layout is not None and layout.part != "keys" for layout in profile.rope):
-        raise RefusedError(f"{wanted}latent attention (MLA){instead}")
-    if probe.is_alibi(model.config) or not probe.takes_positions(model):
-        raise RefusedError(f"{wanted}biases in place of positions (ALiBi){instead}")
+        found = f"a sliding window of {min(windows)} tokens"
+    elif any(layout is not None and layout.part != "keys" for layout in profile.rope):
+        found = "latent attention (MLA)"
+    elif probe.is_alibi(model.config) or not probe.takes_positions(model):
+        found = "biases in place of positions (ALiBi)"
+    if found:
+        raise RefusedError(
+            f"Wanted a model whose layers attend to all earlier tokens with rotated keys (RoPE), found: "
+            f"{found.rstrip('.')}. Take another one, such as a Llama, Qwen or Mistral without a sliding window."
+        )

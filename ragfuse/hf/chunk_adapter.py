@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,18 +28,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
 TRAIN_ANEW = "Train it anew with `ragfuse adapt`."
-PLAIN_CONFIG: Mapping[str, Any] = MappingProxyType(
-    {
-        "peft_type": "LORA",
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "modules_to_save": None,
-    }
-)
-"""Entries of PEFT's configuration that change how the weights are applied, at their values in a plain LoRA."""
 
 
 class ChunkAdapter:
@@ -98,30 +85,21 @@ def read_chunk_adapter(folder: Path, model: PreTrainedModel) -> ChunkAdapter:
         model: The model whose layers it names.
 
     Raises:
-        ModelError: A file is missing or damaged, it is another kind of adapter, or it does not fit the model.
+        ModelError: A file is missing or damaged, or it does not fit the model.
     """
     config = read_json_object(folder / ADAPTER_CONFIG, TRAIN_ANEW)
+    modules, pairs = dict(model.named_modules()), dict[str, tuple[Tensor, Tensor]]()
     try:
         weights = load_file(folder / ADAPTER_WEIGHTS)
         scale = config["lora_alpha"] / config["r"]
+        for name in sorted({name.rpartition(".lora_")[0] for name in weights}):
+            down, up = (weights[f"{name}.lora_{part}.weight"] for part in "AB")
+            layer: Any = modules[name.removeprefix(PEFT_PREFIX)]
+            if (up.shape[0], down.shape[1]) != (layer.out_features, layer.in_features):
+                raise KeyError(f"{name} has another shape")
+            pairs[name.removeprefix(PEFT_PREFIX)] = down.to(model.dtype), (up.float() * scale).to(model.dtype)
     except (OSError, KeyError, SafetensorError) as error:
-        raise ModelError(f"The chunk adapter in '{folder}' cannot be read ({error!r}). {TRAIN_ANEW}") from error
-    for name, plain in PLAIN_CONFIG.items():
-        if config.get(name, plain) not in (plain, None):
-            raise ModelError(
-                f"Wanted a plain LoRA as the chunk adapter in '{folder}', found {name}={config[name]!r}. {TRAIN_ANEW}"
-            )
-    modules, pairs = dict(model.named_modules()), dict[str, tuple[Tensor, Tensor]]()
-    for name in sorted({name.rpartition(".lora_")[0] for name in weights}):
-        module = modules.get(name.removeprefix(PEFT_PREFIX))
-        down, up = (weights.get(f"{name}.lora_{part}.weight") for part in "AB")
-        if module is None or down is None or up is None or not _fits(module, down, up) or len(down) != config["r"]:
-            raise ModelError(f"The chunk adapter in '{folder}' does not fit the model at '{name}'. {TRAIN_ANEW}")
-        pairs[name.removeprefix(PEFT_PREFIX)] = down.to(model.dtype), (up.float() * scale).to(model.dtype)
+        raise ModelError(
+            f"The chunk adapter in '{folder}' cannot be read or does not fit the model ({error!r}). {TRAIN_ANEW}"
+        ) from error
     return ChunkAdapter(pairs)
-
-
-def _fits(module: nn.Module, down: Tensor, up: Tensor) -> bool:
-    """Whether A and B have the shapes that a linear layer needs."""
-    wanted = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return down.ndim == up.ndim == 2 and down.shape[0] == up.shape[1] and (down.shape[1], up.shape[0]) == wanted

@@ -1,4 +1,4 @@
-"""Reads and writes a model's drift (`fuse/drift.py`), a file in its folder that holds for the measured weights only."""
+"""Reads a model's drift (`fuse/drift.py`), a file in its folder that holds for the measured weights only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -39,22 +39,13 @@ def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
         layers = tuple(LayerKV(parts[f"keys.{i}"], parts[f"values.{i}"]) for i in range(n_layers))
     except (OSError, SafetensorError, KeyError, AttributeError) as error:
         raise ModelError(f"'{path}' cannot be read ({error}). {again}") from error
-    sample = _sample(model)
+    sample = weight_sample(model)
     if sample.shape != stored.shape or not torch.allclose(sample, stored.to(sample), rtol=ROUNDING, atol=1e-6):
         raise ModelError(f"'{path}' was measured on other weights. {again}")
     return ChunkKV(layers)
 
 
-def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
-    """Write the drift of a model to a folder, where `load_model` finds it."""
-    named = {f"keys.{i}": layer.keys for i, layer in enumerate(drift.layers)}
-    named |= {f"values.{i}": layer.values for i, layer in enumerate(drift.layers)}
-    save_file(
-        {name: part.contiguous() for name, part in named.items()} | {"weights": _sample(model)}, folder / DRIFT_FILE
-    )
-
-
-def _sample(model: PreTrainedModel) -> Tensor:
+def weight_sample(model: PreTrainedModel) -> Tensor:
     """Return a few values of every weight, in the order of their names: float32 [n]."""
     weights = sorted(model.state_dict().items())
     flat = [weight.detach().reshape(-1) for _, weight in weights if weight.is_floating_point()]

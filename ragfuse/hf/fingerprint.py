@@ -10,7 +10,6 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -55,14 +54,18 @@ def fingerprint(
         chunk_adapter: Digest of the adapter that encodes chunks; "" for none.
         words: The result of `tokenizer_digest` for this tokenizer, if known.
     """
-    config = {name: _plain(value) for name, value in model.config.to_diff_dict().items() if name not in UNNAMED}
-    hasher = [str(FORMAT_VERSION), str(model.dtype), _text(config)]
+    config = json.loads(model.config.to_json_string(), object_hook=_without_names)
+    hasher = [str(FORMAT_VERSION), str(model.dtype), json.dumps(config, sort_keys=True)]
     hasher += [weights or weights_digest(model), *_remote_code(model)]
     for layer in drift.layers if drift is not None else ():
         hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))
     if chunk_adapter:
         hasher.append(f"chunk adapter {chunk_adapter}")
     return digest(*hasher, words or tokenizer_digest(tokenizer))
+
+
+def _without_names(part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if name not in UNNAMED}
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -103,8 +106,14 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
             missing = isinstance(value, Tensor) and value.is_meta and elsewhere is not None
             yield name, elsewhere(name.removeprefix(start)) if missing and elsewhere is not None else value
         if type(module).__module__.partition(".")[0] == "peft":  # scalings, which adapters are active, what is merged
-            attributes = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
-            yield f"{start}peft", {name: value for name, value in attributes.items() if _is_simple(value)}
+            yield f"{start}peft", {name: value for name, value in vars(module).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return bool(json.dumps(value))
+    except (TypeError, ValueError):
+        return False
 
 
 def _offloaded(module: nn.Module) -> Callable[[str], Tensor] | None:
@@ -124,19 +133,24 @@ def _value_digest(name: str, value: Any) -> str:
 
 
 def _feed(hasher: Any, name: str, value: Any) -> None:
-    """Hash all parts of a value, each preceded by its kind and size."""
+    """Hash all parts of a value, each preceded by its kind and size: no memory addresses, no order of a set."""
     if isinstance(value, Tensor):
         _feed_tensor(hasher, name, value.detach())
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             _feed_text(hasher, f"{key}:")
             _feed(hasher, f"{name}.{key}", value[key])
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | set | frozenset):
         _feed_text(hasher, f"{len(value)} in order")
-        for index, each in enumerate(value):
+        for index, each in enumerate(sorted(value, key=str) if isinstance(value, set | frozenset) else value):
             _feed(hasher, f"{name}.{index}", each)
+    elif isinstance(value, type) or inspect.isroutine(value):
+        _feed_text(hasher, f"{value.__module__}.{value.__qualname__}")
+    elif hasattr(value, "__dict__") and not isinstance(value, Enum):
+        _feed_text(hasher, type(value).__qualname__)
+        _feed(hasher, name, vars(value))
     else:
-        _feed_text(hasher, _text(_plain(value)))
+        _feed_text(hasher, f"{type(value).__name__} {value}")
 
 
 def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
@@ -146,20 +160,10 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
         raise ModelError(f"The weight '{name}' has no data (it is on torch's meta device). Load the model's weights.")
     if hasattr(tensor, "__tensor_flatten__"):  # of a quantisation library: several tensors and how they are read
         inner, context = tensor.__tensor_flatten__()
-        _feed_text(hasher, _text(_plain(context)))
-        for part in inner:
-            _feed_text(hasher, part)
-            _feed(hasher, f"{name}.{part}", getattr(tensor, part))
-    elif tensor.is_quantized:
-        per_channel = tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
-        scales = (
-            (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis())
-            if per_channel
-            else (tensor.q_scale(), tensor.q_zero_point())
-        )
-        _feed(hasher, name, [tensor.int_repr(), *scales])
+        _feed(hasher, name, {"context": context, **{part: getattr(tensor, part) for part in inner}})
     else:
-        _feed_bytes(hasher, tensor.resolve_conj().resolve_neg())
+        plain = tensor.dequantize() if tensor.is_quantized else tensor
+        _feed_bytes(hasher, plain.resolve_conj().resolve_neg())
     if (state := getattr(tensor, "quant_state", None)) is not None:  # bitsandbytes' four bits
         _feed(hasher, name, state.as_dict())
 
@@ -183,38 +187,6 @@ def _feed_text(hasher: Any, text: str) -> None:
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)
-
-
-def _is_simple(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_simple(each) for each in value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(_is_simple(each) for each in value)
-    return value is None or isinstance(value, bool | int | float | str | Enum)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON types, the same in every process: no memory addresses."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items() if name not in UNNAMED}
-    if isinstance(value, set | frozenset):
-        return sorted(_text(_plain(each)) for each in value)
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, Tensor):
-        return _value_digest("", value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Enum | torch.dtype | torch.device | torch.layout | Path):
-        return str(value)
-    if isinstance(value, type) or inspect.isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}"
-    names = [each.name for each in fields(value)] if is_dataclass(value) else sorted(getattr(value, "__dict__", {}))
-    return [type(value).__qualname__, {name: _plain(getattr(value, name)) for name in names}]
-
-
-def _text(plain: Any) -> str:
-    return json.dumps(plain, sort_keys=True, ensure_ascii=False)
 
 
 def _remote_code(model: PreTrainedModel) -> Sequence[str]:

@@ -13,7 +13,7 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +25,7 @@ from ragfuse.hf import probe
 from ragfuse.hf.decode import Member
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
-from ragfuse.hf.stream import Detokenizer, StopWhere, UntilStop
-
-
-class Streamer(Protocol):
-    """A receiver of generated tokens, as transformers calls it."""
-
-    def put(self, value: Tensor) -> None:
-        """Receive the prompt's ids first, then the ids of each step."""
-        ...
-
-    def end(self) -> None:
-        """End the stream: no more tokens will come."""
-        ...
-
+from ragfuse.hf.stream import FirstToken
 
 UNUSABLE = (
     "assistant_model",
@@ -61,7 +48,7 @@ def generate(
     model: HFModel,
     prefill: Prefill,
     options: Mapping[str, Any],
-    streamer: Streamer | None = None,
+    streamer: FirstToken | None = None,
     stopping: Sequence[StoppingCriteria] = (),
     seed: int | None = None,
 ) -> list[list[int]]:
@@ -72,8 +59,7 @@ def generate(
     Args:
         model: The model.
         prefill: The prompt.
-        options: Options of transformers' `generate`. Stop strings, also those of a generation config, are searched in
-            the new text only.
+        options: Options of transformers' `generate`. Stop strings do nothing here: `stopping` has what ends a text.
         streamer: Receives the tokens as they come.
         stopping: Further stopping criteria.
         seed: Of sampling; the result does not depend on what runs at the same time. None: torch's global state.
@@ -88,7 +74,6 @@ def generate(
     _refuse(options)
     _refuse_nan(model, prefill)
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
-    criteria, full = _adapted_options(model, options)
     with model.batcher.member(prefill.cache, model.shared_wiring) as member, seeded(seed):
         if prefill.cache is not None:
             prefill.cache.length -= 1  # its last row is computed, and comes back with the first forward
@@ -97,10 +82,10 @@ def generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             streamer=streamer,
-            stopping_criteria=StoppingCriteriaList([*stopping, *criteria]),
+            stopping_criteria=StoppingCriteriaList(stopping),
             past_key_values=prefill.state if _can_continue(model, prefill, options) else prefill.cache,
             **_position_ids(model, prefill),
-            **full,
+            **_adapted_options(model, options),
         )
     sequences = out if isinstance(out, Tensor) else out.sequences
     rows: list[list[int]] = sequences[:, ids.shape[1] :].tolist()
@@ -158,23 +143,19 @@ def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ..
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> tuple[list[StoppingCriteria], dict[str, Any]]:
-    """Return stopping criteria and options adapted to the prefilled cache.
+def _adapted_options(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options adapted to the prefilled cache.
 
-    Stop strings are replaced by a criterion of our own, because that of transformers also searches the end of the
-    prompt and does not work with every tokenizer. Token healing is switched off, because it removes the prompt's last
+    Stop strings are left to the caller's stopping criteria, because those of transformers also search the end of the
+    prompt and do not work with every tokenizer. Token healing is switched off, because it removes the prompt's last
     token, whose KV is computed already. A missing padding id is set.
     """
     full = {**options, "use_cache": True, "cache_implementation": None, "stop_strings": None, "token_healing": False}
-    criteria, stops = list[StoppingCriteria](), stop_strings_of(options, model)
-    if stops:
-        reorders = int(resolve_option("num_beams", options, model) or 1) > 1
-        criteria.append(StopWhere(lambda: UntilStop(Detokenizer.of(model.tokenizer, stops), stops), reorders))
     config = model.model.generation_config
     if config.pad_token_id is None and "pad_token_id" not in full:
         end = config.eos_token_id
         full["pad_token_id"] = end[0] if isinstance(end, list) else (end if end is not None else 0)
-    return criteria, full
+    return full
 
 
 def _with_forward(model: PreTrainedModel, answers: _GenerateForward) -> Any:

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ragfuse.fuse.attend import Ragged, RowMask, Watch, attend, attend_ragged
 from ragfuse.fuse.fusor import Fusion
 from ragfuse.hf.cache import RowCache
+from ragfuse.hf.probe import run_forward
 from ragfuse.types.policy_cost import watched_layers
 
 ATTENTION = "ragfuse"
@@ -83,7 +84,6 @@ class Wiring:
         windows: Sliding window per layer in tokens (None: none), for the mask of mode "dense".
         mode: "rows": the model passes its mask on to our attention function. "dense": it attends by itself, with its
             own mask if it made one (ALiBi may be in it), else with ours.
-        options: Names of the arguments of its forward.
         pads: Whether the last layer's output is expanded to as many rows as entered the first.
     """
 
@@ -91,26 +91,7 @@ class Wiring:
     layers: tuple[nn.Module, ...]
     windows: tuple[int | None, ...]
     mode: AttentionMode
-    options: frozenset[str]
     pads: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        layers: tuple[nn.Module, ...],
-        windows: tuple[int | None, ...],
-        mode: AttentionMode,
-        pads: bool = False,
-    ) -> Wiring:
-        """Return the wiring of a model, with the argument names of its forward filled in."""
-        options = frozenset(inspect.signature(type(model).forward).parameters)
-        return cls(model, layers, windows, mode, options, pads)
-
-    def forward_options(self, positions: Tensor) -> dict[str, Any]:
-        """Return those of `position_ids` and `logits_to_keep` that the model's forward accepts."""
-        options: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": 1}
-        return {name: value for name, value in options.items() if name in self.options}
 
 
 class FusedPrefill:
@@ -126,14 +107,8 @@ class FusedPrefill:
 
     def run(self, token_ids: Tensor) -> None:
         """Prefill the prompt int64 [1, T] and set `logits` [V] of its last row."""
-        positions = self.fusion.positions
         with self._hooked():
-            out = self.wiring.model(
-                input_ids=token_ids,
-                past_key_values=self.cache,
-                use_cache=True,
-                **self.wiring.forward_options(positions),
-            )
+            out = run_forward(self.wiring.model, token_ids, self.cache, self.fusion.positions)
         self.logits: Tensor = out.logits[0, -1]
 
     def look(self, token_ids: Tensor, question_rows: Tensor) -> Tensor | None:

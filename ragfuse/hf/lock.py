@@ -14,23 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Turn:
-    """A waiting thread; its gate opens when it owns the lock."""
-
-    def __init__(self, thread: int, is_short: bool) -> None:
-        self.thread, self.is_short, self.gate = thread, is_short, threading.Lock()
-        self.gate.acquire()
-
-
 class FairLock:
-    """A fair re-entrant lock with the interface of `threading.RLock`, and a second kind of turns for short steps."""
+    """A fair re-entrant lock: `with lock` for long steps, `with lock.short()` for short ones."""
 
     def __init__(self) -> None:
         self._owner: int | None = None
         self._depth = 0
         self._mutex = threading.Lock()
-        self._waiting: deque[_Turn] = deque()
-        self._waiting_short: deque[_Turn] = deque()
+        self._turns = {is_short: deque[tuple[int, threading.Lock]]() for is_short in (False, True)}
         self._is_short, self._n_first = False, 0  # of the owner's step; short steps that go before the next long one
 
     @property
@@ -39,41 +30,36 @@ class FairLock:
         return self._owner == threading.get_ident()
 
     @property
-    def is_anothers(self) -> bool:
-        """Whether another thread holds it."""
-        return self._owner not in (None, threading.get_ident())
-
-    @property
     def waiting(self) -> int:
         """Number of threads that wait for it."""
         with self._mutex:
-            return len(self._waiting) + len(self._waiting_short)
+            return sum(map(len, self._turns.values()))
 
-    def acquire(self, blocking: bool = True, timeout: float = -1, is_short: bool = False) -> bool:
-        """Acquire the lock and return whether this thread has it now.
+    def acquire(self, is_short: bool = False) -> None:
+        """Wait for the lock and take it.
 
         Args:
-            blocking: False: do not wait.
-            timeout: Seconds to wait at most; -1: without limit.
             is_short: Whether it is held for a short step, one token of answers for example.
         """
         me = threading.get_ident()
         with self._mutex:
-            if self._owner is None or self._owner == me:
-                self._is_short = self._is_short if self._owner == me else is_short
-                self._owner, self._depth = me, self._depth + 1
-                return True
-            if not blocking or timeout == 0:
-                return False
-            turn = _Turn(me, is_short)
-            self._queue(turn).append(turn)
+            if self._owner is None:
+                self._owner, self._is_short = me, is_short
+            if self._owner == me:
+                self._depth += 1
+                return
+            turn = me, threading.Lock()
+            turn[1].acquire()
+            self._turns[is_short].append(turn)
         try:
-            came = turn.gate.acquire(timeout=timeout)
+            turn[1].acquire()  # `_hand_on` releases it
         except BaseException:  # Ctrl-C
-            if not self._withdrawn(turn):
-                self.release()
+            with self._mutex:
+                if turn in self._turns[is_short]:
+                    self._turns[is_short].remove(turn)
+                else:
+                    self._hand_on()
             raise
-        return came or not self._withdrawn(turn)
 
     def release(self) -> None:
         """Release the lock once; RuntimeError if this thread does not hold it."""
@@ -81,19 +67,24 @@ class FairLock:
             if self._owner != threading.get_ident():
                 raise RuntimeError("This thread does not hold the lock.")
             self._depth -= 1
-            if self._depth:
-                return
-            self._owner = None
-            if not self._is_short:
-                self._n_first = len(self._waiting_short)
-            if self._waiting_short and (self._n_first > 0 or not self._waiting):
-                self._n_first -= 1
-                self._hand_to(self._waiting_short.popleft())
-            elif self._waiting:
-                self._hand_to(self._waiting.popleft())
+            if not self._depth:
+                self._hand_on()
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    def _hand_on(self) -> None:
+        """Give the lock to the thread that waited longest; behind a long step each waiting short one goes first."""
+        short, long = self._turns[True], self._turns[False]
+        if not self._is_short:
+            self._n_first = len(short)
+        self._is_short = bool(short) and (self._n_first > 0 or not long)
+        self._n_first -= self._is_short
+        turns = short if self._is_short else long
+        self._owner, gate = turns.popleft() if turns else (None, None)
+        self._depth = int(gate is not None)
+        if gate is not None:
+            gate.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -106,18 +97,3 @@ class FairLock:
             yield
         finally:
             self.release()
-
-    def _queue(self, turn: _Turn) -> deque[_Turn]:
-        return self._waiting_short if turn.is_short else self._waiting
-
-    def _hand_to(self, turn: _Turn) -> None:
-        self._owner, self._depth, self._is_short = turn.thread, 1, turn.is_short
-        turn.gate.release()
-
-    def _withdrawn(self, turn: _Turn) -> bool:
-        """Stop waiting; return False if the lock was handed to this thread already."""
-        with self._mutex:
-            if turn not in self._queue(turn):
-                return False
-            self._queue(turn).remove(turn)
-            return True

@@ -450,7 +450,7 @@ class HFModel(OneProcess):
         wanted, wired = (profile.windows, mode, profile.fixed), self._wired
         if wired is None or (wired.windows, wired.mode, wired.pads) != wanted:
             layers = probe.decoder_layers(self.model)
-            self._wired = wired = Wiring.of(self.model, layers, profile.windows, mode, profile.fixed)
+            self._wired = wired = Wiring(self.model, layers, profile.windows, mode, profile.fixed)
         return wired
 
     def _probed(self) -> ModelProfile:
@@ -482,18 +482,28 @@ class HFModel(OneProcess):
             raise RefusedError(
                 f"Its forward does not keep the KV of every token in a standard cache ({cause})."
             ) from failure
-        worst = ""
+        profile = ModelProfile(self.fingerprint, len(layers), rope, windows)
+        found = self._first_exact(profile, "ratio_one", self._self_test)
+        if isinstance(found, str):
+            raise RefusedError(f"Its self-test of fused prefill failed: {found}.")
+        return found
+
+    def _first_exact(
+        self, profile: ModelProfile, name: str, test: Callable[[ModelProfile], float]
+    ) -> ModelProfile | str:
+        """Return a profile with the first attention mode whose test passes, or why none does."""
+        why = ""
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
-            profile = ModelProfile(self.fingerprint, len(layers), rope, windows, mode)
+            candidate = replace(profile, mode=mode)
             try:
-                error = self._self_test(profile)
+                error = test(candidate)
             except probe.UNFIT as failure:
-                worst = f"its own forward cannot do a fused prefill ({type(failure).__name__}: {failure})"
+                why = f"its own forward cannot do a fused prefill ({type(failure).__name__}: {failure})"
                 continue
             if error <= probe.tolerance_of(self.dtype, self.n_layers):
-                return ModelProfile(self.fingerprint, len(layers), rope, windows, mode, errors={"ratio_one": error})
-            worst = f"a fused prefill that recomputes all (ratio 1) differs from a full one by {error:.2g}"
-        raise RefusedError(f"Its self-test of fused prefill failed: {worst}.")
+                return replace(candidate, errors={name: error})
+            why = f"a fused prefill differs from a full one by {error:.2g}"
+        return why
 
     def _probe_fixed(self, why: str) -> ModelProfile:
         """Return the profile of a model whose KV cannot be moved: `fixed` if reuse at its own positions is exact."""
@@ -502,15 +512,13 @@ class HFModel(OneProcess):
         windows = probe.windows(config, n_layers)
         refused = ModelProfile(self.fingerprint, n_layers, (None,) * n_layers, windows, refusal=why)
         parts = PromptPart(tuple(ids[:24]), self.encode(ids[:24]), blend=False), PromptPart(tuple(ids[24:]))
-        for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
-            profile = replace(refused, mode=mode, fixed=True)
-            try:
-                error = self.fuse_parts(parts, "none", 0.0, profile).error(self.full_prefill(ids))
-            except probe.UNFIT:
-                continue
-            if error <= probe.tolerance_of(self.dtype, self.n_layers):
-                return replace(profile, errors={"fixed": error})
-        return refused
+        full = self.full_prefill(ids)
+        found = self._first_exact(
+            replace(refused, fixed=True),
+            "fixed",
+            lambda profile: self.fuse_parts(parts, "none", 0.0, profile).error(full),
+        )
+        return refused if isinstance(found, str) else found
 
     def _self_test(self, profile: ModelProfile) -> float:
         """Return the relative error of a fused prefill at ratio 1 on a prompt longer than any sliding window."""

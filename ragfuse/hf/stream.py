@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from threading import Event
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ UNSETTLED = re.compile(r" (?:n'?|'[rv]?)?$")
 """An end of text whose space a tokenizer with `clean_up_tokenization_spaces` may still remove."""
 
 TextOf = Callable[[Sequence[int]], str]
-Piece = TypeVar("Piece", covariant=True)
 
 
 class Detokenizer:
@@ -148,7 +147,7 @@ class StopFinder:
 
 
 class Tracked(Protocol):
-    """A sequence of generated tokens that knows when generation has to end."""
+    """A sequence of generated tokens that knows when generation has to end, and which of its text is final."""
 
     @property
     def over(self) -> bool:
@@ -163,29 +162,13 @@ class Tracked(Protocol):
         """Return an independent copy, for a sequence that continues differently."""
         ...
 
+    def end(self) -> None:
+        """End the sequence: no more ids will come."""
+        ...
 
-class UntilStop:
-    """A generated sequence that is over at the first stop string in its text."""
-
-    def __init__(self, detokenizer: Detokenizer, stops: Iterable[str]) -> None:
-        self._detokenizer, self._stops = detokenizer, StopFinder(stops)
-
-    @property
-    def over(self) -> bool:
-        """Whether its text contains a stop string."""
-        return self._stops.at >= 0
-
-    def add(self, ids: Iterable[int]) -> None:
-        """Add its next ids; they are ignored once it is over."""
-        for id in ids:
-            if not self.over:
-                self._stops.look(self._detokenizer.add([id]))
-
-    def copy(self) -> UntilStop:
-        """Return an independent copy, for a sequence that continues differently."""
-        new = copy.copy(self)
-        new._detokenizer, new._stops = self._detokenizer.copy(), copy.copy(self._stops)
-        return new
+    def take(self) -> Iterator[Any]:
+        """Yield the pieces of text that became final since the last call."""
+        ...
 
 
 class StopWhere(StoppingCriteria):
@@ -236,22 +219,6 @@ class StopWhen(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
-class Growing(Protocol[Piece]):
-    """A generated sequence that yields the pieces of its text that will not change any more."""
-
-    def add(self, ids: Iterable[int]) -> None:
-        """Add its next ids."""
-        ...
-
-    def end(self) -> None:
-        """End the sequence: no more ids will come."""
-        ...
-
-    def take(self) -> Iterator[Piece]:
-        """Yield the pieces that became final since the last call."""
-        ...
-
-
 class FirstToken:
     """A streamer that only records the time of the first new token, `first_s`, in `time.perf_counter()` seconds."""
 
@@ -272,7 +239,7 @@ class FirstToken:
 class TextSink(FirstToken):
     """A streamer that calls `emit` with each piece of a sequence's text as soon as it is final."""
 
-    def __init__(self, growing: Growing[Any], emit: Callable[[Any], None]) -> None:
+    def __init__(self, growing: Tracked, emit: Callable[[Any], None]) -> None:
         super().__init__()
         self._growing, self._emit, self._skipped = growing, emit, False
 

@@ -38,7 +38,7 @@ from ragfuse.models.weights import (
     is_quantised,
     load_adapted,
     load_weights,
-    why_outside,
+    refuse_outside,
 )
 from ragfuse.types.profiles import ModelProfile
 
@@ -94,23 +94,17 @@ def load_model(
         if isinstance(source, str) and not folder.is_dir():
             folder = _adapter_on_hub(source, options) or folder
         shipped = read_shipped(adapted_chunks.parent if has_chunk_adapter else folder)
-        parts = [folder]
-        if (folder / ADAPTER_CONFIG).is_file():
-            base = _base_of(folder, home, options)
-            parts += [Path(base)] if Path(base).is_dir() else []
-            name, changed = identity(parts, load_options)
-            merge = options.pop("merge_adapter", None)
-            with _readable_errors(base):
-                plain = load_weights(base, dtype, device, options)
-            model = _bare(load_adapted(plain, folder, merge))
-            words_from = folder if (folder / "tokenizer_config.json").is_file() else base
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        base = _base_of(folder, home, options) if is_adapter else source
+        has_words = is_adapter and (folder / "tokenizer_config.json").is_file()
+        words_from, merge = folder if has_words else base, options.pop("merge_adapter", None)
+        parts = [path for path in dict.fromkeys((folder, Path(base))) if path.is_dir()]
+        name, changed = identity(parts, load_options)
+        with _readable_errors(base):
             tokenizer = _tokenizer(words_from, options)
-        else:
-            options.pop("merge_adapter", None)
-            name, changed = identity(parts, load_options)
-            words_from = source
-            tokenizer = _tokenizer(source, options)
-            model = load_weights(source, dtype, device, options)
+            model = load_weights(base, dtype, device, options)
+        if is_adapter:
+            model = _bare(load_adapted(model, folder, merge))
     generation = model.generation_config
     if generation is not None and generation.eos_token_id is None:
         generation.eos_token_id = tokenizer.eos_token_id
@@ -123,7 +117,7 @@ def load_model(
     drift = None if has_chunk_adapter else read_drift(folder, model)
     read_words = words or tokenizer_digest(tokenizer)
     loaded = HFModel(model, tokenizer, profile_of, drift, known, chunk_adapter, read_words)
-    if not (is_quantised(model) or (folder / ADAPTER_CONFIG).is_file()):
+    if not (is_quantised(model) or is_adapter):
         loaded.files = _files_of(source, options)
     if None in (known, words) and identity(parts, load_options) == (name, changed):
         for each, found in ((name, loaded.weights), (words_name, read_words)):
@@ -209,7 +203,10 @@ def _bare(given: object) -> PreTrainedModel:
     """Return the transformers model inside a given object, with adapters; ModelError if it is not a causal LM."""
     given = getattr(given, "_orig_mod", given)  # of torch.compile
     if type(given).__module__.partition(".")[0] == "peft":
-        given = _unwrapped(given)
+        wrapped: Any = given
+        for config in getattr(wrapped, "peft_config", {}).values():
+            refuse_outside(config)
+        given = wrapped.get_base_model()
     if not isinstance(given, PreTrainedModel):
         raise ModelError(
             f"Wanted a model: a name, a folder, a loaded PreTrainedModel, a pipeline or a PEFT model; found "
@@ -221,18 +218,6 @@ def _bare(given: object) -> PreTrainedModel:
             "AutoModelForCausalLM.from_pretrained(...)."
         )
     return given
-
-
-def _unwrapped(given: Any) -> object:
-    """Return the base model of a PEFT model, with the adapter in its layers; ModelError for other kinds of adapters."""
-    for config in getattr(given, "peft_config", {}).values():
-        why = why_outside(config)
-        if why:
-            raise ModelError(
-                f"Wanted an adapter that changes layers only (such as LoRA), found {why}. Use another one, or the "
-                "model without it."
-            )
-    return given.get_base_model()
 
 
 def _base_of(folder: Path, home: Path | None, options: Mapping[str, Any]) -> str | Path:

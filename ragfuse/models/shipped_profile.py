@@ -46,21 +46,14 @@ def read_shipped(folder: Path) -> ShippedProfile | None:
         ModelError: The file is damaged, or another version wrote it.
     """
     file = folder / SHIPPED_FILE
-    advice = "Remove the file, or make it anew with `ragfuse adapt`."
     try:
-        text = file.read_bytes()
+        return TypeAdapter(ShippedProfile).validate_json(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise ModelError(f"'{file}' cannot be read ({error.strerror or error}). {advice}") from error
-    try:
-        return TypeAdapter(ShippedProfile).validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
+    except (OSError, ValidationError) as error:
         raise ModelError(
-            f"Wanted version {SHIPPED_VERSION} of {SHIPPED_FILE}, found something else in '{file}' ({where}: "
-            f"{first['msg']}). {advice}"
+            f"Wanted version {SHIPPED_VERSION} of {SHIPPED_FILE}, found something else in '{file}': {error}\n"
+            "Remove the file, or make it anew with `ragfuse adapt`."
         ) from error
 
 

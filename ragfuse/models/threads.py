@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from math import floor
 from pathlib import Path
 
@@ -75,40 +74,20 @@ def allowed_threads() -> int:
 
 
 def cpu_quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the CPUs that the process's cgroup may use on average, of version 2 or 1; None where it is not limited."""
+    """Return the CPUs that the process's cgroup (version 2) may use on average; None where they are not limited."""
+    found = list[float]()
     try:
-        groups = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
+        lines = membership.read_text().splitlines()
+        own = root / next(line[3:] for line in lines if line.startswith("0::")).lstrip("/")
+    except (OSError, StopIteration):
         return None
-    found: list[float] = []
-    for _, controllers, path in (group for group in groups if len(group) == 3):
-        if controllers == "":
-            folder = root / path.lstrip("/")
-            while True:
-                found += _quota_2(folder)
-                if folder == root or root not in folder.parents:
-                    break
-                folder = folder.parent
-        elif "cpu" in controllers.split(","):
-            for folder in (root / "cpu" / path.lstrip("/"), root / "cpu"):
-                found += _quota_1(folder)
+    for folder in (own, *own.parents):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+            found.append(int(quota) / int(period))
+        except (OSError, ValueError, ZeroDivisionError):  # none there, or "max"
+            continue
     return min(found, default=None)
-
-
-def _quota_2(folder: Path) -> list[float]:
-    try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return [] if quota == "max" else [int(quota) / int(period)]
-    except (OSError, ValueError, ZeroDivisionError):
-        return []
-
-
-def _quota_1(folder: Path) -> list[float]:
-    try:
-        quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        return [quota / period] if quota > 0 else []
-    except (OSError, ValueError, ZeroDivisionError):
-        return []
 
 
 def _affinity() -> list[int]:
@@ -126,16 +105,6 @@ def _siblings(cpu: int) -> str:
 
 
 def _free_cpus() -> float:
-    """CPUs of this process's affinity that other processes leave free, on average over `WATCH_S` seconds."""
-    cpus, process = _affinity(), psutil.Process()
-    before, own = psutil.cpu_times(percpu=True), sum(process.cpu_times()[:2])
-    started = time.monotonic()
-    time.sleep(WATCH_S)
-    watched_s = time.monotonic() - started
-    after, own_s = psutil.cpu_times(percpu=True), sum(process.cpu_times()[:2]) - own
-    idle_s = sum(_idle_s(after[cpu]) - _idle_s(before[cpu]) for cpu in cpus if cpu < min(len(after), len(before)))
-    return (idle_s + own_s) / watched_s
-
-
-def _idle_s(times: object) -> float:
-    return float(getattr(times, "idle", 0.0)) + float(getattr(times, "iowait", 0.0))
+    """CPUs of this process's affinity that are free, on average over `WATCH_S` seconds."""
+    used = psutil.cpu_percent(WATCH_S, percpu=True)
+    return sum(1 - used[cpu] / 100 for cpu in _affinity() if cpu < len(used))

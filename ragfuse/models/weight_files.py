@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Any
 from ragfuse.process.folders import make_own_folder
 from ragfuse.types.keys import digest
 
+DIGEST_NBYTES = 16
 SETTLED_NS = 2_000_000_000
 """The least age of the newest file, in nanoseconds, for a digest to be kept.
 
 A later change within the same clock tick would not show in the file's times.
 """
-_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 def identity(places: Iterable[Path], options: Mapping[str, Any]) -> tuple[str, int]:
@@ -75,9 +74,9 @@ class FileDigests:
             return None
         try:
             found = (self._folder / name).read_text(encoding="ascii")
+            return found if len(bytes.fromhex(found)) == DIGEST_NBYTES else None
         except (OSError, ValueError):
             return None
-        return found if _DIGEST.fullmatch(found) else None
 
     def put(self, name: str, found: str, changed_ns: int, now_ns: int) -> None:
         """Keep a digest, unless the files changed less than `SETTLED_NS` ago."""

@@ -89,12 +89,7 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
             f"Wanted {ADAPTER_WEIGHTS} in '{folder}', found none. Save the adapter by save_pretrained(...), which "
             "writes it; pickled files are not loaded."
         )
-    config = PeftConfig.from_pretrained(str(folder))
-    if why := why_outside(config):
-        raise ModelError(
-            f"Wanted an adapter that changes layers only (such as LoRA), found {why}. Use another one, or the "
-            "model without it."
-        )
+    refuse_outside(PeftConfig.from_pretrained(str(folder)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
         warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -105,14 +100,15 @@ def load_adapted(model: PreTrainedModel, folder: Path, merge: bool | None) -> nn
     return adapted
 
 
-def why_outside(config: Any) -> str:
-    """Return what an adapter of this PEFT configuration does besides changing layers; "" if nothing."""
+def refuse_outside(config: Any) -> None:
+    """Raise ModelError for an adapter of a PEFT configuration that does more than changing layers."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if getattr(config, "is_prompt_learning", False):
-        return f"{kind}, which puts tokens of its own before every prompt"
-    if getattr(config, "alora_invocation_tokens", None):
-        return f"{kind} that begins at its invocation tokens, so that KV depends on what follows"
-    return f"{kind}, which chooses among adapters by the prompt" if kind in ("XLORA", "POLY") else ""
+    kind = "activated LoRA" if getattr(config, "alora_invocation_tokens", None) else kind
+    if getattr(config, "is_prompt_learning", False) or kind in ("activated LoRA", "XLORA", "POLY"):
+        raise ModelError(
+            f"Wanted an adapter that changes layers only, whatever the prompt is (such as LoRA), found {kind}. Use "
+            "another one, or the model without it."
+        )
 
 
 def is_quantised(model: nn.Module) -> bool:

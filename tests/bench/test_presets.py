@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from ragfuse_bench.presets import PRESETS, bench_model, preset
+from ragfuse_bench.random_model import random_model
 
 from ragfuse.errors import ModelError, SettingsError
-from ragfuse.hf.random_model import random_model
 
 
 @pytest.mark.parametrize(

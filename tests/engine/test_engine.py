@@ -328,8 +328,8 @@ def test_a_stream_that_is_closed_half_way_ends_and_frees_the_model(filled):
     with filled.stream(messages(), Ask(max_tokens=3000)) as stream:
         next(iter(stream))
     assert not stream._thread.is_alive()
-    assert filled.model.lock.acquire(blocking=False)
-    filled.model.lock.release()
+    with filled.model.lock:
+        assert filled.model.lock.waiting == 0
     with pytest.raises(InputError, match="closed before"):
         _ = stream.answer
 

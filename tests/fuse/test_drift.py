@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.drift import added, measured
+from ragfuse.fuse.drift import added
 from ragfuse.fuse.rope import shifted_rows
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests import reference
 from tests.fuse.test_rope import LAYOUTS
+from training.drift import measured
 
 FREQUENCIES = (1.0, 0.31, 0.04, 0.0007)
 ROPES = {

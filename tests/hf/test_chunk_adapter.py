@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from ragfuse.errors import ModelError
-from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_chunk_adapter
+from ragfuse.hf.chunk_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ragfuse.hf.lora import LoraAdapter
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed_linear import PackedLinear
@@ -94,21 +94,6 @@ def test_weights_that_do_not_fit_are_told(folder: Path, tiny_path: Path, damage:
     save_file(damage(load_file(file)), file)
     with pytest.raises(ModelError, match="does not fit"):
         load_model(folder, "float32")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"use_dora": True}, "use_dora=True"),
-        ({"peft_type": "IA3"}, "IA3"),
-        ({"r": 8}, "does not fit"),
-    ],
-)
-def test_another_kind_of_adapter_is_told(folder: Path, tiny_path: Path, change: dict[str, Any], said: str) -> None:
-    told = folder / CHUNK_ADAPTER / ADAPTER_CONFIG
-    told.write_text(json.dumps({**json.loads(told.read_text()), **change}))
-    with pytest.raises(ModelError, match=said):
-        read_chunk_adapter(folder / CHUNK_ADAPTER, model_at(tiny_path))
 
 
 def test_a_missing_file_is_told(folder: Path) -> None:

@@ -393,12 +393,3 @@ def test_an_answer_that_outgrows_its_buffers_grows_beside_others(model: HFModel)
     options, each = {**GREEDY, "max_new_tokens": 150}, prefills(model, SIZES[:2])
     wanted = [generate(model, prefill.copy(), options) for prefill in each]
     assert kit.together(model, [(prefill, {"options": options}) for prefill in each]) == wanted
-
-
-def test_stop_strings_of_many_are_made_ready_one_at_a_time(model: HFModel) -> None:
-    each = prefills(model, tuple(range(10, 22)))
-    free = [generate(model, prefill.copy(), GREEDY)[0] for prefill in each]
-    ways = [{"options": {**GREEDY, "stop_strings": [model.tokenizer.decode(row[3:5])]}} for row in free]
-    found = kit.together(model, list(zip(each, ways, strict=True)))
-    assert [rows[0] for rows in found] == [row[: len(rows[0])] for row, rows in zip(free, found, strict=True)]
-    assert all(len(rows[0]) <= 5 for rows in found)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
-from ragfuse.hf.drift import DRIFT_FILE, write_drift
+from ragfuse.hf.drift import DRIFT_FILE
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed_linear import PackedLinear
 from ragfuse.models import adapters
@@ -16,6 +16,7 @@ from ragfuse.models.loader import load_model
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.hf import kit
 from tests.hf.test_packed_linear import packs
+from training.drift import write_drift
 
 
 def drift_of(model: HFModel, size: float = 0.1) -> ChunkKV:

@@ -74,59 +74,32 @@ def test_long_steps_are_not_kept_out_by_short_ones() -> None:
         thread.start()
     try:
         for _ in range(20):
-            assert lock.acquire(timeout=WAIT_S)
-            lock.release()
+            with lock:
+                pass
     finally:
         over.set()
     for thread in threads:
         thread.join(WAIT_S)
 
 
-def test_a_short_step_that_waits_no_longer_is_forgotten() -> None:
-    lock = FairLock()
-    with lock:
-        waiter = threading.Thread(target=lock.acquire, kwargs={"timeout": 0.01, "is_short": True})
-        waiter.start()
-        waiter.join(WAIT_S)
-        assert lock.waiting == 0
-    assert lock.acquire(blocking=False)
-    lock.release()
-
-
 def test_one_thread_holds_it_as_often_as_it_likes() -> None:
-    lock = FairLock()
-    with lock, lock:
-        assert lock.is_mine
-    assert not lock.is_mine
-    assert lock.acquire()
-    assert lock.acquire(blocking=False)
-    lock.release()
-    assert not taken_elsewhere(lock)
-    lock.release()
-    assert taken_elsewhere(lock)
-
-
-def taken_elsewhere(lock: FairLock, timeout: float = 0) -> bool:
-    """Whether another thread gets it."""
-    found = []
+    lock, taken = FairLock(), threading.Event()
 
     def take() -> None:
-        found.append(lock.acquire(timeout=timeout))
-        if found[0]:
-            lock.release()
+        with lock:
+            taken.set()
 
     thread = threading.Thread(target=take)
-    thread.start()
-    thread.join(WAIT_S)
-    return found[0]
-
-
-def test_who_waits_no_longer_is_forgotten() -> None:
-    lock = FairLock()
     with lock:
-        assert not taken_elsewhere(lock, 0.01)
-        assert lock.waiting == 0
-    assert taken_elsewhere(lock)
+        with lock:
+            assert lock.is_mine
+            thread.start()
+            until_waiting(lock, 1)
+        assert lock.is_mine
+        assert not taken.wait(0.05)
+    assert taken.wait(WAIT_S)
+    thread.join(WAIT_S)
+    assert not lock.is_mine
 
 
 def test_only_its_holder_lets_go_of_it() -> None:
@@ -154,11 +127,10 @@ def test_nobody_is_in_it_with_another() -> None:
 
     def work() -> None:
         for turn in range(200):
-            if lock.acquire(timeout=0.0005 if turn % 3 else -1):
+            with lock if turn % 3 else lock.short():
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 inside[0] -= 1
-                lock.release()
 
     threads = [threading.Thread(target=work) for _ in range(6)]
     for thread in threads:
@@ -166,4 +138,4 @@ def test_nobody_is_in_it_with_another() -> None:
     for thread in threads:
         thread.join(WAIT_S)
     assert most == [1]
-    assert lock.acquire(blocking=False)
+    assert lock.waiting == 0

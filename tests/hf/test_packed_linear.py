@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ragfuse_bench.random_model import random_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -12,7 +13,6 @@ from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill, fingerprint
 from ragfuse.hf.packed_linear import PackedLinear, can_pack, pack
 from ragfuse.hf.probe import decoder_layers
-from ragfuse.hf.random_model import random_model
 from ragfuse.models.loader import load_model
 from tests.hf import kit
 from tests.hf.families import FAMILIES, REFUSED

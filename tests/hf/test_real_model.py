@@ -65,16 +65,14 @@ def test_what_is_hard_to_see_is_noticed(model: HFModel, what: str) -> None:
         {"do_sample": False},
         {"do_sample": False, "num_beams": 3},
         {"do_sample": True, "num_return_sequences": 2},
-        {"do_sample": False, "stop_strings": ["188"]},
     ],
-    ids=["greedy", "beams", "samples", "stop strings"],
+    ids=["greedy", "beams", "samples"],
 )
 def test_ratio_one_writes_what_transformers_writes(model: HFModel, prompt, options: dict[str, object]) -> None:
     """In bfloat16 near-equal logits may swap by a rounding, so there the first tokens count."""
     ids, options = prompt[0], {"max_new_tokens": 24, **options}
-    extra = {"tokenizer": model.tokenizer} if "stop_strings" in options else {}
     torch.manual_seed(3)
-    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options, **extra)[:, len(ids) :].tolist()
+    wanted = model.model.generate(torch.tensor([ids], device=model.device), **options)[:, len(ids) :].tolist()
     found = generate(model, fused(model, prompt), options, seed=3)
     count = None if model.dtype == torch.float32 else 3
     assert [row[:count] for row in found] == [row[:count] for row in wanted]

@@ -1,5 +1,7 @@
 """What is said while it is written is, joined, what is read at the end; stop strings are met in it alone."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +16,6 @@ from ragfuse.hf.stream import (
     StopFinder,
     StopWhere,
     TextSink,
-    UntilStop,
 )
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|end|>"]
@@ -157,10 +158,30 @@ def test_each_token_is_said_at_once(words):
     assert spoken(words, ids) == ["One", " two", " three"]
 
 
+class Until:
+    """A sequence that is over at the first stop string in its text."""
+
+    def __init__(self, words, stops):
+        self._text, self._stops = Detokenizer.of(words, stops), StopFinder(stops)
+
+    @property
+    def over(self):
+        return self._stops.at >= 0
+
+    def add(self, ids):
+        for id in ids:
+            self._stops.look(self._text.add([id]))
+
+    def copy(self):
+        new = copy.copy(self)
+        new._text, new._stops = self._text.copy(), copy.copy(self._stops)
+        return new
+
+
 @pytest.mark.parametrize("reorders", [False, True])
 def test_a_sequence_is_stopped_where_its_text_says_so(words, reorders):
     rows = [words(text, add_special_tokens=False).input_ids for text in (" a b c", " b c d")]
-    stop = StopWhere(lambda: UntilStop(Detokenizer.of(words), ["c"]), reorders)
+    stop = StopWhere(lambda: Until(words, ["c"]), reorders)
     over = [stop(torch.tensor([[1, *row[: size + 1]] for row in rows]), None).tolist() for size in range(3)]
     assert over == [[False, False], [False, True], [True, True]]
 
@@ -168,7 +189,7 @@ def test_a_sequence_is_stopped_where_its_text_says_so(words, reorders):
 def test_beams_that_change_places_are_followed(words):
     """Each row is what it says, however rows were exchanged, dropped and doubled on the way."""
     a, b, c = (words(text, add_special_tokens=False).input_ids for text in (" a x c", " b b b", " a x d"))
-    stop = StopWhere(lambda: UntilStop(Detokenizer.of(words), ["x c"]), True)
+    stop = StopWhere(lambda: Until(words, ["x c"]), True)
     assert stop(torch.tensor([[1, a[0]], [1, b[0]]]), None).tolist() == [False, False]
     assert stop(torch.tensor([[1, *b[:2]], [1, *a[:2]]]), None).tolist() == [False, False]
     assert stop(torch.tensor([[1, *a], [1, *c]]), None).tolist() == [True, False]
@@ -176,7 +197,7 @@ def test_beams_that_change_places_are_followed(words):
 
 def test_a_stop_string_that_begins_in_the_prompt_is_none(words):
     prompt, answer = (words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now"))
-    stop = StopWhere(lambda: UntilStop(Detokenizer.of(words), ["\nObs", "assistant"]))
+    stop = StopWhere(lambda: Until(words, ["\nObs", "assistant"]))
     steps = [stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None).tolist() for at in range(len(answer))]
     assert steps == [[False]] * len(answer)
 
@@ -190,7 +211,7 @@ def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, dat
         return
     lo = data.draw(st.integers(0, len(whole) - 1))
     stop = whole[lo : data.draw(st.integers(lo + 1, len(whole)))]
-    watch, spelling = UntilStop(Detokenizer.of(kind), [stop]), Detokenizer.of(kind)
+    watch, spelling = Until(kind, [stop]), Detokenizer.of(kind)
     for at, id in enumerate(ids):
         spelling.add([id])
         watch.add([id])
@@ -204,7 +225,7 @@ def test_a_stop_string_that_is_a_special_token_is_met_and_no_text():
     ids = [*words("ab", add_special_tokens=False).input_ids, 3, *words("c", add_special_tokens=False).input_ids]
     assert spelling.add(ids) == "ab<|end|>c"
     assert spelling.visible(0, len(spelling.text)) == hidden.add(ids) == "abc"
-    watch = UntilStop(Detokenizer.of(words, ["<|end|>"]), ["<|end|>"])
+    watch = Until(words, ["<|end|>"])
     watch.add(ids)
     assert watch.over
 

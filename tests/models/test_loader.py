@@ -350,19 +350,19 @@ def test_an_adapter_answers_as_its_model_does(
 OUTSIDE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "prefix tuning": (
         lambda folder: PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-        "found PREFIX_TUNING, which puts tokens of its own before every prompt",
+        "found PREFIX_TUNING",
     ),
     "prompt tuning": (
         lambda folder: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-        "found PROMPT_TUNING, which puts tokens of its own before every prompt",
+        "found PROMPT_TUNING",
     ),
     "activated LoRA": (
         lambda folder: LoraConfig(alora_invocation_tokens=[5, 6], target_modules=["q_proj"], task_type="CAUSAL_LM"),
-        "found LORA that begins at its invocation tokens",
+        "found activated LoRA",
     ),
     "X-LoRA": (
         lambda folder: XLoraConfig(hidden_size=64, adapters={"0": str(folder)}, task_type="CAUSAL_LM"),
-        "found XLORA, which chooses among adapters by the prompt",
+        "found XLORA",
     ),
 }
 

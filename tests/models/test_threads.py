@@ -43,17 +43,6 @@ def test_the_least_quota_up_to_the_root_holds(tmp_path, quotas, cpus):
     assert threads.cpu_quota(*v2(tmp_path, *quotas)) == cpus
 
 
-@pytest.mark.parametrize(("quota", "cpus"), [("250000", 2.5), ("-1", None), ("x", None)])
-def test_a_quota_of_version_1_holds_as_well(tmp_path, quota, cpus):
-    folder = tmp_path / "cgroup" / "cpu" / "docker"
-    folder.mkdir(parents=True)
-    (folder / "cpu.cfs_quota_us").write_text(quota)
-    (folder / "cpu.cfs_period_us").write_text("100000")
-    membership = tmp_path / "membership"
-    membership.write_text("7:memory:/docker\n4:cpu,cpuacct:/docker\n")
-    assert threads.cpu_quota(tmp_path / "cgroup", membership) == cpus
-
-
 def test_without_cgroups_there_is_no_quota(tmp_path):
     assert threads.cpu_quota(tmp_path, tmp_path / "none") is None
 

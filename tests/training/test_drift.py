@@ -6,11 +6,10 @@ from pathlib import Path
 import torch
 
 from ragfuse.adapt.rules import Passage, Question
-from ragfuse.fuse.drift import measured
 from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import load_model
 from training.data import Source
-from training.drift import PASSAGES, drawn, pairs
+from training.drift import PASSAGES, drawn, measured, pairs
 
 SOURCES = [
     Source(

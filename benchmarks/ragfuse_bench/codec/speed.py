@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from ragfuse_bench.codec.coded import WORDS, fp16_nbytes
 from ragfuse_bench.presets import preset
+from ragfuse_bench.random_model import random_model
 from torch import Tensor
 
 from ragfuse.calibration.runner import Runner
 from ragfuse.codec import Codec, LayerMeta
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.random_model import random_model
 from ragfuse.types.kv import ChunkKV
 
 PREFILL = "prefill"

@@ -164,19 +164,12 @@ def _writers() -> list[threading.Thread]:
 @pytest.mark.parametrize("prompts", [[ASKED], [ASKED, OTHER]])
 async def test_cancelling_stops_the_generation(llm: RagFuseLLM, prompts: list[str]) -> None:
     call = asyncio.create_task(llm.abatch(prompts, max_tokens=3000, reuse=False))
-    lock = llm.get_engine().model.lock
-    while not await asyncio.to_thread(_is_taken, lock):
+    batcher = llm.get_engine().model.batcher
+    while not batcher.active:
         await asyncio.sleep(0.005)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert not await asyncio.to_thread(_is_taken, lock, 60.0)
+    assert await asyncio.to_thread(batcher.wait_idle, 60.0)
     for thread in _writers():
         await asyncio.to_thread(thread.join)
-
-
-def _is_taken(lock: Any, wait_s: float = 0.0) -> bool:
-    if lock.acquire(timeout=wait_s):
-        lock.release()
-        return False
-    return True
