@@ -19,6 +19,7 @@ def remaining_context(
     what: str = "The prompt",
     advice: str = "Shorten it.",
     may_drop: bool = False,
+    at_least: bool = False,
 ) -> int | None:
     """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no limit.
 
@@ -28,6 +29,7 @@ def remaining_context(
         what: How an error message names the prompt.
         advice: The last sentence of the error message.
         may_drop: Whether chunks may be left out on request.
+        at_least: Whether the prompt has more tokens than that.
 
     Raises:
         OverlongError: The prompt itself does not fit.
@@ -37,7 +39,8 @@ def remaining_context(
         return None
     if n_tokens > max_tokens:
         raise OverlongError(
-            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found {n_tokens:,}.",
+            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found "
+            f"{'at least ' if at_least else ''}{n_tokens:,}.",
             advice,
             may_drop,
         )

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from ragfuse.engine.context_window import may_fit
+from ragfuse.engine.overflow import may_fit
 from ragfuse.engine.question import texts_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.plan.look_ahead import to_prefetch

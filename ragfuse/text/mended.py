@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from ragfuse.types.whole_text import whole_text
@@ -23,10 +24,10 @@ def mended(text: str, what: str) -> str:
 
 
 def mended_value(value: Any, what: str) -> Any:
-    """Return a value of JSON with all texts in it, keys too, as `whole_text` does; the same one if nothing is replaced.
+    """Return a value with all texts in it, keys too, as `whole_text` does; the same one if nothing is replaced.
 
     Args:
-        value: Texts, numbers, lists and mappings. One that holds itself is returned as it is.
+        value: Texts, numbers, lists, mappings and dataclasses. One that holds itself is returned as it is.
         what: How a warning, one for the whole value, names it.
     """
     try:
@@ -54,5 +55,9 @@ def _whole(value: Any) -> Any:
         return value if is_same else dict(pairs)
     if isinstance(value, list | tuple):
         items = [_whole(each) for each in value]
-        return value if all(a is b for a, b in zip(value, items, strict=True)) else items
+        return value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {each.name: getattr(value, each.name) for each in fields(value)}
+        parts = _whole(given)
+        return value if parts is given else replace(value, **parts)
     return value
