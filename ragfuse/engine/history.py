@@ -16,8 +16,7 @@ from itertools import accumulate
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.encoder import PACE_S
-from ragfuse.engine.options import asked_length
-from ragfuse.engine.overflow import fitted
+from ragfuse.engine.overflow import asked_length, fitted
 from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder

@@ -11,8 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.options import asked_length, options_of, remaining_context
+from ragfuse.engine.ask import NO_LIMIT, Ask
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
@@ -28,6 +27,51 @@ UNKNOWN_TOKENS = 1 << 17
 """Tokens of the prompt in the largest request, where the model sets no limit."""
 MAX_NBYTES = 1 << 24
 """Most bytes of a request, for any model."""
+
+
+def remaining_context(
+    n_tokens: int,
+    model: HFModel,
+    what: str = "The prompt",
+    advice: str = "Shorten it.",
+    may_drop: bool = False,
+    at_least: bool = False,
+) -> int | None:
+    """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no limit.
+
+    Args:
+        n_tokens: Tokens of the prompt.
+        model: The model.
+        what: How an error message names the prompt.
+        advice: The last sentence of the error message.
+        may_drop: Whether chunks may be left out on request.
+        at_least: Whether the prompt has more tokens than that.
+
+    Raises:
+        OverlongError: The prompt itself does not fit.
+    """
+    max_tokens = model.max_context
+    if max_tokens is None:
+        return None
+    if n_tokens > max_tokens:
+        raise OverlongError(
+            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found "
+            f"{'at least ' if at_least else ''}{n_tokens:,}.",
+            advice,
+            may_drop,
+        )
+    return max_tokens - n_tokens + 1
+
+
+def asked_length(ask: Ask, room: int | None = None) -> int | None:
+    """Return the most tokens that the question itself gives its answer; None where it does not say.
+
+    Args:
+        ask: The question's options.
+        room: What an answer without a limit gets.
+    """
+    asked = ask.options.get("max_new_tokens") or ask.max_tokens
+    return room if asked == NO_LIMIT else asked
 
 
 def may_fit(text: str, model: HFModel) -> bool:
@@ -141,5 +185,5 @@ def limit_of(ask: Ask, settings: Settings, model: HFModel) -> int | None:
     max_context = model.max_context if drops(ask, settings) else None
     if max_context is None:
         return None
-    answer_tokens = options_of(ask, settings).get("max_new_tokens") or settings.max_tokens
+    answer_tokens = asked_length(ask) or settings.max_tokens
     return max_context + 1 - min(answer_tokens, max(1, max_context // 4))

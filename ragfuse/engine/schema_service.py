@@ -16,7 +16,7 @@ from typing import Any
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.encoder import Encoder
-from ragfuse.engine.options import remaining_context
+from ragfuse.engine.overflow import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError

@@ -20,7 +20,7 @@ __all__ = ["checks_arguments"]
 T = TypeVar("T", bound=type)
 MAX_VALUE_CHARS = 80
 """Most characters of a value in a message."""
-UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+UNKNOWN_NAME = ("extra_forbidden", "unexpected_keyword_argument")
 """Pydantic's errors for a name that a class does not take."""
 
 
@@ -85,7 +85,7 @@ def refused_arguments(error: ValidationError, cls: Any, place: Callable[[str], s
         place: Returns where the value of a field was set, for people; "" where the caller gave it.
     """
     errors, known_fields = error.errors(include_url=False), cls.__pydantic_fields__
-    strange = next((each for each in errors if each["type"] in UNKNOWN and len(each["loc"]) == 1), None)
+    strange = next((each for each in errors if each["type"] in UNKNOWN_NAME and len(each["loc"]) == 1), None)
     if strange is not None:
         aliases = [field.alias for field in known_fields.values() if field.alias]
         return unknown_argument(cls.__name__, str(strange["loc"][0]), [*known_fields, *aliases])
