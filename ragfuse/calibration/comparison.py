@@ -12,7 +12,8 @@ from ragfuse.calibration.methods import Lab, Method
 from ragfuse.calibration.metrics import exact, f1, rouge_l
 from ragfuse.calibration.prompts import NEW_TOKENS
 from ragfuse.calibration.runner import Clock, Runner
-from ragfuse.engine.options import ends_of, remaining_context
+from ragfuse.engine.options import ends_of
+from ragfuse.engine.overflow import remaining_context
 from ragfuse.errors import InputError
 from ragfuse.hf.rounding_error import kl
 from ragfuse.types.prompt import Prompt

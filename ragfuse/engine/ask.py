@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
-from types import MappingProxyType
-from typing import Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-from ragfuse.errors import SettingsError
-from ragfuse.types.arguments import checks_arguments
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from ragfuse.types.arguments import checks_arguments, refused_arguments
 from ragfuse.types.grammar import Grammar
-from ragfuse.types.selection import known_policy
+from ragfuse.types.selection import as_setting
 from ragfuse.types.whole_text import whole_text, whole_value
 
 NO_LIMIT = -1
@@ -45,23 +44,65 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Options that change a sampled answer alone."""
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 """What `Ask.generate_options` takes."""
-_TEXT, _NUMBER, _BOOL = ((str,), "a text"), ((Real,), "a number"), ((bool,), "True or False")
-_LIST, _MAPPING = ((Sequence,), "a list"), ((Mapping,), "a mapping")
-_FIELD_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
-    {
-        **dict.fromkeys(("policy", "session", "overflow", "tool_choice"), _TEXT),
-        **dict.fromkeys(("max_tokens", "seed"), ((Integral,), "a whole number")),
-        **dict.fromkeys(("ratio", "deadline_s"), _NUMBER),
-        **dict.fromkeys(("reuse", "parallel_tool_calls", "blend", "continue_final_message"), _BOOL),
-        **dict.fromkeys(("stop", "tools", "documents"), _LIST),
-        **dict.fromkeys(("options", "chat_template_kwargs"), _MAPPING),
-    }
-)
-"""The types that each field of an `Ask` accepts, and their name in an error message."""
+
+
+def _length(max_tokens: int) -> int:
+    if max_tokens < 1 and max_tokens != NO_LIMIT:
+        raise ValueError("wanted at least 1 new token, or -1 for no limit")
+    return max_tokens
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("wanted a name of 1 to 256 printable characters")
+    return name
+
+
+def _variables(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    if reserved := RESERVED.intersection(given):
+        raise ValueError(
+            f"found {sorted(reserved)}, which are not variables of a chat template. Leave them out; how a prompt ends "
+            "is set with continue_final_message, and its tools with tools"
+        )
+    return given
+
+
+class _Sampling(BaseModel, extra="allow", strict=True):
+    """Options of sampling that are numbers."""
+
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, allow_inf_nan=False)
+
+
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for `generate` whose whole numbers are floats where transformers takes nothing else.
+
+    Raises:
+        SettingsError: A number is outside of its range, or no number.
+    """
+    try:
+        checked = _Sampling(**options)
+    except ValidationError as error:
+        raise refused_arguments(error, _Sampling) from None
+    numbers = checked.model_dump(include=set(_Sampling.model_fields), exclude_unset=True)
+    return {**options, **numbers}
+
+
+Texts = Annotated[
+    Sequence[Annotated[str, Field(min_length=1)]],
+    BeforeValidator(lambda given: (given,) if isinstance(given, str) else () if given is None else given),
+]
+Listed = BeforeValidator(lambda given: () if given is None else given)
+Mapped = BeforeValidator(lambda given: {} if given is None else given)
 
 
 @checks_arguments
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(arbitrary_types_allowed=True, extra="forbid"))
 class Ask:
     """The options of one answer; None means the value in the settings.
 
@@ -95,23 +136,23 @@ class Ask:
         continue_final_message: Whether the last message is the beginning of the answer, which continues it.
     """
 
-    max_tokens: int | None = None
-    policy: str | None = None
-    ratio: float | None = None
+    max_tokens: Annotated[int, AfterValidator(_length)] | None = None
+    policy: Annotated[str, AfterValidator(as_setting)] | None = None
+    ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     reuse: bool = True
-    stop: Sequence[str] = ()
+    stop: Texts = ()
     seed: int | None = None
-    deadline_s: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    tools: Sequence[Mapping[str, Any]] = ()
+    deadline_s: Annotated[float, Field(ge=0)] | None = None
+    options: Annotated[Mapping[str, Any], Mapped] = field(default_factory=dict)
+    tools: Annotated[Sequence[Any], Listed] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None
     overflow: Literal["error", "drop"] | None = None
-    session: str | None = None
+    session: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)] | None = None
     blend: bool = False
-    documents: Sequence[tuple[str, str]] = field(default=(), repr=False)
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    documents: Annotated[Sequence[tuple[str, str]], Listed] = field(default=(), repr=False)
+    chat_template_kwargs: Annotated[Mapping[str, Any], Mapped, AfterValidator(_variables)] = field(default_factory=dict)
     continue_final_message: bool = False
 
     @staticmethod
@@ -185,79 +226,8 @@ class Ask:
         return str(function.get("name")) if isinstance(function, Mapping) else "required"
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            self._check(each.name)
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise SettingsError(f"ratio is {self.ratio}; wanted a number from 0 to 1.", "ratio")
-        if self.deadline_s is not None and not self.deadline_s >= 0:
-            raise SettingsError(f"deadline_s is {self.deadline_s}; wanted 0 seconds or more.", "deadline_s")
-        if self.policy is not None:
-            known_policy(self.policy)
-        if self.max_tokens is not None and self.max_tokens < 1 and self.max_tokens != NO_LIMIT:
-            raise SettingsError(
-                f"max_tokens is {self.max_tokens}; wanted at least 1 new token, or -1 for no limit.", "max_tokens"
-            )
-        if self.overflow not in (None, "error", "drop"):
-            raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.", "overflow")
-        if self.session is not None and not (0 < len(self.session) <= 256 and self.session.isprintable()):
-            raise SettingsError(
-                f"session is {self.session!r:.80}; wanted a name of 1 to 256 printable characters.", "session"
-            )
-        reserved = RESERVED.intersection(self.chat_template_kwargs)
-        if reserved:
-            raise SettingsError(
-                f"chat_template_kwargs has {sorted(reserved)}, which are not variables of a chat template. Leave them "
-                "out; how a prompt ends is set with continue_final_message, and its tools with tools.",
-                "chat_template_kwargs",
-            )
         object.__setattr__(self, "options", _checked_options(self.options))
         object.__setattr__(self, "tools", whole_value(self.tools, "A tool"))
         whole = whole_value(self.chat_template_kwargs, "A variable of the chat template")
         object.__setattr__(self, "chat_template_kwargs", whole)
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not all(isinstance(stop, str) and stop for stop in stops):
-            raise SettingsError(
-                f"stop is {self.stop!r:.80}; wanted texts of at least one character. Leave others out.", "stop"
-            )
-        object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops))
-
-    def _check(self, name: str) -> None:
-        """Raise SettingsError for a field of the wrong type; replace None by an empty list or mapping."""
-        value, (types, wanted) = getattr(self, name), _FIELD_TYPES.get(name, ((object,), ""))
-        if value is None and types in (_LIST[0], _MAPPING[0]):
-            object.__setattr__(self, name, () if types == _LIST[0] else {})
-        elif value is not None and not isinstance(value, types):
-            raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.", name)
-
-
-_RANGES: Mapping[str, tuple[float, float, str]] = MappingProxyType(
-    {
-        "temperature": (0.0, math.inf, "a number, 0 or more"),
-        "top_p": (0.0, 1.0, "a number from 0 to 1"),
-        "min_p": (0.0, 1.0, "a number from 0 to 1"),
-        "repetition_penalty": (1e-9, math.inf, "a number above 0"),
-        "presence_penalty": (-math.inf, math.inf, "a number"),
-        "frequency_penalty": (-math.inf, math.inf, "a number"),
-    }
-)
-"""Options of sampling that are numbers: the least, the most, and both in words."""
-
-
-def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options for `generate` whose whole numbers are floats where transformers takes nothing else.
-
-    Raises:
-        SettingsError: A number is outside of its range, or no number.
-    """
-    checked = dict(options)
-    for name, (least, most, wanted) in _RANGES.items():
-        value = checked.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
-            raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.", name)
-        checked[name] = float(value)
-    top_k = checked.get("top_k")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, Integral) or top_k < 0):
-        raise SettingsError(f"top_k is {top_k!r:.80}; wanted a whole number, 0 (all tokens) or more.", "top_k")
-    return checked
+        object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in self.stop))

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
 
 from ragfuse.hf.stream import Detokenizer, StopFinder
 from ragfuse.text.chat_template import Thoughts
 from ragfuse.text.tool_calls import CallFormat, CallReader, stripped_end
 from ragfuse.types.answer import Thought, ToolCall
 from ragfuse.types.partial_match import partial_match
-
-Phase = Literal["begin", "thought", "between", "text", "calls"]
 
 
 class Draft:
@@ -54,13 +51,10 @@ class Draft:
         self.end_ids: tuple[int, ...] = ()
         self.over = False
         self._detokenizer, self._ends, self._stops = detokenizer, frozenset(ends), StopFinder(stops)
-        self._format, self._max_calls, self._tags = calls, max_calls, tags
+        self._format, self._max_calls, self._must_call = calls, max_calls, must_call
         self._reader = CallReader(calls, schemas or {}) if calls is not None else None
-        self._phase: Phase = "calls" if must_call else "begin" if tags is not None else "text"
-        self._is_thinking, self._is_complete = is_thinking, False
-        self._seen = 0  # characters searched without a find
+        self._tags, self._is_thinking, self._is_complete = tags, is_thinking, False
         self._thought = self._text = (0, 0)  # characters lo:hi that are final
-        self._opening = -1
         self._taken = [0, 0]  # characters of reasoning and text that `take` has yielded
 
     @property
@@ -117,85 +111,57 @@ class Draft:
     # inside
 
     def _read(self) -> None:
+        """Find what of the text so far is reasoning, text and calls."""
         text = self._detokenizer.text
-        if self._phase == "begin":
-            self._begin(text)
-        if self._phase == "thought":
-            self._think(text)
-        if self._phase == "between":
-            self._skip_space(text)
-        if self._phase == "text":
-            self._write(text)
-        if self._phase == "calls":
-            self._call(text)
+        if not self._must_call:
+            begin = self._think(text) if self._tags is not None else 0
+            if begin >= 0:
+                self._write(text, begin)
+        elif self._format is not None and (opening := self._format.opens(text)) >= 0:
+            self._call(text, opening)
 
-    def _begin(self, text: str) -> None:
-        """Find out whether the answer begins with reasoning."""
-        assert self._tags is not None
-        rest, open = text.lstrip(), self._tags.open
-        start = len(text) - len(rest)
-        if self._is_thinking or rest.startswith(open):
-            self._phase, at = "thought", 0 if self._is_thinking else start + len(open)
-            self._thought, self._seen = (at, at), at
-        elif self._is_complete or not open.startswith(rest):
-            self._phase = "text"
+    def _think(self, text: str) -> int:
+        """Find the reasoning that the answer begins with; return where its text begins, -1 while that is not known.
 
-    def _think(self, text: str) -> None:
-        """Look for the end of the reasoning: its closing tag, or a tool call made without closing it."""
+        It ends with its closing tag, or with a tool call that is made without closing it.
+        """
         assert self._tags is not None
-        lo, close = self._thought[0], self._tags.close
-        if lo == self._thought[1]:
-            while lo < len(text) and text[lo].isspace():
-                lo += 1
-        at = text.find(close, max(lo, self._seen - len(close) + 1))
+        lo, close, rest = 0, self._tags.close, text.lstrip()
+        if not self._is_thinking:
+            if not rest.startswith(self._tags.open):
+                return -1 if self._tags.open.startswith(rest) and not self._is_complete else 0
+            lo = len(text) - len(rest) + len(self._tags.open)
+        lo = len(text) - len(text[lo:].lstrip())
         marker = self._format.marker if self._format is not None else ""
-        called = text.find(marker, max(lo, self._seen - len(marker) + 1)) if marker else -1
-        if called >= 0 and not 0 <= at < called:
-            self._phase, end = "text", called
-        elif at >= 0:
-            self._phase, end = "between", at
-        else:
-            last = text[max(lo, len(text) - max(len(close), len(marker))) :]
-            end = len(text) - (0 if self._is_complete else partial_match(last, (close, marker)))
+        closed, called = text.find(close, lo), text.find(marker, lo) if marker else -1
+        ends = [at for at in (closed, called) if at >= 0]
+        last = text[max(lo, len(text) - max(len(close), len(marker))) :]
+        unsure = 0 if self._is_complete else partial_match(last, (close, marker))
+        end = min(ends, default=len(text) - unsure)
         self._thought = lo, max(lo, stripped_end(text, lo, end))
-        self._seen = len(text) if self._phase == "thought" else end
-        if self._phase != "thought":
-            start = end + len(close) if self._phase == "between" else end
-            self._text, self._seen = (start, start), start
+        if not ends:
+            return -1
+        return called if end == called else len(text) - len(text[end + len(close) :].lstrip())
 
-    def _skip_space(self, text: str) -> None:
-        lo = self._text[0]
-        while lo < len(text) and text[lo].isspace():
-            lo += 1
-        self._text, self._seen = (lo, lo), lo
-        if lo < len(text):
-            self._phase = "text"
-
-    def _write(self, text: str) -> None:
-        """Look for the end of the text: a stop string or a tool call."""
-        lo, format = self._text[0], self._format
-        opening = format.opens(text, lo, self._seen) if format is not None else -1
+    def _write(self, text: str, lo: int) -> None:
+        """Find the end of the text, which begins at `lo`: a stop string or a tool call."""
+        format = self._format
+        opening = format.opens(text, lo) if format is not None else -1
         hi = len(text) if opening < 0 else opening
         stop = self._stops.look(text, lo, hi)
-        self._seen = len(text)
         if stop >= 0:
             self.over, self._text = True, (lo, stop)
-        elif opening >= 0:
-            self._phase, self._opening, self._text = "calls", opening, (lo, hi)
-        elif self._is_complete:
+        elif opening >= 0 or self._is_complete:
             self._text = lo, hi
         else:
             undecided = format.undecided(text, lo) if format is not None else 0
-            self._text = lo, max(self._text[1], hi - max(undecided, self._stops.possible_start(text, lo)))
+            self._text = lo, max(lo, self._text[1], hi - max(undecided, self._stops.possible_start(text, lo)))
+        if opening >= 0 > stop:
+            self._call(text, opening)
 
-    def _call(self, text: str) -> None:
+    def _call(self, text: str, opening: int) -> None:
         """Read tool calls, at most `max_calls` of them; repeated calls end the answer."""
-        if self._reader is None or self._format is None:
-            return
-        if self._opening < 0:
-            self._opening = self._format.opens(text, 0, self._seen)
-            self._seen = len(text)
-        if self._opening >= 0:
-            self._reader.read(text, self._opening)
+        assert self._reader is not None
+        self._reader.read(text, opening)
         if self._reader.repeats or (self._max_calls is not None and len(self._reader.calls) >= self._max_calls):
             self.over = True

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ragfuse.engine.machine_timings import MachineTimings
-from ragfuse.engine.options import remaining_context
+from ragfuse.engine.overflow import remaining_context
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.tiers import choose_level, choose_tier
 from ragfuse.schemas.layout import SchemaRun

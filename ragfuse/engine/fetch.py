@@ -109,7 +109,7 @@ class FetchStage:
             prior=costs.throughput(tier) if costs is not None else None,
         )
         parts = parts_of(plan, far, costs)
-        return Stream(runtime.store, far, parts, model.n_layers, self.links.of(tier), terms, model.device)
+        return Stream(runtime.store, parts, model.n_layers, self.links.of(tier), terms, model.device)
 
 
 def _part(kv: LayerKV | None, rows: tuple[int, int] | None) -> LayerKV | None:

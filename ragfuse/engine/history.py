@@ -15,8 +15,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.options import asked_length
-from ragfuse.engine.overflow import fitted
+from ragfuse.engine.overflow import asked_length, fitted
 from ragfuse.engine.pending_saves import PendingSaves
 from ragfuse.engine.prefix_cache import PrefixCache, with_rows, without_rows
 from ragfuse.engine.prompt_builder import PromptBuilder

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ragfuse.engine.background import BackgroundEncoder
-from ragfuse.engine.context_window import may_fit
+from ragfuse.engine.overflow import may_fit
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.question import mended_documents, texts_of

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-import threading
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -130,24 +129,14 @@ def calibrate_command(settings: Settings, model: HFModel) -> str:
     return first + shlex.join(["ragfuse", "calibrate", *named, "--docs", "PATH"])
 
 
-class CalibrationHint:
-    """Logs once that a model is not calibrated, and what to do about it."""
-
-    def __init__(self) -> None:
-        self._lock, self._is_logged = threading.Lock(), False
-
-    def log_once(self, profile: ModelProfile, policy: str, settings: Settings, model: HFModel) -> None:
-        """Log the hint for an uncalibrated model with the policy "auto", unless it was logged before."""
-        with self._lock:
-            if self._is_logged or policy != AUTO or profile.choice is not None:
-                return
-            self._is_logged = True
-        name, ratio = profile.default_choice
-        log.warning(
-            "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the reused tokens. To "
-            "find what suits this model, and whether reuse is safe with it: %s",
-            name_for_calibrate(settings.model, model.name),
-            name,
-            100 * ratio,
-            calibrate_command(settings, model),
-        )
+def hint(profile: ModelProfile, settings: Settings, model: HFModel) -> None:
+    """Log that a model is not calibrated, and what to do about it."""
+    name, ratio = profile.default_choice
+    log.warning(
+        "%s is not calibrated, so the default is used: policy %s, which recomputes %.0f%% of the reused tokens. To "
+        "find what suits this model, and whether reuse is safe with it: %s",
+        name_for_calibrate(settings.model, model.name),
+        name,
+        100 * ratio,
+        calibrate_command(settings, model),
+    )

@@ -6,53 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.engine.ask import NO_LIMIT, Ask
-from ragfuse.errors import InputError, OverlongError
+from ragfuse.engine.ask import Ask
+from ragfuse.engine.overflow import asked_length
+from ragfuse.errors import InputError
 from ragfuse.hf.handover import resolve_option
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
-
-
-def remaining_context(
-    n_tokens: int,
-    model: HFModel,
-    what: str = "The prompt",
-    advice: str = "Shorten it.",
-    may_drop: bool = False,
-) -> int | None:
-    """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no limit.
-
-    Args:
-        n_tokens: Tokens of the prompt.
-        model: The model.
-        what: How an error message names the prompt.
-        advice: The last sentence of the error message.
-        may_drop: Whether chunks may be left out on request.
-
-    Raises:
-        OverlongError: The prompt itself does not fit.
-    """
-    max_tokens = model.max_context
-    if max_tokens is None:
-        return None
-    if n_tokens > max_tokens:
-        raise OverlongError(
-            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found {n_tokens:,}.",
-            advice,
-            may_drop,
-        )
-    return max_tokens - n_tokens + 1
-
-
-def asked_length(ask: Ask, room: int | None = None) -> int | None:
-    """Return the most tokens that the question itself gives its answer; None where it does not say.
-
-    Args:
-        ask: The question's options.
-        room: What an answer without a limit gets.
-    """
-    asked = ask.options.get("max_new_tokens") or ask.max_tokens
-    return room if asked == NO_LIMIT else asked
 
 
 def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[str, Any]:

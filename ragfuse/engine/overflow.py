@@ -1,6 +1,7 @@
 """Prompts that are too long for the model: raise an error with the numbers, or leave out chunks until they fit.
 
-`text.chat_messages` decides which chunks are left out first.
+A text that can never fit is refused before it is tokenised, as a token stands for a few characters at most; all else is
+counted once. `text.chat_messages` decides which chunks are left out first.
 """
 
 from __future__ import annotations
@@ -10,13 +11,78 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
-from ragfuse.engine.ask import Ask
-from ragfuse.engine.context_window import advice_for, named
-from ragfuse.engine.options import asked_length, options_of, remaining_context
+from ragfuse.engine.ask import NO_LIMIT, Ask
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.types.prompt import Prompt
+
+BODY_NBYTES = 1 << 18
+"""Bytes allowed for everything in a request that is not the text of its prompt: names, tools, settings."""
+ESCAPED_NBYTES = 2
+"""Bytes of JSON allowed per character of a prompt: an escaped line break has two."""
+TOKEN_CHARS = 128
+"""Most characters that a token stands for, in the longest vocabularies: a run of spaces."""
+UNKNOWN_TOKENS = 1 << 17
+"""Tokens of the prompt in the largest request, where the model sets no limit."""
+MAX_NBYTES = 1 << 24
+"""Most bytes of a request, for any model."""
+
+
+def remaining_context(
+    n_tokens: int,
+    model: HFModel,
+    what: str = "The prompt",
+    advice: str = "Shorten it.",
+    may_drop: bool = False,
+    at_least: bool = False,
+) -> int | None:
+    """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no limit.
+
+    Args:
+        n_tokens: Tokens of the prompt.
+        model: The model.
+        what: How an error message names the prompt.
+        advice: The last sentence of the error message.
+        may_drop: Whether chunks may be left out on request.
+        at_least: Whether the prompt has more tokens than that.
+
+    Raises:
+        OverlongError: The prompt itself does not fit.
+    """
+    max_tokens = model.max_context
+    if max_tokens is None:
+        return None
+    if n_tokens > max_tokens:
+        raise OverlongError(
+            f"{what} does not fit: {model.name} takes at most {max_tokens:,} tokens, found "
+            f"{'at least ' if at_least else ''}{n_tokens:,}.",
+            advice,
+            may_drop,
+        )
+    return max_tokens - n_tokens + 1
+
+
+def asked_length(ask: Ask, room: int | None = None) -> int | None:
+    """Return the most tokens that the question itself gives its answer; None where it does not say.
+
+    Args:
+        ask: The question's options.
+        room: What an answer without a limit gets.
+    """
+    asked = ask.options.get("max_new_tokens") or ask.max_tokens
+    return room if asked == NO_LIMIT else asked
+
+
+def may_fit(text: str, model: HFModel) -> bool:
+    """Return False for a text that can never fit the model's context; True means that it may fit."""
+    return model.max_context is None or len(text) // TOKEN_CHARS <= model.max_context
+
+
+def largest_body(model: HFModel) -> int:
+    """Return the most bytes of a request to a server: the JSON of the longest prompt that can fit the model."""
+    tokens = model.max_context or UNKNOWN_TOKENS
+    return min(MAX_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * TOKEN_CHARS * tokens)
 
 
 def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
@@ -51,23 +117,30 @@ def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
         return False
 
 
-def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
-    """Return how many new tokens fit after a prompt; None without a limit.
+def room_for(n_tokens: int, model: HFModel, n_dropped: int, may_drop: bool, at_least: bool = False) -> int | None:
+    """Return how many new tokens fit after a prompt of so many tokens; None without a limit.
 
     Args:
-        prompt: The prompt.
+        n_tokens: Tokens of the prompt.
         model: The model.
-        drops: Whether chunks may be left out, which changes the advice in the error message.
+        n_dropped: How many chunks were left out of it.
+        may_drop: Whether it has chunks that may be left out on request.
+        at_least: Whether it has more tokens than that.
 
     Raises:
         OverlongError: The prompt itself does not fit.
     """
-    n_tokens, n_dropped = prompt.segments[-1].stop, len(prompt.dropped)
-    if n_dropped:
-        advice = "Shorten the question, or the messages before it."
-        return remaining_context(n_tokens, model, named(n_dropped), advice)
+    what = f"The prompt without the {n_dropped} chunks that could be left out" if n_dropped else "The prompt"
+    advice = "Shorten the question, or the messages before it." if n_dropped else "Shorten it."
+    if may_drop and not n_dropped:
+        advice = "Take fewer or shorter chunks, or leave out the last ones with overflow='drop'."
+    return remaining_context(n_tokens, model, what, advice, may_drop and not n_dropped, at_least)
+
+
+def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
+    """Return how many new tokens fit after a prompt, which is refused where it does not fit; see `room_for`."""
     may_drop = not drops and any(segment.kind == "chunk" for segment in prompt.segments)
-    return remaining_context(n_tokens, model, advice=advice_for(may_drop), may_drop=may_drop)
+    return room_for(prompt.segments[-1].stop, model, len(prompt.dropped), may_drop)
 
 
 def check_answer_fits(prompt: Prompt, ask: Ask, model: HFModel, may_shorten: bool) -> None:
@@ -112,5 +185,5 @@ def limit_of(ask: Ask, settings: Settings, model: HFModel) -> int | None:
     max_context = model.max_context if drops(ask, settings) else None
     if max_context is None:
         return None
-    answer_tokens = options_of(ask, settings).get("max_new_tokens") or settings.max_tokens
+    answer_tokens = asked_length(ask) or settings.max_tokens
     return max_context + 1 - min(answer_tokens, max(1, max_context // 4))

@@ -9,7 +9,7 @@ import logging
 from dataclasses import replace
 
 from ragfuse.engine.background import BackgroundEncoder
-from ragfuse.engine.model_profiles import CalibrationHint, refusal_of
+from ragfuse.engine.model_profiles import hint, refusal_of
 from ragfuse.engine.overflow import drops, room_of
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
@@ -21,6 +21,7 @@ from ragfuse.store.deletion import chunk_of
 from ragfuse.telemetry.otel import planned
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
+from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.profiles import ModelProfile
 from ragfuse.types.prompt import Prompt
 from ragfuse.types.reasons import (
@@ -52,7 +53,7 @@ class Planner:
     def __init__(self, runtime: Runtime, prefixes: PrefixCache, jobs: BackgroundEncoder) -> None:
         self._runtime, self._prefixes, self._jobs = runtime, prefixes, jobs
         self._store, self._settings = runtime.store, runtime.settings
-        self._hint = CalibrationHint()
+        self._is_hinted = False
 
     @planned
     def plan(self, prompt: Prompt, request: Request, lost: frozenset[int] = frozenset()) -> LoadPlan:
@@ -98,8 +99,9 @@ class Planner:
             found = replace(found, misses=tuple((at, why_unused if at in chunks else why) for at, why in found.misses))
             return found if found.fetches or found.fallback_reason else found.with_full_prefill(why_unused)
         if found.fetches or found.fallback_reason:
-            if blends:
-                self._hint.log_once(profile, policy, settings, model)
+            if blends and policy == AUTO and profile.choice is None and not self._is_hinted:
+                self._is_hinted = True
+                hint(profile, settings, model)
             return found
         is_pending = any(why == ENCODING for _, why in found.misses)
         why = ENCODING if is_pending else self._why_nothing(prompt, bool(lost))

@@ -7,13 +7,12 @@ encoded here. A question itself reads or computes the KV that was not prefetched
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
-from ragfuse.engine.context_window import may_fit
+from ragfuse.engine.overflow import may_fit
 from ragfuse.engine.question import texts_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.plan.look_ahead import to_prefetch
@@ -27,6 +26,7 @@ log = logging.getLogger("ragfuse.engine")
 
 MAX_WAITING_REQUESTS = 8
 """Most requests that may wait; beyond that the oldest is dropped."""
+T = TypeVar("T", bound=Hashable)
 KeysOf = Callable[[Name], Sequence[ChunkKey]]
 MAX_TIER_SHARE = 0.5
 """Share of a fast tier's bytes, without pinned entries, that one request may fill."""
@@ -76,12 +76,12 @@ class Prefetcher:
         """Prefetch the KV of these texts, before all earlier requests. Returns at once."""
         texts = texts_of(texts, "texts")
         if texts:
-            self._submit(f"{len(texts)} texts", lambda: self._affordable(self._keys(texts)))
+            self._submit(f"{len(texts)} texts", lambda: self._of_keys(self._keys(texts)))
 
     def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
         """Prefetch the entries of these keys, given with the likeliest first. Returns at once."""
         if given := list(keys):
-            self._submit(f"{len(given)} entries", lambda: self._affordable(given))
+            self._submit(f"{len(given)} entries", lambda: self._of_keys(given))
 
     def _submit(self, what: str, entries: Callable[[], Iterable[Entry]]) -> None:
         with self._worker.changed:
@@ -91,7 +91,7 @@ class Prefetcher:
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
         """Prefetch the KV of these conversations in their order; they replace those of an earlier call."""
-        entries = partial(entries_to_prefetch, self._store, self._keys_of, waiting, self._runtime.settings.memory_free)
+        entries = partial(self._fitting, waiting, self._of_conversation)
         request = _Request("the conversations of waiting requests", self._store, entries)
         with self._worker.changed:
             self._ahead = request if waiting and not self._closed else None
@@ -153,53 +153,43 @@ class Prefetcher:
         runs = (encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model))
         yield from (encoder.key(ids, encoder.context) for ids in runs if len(ids) >= encoder.shortest)
 
-    def _affordable(self, keys: Iterable[ChunkKey]) -> list[Entry]:
-        """Return the stored entries in slow tiers for which the fast ones have room, besides those already in them."""
-        entries = list(self._store.lookup(keys).values())
+    def _of_keys(self, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """Return the entries of keys to read, and tell their tiers, which may read them all at once."""
+        found = self._store.lookup(keys)
+        for fast in (tier for tier in self._store.tiers if not tier.slow):
+            fast.touch([entry.key for entry in found.values() if entry.tier == fast.name])
+        chosen = list(self._fitting(found, lambda key: [found[key]], MAX_TIER_SHARE))
+        for tier in {entry.tier for entry in chosen}:
+            self._store.expect(tier, [entry.key for entry in chosen if entry.tier == tier], 0, chosen[0].n_layers)
+        return chosen
+
+    def _of_conversation(self, name: Name) -> list[Entry]:
+        return list(self._store.lookup(self._keys_of(name)).values())
+
+    def _fitting(
+        self, names: Iterable[T], entries_of: Callable[[T], list[Entry]], share: float = 1.0
+    ) -> Iterator[Entry]:
+        """Yield the entries in slow tiers of the first names whose entries fit together into the fast tiers.
+
+        Args:
+            names: Keys, or conversations in the order of the queue (AttentionStore 3.3.1).
+            entries_of: Looks up the entries of a name, which is done only when it is reached.
+            share: Share of a fast tier's bytes, without pinned entries, that they may fill together with those that are
+                there already.
+        """
         fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
-        there = [entry for entry in entries if entry.tier in fast]
-        for tier in fast.values():
-            tier.touch([entry.key for entry in there])
-        room = min((MAX_TIER_SHARE * _free(tier) for tier in fast.values()), default=0.0)
-        room -= sum(_occupied(entry, fast.values()) for entry in there)
-        chosen = defaultdict[str, list[Entry]](list)
-        for entry in entries:
-            nbytes = _occupied(entry, fast.values())
-            if entry.tier not in fast and nbytes <= room:
-                room -= nbytes
-                chosen[entry.tier].append(entry)
-        for name, found in chosen.items():
-            self._store.expect(name, [entry.key for entry in found], 0, found[0].n_layers)
-        return list(chain.from_iterable(chosen.values()))
+        found: dict[Hashable, list[Entry]] = {}
 
+        def nbytes(name: Any) -> int | None:
+            found[name] = entries_of(name)
+            return sum(max(tier.occupied(entry.nbytes) for tier in fast.values()) for entry in found[name]) or None
 
-def entries_to_prefetch(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name], free_share: float) -> Iterator[Entry]:
-    """Yield the entries in slow tiers to prefetch for the first waiting conversations (AttentionStore 3.3).
-
-    Args:
-        store: The store.
-        keys_of: Returns the keys of a conversation's KV.
-        waiting: Conversations with waiting requests, in the order of the queue; each is looked up only when reached.
-        free_share: Share of each fast tier that stays free. As many conversations are taken as fit in the rest,
-            counting their entries that are in fast tiers already.
-    """
-    fast = {tier.name: tier for tier in store.tiers if not tier.slow}
-    found: dict[Hashable, list[Entry]] = {}
-
-    def nbytes(name: Any) -> int | None:
-        found[name] = list(store.lookup(keys_of(name)).values())
-        return sum(_occupied(entry, fast.values()) for entry in found[name]) or None
-
-    room = min((int(_free(tier) - free_share * tier.capacity) for tier in fast.values()), default=0)
-    for name in to_prefetch(waiting, nbytes, (), room):
-        yield from (entry for entry in found[name] if entry.tier not in fast)
+        free_share = self._runtime.settings.memory_free
+        rooms = (share * _free(tier) - free_share * tier.capacity for tier in fast.values())
+        for name in to_prefetch(names, nbytes, (), int(min(rooms, default=0))) if fast else ():
+            yield from (entry for entry in found[name] if entry.tier not in fast)
 
 
 def _free(tier: Tier) -> int:
     """Return a tier's capacity in bytes without its pinned entries."""
     return tier.capacity - sum(tier.occupied(entry.nbytes) for entry in tier.list() if entry.pinned)
-
-
-def _occupied(entry: Entry, tiers: Iterable[Tier]) -> int:
-    """Return the most bytes that an entry occupies in any of the tiers."""
-    return max((tier.occupied(entry.nbytes) for tier in tiers), default=0)

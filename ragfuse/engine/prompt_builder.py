@@ -19,7 +19,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.context_window import check_text, may_fit
+from ragfuse.engine.overflow import TOKEN_CHARS, may_fit, room_for
 from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, mended_documents, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
@@ -222,7 +222,8 @@ class PromptBuilder:
         def fits(text: str) -> None:
             if check:
                 has_chunks = bool(ask.documents) or any(p.kind == "chunk" for m in messages for p in m.pieces)
-                check_text(text, model, has_chunks and not leave_out, len(dropped))
+                n_tokens = len(text) // TOKEN_CHARS
+                room_for(n_tokens, model, len(dropped), has_chunks and not leave_out, at_least=True)
 
         if is_text:
             fits(messages[0].text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeGuard, cast
@@ -13,7 +12,6 @@ from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml import read_prompt
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
-from ragfuse.types.answer import ToolCall
 from ragfuse.types.whole_text import whole_text, whole_value
 
 ChatInput = str | Sequence[tuple[str, Content] | ChatMessage]
@@ -35,28 +33,15 @@ def is_ids(question: object) -> TypeGuard[Ids]:
     return isinstance(question[0], Integral) and not isinstance(question[0], bool)
 
 
-def mended_content(content: Content) -> Content:
-    """Return a message's content, and the sources of its chunks, as `whole_text` does."""
-    if isinstance(content, str):
-        return whole_text(content, "The prompt")
-    return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
-
-
 def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield (text, source) of documents as `whole_text` does; raise InputError for anything else than such pairs."""
-    if isinstance(texts, str):
-        raise InputError(
-            f"Documents are a list of (text, source) pairs; found the text {texts!r:.80}. Write [(text, source)].",
-            "documents",
-        )
-    if not isinstance(texts, Iterable):
-        raise InputError(
-            f"Documents are a list of (text, source) pairs; found {texts!r:.80}. Write [(text, source)].", "documents"
-        )
-    for each in texts:
+    for each in texts if isinstance(texts, Iterable) and not isinstance(texts, str) else (texts,):
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
-            raise InputError(f"A document is a pair of two texts, (text, source); found {each!r:.80}.", "documents")
+            raise InputError(
+                f"Documents are a list of (text, source) pairs; found {each!r:.80}. Write [(text, source)].",
+                "documents",
+            )
         source = whole_text(each[1])
         yield whole_text(each[0], f"'{source}'"), source
 
@@ -88,20 +73,8 @@ def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
     """Return a question with its texts as `whole_text` does; token ids are returned unchanged."""
     if is_ids(question):
         return question
-    question = cast(ChatInput, question)
-    if isinstance(question, str):
-        return whole_text(question, "The prompt")
-    return [
-        replace(
-            message,
-            content=mended_content(message.content),
-            name=whole_text(message.name),
-            reasoning=whole_text(message.reasoning, "The prompt"),
-            tool_calls=tuple(map(_mended_call, message.tool_calls)),
-            tool_call_id=whole_text(message.tool_call_id),
-        )
-        for message in messages_of(question)
-    ]
+    whole: ChatInput = whole_value(question if isinstance(question, str) else messages_of(question), "The prompt")
+    return whole
 
 
 def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -138,18 +111,6 @@ def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
     if pml is not None and prompt is None:
         return read_prompt(pml)
     raise InputError(f"Give either a prompt or `pml`, found {'both' if pml is not None else 'neither'}.")
-
-
-def _mended_part(part: str | Piece) -> str | Piece:
-    if isinstance(part, str):
-        return whole_text(part, "The prompt")
-    source = whole_text(part.source)
-    text = whole_text(part.text, f"'{source}'" if source else "The prompt")
-    return part if text is part.text and source is part.source else replace(part, text=text, source=source)
-
-
-def _mended_call(call: ToolCall) -> ToolCall:
-    return ToolCall(*whole_value((call.name, call.arguments, call.id), "A call of a tool"))
 
 
 def _message(given: object) -> ChatMessage:

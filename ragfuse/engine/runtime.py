@@ -13,7 +13,7 @@ from ragfuse.engine.codec_tables import ensure_tables
 from ragfuse.engine.encoder import Encoder
 from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.model_profiles import ProfileStore
-from ragfuse.engine.options import remaining_context
+from ragfuse.engine.overflow import remaining_context
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel

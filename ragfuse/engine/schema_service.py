@@ -18,7 +18,7 @@ from typing import Any
 from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
-from ragfuse.engine.options import remaining_context
+from ragfuse.engine.overflow import remaining_context
 from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError

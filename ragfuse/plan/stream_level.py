@@ -8,10 +8,10 @@ they are: that is lossless. Arithmetic only: throughput and seconds are argument
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, inf
+from math import inf
 
 from ragfuse.plan.cost import Blend, CostModel
 from ragfuse.types.keys import ChunkKey
@@ -21,11 +21,6 @@ AS_TEXT, AS_RAW = "text", "raw"
 """A piece sent as text is recomputed. A piece sent raw is used as it is, without decoding."""
 PIECE_TOKENS = 1500
 """Approximate tokens of a piece: few enough to react to a changing throughput, enough to compute efficiently."""
-
-STEPS_PER_PIECE = 6
-"""Most steps in which a piece is read, some layers each, so that a change of throughput is seen within a piece."""
-STEP_S = 0.05
-"""Least seconds of a step, where a piece has several: each costs a round trip."""
 COMPUTE_MARGIN = 1.15
 """Safety factor for computing: assume that it takes this many times as long as predicted."""
 PATIENCE = 2.0
@@ -40,35 +35,21 @@ NEVER_LATE_S = 0.02
 
 @dataclass(frozen=True)
 class StreamPart:
-    """A segment of a prompt whose KV is to be streamed.
+    """An entry that is to be streamed.
 
     Args:
-        segment: Its index in the prompt.
-        tokens: Its tokens, with those of the segments in `also`.
-        sizes: Bytes by codec level, the least lossy first.
-        text_s: Seconds that recomputing it, with the segments in `also`, adds to the prefill; None: unknown, so that it
-            cannot be sent as text.
+        fetch: How it is found; with its bytes by codec level, the least lossy first.
+        segments: The segments of the prompt that use rows of it, which is read once.
+        tokens: The tokens of these segments.
+        text_s: Seconds that recomputing them adds to the prefill; None: unknown, so that they cannot be sent as text.
         decode_s: Seconds to decode it, by codec level.
-        also: Further segments that use rows of the same entry, which is read once.
     """
 
-    segment: int
+    fetch: Fetch
+    segments: tuple[int, ...]
     tokens: int
-    sizes: Mapping[str, int]
     text_s: float | None = None
     decode_s: Mapping[str, float] = field(default_factory=dict)
-    also: tuple[int, ...] = ()
-
-    def and_for(self, other: StreamPart) -> StreamPart:
-        """Return the part extended by another segment that uses rows of the same entry."""
-        also, tokens = (*self.also, other.segment), self.tokens + other.tokens
-        return replace(self, also=also, tokens=tokens, text_s=_sum((self.text_s, other.text_s)))
-
-    def rest(self, share: float) -> StreamPart:
-        """Return the part with only a share of its bytes left to send."""
-        sizes = {level: ceil(share * size) for level, size in self.sizes.items()}
-        decode_s = {level: share * seconds for level, seconds in self.decode_s.items()}
-        return replace(self, sizes=sizes, decode_s=decode_s)
 
 
 @dataclass(frozen=True)
@@ -79,8 +60,8 @@ class StreamPiece:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """The indices of their segments in the prompt."""
-        return tuple(part.segment for part in self.parts)
+        """The segments of all parts."""
+        return tuple(segment for part in self.parts for segment in part.segments)
 
     @property
     def tokens(self) -> int:
@@ -90,7 +71,7 @@ class StreamPiece:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes at each level that all parts have, the least lossy first."""
-        first, *others = (part.sizes for part in self.parts)
+        first, *others = (dict(part.fetch.sizes) for part in self.parts)
         return {
             level: size + sum(other[level] for other in others)
             for level, size in first.items()
@@ -118,19 +99,12 @@ class StreamPiece:
         decode_s = sum(part.decode_s.get(own, 0.0) for part in self.parts)
         return self.sizes[own] / max(throughput, MIN_THROUGHPUT), decode_s
 
-    def rest(self, segments: Collection[int], share: float) -> StreamPiece:
-        """Return what is left to send of these segments: a share of their bytes.
-
-        Recomputing them takes as long as before.
-        """
-        return StreamPiece(tuple(part.rest(share) for part in self.parts if part.segment in segments))
-
 
 def pieces(parts: Sequence[StreamPart], max_tokens: int = PIECE_TOKENS) -> list[StreamPiece]:
     """Group parts, in order, into pieces of at most `max_tokens` with the same levels; a longer part stands alone."""
     groups: list[list[StreamPart]] = []
     for part in parts:
-        alike = bool(groups) and list(part.sizes) == list(groups[-1][-1].sizes)
+        alike = bool(groups) and [*dict(part.fetch.sizes)] == [*dict(groups[-1][-1].fetch.sizes)]
         if not alike or sum(each.tokens for each in groups[-1]) + part.tokens > max_tokens:
             groups.append([])
         groups[-1].append(part)
@@ -197,18 +171,6 @@ def delay_s(remaining: Sequence[StreamPiece], level: str, throughput: float, sha
     return done_s
 
 
-def layers_together(n_layers: int, n_left: int, whole_s: float | None) -> int:
-    """Return how many layers of a piece to read in the next step.
-
-    Args:
-        n_layers: Layers of the model.
-        n_left: Layers of the piece that are not read yet.
-        whole_s: Predicted seconds to read the piece; None: unknown.
-    """
-    steps = STEPS_PER_PIECE if whole_s is None else max(1, min(STEPS_PER_PIECE, int(whole_s / STEP_S)))
-    return min(n_left, ceil(n_layers / steps))
-
-
 def first_look_s(piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1) -> float | None:
     """Return the seconds to wait for a piece before checking whether it is late; None: until the tier's own timeout.
 
@@ -219,25 +181,23 @@ def first_look_s(piece: StreamPiece, level: str, throughput: float | None, shari
     return max(NEVER_LATE_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, MIN_THROUGHPUT))
 
 
-def is_given_up(remaining: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
-    """Return whether to recompute the current piece, a step of which is late, instead of waiting for it.
+def is_given_up(remaining: Sequence[StreamPiece], level: str, waited_s: float, left_s: float) -> bool:
+    """Return whether to recompute the current piece, which is late, instead of waiting for it.
 
-    A piece that can still meet the deadline is waited for. The step is assumed to need as long again as it was waited
-    for, and the link to stay as slow.
+    A piece that can still meet the deadline is waited for. It is assumed to need as long again as it was waited for,
+    and the link to stay as slow.
 
     Args:
         remaining: The current piece and those after it.
-        share: Share of the current piece that follows the step.
-        nbytes: Bytes of the step.
-        waited_s: Seconds that the step was waited for.
+        level: The codec level of the current piece.
+        waited_s: Seconds that it was waited for.
         left_s: Seconds to the deadline.
     """
-    if remaining[0].text_s is None:
+    text_s, later = remaining[0].text_s, remaining[1:]
+    if text_s is None:
         return False
-    throughput = nbytes / max(2 * waited_s, MIN_THROUGHPUT)
-    rest = [remaining[0].rest(remaining[0].segments, share)] if share > 0 else []
-    waiting_s = waited_s + _fastest_s([*rest, *remaining[1:]], throughput)
-    return waiting_s > left_s and remaining[0].text_s + _fastest_s(remaining[1:], throughput) < waiting_s
+    rest_s = _fastest_s(later, remaining[0].sizes[level] / max(2 * waited_s, MIN_THROUGHPUT))
+    return waited_s + rest_s > left_s and text_s < waited_s
 
 
 def _fastest_s(remaining: Sequence[StreamPiece], throughput: float) -> float:
@@ -263,15 +223,20 @@ def parts_of(plan: LoadPlan, fetches: Sequence[Fetch], costs: CostModel | None) 
         fetches: Its fetches to stream.
         costs: What computing costs on this machine; None: nothing is known.
     """
-    parts, blend = dict[tuple[ChunkKey, str], StreamPart](), Blend.of(plan)
+    blend, by_entry = Blend.of(plan), dict[tuple[ChunkKey, str], list[Fetch]]()
     for fetch in fetches:
-        n = len(plan.prompt.segments[fetch.segment].tokens)
-        part = StreamPart(fetch.segment, n, dict(fetch.sizes))
+        by_entry.setdefault((fetch.key, fetch.tier), []).append(fetch)
+    parts = list[StreamPart]()
+    for same in by_entry.values():
+        sizes = [len(plan.prompt.segments[fetch.segment].tokens) for fetch in same]
+        part = StreamPart(same[0], tuple(fetch.segment for fetch in same), sum(sizes))
         if costs is not None:
-            candidates = n if is_blended(plan.prompt, fetch) else 0
-            as_text = replace(blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidates)
-            text_s = costs.rows_s(as_text, -candidates, n)
-            part = replace(part, text_s=text_s, decode_s={level: costs.decode_s(level, n) for level in part.sizes})
-        entry = fetch.key, fetch.tier
-        parts[entry] = parts[entry].and_for(part) if entry in parts else part
-    return list(parts.values())
+            text_s = 0.0
+            for fetch, n in zip(same, sizes, strict=True):
+                candidates = n if is_blended(plan.prompt, fetch) else 0
+                as_text = replace(blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidates)
+                text_s += costs.rows_s(as_text, -candidates, n)
+            decode_s = {level: costs.decode_s(level, part.tokens) for level, _ in part.fetch.sizes}
+            part = replace(part, text_s=text_s, decode_s=decode_s)
+        parts.append(part)
+    return parts

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from ragfuse.admin.quotas import Quota, QuotaKeeper
-from ragfuse.engine.context_window import largest_body
 from ragfuse.engine.engine import Engine
+from ragfuse.engine.overflow import largest_body
 from ragfuse.engine.schema_service import PMLPrompt
 from ragfuse.models.embedder import Embedder
 from ragfuse.serve.admission import RETRY_S, AdmissionControl, Ticket

@@ -14,13 +14,12 @@ from ragfuse.types.reasons import ENCODING, MISSING
 
 @dataclass(frozen=True)
 class PieceTrace:
-    """One step of a stream: some layers of some segments, loaded at a codec level or recomputed from text.
+    """One step of a stream: some segments, loaded at a codec level or recomputed from text.
 
     Args:
         segments: Indices of the prompt's segments in this piece.
         tokens: Tokens of these segments together.
         level: The codec level, or "text" for a piece that is recomputed.
-        layers: First layer, and the one after the last.
         nbytes: Bytes read.
         began_s: Seconds from the start of the stream to the start of this step.
         seconds: Seconds that the step took.
@@ -32,7 +31,6 @@ class PieceTrace:
     segments: tuple[int, ...]
     tokens: int
     level: str
-    layers: tuple[int, int] = (0, 0)
     nbytes: int = 0
     began_s: float = 0.0
     seconds: float = 0.0

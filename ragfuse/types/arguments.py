@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ragfuse.errors import SettingsError
 
@@ -20,6 +20,8 @@ __all__ = ["checks_arguments"]
 T = TypeVar("T", bound=type)
 MAX_VALUE_CHARS = 80
 """Most characters of a value in a message."""
+UNKNOWN_NAME = ("extra_forbidden", "unexpected_keyword_argument")
+"""Pydantic's errors for a name that a class does not take."""
 
 
 def checks_arguments(cls: T) -> T:
@@ -43,7 +45,7 @@ def checks_arguments(cls: T) -> T:
         try:
             init(self, *args, **given)
         except ValidationError as error:
-            if not isinstance(self, BaseModel) or error.title != type(self).__name__:  # that of another object
+            if not hasattr(cls, "__pydantic_fields__") or error.title != type(self).__name__:  # that of another object
                 raise
             raise refused_arguments(error, type(self)) from None
 
@@ -74,26 +76,24 @@ def meant(name: str, known: Sequence[str], all_known: str = "It takes") -> str:
     return f"Did you mean {near[0]}?" if near else f"{all_known}: {', '.join(known)}."
 
 
-def refused_arguments(
-    error: ValidationError, cls: type[BaseModel], place: Callable[[str], str] = lambda name: ""
-) -> SettingsError:
+def refused_arguments(error: ValidationError, cls: Any, place: Callable[[str], str] = lambda name: "") -> SettingsError:
     """Return an error that tells in words what pydantic refused: first a name that there is not, else the first value.
 
     Args:
         error: What pydantic raised.
-        cls: The class whose fields it checked.
+        cls: The class whose fields it checked, a model or a dataclass of pydantic.
         place: Returns where the value of a field was set, for people; "" where the caller gave it.
     """
-    errors = error.errors(include_url=False)
-    strange = next((each for each in errors if each["type"] == "extra_forbidden" and len(each["loc"]) == 1), None)
+    errors, known_fields = error.errors(include_url=False), cls.__pydantic_fields__
+    strange = next((each for each in errors if each["type"] in UNKNOWN_NAME and len(each["loc"]) == 1), None)
     if strange is not None:
-        aliases = [field.alias for field in cls.model_fields.values() if field.alias]
-        return unknown_argument(cls.__name__, str(strange["loc"][0]), [*cls.model_fields, *aliases])
+        aliases = [field.alias for field in known_fields.values() if field.alias]
+        return unknown_argument(cls.__name__, str(strange["loc"][0]), [*known_fields, *aliases])
     first = errors[0]
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return SettingsError(f"{cls.__name__} needs the argument '{name}', which is missing.", name)
-    field = next((field for known, field in cls.model_fields.items() if name in (known, field.alias)), None)
+    field = next((field for known, field in known_fields.items() if name in (known, field.alias)), None)
     alternatives = [each["msg"].removeprefix("Value error, ") for each in errors if each["loc"][:1] == first["loc"][:1]]
     told = " or ".join(dict.fromkeys(alternatives))
     is_secret = field is None or not field.repr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 log = logging.getLogger("ragfuse.text")
@@ -38,10 +39,10 @@ def whole_text(text: str, what: str = "") -> str:
 
 
 def whole_value(value: Any, what: str) -> Any:
-    """Return a value of JSON with all texts in it, keys too, as `whole_text` does.
+    """Return a value with all texts in it, keys too, as `whole_text` does; the same one if nothing is replaced.
 
     Args:
-        value: Texts, numbers, lists and mappings. One that holds itself is returned as it is.
+        value: Texts, numbers, lists, mappings and dataclasses. One that holds itself is returned as it is.
         what: How a warning names it.
     """
     try:
@@ -54,5 +55,14 @@ def _whole(value: Any, what: str) -> Any:
     if isinstance(value, str):
         return whole_text(value, what)
     if isinstance(value, Mapping):
-        return {_whole(name, what): _whole(each, what) for name, each in value.items()}
-    return [_whole(each, what) for each in value] if isinstance(value, list | tuple) else value
+        pairs = [(_whole(name, what), _whole(each, what)) for name, each in value.items()]
+        is_same = all(a is c and b is d for (a, b), (c, d) in zip(value.items(), pairs, strict=True))
+        return value if is_same else dict(pairs)
+    if isinstance(value, list | tuple):
+        items = [_whole(each, what) for each in value]
+        return value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {each.name: getattr(value, each.name) for each in fields(value)}
+        parts = _whole(given, what)
+        return value if parts is given else replace(value, **parts)
+    return value

@@ -109,7 +109,7 @@ def test_ratio_and_policy_hold_from_then_on(run, book):
     ("line", "said"),
     [
         ("/ratio much", "Wanted a number from 0 to 1"),
-        ("/ratio 2", "ratio is 2.0; wanted a number from 0 to 1"),
+        ("/ratio 2", "ratio: Input should be less than or equal to 1"),
         ("/policy nope", "No selection policy 'nope'"),
         ("/docs add /nowhere", "found nothing at '/nowhere'"),
         ("/why", "There is no answer yet"),

@@ -311,23 +311,23 @@ def test_whole_numbers_are_numbers_of_sampling_too(name):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("name", "value"),
     [
-        ({"temperature": -1}, "temperature is -1; wanted a number, 0 or more."),
-        ({"top_p": 2.0}, "top_p is 2.0; wanted a number from 0 to 1."),
-        ({"min_p": "much"}, "min_p is 'much'; wanted a number from 0 to 1."),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0; wanted a number above 0."),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": True}, "top_p is True"),
-        ({"top_k": -5}, "top_k is -5; wanted a whole number, 0 (all tokens) or more."),
-        ({"top_k": 1.5}, "top_k is 1.5"),
+        ("temperature", -1),
+        ("top_p", 2.0),
+        ("min_p", "much"),
+        ("repetition_penalty", 0),
+        ("temperature", float("nan")),
+        ("top_p", True),
+        ("top_k", -5),
+        ("top_k", 1.5),
     ],
 )
-def test_numbers_of_sampling_outside_of_their_range_are_told(options, said):
-    for make in (lambda: Ask(options=options), lambda: Ask.generate_options(options)):
-        with pytest.raises(SettingsError) as error:
-            make()
-        assert said in str(error.value)
+def test_numbers_of_sampling_outside_of_their_range_are_told(name, value):
+    for make in (Ask.generate_options, lambda options: Ask(options=options)):
+        with pytest.raises(SettingsError, match=rf"^{name}: .*found") as refused:
+            make({name: value})
+        assert refused.value.argument == name
 
 
 def test_options_that_change_nothing_without_a_temperature_are_left_out():
@@ -340,6 +340,6 @@ def test_options_that_change_nothing_without_a_temperature_are_left_out():
 
 @pytest.mark.parametrize("stop", ["", [""], ["x", ""], [None]])
 def test_an_empty_stop_string_is_refused(stop):
-    with pytest.raises(SettingsError, match="wanted texts of at least one character"):
+    with pytest.raises(SettingsError, match=r"^stop"):
         Ask(stop=stop)
     assert Ask(stop=()).stop == Ask(stop=None).stop == ()

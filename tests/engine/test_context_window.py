@@ -3,7 +3,7 @@
 import pytest
 
 from ragfuse import Ask, Engine, InputError, Piece
-from ragfuse.engine.context_window import TOKEN_CHARS, largest_body
+from ragfuse.engine.overflow import TOKEN_CHARS, largest_body
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.text.known_spans import KnownSpans

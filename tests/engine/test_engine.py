@@ -702,25 +702,26 @@ def test_an_engine_stays_in_its_process(engine):
 @pytest.mark.parametrize("given", ["a long text", ["a long text"], [("a", None)], [("a", "b", "c")], [3]])
 def test_what_is_no_document_is_refused_by_what_was_found(engine, given):
     for take in (engine.know, engine.ingest, lambda texts: engine.answer("Who?", Ask(documents=texts))):
-        with pytest.raises((InputError, SettingsError), match=r"Documents are|A document is a pair|wanted a list"):
+        with pytest.raises((InputError, SettingsError), match=r"^[Dd]ocuments"):
             take(given)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "wanted"),
+    ("field", "value"),
     [
-        ("max_tokens", "", "a whole number"),
-        ("max_tokens", 2.5, "a whole number"),
-        ("session", 0, "a text"),
-        ("ratio", "half", "a number"),
-        ("reuse", "no", "True or False"),
-        ("options", 3, "a mapping"),
-        ("tools", 3, "a list"),
+        ("max_tokens", ""),
+        ("max_tokens", 2.5),
+        ("session", 0),
+        ("ratio", "half"),
+        ("reuse", "perhaps"),
+        ("options", 3),
+        ("tools", 3),
     ],
 )
-def test_an_option_of_another_type_is_refused_by_its_name(field, value, wanted):
-    with pytest.raises(SettingsError, match=f"{field} is .*; wanted {wanted}"):
+def test_an_option_of_another_type_is_refused_by_its_name(field, value):
+    with pytest.raises(SettingsError, match=f"^{field}: ") as refused:
         Ask(**{field: value})
+    assert refused.value.argument == field
 
 
 @pytest.mark.parametrize("field", ["stop", "tools", "documents", "options", "chat_template_kwargs"])

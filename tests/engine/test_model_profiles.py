@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 from ragfuse import Engine, Settings
 from ragfuse.engine.model_profiles import (
-    CalibrationHint,
     calibrate_command,
+    hint,
     name_for_calibrate,
     options_for,
     refusal_of,
@@ -64,13 +64,8 @@ def with_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_units")
-def test_the_hint_is_given_once_and_only_where_it_helps(caplog: pytest.LogCaptureFixture) -> None:
-    hint, settings, model = CalibrationHint(), Settings(model="m"), loaded()
-    hint.log_once(KNOWN, "hkvd", settings, model)
-    hint.log_once(KNOWN.calibrated(True, "lego", 0.1), "auto", settings, model)
-    assert not caplog.records
-    for _ in range(3):
-        hint.log_once(KNOWN, "auto", settings, model)
+def test_the_hint_says_how_to_calibrate(caplog: pytest.LogCaptureFixture) -> None:
+    hint(KNOWN, Settings(model="m"), loaded())
     (said,) = caplog.records
     assert said.levelno == logging.WARNING
     assert said.getMessage().endswith("is safe with it: ragfuse calibrate --model m --docs PATH")

@@ -42,10 +42,10 @@ def test_each_half_and_nul_becomes_one_sign_and_two_halves_that_belong_together_
 
 def test_the_texts_of_a_value_are_replaced_wherever_they_stand(caplog):
     value = {"a\0": [1, None, {"b": ("\ud800", True)}], "c": 0.5}
-    assert whole_value(value, "It") == {"a\ufffd": [1, None, {"b": ["\ufffd", True]}], "c": 0.5}
+    assert whole_value(value, "It") == {"a\ufffd": [1, None, {"b": ("\ufffd", True)}], "c": 0.5}
     assert [record.message.startswith("It has characters") for record in caplog.records] == [True, True]
-    for same in ({"a": [1, ["b"]], "c": None}, [], "text", 7):
-        assert whole_value(same, "It") == same
+    for same in ({"a": [1, ("b",)], "c": None}, [], "text", 7):
+        assert whole_value(same, "It") is same
     itself: list[Any] = ["\0"]
     itself.append(itself)
     assert whole_value(itself, "It") is itself

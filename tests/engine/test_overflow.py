@@ -146,7 +146,7 @@ def test_a_plan_says_what_is_left_out(tight):
 
 
 def test_another_word_is_refused():
-    with pytest.raises(SettingsError, match="wanted 'error' or 'drop'"):
+    with pytest.raises(SettingsError, match="overflow"):
         Ask(overflow="truncate")
 
 

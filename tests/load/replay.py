@@ -96,27 +96,26 @@ class Done:
 
 @dataclass(frozen=True)
 class Came:
-    """Layers of a segment as they were read."""
+    """A segment as it was read."""
 
-    layers: range
     nbytes: int
 
 
 class Replayed(Stream):
     """A stream over a simulated line."""
 
-    def __init__(self, line: SharedLine, time: Time, fetches: Any, parts: Any, terms: Terms) -> None:
-        super().__init__(None, fetches, parts, LAYERS, Link(clock=time), terms, clock=time)  # type: ignore[arg-type]
+    def __init__(self, line: SharedLine, time: Time, parts: Any, terms: Terms) -> None:
+        super().__init__(None, parts, LAYERS, Link(clock=time), terms, clock=time)  # type: ignore[arg-type]
         self._line, self._time = line, time
 
     def _start(self, reading: PendingRead) -> PendingRead:
-        (segment,), (first, end) = reading.segments, reading.span
-        nbytes = round(INT8 / PIECES * OVER_INT8[reading.level] * (end - first) / LAYERS)
+        (segment,) = reading.piece.segments
+        nbytes = round(INT8 / PIECES * OVER_INT8[reading.level])
 
         def came() -> None:
             reading.ended = self._time.now
             if not reading.stop.is_set():
-                reading.received[segment] = Came(range(first, end), nbytes)  # type: ignore[assignment]
+                reading.received[segment] = Came(nbytes)  # type: ignore[assignment]
 
         self._time.now += ROUND_TRIP_S
         reading.began = self._time.now
@@ -124,11 +123,8 @@ class Replayed(Stream):
         reading.done = Done(self._line, self._time, flow)  # type: ignore[assignment]
         return reading
 
-    def _decode_later(self, came: Any, level: str) -> None:
-        for segment, layers in came.items():
-            self._decoding.setdefault(segment, {}).update(dict.fromkeys(layers.layers))
-            self._levels.setdefault(segment, {}).update(dict.fromkeys(layers.layers, level))
-            self._nbytes[segment] = self._nbytes.get(segment, 0) + layers.nbytes
+    def _decode_later(self, encoded: Any) -> list[Any]:
+        return []
 
 
 def replayed(course: Course, deadline_s: float, level: str | None = None, longer: float = 1.0) -> tuple[float, Stream]:
@@ -143,10 +139,11 @@ def replayed(course: Course, deadline_s: float, level: str | None = None, longer
     time, text_s = Time(), TEXT_S / PIECES
     sizes = {name: round(INT8 / PIECES * share) for name, share in OVER_INT8.items()}
     stored = sizes if level is None else {level: sizes[level]}
-    parts = [StreamPart(at, TOKENS, stored, text_s if level is None else None) for at in range(PIECES)]
-    keys = [ChunkKey("model", str(at)) for at in range(PIECES)]
-    fetches = [Fetch(at, key, "line", "int8", sizes["int8"], TOKENS) for at, key in enumerate(keys)]
+    parts = list[StreamPart]()
+    for at in range(PIECES):
+        fetch = Fetch(at, ChunkKey("model", str(at)), "line", "int8", sizes["int8"], TOKENS, tuple(stored.items()))
+        parts.append(StreamPart(fetch, (at,), TOKENS, text_s if level is None else None))
     terms = Terms(0.0, deadline_s, BASE_S, TOKENS)
-    with Replayed(SharedLine(course, time), time, fetches, parts, terms) as stream:
+    with Replayed(SharedLine(course, time), time, parts, terms) as stream:
         stream.run()
     return time.now + longer * (BASE_S + text_s * len(stream.text)), stream

@@ -14,7 +14,6 @@ from ragfuse.load.stream import BYTES_UNREADABLE, COMPUTED, GIVEN_UP, NOT_WAITED
 from ragfuse.plan.stream_level import AS_TEXT, StreamPart
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.redis import RedisTier
-from ragfuse.types.answer import PieceTrace
 from ragfuse.types.kv import ChunkKV
 from ragfuse.types.plan import Fetch
 from tests.load.proxy import published
@@ -39,9 +38,8 @@ class Watched(KVStore):
 
     def read_encoded(self, wanted, first, count, tier, level):
         number = next(at for at in range(PIECES) if key(at) == wanted)
-        if first == 0:
-            self.reads.append(number)
-            self.before(number)
+        self.reads.append(number)
+        self.before(number)
         return super().read_encoded(wanted, first, count, tier, level)
 
 
@@ -89,40 +87,35 @@ class Case:
 
     def run(self, deadline_s: float, **terms) -> Stream:
         """What came, decoded and compared."""
-        parts = [StreamPart(at, TOKENS, SIZES, self.text_s) for at in range(PIECES)]
-        fetches = [Fetch(at, key(at), "line", "raw", SIZES["raw"]) for at in range(PIECES)]
-        given = {"piece_tokens": TOKENS, **terms}
-        with Stream(self.store, fetches, parts, LAYERS, self.link, Terms(0.0, deadline_s, **given), clock=Since()) as s:
+        parts, given = parts_of(self.text_s), {"piece_tokens": TOKENS, **terms}
+        with Stream(self.store, parts, LAYERS, self.link, Terms(0.0, deadline_s, **given), clock=Since()) as s:
             s.run()
             for layer in range(LAYERS):
                 found = s.read(layer)
                 assert set(found) == set(s.received)
-                for segment in s.received:
-                    own = self.levels(s, segment, layer)
-                    assert same(found[segment], at_level(segment, own[-1], layer))
-                    assert own in (["raw"], ["int8"], ["int8", "raw"])
+                assert all(same(found[at], at_level(at, level, layer)) for at, (level, _) in s.received.items())
         for segment, (level, nbytes) in s.received.items():
             steps = [each for each in s.pieces if segment in each.segments and not each.why]
-            assert (level == "int8") == any(self.levels(s, segment, at)[-1] == "int8" for at in range(LAYERS))
+            assert [each.level for each in steps] in (["raw"], ["int8"], ["int8", "raw"])
+            assert level == steps[-1].level
             assert nbytes == sum(each.nbytes for each in steps)
         assert set(s.received) | set(s.text) == set(range(PIECES))
         assert not set(s.received) & set(s.text)
         return s
 
-    def levels(self, stream: Stream, segment: int, layer: int) -> list[str]:
-        """At which levels a layer of a segment came, one after the other."""
-        return [each.level for each in stream.pieces if _brought(each, segment, layer)]
+
+def part(number: int, text_s: float | None, segments: tuple[int, ...] = ()) -> StreamPart:
+    """A chunk at both levels, for the segment of its number or these."""
+    fetch = Fetch(number, key(number), "line", "raw", SIZES["raw"], TOKENS, tuple(SIZES.items()))
+    return StreamPart(fetch, segments or (number,), TOKENS * max(1, len(segments)), text_s)
+
+
+def parts_of(text_s: float | None) -> list[StreamPart]:
+    return [part(at, text_s) for at in range(PIECES)]
 
 
 def opened(store: Watched, parts: list[StreamPart], terms: Terms, link: Link | None = None, clock=None) -> Stream:
-    """A stream of segments, each from the chunk of its number; those that share one from the first's."""
-    owners = {segment: part.segment for part in parts for segment in (part.segment, *part.also)}
-    fetches = [Fetch(segment, key(owner), "line", "raw", SIZES["raw"]) for segment, owner in owners.items()]
-    return Stream(store, fetches, parts, LAYERS, link or Link(), terms, clock=clock or Since())
-
-
-def _brought(step: PieceTrace, segment: int, layer: int) -> bool:
-    return segment in step.segments and layer in range(*step.layers) and not step.why
+    return Stream(store, parts, LAYERS, link or Link(), terms, clock=clock or Since())
 
 
 class Since:
@@ -143,8 +136,8 @@ def at_level(segment: int, level: str, layer: int):
 
 
 def levels(stream: Stream) -> list[str]:
-    """What each piece came as, by its first step."""
-    return [piece.level for piece in stream.pieces if not piece.layers[0]]
+    """What each piece came as."""
+    return [piece.level for piece in stream.pieces]
 
 
 def mbps(number: float) -> Trace:
@@ -202,7 +195,7 @@ def test_a_slow_start_is_no_trouble(store):
 
 def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
     store.before = lambda number: store.tiers[0].delete([key(1)]) if number == 0 else None
-    parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    parts = parts_of(60.0)
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=PIECES * TOKENS, prior=1e9)) as stream:
         stream.run()
         assert set(stream.read(0)) == {0, 2, 3}
@@ -211,10 +204,7 @@ def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
 
 
 def test_an_entry_that_segments_share_crosses_the_line_once(store):
-    parts = [
-        StreamPart(0, TOKENS, SIZES, 60.0).and_for(StreamPart(1, TOKENS, SIZES, 60.0)),
-        StreamPart(2, TOKENS, SIZES, 60.0),
-    ]
+    parts = [part(0, 60.0, (0, 1)), part(2, 60.0)]
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e9)) as stream:
         stream.run()
         found = stream.read(0)
@@ -226,7 +216,7 @@ def test_an_entry_that_segments_share_crosses_the_line_once(store):
 
 
 def test_waiting_for_its_turn_says_nothing_of_the_line(store):
-    now, link, parts = [0.0], Link(1), [StreamPart(0, TOKENS, SIZES, 60.0)]
+    now, link, parts = [0.0], Link(1), [part(0, 60.0)]
     with opened(store, parts, Terms(0.0, 1.0), link, lambda: now[0]) as stream:
         thread = threading.Thread(target=stream.run)
         with link.slot():
@@ -239,14 +229,14 @@ def test_waiting_for_its_turn_says_nothing_of_the_line(store):
 
 
 def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
-    with opened(store, [StreamPart(0, TOKENS, SIZES, 60.0)], Terms(0.0, 30.0, prior=1e9)) as stream:
+    with opened(store, [part(0, 60.0)], Terms(0.0, 30.0, prior=1e9)) as stream:
         stream.run()
         assert stream.read(0)
     assert stream.read(1) == {}
 
 
 def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store):
-    parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    parts = parts_of(60.0)
     store.line.start(mbps(4))
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e4)) as stream:
         stream.run()
@@ -258,7 +248,7 @@ def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store
 
 
 def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_that_was_there(store):
-    parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    parts = parts_of(60.0)
     store.line.start(mbps(0.5))
     terms = Terms(0.0, 2 * PIECES * SIZES["raw"] / 0.5e6, piece_tokens=TOKENS)
     seen: list[int] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,6 @@ from ragfuse.plan.stream_level import (
     COMPUTE_MARGIN,
     NEVER_LATE_S,
     PATIENCE,
-    STEP_S,
-    STEPS_PER_PIECE,
     StreamPart,
     StreamPiece,
     better_level,
@@ -22,17 +21,26 @@ from ragfuse.plan.stream_level import (
     first_level,
     first_look_s,
     is_given_up,
-    layers_together,
     pieces,
 )
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.plan import Fetch
 from tests.reference import Sent, streamed_at
 
 NAMES = ("raw", "int8", "cg1", "cg2", "cg3")
 SIZES = {"raw": 8_000_000, "int8": 4_000_000, "cg1": 1_600_000, "cg2": 1_000_000, "cg3": 600_000}
 
 
+def part(
+    segment: int, tokens: int, sizes: Mapping[str, int], text_s: float | None = None, decode_s=MappingProxyType({})
+):
+    """A segment with an entry of its own."""
+    fetch = Fetch(segment, ChunkKey("model", str(segment)), "line", "raw", 0, tokens, tuple(sizes.items()))
+    return StreamPart(fetch, (segment,), tokens, text_s, decode_s)
+
+
 def piece(segment: int = 0, tokens: int = 1500, text_s: float | None = 1.0, **sizes: int) -> StreamPiece:
-    return StreamPiece((StreamPart(segment, tokens, sizes or SIZES, text_s),))
+    return StreamPiece((part(segment, tokens, sizes or SIZES, text_s),))
 
 
 @some.composite
@@ -52,7 +60,7 @@ def as_pieces(stream: Sequence[Sent]) -> list[StreamPiece]:
     return [
         StreamPiece(
             (
-                StreamPart(
+                part(
                     at,
                     1500,
                     {name: nbytes for name, nbytes, _ in sent.levels},
@@ -95,7 +103,7 @@ def test_once_something_lossy_came_the_rest_is_read_too():
 
 
 def test_a_piece_without_levels_is_recomputed():
-    assert first_level([StreamPiece((StreamPart(0, 10, {}, None),))], 1e9, 0.0) == AS_TEXT
+    assert first_level([StreamPiece((part(0, 10, {}, None),))], 1e9, 0.0) == AS_TEXT
 
 
 def test_the_lossiest_pieces_come_again_at_the_best_level_for_which_there_is_time():
@@ -107,13 +115,13 @@ def test_the_lossiest_pieces_come_again_at_the_best_level_for_which_there_is_tim
 
 
 def test_decoding_counts_and_hides_behind_what_is_still_on_its_way():
-    slow = [StreamPiece((StreamPart(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}),)) for at in range(3)]
+    slow = [StreamPiece((part(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}),)) for at in range(3)]
     assert delay_s(slow, "cg1", 1e6) == pytest.approx(3.5)
     assert delay_s(slow, "cg1", 1e7) == pytest.approx(1.6)
 
 
 def test_levels_of_a_piece_are_those_that_all_its_parts_have():
-    both = StreamPiece((StreamPart(0, 10, {"raw": 4, "int8": 2, "cg1": 1}), StreamPart(1, 10, {"raw": 4, "cg1": 1})))
+    both = StreamPiece((part(0, 10, {"raw": 4, "int8": 2, "cg1": 1}), part(1, 10, {"raw": 4, "cg1": 1})))
     assert both.sizes == {"raw": 8, "cg1": 2}
 
 
@@ -124,31 +132,12 @@ def test_a_piece_that_lacks_the_level_counts_at_its_own_of_that_rank():
 
 @given(some.lists(some.integers(1, 4000), max_size=30), some.integers(1, 3000))
 def test_pieces_are_whole_segments_in_order_and_as_long_as_allowed(tokens, most):
-    parts = [StreamPart(at, n, {}) for at, n in enumerate(tokens)]
+    parts = [part(at, n, {}) for at, n in enumerate(tokens)]
     cut = pieces(parts, most)
     assert [part for each in cut for part in each.parts] == parts
     for each, after in zip(cut, [*cut[1:], None], strict=False):
         assert each.tokens <= most or len(each.parts) == 1
         assert after is None or each.tokens + after.parts[0].tokens > most
-
-
-def test_what_is_left_of_a_piece_has_its_share_of_bytes_and_is_computed_whole():
-    whole = StreamPiece(tuple(StreamPart(at, 10, {"raw": 40, "cg1": 10}, 1.0, {"cg1": 0.5}) for at in range(3)))
-    rest = whole.rest([0, 2], 0.5)
-    assert (rest.segments, rest.sizes, rest.text_s) == ((0, 2), {"raw": 40, "cg1": 10}, 2.0)
-    assert rest.seconds("cg1", 1, 10.0) == (1.0, 0.5)
-    assert whole.rest([1], 1.0).sizes == {"raw": 40, "cg1": 10}
-
-
-@given(some.integers(1, 80), some.one_of(some.none(), some.floats(0, 100)))
-def test_a_piece_is_read_in_a_few_steps_none_of_which_is_short(n_layers, whole_s):
-    at, sizes = 0, []
-    while at < n_layers:
-        sizes.append(layers_together(n_layers, n_layers - at, whole_s))
-        at += sizes[-1]
-    assert at == n_layers
-    assert 1 <= len(sizes) <= STEPS_PER_PIECE
-    assert len(sizes) == 1 or whole_s is None or whole_s / len(sizes) >= STEP_S
 
 
 def test_a_piece_is_late_after_some_times_what_was_foreseen():
@@ -164,18 +153,18 @@ def test_on_an_unknown_line_a_piece_is_late_when_it_would_be_computed():
 
 def test_a_late_piece_is_given_up_once_waiting_as_long_again_is_worse_than_computing():
     left = [piece(text_s=1.0, int8=4_000_000), piece(1, text_s=1.0, int8=4_000_000)]
-    assert not is_given_up(left, 0.0, 4_000_000, 0.9, 0.0)
-    assert is_given_up(left, 0.0, 4_000_000, 1.1, 0.0)
-    assert not is_given_up([piece(text_s=None)], 0.0, 4_000_000, 100.0, 0.0)
+    assert not is_given_up(left, "int8", 0.9, 0.0)
+    assert is_given_up(left, "int8", 1.1, 0.0)
+    assert not is_given_up([piece(text_s=None)], "int8", 100.0, 0.0)
 
 
 def test_what_may_still_be_in_time_is_waited_for():
-    assert is_given_up([piece(text_s=1.0)], 0.0, 4_000_000, 1.1, 1.0)
-    assert not is_given_up([piece(text_s=1.0)], 0.0, 4_000_000, 1.1, 1.2)
+    assert is_given_up([piece(text_s=1.0)], "int8", 1.1, 1.0)
+    assert not is_given_up([piece(text_s=1.0)], "int8", 1.1, 1.2)
 
 
-def test_a_late_step_is_waited_for_where_the_rest_can_come_at_a_lesser_level():
-    left = [piece(text_s=3.0, int8=4_000_000, cg3=400_000), piece(1, text_s=3.0, int8=4_000_000, cg3=400_000)]
-    assert not is_given_up(left, 0.5, 400_000, 0.5, 1.0)
-    only = [piece(text_s=3.0, int8=4_000_000), piece(1, text_s=3.0, int8=4_000_000)]
-    assert is_given_up(only, 0.5, 400_000, 0.5, 1.0)
+def test_a_late_piece_is_waited_for_where_the_rest_can_come_at_a_lesser_level():
+    sizes = {"int8": 4_000_000, "cg3": 400_000}
+    left = [piece(text_s=0.4, **sizes), piece(1, text_s=3.0, **sizes)]
+    assert not is_given_up(left, "int8", 0.5, 1.0)
+    assert is_given_up([left[0], piece(1, text_s=3.0, int8=4_000_000)], "int8", 0.5, 1.0)

@@ -105,7 +105,7 @@ class Rig:
 
     def _worth_of(self, text: Text, ready: PreparedPrompt) -> Worth:
         """Judged once for all streams that brought the same."""
-        steps = ((piece.segments, piece.level, piece.layers) for piece in _came(ready) if not piece.why)
+        steps = ((piece.segments, piece.level) for piece in _came(ready) if not piece.why)
         lossy = tuple(step for step in steps if step[1] not in ("text", RAW.name))
         if not lossy:
             return text.judge.raw()

@@ -76,7 +76,7 @@ async def _none(llm: RagFuseLLM, call: str) -> None:
 async def test_wishes_that_nobody_knows_are_refused(llm: RagFuseLLM, call: str) -> None:
     with pytest.raises(InputError, match=r"takes no argument 'temprature' in a call; wanted one of .*temperature"):
         await answered(llm, call, "Hello?", temprature=1.0)
-    with pytest.raises(SettingsError, match=r"ratio is 3.0; wanted a number"):
+    with pytest.raises(SettingsError, match="ratio"):
         await answered(llm, call, "Hello?", ratio=3.0)
 
 
