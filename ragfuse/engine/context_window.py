@@ -8,16 +8,8 @@ from __future__ import annotations
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 
-BODY_NBYTES = 1 << 18
-"""Bytes allowed for everything in a request that is not the text of its prompt: names, tools, settings."""
-ESCAPED_NBYTES = 2
-"""Bytes of JSON allowed per character of a prompt: an escaped line break has two."""
 TOKEN_CHARS = 128
 """Most characters that a token stands for, in the longest vocabularies: a run of spaces."""
-UNKNOWN_TOKENS = 1 << 17
-"""Tokens of the prompt in the largest request, where the model sets no limit."""
-MAX_NBYTES = 1 << 24
-"""Most bytes of a request, for any model."""
 
 
 def advice_for(may_drop: bool) -> str:
@@ -56,9 +48,3 @@ def check_text(text: str, model: HFModel, may_drop: bool, n_left_out: int) -> No
             advice_for(may_drop),
             may_drop,
         )
-
-
-def largest_body(model: HFModel) -> int:
-    """Return the most bytes of a request to a server: the JSON of the longest prompt that can fit the model."""
-    tokens = model.max_context or UNKNOWN_TOKENS
-    return min(MAX_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * TOKEN_CHARS * tokens)

@@ -17,7 +17,7 @@ from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, TenantDocuments, shown
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
-from ragfuse.serve.service import DOCUMENTS_PATH, Service
+from ragfuse.serve.service import Service
 from ragfuse.serve.upload_text import text_of_pdf, text_of_type
 
 MAX_NAME = 256
@@ -54,7 +54,7 @@ class SearchRequest(RequestBody):
 
 def document_routes(service: Service) -> APIRouter:
     """Return the routes of documents."""
-    routes, lists = APIRouter(prefix=DOCUMENTS_PATH, route_class=BodyRoute), dict[str, TenantDocuments]()
+    routes, lists = APIRouter(prefix="/v1/ragfuse/documents", route_class=BodyRoute), dict[str, TenantDocuments]()
 
     async def listed(request: Request) -> TenantDocuments:
         """Return the documents of the client's tenant, as the file has them now."""

@@ -19,11 +19,11 @@ import numpy as np
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, StoreError
 from ragfuse.serve.document_records import StoredDocument
-from ragfuse.serve.entries import freed, stored_chunks
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
 from ragfuse.serve.split import passages
+from ragfuse.serve.stored import freed, stored_chunks
 from ragfuse.store.deletion import Chunk, leave_source
 from ragfuse.text.mended import mended
 from ragfuse.types.keys import token_digest

@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.response_schema import InputItem
+from ragfuse.serve.response_schema import ITEMS, InputItem
 from ragfuse.settings import Settings
 from ragfuse.store.record_file import RecordFile, tenant_digest
 
@@ -62,7 +60,6 @@ _ONE = "SELECT response, items, previous, session FROM responses WHERE tenant = 
 _CONTINUE = """
 UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND NOT is_continued RETURNING session
 """
-_ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
 
 
 @dataclass(frozen=True)
@@ -158,8 +155,7 @@ class ResponseRecords:
         rows = self._file.query(sql, (tenant_digest(salt), id))
         try:
             found = [
-                Record(json.loads(row[0] or "{}"), _ITEMS.validate_python(json.loads(row[1])), *row[2:4])
-                for row in rows
+                Record(json.loads(row[0] or "{}"), ITEMS.validate_python(json.loads(row[1])), *row[2:4]) for row in rows
             ]
         except ValueError:
             log.warning("A stored response is damaged, and is taken as missing.")

@@ -17,6 +17,7 @@ from ragfuse.errors import ModelError, TransferError
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import CompletionRequest
+from ragfuse.serve.service import Service
 from ragfuse.transfer import UNKNOWN, TransferHandle, TransferModel, TransferPlace, sample_weights
 
 log = logging.getLogger("ragfuse.serve")
@@ -101,26 +102,18 @@ class PromptTransfer:
         return [AnswerRequest(made[0].question, ask, transfer=self)]
 
 
-def transfer_of(
-    request: CompletionRequest,
-    place: TransferPlace | None,
-    model: str,
-    salt: str,
-    level: str,
-) -> PromptTransfer | None:
+def transfer_of(body: CompletionRequest, service: Service, salt: str) -> PromptTransfer | None:
     """Return the transfer that a request asks for; None where it is to be answered here.
 
     Args:
-        request: The body of the request.
-        place: Where KV is put; None: the server has no such place.
-        model: Name of the model.
+        body: The body of the request.
+        service: The service.
         salt: The tenant's salt.
-        level: The codec level.
 
     Raises:
         APIError: It cannot be done (400).
     """
-    params = request.kv_transfer_params or {}
+    params = body.kv_transfer_params or {}
     if params.get("do_remote_prefill"):
         raise unusable(
             FIELD,
@@ -129,13 +122,13 @@ def transfer_of(
         )
     if not params.get("do_remote_decode"):
         return None
-    if place is None:
+    if service.transfers is None:
         raise unusable(
             FIELD,
             f"{FIELD} ask this server to hand KV over, but it has no place for it. Start it with RAGFUSE_TRANSFER_URL "
             "set to a folder or URL that the engine that decodes reaches, too.",
         )
     for name in ("stream", "session_id"):
-        if getattr(request, name):
+        if getattr(body, name):
             raise unusable(name, f"{name} cannot be used with {FIELD}: another engine writes the answer. Leave it out.")
-    return PromptTransfer(place, model, salt, level)
+    return PromptTransfer(service.transfers, service.model, salt, service.settings.transfer_level)

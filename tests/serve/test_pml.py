@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -152,25 +151,24 @@ def test_a_tenant_has_as_many_schemas_as_it_may(served: Served) -> None:
 def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
     is_late: bool, status: int, varied_path: Path, tmp_path: Path
 ) -> None:
-    ahead_s = [0.0]
-    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + ahead_s[0])
+    told = threading.Event()
     settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
-    with serving(settings) as served, pytest.MonkeyPatch.context() as patched:
+    with serving(settings.model_copy(update={"serve_timeout_s": 2.0}) if is_late else settings) as served:
         engine = engine_of(served)
         keep = engine.runtime.encoder.__class__.keep_run
 
         def slowly(*args: Any) -> int:
             if is_late:
-                ahead_s[0] = settings.serve_timeout_s
+                told.wait(60)
             else:
                 served.service.stop()
             return keep(*args)
 
-        patched.setattr("ragfuse.serve.service.time", clock)
-        patched.setattr(engine.runtime.encoder.__class__, "keep_run", slowly)
-        answer = served.post(SCHEMAS, {"pml": TRIP})
-        wait_for(lambda: served.service.admission.is_idle)
-        patched.undo()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine.runtime.encoder.__class__, "keep_run", slowly)
+            answer = served.post(SCHEMAS, {"pml": TRIP})
+            told.set()
+            wait_for(lambda: served.service.admission.is_idle)
         assert answer.status_code == status
         assert "is not computed again" in answer.json()["error"]["message"]
         assert engine.schemas.names() == []

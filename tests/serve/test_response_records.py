@@ -16,14 +16,15 @@ from ragfuse.errors import StoreError
 from ragfuse.serve import response_records
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.response_records import RESPONSES_FILE, ResponseRecords
-from ragfuse.serve.response_schema import InputItem
+from ragfuse.serve.response_schema import ITEMS, InputItem
 from tests.serve.kit import serving
 
 openai = pytest.importorskip("openai", reason="the client is not installed")
 
 
 def said(text: str) -> InputItem:
-    return InputItem(role="user", content=text)
+    (item,) = ITEMS.validate_python([{"role": "user", "content": text}])
+    return item
 
 
 def add(records: ResponseRecords, id: str, previous: str | None = None, salt: str = "s", text: str = "") -> None:
@@ -32,7 +33,7 @@ def add(records: ResponseRecords, id: str, previous: str | None = None, salt: st
 
 
 def texts(records: ResponseRecords, id: str, salt: str = "s") -> list[Any]:
-    return [item.content for item in records.conversation(salt, id)]
+    return [item.content[0].text for item in records.conversation(salt, id)]
 
 
 @pytest.fixture(params=["disk", "memory"])

@@ -226,37 +226,6 @@ def test_parallel_calls_are_one_where_they_are_not_wanted(served: Served) -> Non
     assert [call["index"] for call in calls] == [0]
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_allowed_tools_are_the_only_ones(served: Served, nested: bool) -> None:
-    named = [{"type": "function", "function": {"name": name}} if nested else {"type": "function", "name": name}
-             for name in ("door", "lamp")]  # fmt: skip
-    held = {"mode": "required", "tools": named}
-    choice = {"type": "allowed_tools", **({"allowed_tools": held} if nested else held)}
-    ask = asked(tool_choice=choice)
-    assert ask.tool_choice == "required"
-    assert [tool["function"]["name"] for tool in ask.tools] == ["lamp", "door"]
-    call = chatted(served, tools=TOOLS, tool_choice=choice, max_tokens=200)["choices"][0]["message"]["tool_calls"][0]
-    assert call["function"]["name"] in ("lamp", "door")
-    one = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named[:1]}}
-    assert (asked(tool_choice=one).tool_choice, len(asked(tool_choice=one).tools)) == ("auto", 1)
-
-
-@pytest.mark.parametrize(
-    "held",
-    [
-        {"mode": "auto", "tools": []},
-        {"mode": "auto", "tools": [{"type": "function", "function": {"name": "oven"}}]},
-        {"mode": "none", "tools": [TOOLS[0]]},
-        {"tools": "fan"},
-        [],
-    ],
-)
-def test_allowed_tools_that_are_none_are_told(held: Any) -> None:
-    with pytest.raises(APIError) as caught:
-        asked(tool_choice={"type": "allowed_tools", "allowed_tools": held})
-    assert caught.value.param == "tool_choice"
-
-
 @pytest.mark.parametrize("limit", [1, 5, 20])
 def test_a_call_that_there_is_no_room_for_ends_at_the_length(served: Served, limit: int) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "fan"}}):
@@ -283,7 +252,7 @@ def test_what_a_template_reads_is_found_in_its_code() -> None:
     assert ChatTemplate.of(None, ()) == ChatTemplate()
 
 
-def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
+def test_no_effort_turns_off_the_thoughts_of_a_template_that_has_a_switch() -> None:
     reads = ChatTemplate.of("{% if enable_thinking %}{{ reasoning_effort }}{% endif %}", ["<think>", "</think>"])
     body = {"model": "m", "messages": [said()]}
 
@@ -302,22 +271,6 @@ def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
     switch = ChatTemplate.of("{% if enable_thinking %}<think>{% endif %}", ["<think>", "</think>"])
     assert told(switch, reasoning_effort="none") == {"enable_thinking": False}
     assert told(reasoning_effort="none") == {"reasoning_effort": "none"}  # which that template reads itself
-    for fields, param in (
-        ({"verbosity": "low"}, "verbosity"),
-        ({"chat_template_kwargs": {"verbosity": "low"}}, "chat_template_kwargs"),
-    ):
-        with pytest.raises(APIError) as caught:
-            told(**fields)
-        assert (caught.value.status, caught.value.param) == (400, param)
-    for template in (nothing, switch):
-        with pytest.raises(APIError, match="reasoning_effort"):
-            told(template, reasoning_effort="low")
-    with pytest.raises(APIError, match="reasoning_effort"):
-        told(switch, reasoning_effort="none", enable_thinking=True)
-    always = ChatTemplate.of("<think>", ["<think>", "</think>"])  # which thinks, and reads nothing
-    for fields in ({"reasoning_effort": "none"}, {"enable_thinking": False}):
-        with pytest.raises(APIError):
-            told(always, **fields)
 
 
 def test_a_message_is_gone_on_with_where_that_is_asked_for() -> None:
