@@ -78,7 +78,7 @@ def text_requests(body: TextRequest, n_tokens: int | None = None) -> list[Answer
         APIError: Fields contradict each other, or cannot be honoured (400).
     """
     given, chunks = body.prompt, _chunks(body.documents or ())
-    ask = replace(_ask_of(body), max_tokens=body.max_tokens or None)
+    ask = replace(_ask_of(body), max_tokens=body.max_tokens)
     ask = replace(ask, documents=(*ask.documents, *((chunk.text, chunk.source) for chunk in chunks)))
     is_one = isinstance(given, str) or isinstance(given[0], int)
     found = list[AnswerRequest]()
@@ -93,9 +93,8 @@ def text_requests(body: TextRequest, n_tokens: int | None = None) -> list[Answer
         if not question:
             raise unusable("prompt", "The prompt is empty; wanted a text to continue.")
         echo = prompt if question == prompt and isinstance(prompt, str) else ""
-        changes: dict[str, Any] = {"writes": body.max_tokens != 0}
-        changes |= {"echo": echo, "n_top": body.logprobs} if body.echo else {}
-        found += [replace(each, **changes) for each in _answers(question, ask, body.n or 1, body.logprobs)]
+        echoed: dict[str, Any] = {"echo": echo, "n_top": body.logprobs} if body.echo else {}
+        found += [replace(each, **echoed) for each in _answers(question, ask, body.n or 1, body.logprobs)]
     return found
 
 

@@ -19,7 +19,7 @@ from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.token_trace import TokenRecorder
-from ragfuse.types.answer import Answer, Thought, Trace
+from ragfuse.types.answer import Answer, Thought
 
 
 class Transfer(Protocol):
@@ -44,7 +44,6 @@ class AnswerRequest:
         recorder: Records the tokens' log probabilities; None: they are not wanted.
         echo: Text of the prompt to repeat before the answer; "": decode it from the token ids; None: no echo.
         n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not score it.
-        writes: Whether to generate an answer; False for scoring a prompt only.
         transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
         tokens: Records what becomes of the prompt's tokens; None: that is not wanted.
     """
@@ -54,7 +53,6 @@ class AnswerRequest:
     recorder: LogprobRecorder | None = None
     echo: str | None = None
     n_top: int | None = None
-    writes: bool = True
     transfer: Transfer | None = None
     tokens: TokenRecorder | None = None
 
@@ -184,15 +182,9 @@ class AnswerRun:
         self._has_begun = False
         timer = asyncio.get_running_loop().call_at(self._deadline_s, self.finish)
         try:
-            if request.echo is not None or not request.writes:
-                ids, echo = await asyncio.to_thread(self._prompt_of, request)
-                if request.echo is not None:
-                    put(TextDelta(index, request.echo or self.engine.model.text(ids), echo))
-            if request.writes:
-                await self._generate(index, request)
-            else:
-                trace = Trace(self.engine.model.name, tokens=len(ids), tokens_fresh=len(ids))
-                put(Completed(index, Answer("", (), "length", trace)))
+            if request.echo is not None:
+                put(TextDelta(index, *await asyncio.to_thread(self._echo, request, request.echo)))
+            await self._generate(index, request)
         finally:
             timer.cancel()
 
@@ -217,18 +209,18 @@ class AnswerRun:
                 put(TextDelta(index, rest, token_logprobs))
             params = request.transfer.params() if request.transfer is not None else None
             recorder = request.tokens
-            tokens = await asyncio.to_thread(recorder.as_dict, self.engine, answer.trace) if recorder else None
+            tokens = await asyncio.to_thread(recorder.as_dict, self.engine) if recorder is not None else None
             put(Completed(index, answer, self._is_late, params, tokens))
         finally:
             stream.cancel()
             await asyncio.to_thread(stream.close)
 
-    def _prompt_of(self, request: AnswerRequest) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
-        """Return the ids of a prompt, with their log probabilities from a separate forward pass if wanted."""
+    def _echo(self, request: AnswerRequest, echo: str) -> tuple[str, Sequence[TokenLogprob]]:
+        """Return the text of a prompt, with log probabilities from a separate forward pass if wanted."""
         ids = self.engine.prompt(request.question).token_ids
-        if request.echo is None or request.n_top is None:
-            return ids, ()
-        return ids, of_prompt(self.engine.runtime.score(ids, request.n_top, self._check))
+        n_top = request.n_top
+        scores = self.engine.runtime.score(ids, n_top, self._check) if n_top is not None else ()
+        return echo or self.engine.model.text(ids), of_prompt(scores)
 
     def _check(self) -> None:
         """Raise APIError where the run was cancelled, or is past its deadline."""

@@ -14,13 +14,9 @@ from fastapi import APIRouter, Request
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, outline, parse_schema
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.refusals import APIError, unusable
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
-from ragfuse.types.ingested import Ingested
-
-MAX_NAME_CHARS = 256
-"""Most characters of a schema's name."""
 
 
 def schema_routes(service: Service) -> APIRouter:
@@ -30,27 +26,30 @@ def schema_routes(service: Service) -> APIRouter:
     @routes.post("")
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
         """Register a schema, and compute the KV of its modules that is not stored yet. Waits in the request queue."""
-        max_schemas = service.settings.serve_schemas
-        found = await service.work_for(
-            request, lambda engine, check: _register(engine, _checked(body.pml), max_schemas, check)
-        )
-        return _as_dict(found)
+        most = service.settings.serve_schemas
+        found = await service.work_for(request, lambda engine, check: _register(engine, body.pml, most, check))
+        done, layout = found.done, found.layout
+        return {
+            "object": "ragfuse.schema",
+            "name": found.name,
+            "runs": done.chunks,
+            "encoded": done.encoded,
+            "tokens": done.tokens,
+            "nbytes": done.nbytes,
+            "positions": layout.n_positions,
+            "notes": list(layout.notes),
+        }
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the schemas of the client's tenant."""
         found = await service.lookup(request, lambda engine: engine.schemas.ls())
-        schemas = [
-            {
-                "object": "ragfuse.schema",
-                "name": each.name,
-                "modules": each.modules,
-                "scaffolds": each.scaffolds,
-                "added": int(each.added),
-            }
+        names = ("name", "modules", "scaffolds")
+        data = [
+            {"object": "ragfuse.schema", **{name: getattr(each, name) for name in names}, "added": int(each.added)}
             for each in found
         ]
-        return {"object": "list", "data": schemas}
+        return {"object": "list", "data": data}
 
     @routes.get("/{name:path}")
     async def show(request: Request, name: str) -> dict[str, Any]:
@@ -60,59 +59,39 @@ def schema_routes(service: Service) -> APIRouter:
     @routes.delete("/{name:path}")
     async def remove(request: Request, name: str) -> dict[str, Any]:
         """Remove a schema, and its KV unless another schema of the tenant uses it."""
-        nbytes = await service.lookup(request, lambda engine: _remove(engine, name))
+        nbytes = await service.lookup(request, lambda engine: engine.schemas.remove(_stored(engine, name).name))
         return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
 
     return routes
 
 
-def _checked(pml: str) -> str:
-    """Return the schema's text; APIError (400) where its name cannot be part of a URL path."""
-    text = pml.removeprefix("\ufeff")
-    name = parse_schema(text).name
-    if len(name) > MAX_NAME_CHARS or not name.isprintable() or not name.strip("./ "):
-        raise unusable(
-            "pml",
-            f"The schema's name is {name!r:.80}; wanted at most {MAX_NAME_CHARS} printable characters, not only dots, "
-            "slashes and spaces.",
-        )
-    return text
-
-
-def _register(engine: Engine, pml: str, max_schemas: int, check: Callable[[Ingested], None]) -> RegisteredSchema:
-    names = engine.schemas.names()
-    if len(names) >= max_schemas and parse_schema(pml).name not in names:
-        raise APIError(
-            400,
-            f"There are {len(names)} schemas already, of at most {max_schemas}. Remove one first.",
-            "too_many",
-            "pml",
-        )
-    return engine.schemas.register(pml, check)
-
-
-def _as_dict(found: RegisteredSchema) -> dict[str, Any]:
-    done, layout = found.done, found.layout
-    counts = {"runs": done.chunks, "encoded": done.encoded, "tokens": done.tokens, "nbytes": done.nbytes}
-    layout_fields = {"positions": layout.n_positions, "notes": list(layout.notes)}
-    return {"object": "ragfuse.schema", "name": found.name, **counts, **layout_fields}
+def _register(engine: Engine, pml: str, most: int, check: Callable[[object], None]) -> RegisteredSchema:
+    text, names = pml.removeprefix("\ufeff"), engine.schemas.names()
+    name = parse_schema(text).name  # refuses what the engine would take for the name of a file
+    if len(names) >= most and name not in names:
+        told = f"There are {len(names)} schemas already, of at most {most}. Remove one first."
+        raise APIError(400, told, "too_many", "pml")
+    return engine.schemas.register(text, check)
 
 
 def _show(engine: Engine, name: str) -> dict[str, Any]:
-    schema, per_token = _stored_schema(engine, name), engine.model.nbytes_per_token
+    schema, per_token = _stored(engine, name), engine.model.nbytes_per_token
     layout = engine.schemas.laid_out(schema)
-    n_tokens = sum(len(run.tokens) for run in layout.runs)
-    fields = {"name": schema.name, "pml": schema.pml, "added": int(schema.added), "positions": layout.n_positions}
-    sizes = {"runs": len(layout.runs), "tokens": n_tokens, "nbytes_per_token": per_token}
-    parts = list(outline(layout, per_token))
-    return {"object": "ragfuse.schema", **fields, **sizes, "parts": parts, "notes": list(layout.notes)}
+    return {
+        "object": "ragfuse.schema",
+        "name": schema.name,
+        "pml": schema.pml,
+        "added": int(schema.added),
+        "positions": layout.n_positions,
+        "runs": len(layout.runs),
+        "tokens": sum(len(run.tokens) for run in layout.runs),
+        "nbytes_per_token": per_token,
+        "parts": list(outline(layout, per_token)),
+        "notes": list(layout.notes),
+    }
 
 
-def _remove(engine: Engine, name: str) -> int:
-    return engine.schemas.remove(_stored_schema(engine, name).name)
-
-
-def _stored_schema(engine: Engine, name: str) -> StoredSchema:
+def _stored(engine: Engine, name: str) -> StoredSchema:
     found = engine.schemas.get(name)
     if found is None:
         wanted = engine.schemas.describe_names()

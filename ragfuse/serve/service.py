@@ -210,7 +210,7 @@ class Service:
                 tasks.append(self.transfers.sweep_if_due)
             for task in tasks:
                 try:
-                    await self.threads.run(self.threads.upkeep, task)
+                    await self.threads.run(self.threads.ahead, task)
                 except Exception as error:
                     log.warning("A tenant's quota could not be enforced now; it is tried again soon: %s", error)
 

@@ -141,22 +141,17 @@ def delete(engine: Engine, source: str | None) -> dict[str, Any]:
         APIError: KV may still be stored somewhere (503).
     """
     known = _texts(engine)
+    texts = {text for pairs in known.values() for each, text in pairs if source in (None, each)}
+    kept = leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__) if source else set()
+    chunks = {chunk for chunk, pairs in known.items() if pairs[0][1] in texts - kept}
     if source is None:
-        texts = {pairs[0][1] for pairs in known.values()}
-        chunks = {chunk_of(entry.key) for entry in _own(engine)}
-        kept = set[str]()
-    else:
-        texts = {pairs[0][1] for pairs in known.values() if source in {each for each, _ in pairs}}
-        chunks = set[Chunk]()
-        kept = leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__) if source else set()
-    chunks |= {chunk for chunk, pairs in known.items() if pairs[0][1] in texts - kept}
+        chunks |= {chunk_of(entry.key) for entry in _own(engine)}
 
     def forget() -> None:
         engine.forget(sorted(texts - kept))
         forget_chunks(engine.store, engine.catalog.strict, chunks)
 
-    n = len(chunks & {chunk_of(entry.key) for entry in _own(engine)})
-    return {"object": "ragfuse.deleted", "chunks": n, **freed(engine, forget, chunks), "kept": len(kept)}
+    return {"object": "ragfuse.deleted", "chunks": len(chunks), **freed(engine, forget, chunks), "kept": len(kept)}
 
 
 def freed(engine: Engine, forget: Callable[[], object], chunks: Collection[Chunk]) -> dict[str, Any]:

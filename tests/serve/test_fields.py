@@ -70,7 +70,7 @@ CHAT: dict[str, tuple[Fields, Fields]] = {
 TEXT: dict[str, tuple[Fields, Fields]] = {
     **BOTH,
     "prompt": (PLAIN, {"prompt": "Another text"}),
-    "max_tokens": (PLAIN, {"max_tokens": 0}),
+    "max_tokens": (PLAIN, {"max_tokens": 2}),
     "logprobs": (PLAIN, {"logprobs": 0}),
     "echo": (PLAIN, {"echo": True}),
 }

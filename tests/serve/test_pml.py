@@ -106,8 +106,6 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served, model: str) 
         ("trip.xml", "wanted well-formed XML"),
         ("/etc/passwd", "wanted well-formed XML"),
         ('<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><schema name="x">&e;</schema>', "a DTD"),
-        ('<schema name="..">text</schema>', "not only dots, slashes"),
-        (f'<schema name="{"n" * 300}">text</schema>', "at most 256 printable characters"),
         (f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>', "4,096 tokens"),
         ("", "at least 1 character"),
     ],
