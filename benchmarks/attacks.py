@@ -230,7 +230,7 @@ def large(model: str) -> Sequence[bytes]:
     """Large requests that are answered, and one that is refused."""
     ask = {"model": model, "max_tokens": 2}
     return (
-        request("/v1/ragfuse/explain", as_json(prompt=text_of(LARGE, 1))),
+        request("/v1/ragfuse/explain", as_json(messages=said(text_of(LARGE, 1)))),
         request("/v1/ragfuse/explain", as_json(messages=said(text_of(LARGE, 2)), documents=[text_of(5000, 3)])),
         request("/v1/completions", as_json(**ask, prompt=text_of(4 * WINDOW, 4))),
         request("/v1/chat/completions", as_json(**ask, messages=said(text_of(3000, 6)))),
@@ -265,7 +265,7 @@ def refusals(port: int, model: str, answers: Answers, times: int = 3) -> float:
         ("/v1/chat/completions", as_json(**ask, messages=said(text))),
         ("/v1/chat/completions", as_json(**ask, messages=said("Who?"), documents=[text[:40_000]] * 100)),
         ("/v1/completions", as_json(**ask, prompt="\n" * 2_000_000)),
-        ("/v1/ragfuse/explain", as_json(prompt=text)),
+        ("/v1/ragfuse/explain", as_json(messages=said(text))),
         ("/v1/completions", as_json(**ask, prompt="a", pml=f'<prompt schema="none">{text}</prompt>')),
         ("/v1/ragfuse/schemas", as_json(pml=f'<schema name="a"><module name="b">{text}</module></schema>')),
         ("/v1/completions", as_json(**ask, prompt=text)[:-1]),

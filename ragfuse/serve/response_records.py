@@ -133,17 +133,13 @@ class ResponseRecords:
             )
             transaction.execute(_BEYOND_LIMITS, limits)
 
-    def delete(self, salt: str, id: str) -> Record:
-        """Delete a response and return it; APIError (404) where there is none."""
-        record = self.get(salt, id)
+    def delete(self, salt: str, id: str) -> str | None:
+        """Delete a response; return its session if no other one belongs to it; APIError (404) where there is none."""
+        tenant, session = tenant_digest(salt), self.get(salt, id).session
         with self._file.write() as transaction:
-            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant_digest(salt), id))
-        return record
-
-    def has_session(self, salt: str, session: str) -> bool:
-        """Return whether a stored response belongs to a session."""
-        sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
-        return bool(self._file.query(sql, (tenant_digest(salt), session)))
+            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id))
+            sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
+            return None if transaction.execute(sql, (tenant, session)).fetchall() else session
 
     def close(self) -> None:
         """Close the file; a later use opens it again."""

@@ -76,10 +76,9 @@ def response_routes(service: Service) -> APIRouter:
     @routes.delete("/v1/responses/{id}")
     async def delete(request: Request, id: str) -> dict[str, Any]:
         """Delete a stored response, and with the last one of a conversation its session."""
-        salt = tenant_of(request).salt
-        record = await to_thread(records.delete, salt, id)
-        if not await to_thread(records.has_session, salt, record.session):
-            await service.lookup(request, lambda engine: _forget(engine, record.session))
+        session = await to_thread(records.delete, tenant_of(request).salt, id)
+        if session is not None:
+            await service.lookup(request, lambda engine: _forget(engine, session))
         return {"id": id, "object": "response", "deleted": True}
 
     return routes

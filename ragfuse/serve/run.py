@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
@@ -19,19 +19,8 @@ from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.token_trace import TokenRecorder
+from ragfuse.serve.transfer import PromptTransfer
 from ragfuse.types.answer import Answer, Thought
-
-
-class Transfer(Protocol):
-    """A receiver of a prefilled prompt, which another engine decodes."""
-
-    def put(self, prepared: PreparedPrompt) -> None:
-        """Take the prefilled prompt, before its answer is generated."""
-        ...
-
-    def params(self) -> dict[str, Any]:
-        """Return the `kv_transfer_params` of the response."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ class AnswerRequest:
     recorder: LogprobRecorder | None = None
     echo: str | None = None
     n_top: int | None = None
-    transfer: Transfer | None = None
+    transfer: PromptTransfer | None = None
     tokens: TokenRecorder | None = None
 
     def prefilled(self, prepared: PreparedPrompt) -> None:
@@ -207,7 +196,7 @@ class AnswerRun:
             rest, token_logprobs = answer.text[n_sent:], request.take_logprobs(answer)
             if rest or token_logprobs:
                 put(TextDelta(index, rest, token_logprobs))
-            params = request.transfer.params() if request.transfer is not None else None
+            params = request.transfer.params if request.transfer is not None else None
             recorder = request.tokens
             tokens = await asyncio.to_thread(recorder.as_dict, self.engine) if recorder is not None else None
             put(Completed(index, answer, self._is_late, params, tokens))

@@ -317,11 +317,10 @@ class ErrorBody(BaseModel):
 
 
 class ExplainRequest(ChatRequest):
-    """The body of `/v1/ragfuse/explain`: that of a chat, or a prompt to continue in place of its messages."""
+    """The body of `/v1/ragfuse/explain`: that of a chat."""
 
     model: str = ""
     messages: Annotated[list[RequestMessage], FailFast] = []
-    prompt: str | Ids | None = None
 
 
 class SchemaRequest(RequestBody):

@@ -171,7 +171,7 @@ def test_what_can_never_fit_the_model_is_told_before_it_is_searched_or_tokenised
     for path, fields in (
         ("/v1/chat/completions", {"messages": [said(text)]}),
         ("/v1/completions", {"prompt": text}),
-        ("/v1/ragfuse/explain", {"prompt": text}),
+        ("/v1/ragfuse/explain", {"messages": [said(text)]}),
         ("/v1/chat/completions", {"messages": [said()], "documents": [text]}),
     ):
         model = {} if "explain" in path else {"model": served.service.model}
