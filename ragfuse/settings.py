@@ -279,7 +279,7 @@ class Settings(BaseSettings):
         default=30.0, ge=0, description="Seconds that running answers may still take when a server stops."
     )
     serve_body_bytes: int = Field(
-        default=12 << 20, ge=1024, description="Largest request body; the default takes a PDF of 8 MiB in base64."
+        default=4 << 20, ge=1024, description="Largest request body; a document's may have 12 MiB in any case."
     )
     serve_tenant_bytes: int | None = Field(
         default=None,

@@ -230,7 +230,7 @@ class EngineReplica:
 
     def _note_later(self, tenant: APITenant, body: bytes) -> None:
         threads = self._service.threads
-        task = asyncio.get_running_loop().create_task(threads.run(threads.ahead, self._note, tenant, body))
+        task = asyncio.get_running_loop().create_task(threads.run(threads.ahead, lambda: self._note(tenant, body)))
         self._notes.add(task)
         task.add_done_callback(self._notes.discard)
 

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from ragfuse.engine.engine import Engine
 from ragfuse.serve.refusals import APIError, api_error_of
-from ragfuse.serve.request_state import tenant_of, text_response, token_counts_of, unless_disconnected
+from ragfuse.serve.request_state import TokenCounts, tenant_of, text_response, unless_disconnected
 from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, Item
 from ragfuse.serve.service import Service
 
@@ -78,7 +78,7 @@ async def respond(
 
 async def _counted(request: Request, run: AnswerRun, n: int) -> AsyncIterator[Item]:
     """Yield the items, and count the tokens for the request's log line; a prompt counts once for its `n` answers."""
-    counts = token_counts_of(request)
+    counts: TokenCounts = request.state.token_counts
     async for item in run.read():
         if isinstance(item, Completed):
             counts.prompt += item.answer.trace.tokens if item.index % n == 0 else 0

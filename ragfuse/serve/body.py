@@ -38,6 +38,9 @@ class ParsedRequest(Request):
 class BodyRoute(APIRoute):
     """A route whose body is JSON within the limits of the settings, parsed on the intake thread."""
 
+    allowed_nbytes = 0
+    """Bytes that a body may have, however few the settings allow."""
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return a handler that reads the body first, then calls FastAPI's own handler."""
         handler = super().get_route_handler()
@@ -50,16 +53,19 @@ class BodyRoute(APIRoute):
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":  # which no web page elsewhere may send unasked
                 raise APIError(415, f"Wanted a body of type application/json, found '{kind:.60}'.", "content_type")
-            raw = [await _body(request, service.settings)]  # popped, so that the bytes are freed once they are parsed
+            raw = [
+                await _body(request, service.settings, self.allowed_nbytes)
+            ]  # popped, so that the bytes are freed once they are parsed
             body = await service.threads.run(service.threads.intake, lambda: model.model_validate_json(raw.pop()))
             return await handler(ParsedRequest(request, body))
 
         return read_first
 
 
-async def _body(request: Request, settings: Settings) -> bytes:
+async def _body(request: Request, settings: Settings, allowed_nbytes: int) -> bytes:
     """Return the whole body; APIError where it is too large or too slow."""
-    most, patience_s, body, n = settings.serve_body_bytes, settings.serve_patience_s, bytearray(), 0
+    most, patience_s = max(settings.serve_body_bytes, allowed_nbytes), settings.serve_patience_s
+    body, n = bytearray(), 0
     told = request.headers.get("content-length", "")
     n_told = int(told) if told.isdigit() else 0
     try:

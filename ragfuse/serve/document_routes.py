@@ -27,6 +27,12 @@ MAX_PASSAGES = 50
 """Most passages that a search returns."""
 
 
+class DocumentRoute(BodyRoute):
+    """A route whose body may be larger than a prompt: 8 MiB of PDF in base64, and some room."""
+
+    allowed_nbytes = 12 << 20
+
+
 class DocumentRequest(RequestBody):
     """A document to encode: its text, or a PDF in base64. It replaces a document of the same name.
 
@@ -50,7 +56,7 @@ class SearchRequest(RequestBody):
 
 def document_routes(service: Service) -> APIRouter:
     """Return the routes of documents."""
-    routes, lists = APIRouter(prefix="/v1/ragfuse/documents", route_class=BodyRoute), dict[str, TenantDocuments]()
+    routes, lists = APIRouter(prefix="/v1/ragfuse/documents", route_class=DocumentRoute), dict[str, TenantDocuments]()
 
     async def listed(request: Request) -> TenantDocuments:
         """Return the documents of the client's tenant, as the file has them now."""

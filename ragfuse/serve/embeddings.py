@@ -12,7 +12,6 @@ from pydantic import Field
 from ragfuse.models.embedder import Embedder
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_state import token_counts_of
 from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import Service
 
@@ -48,7 +47,7 @@ def embedding_routes(service: Service) -> APIRouter:
             text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Ask for that one."
             raise APIError(404, text, "model_not_found", "model")
         vectors, n_tokens = await service.work_for(request, lambda _, check: _embed(embedder, body, check))
-        token_counts_of(request).prompt = n_tokens
+        request.state.token_counts.prompt = n_tokens
         data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(vectors)]
         usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "model": embedder.name, "data": data, "usage": usage}

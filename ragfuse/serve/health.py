@@ -24,8 +24,8 @@ def health_routes(service: Service) -> APIRouter:
     @routes.get("/metrics", responses=text_response("text/plain"))
     async def metrics(request: Request) -> Response:
         """Report Prometheus metrics of all requests and of the client's tenant."""
-        threads = service.threads
-        text = await threads.run(threads.control, service.metrics.text, tenant_of(request).salt)
+        salt = tenant_of(request).salt
+        text = await service.threads.run(service.threads.control, lambda: service.metrics.text(salt))
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return routes

@@ -30,12 +30,6 @@ def tenant_of(request: Request) -> APITenant:
     return tenant
 
 
-def token_counts_of(request: Request) -> TokenCounts:
-    """Return the counts that the request's log line will show."""
-    counts: TokenCounts = request.state.token_counts
-    return counts
-
-
 def text_response(kind: str) -> dict[int | str, dict[str, Any]]:
     """Return an OpenAPI response entry for a route that may answer with text of this media type."""
     return {200: {"description": "The text.", "content": {kind: {"schema": {"type": "string"}}}}}

@@ -14,9 +14,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
-P = ParamSpec("P")
 T = TypeVar("T")
 N_PLANNING = 1
 """Requests planned at once: planning is Python code, which runs one thread at a time, so more threads gain nothing."""
@@ -49,9 +48,9 @@ class Threads:
         self.lookups = _executor("lookups", N_LOOKUPS, _lower_priority)
         self.turns = _executor("turns", 2 * together + 2, partial(_lower_priority, ANSWER_NICE))
 
-    async def run(self, pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         """Return the result of `call` on one of these executors; cancelled before it begins, it never runs."""
-        return await asyncio.get_running_loop().run_in_executor(pool, partial(call, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def close(self) -> None:
         """Start no more calls; running calls end by themselves."""
