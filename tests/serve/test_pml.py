@@ -228,7 +228,7 @@ def test_modules_are_blended_where_that_is_asked_for(served: Served, model: str)
 
 
 def test_a_plan_over_it_is_explained(served: Served) -> None:
-    for further in ({}, {"messages": [said("Where?")]}, {"prompt": "Then"}):
+    for further in ({}, {"messages": [said("Where?")]}):
         told = served.post("/v1/ragfuse/explain", {"pml": PROMPT, **further}, **bearer(BLUE))
         assert told.status_code == 200
         assert {each["source"] for each in told.json()["segments"] if each["hit"]} >= {"trip: plan", "trip: diet"}
