@@ -278,8 +278,8 @@ class Settings(BaseSettings):
     serve_grace_s: float = Field(
         default=30.0, ge=0, description="Seconds that running answers may still take when a server stops."
     )
-    serve_body_bytes: int | None = Field(
-        default=None, ge=1024, description="Largest request body; default: what fits the model's context, as JSON."
+    serve_body_bytes: int = Field(
+        default=4 << 20, ge=1024, description="Largest request body; a document's may have 12 MiB in any case."
     )
     serve_tenant_bytes: int | None = Field(
         default=None,

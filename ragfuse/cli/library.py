@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.settings import Settings
 from ragfuse.store.access import make_root, open_file
+from ragfuse.text.splits import split_text
 from ragfuse.types.keys import digest
 
 CHUNKS_A_BATCH = 128
@@ -171,27 +172,8 @@ def split_file(file: Path, settings: Settings, tokenizer: Any) -> Iterator[str]:
     Raises:
         InputError: The file cannot be read, or holds no text.
     """
-    from langchain_text_splitters import RecursiveCharacterTextSplitter
-
-    splitter = RecursiveCharacterTextSplitter(
-        chunk_size=settings.chunk_tokens,
-        chunk_overlap=settings.chunk_overlap,
-        length_function=_token_counter(tokenizer),
-    )
     for text in texts_of(file):
-        yield from splitter.split_text(text)
-
-
-def _token_counter(tokenizer: Any) -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text.
-
-    A splitter calls it for every word, often more than once: so it caches, and bypasses the tokenizer's Python code
-    where it can.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.truncation is not None:
-        return lambda text: len(tokenizer.tokenize(text))
-    return lru_cache(1 << 16)(lambda text: len(backend.encode(text, add_special_tokens=False)))
+        yield from split_text(text, settings, tokenizer)
 
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:

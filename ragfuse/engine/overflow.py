@@ -17,16 +17,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.types.prompt import Prompt
 
-BODY_NBYTES = 1 << 18
-"""Bytes allowed for everything in a request that is not the text of its prompt: names, tools, settings."""
-ESCAPED_NBYTES = 2
-"""Bytes of JSON allowed per character of a prompt: an escaped line break has two."""
 TOKEN_CHARS = 128
 """Most characters that a token stands for, in the longest vocabularies: a run of spaces."""
-UNKNOWN_TOKENS = 1 << 17
-"""Tokens of the prompt in the largest request, where the model sets no limit."""
-MAX_NBYTES = 1 << 24
-"""Most bytes of a request, for any model."""
 
 
 def remaining_context(
@@ -77,12 +69,6 @@ def asked_length(ask: Ask, room: int | None = None) -> int | None:
 def may_fit(text: str, model: HFModel) -> bool:
     """Return False for a text that can never fit the model's context; True means that it may fit."""
     return model.max_context is None or len(text) // TOKEN_CHARS <= model.max_context
-
-
-def largest_body(model: HFModel) -> int:
-    """Return the most bytes of a request to a server: the JSON of the longest prompt that can fit the model."""
-    tokens = model.max_context or UNKNOWN_TOKENS
-    return min(MAX_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * TOKEN_CHARS * tokens)
 
 
 def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:

@@ -24,7 +24,7 @@ from ragfuse.ray.request_router import HELD, ROUTED
 from ragfuse.serve.admission import RETRY_S
 from ragfuse.serve.app import make_app
 from ragfuse.serve.keys import APITenant, Keys
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import APIError, refusal
 from ragfuse.serve.service import Service
 from ragfuse.settings import Settings
 
@@ -78,10 +78,9 @@ class ChunkFront:
             answer = self._replicas.remote(told, body, **{ROUTED: routed})
             status, found_headers = await anext(answer)
         except BackPressureError:
-            error = APIError(429, "Too many requests wait already. Retry later.", "busy", None, RETRY_S)
-            return _refusal(error)
+            return refusal(APIError(429, "Too many requests wait already. Retry later.", "busy", None, RETRY_S))
         except RayActorError:
-            return _refusal(_lost())
+            return refusal(_lost())
         is_events = any(
             name == b"content-type" and value.startswith(b"text/event-stream") for name, value in found_headers
         )
@@ -94,10 +93,6 @@ def _lost() -> APIError:
     """Return the error of a request whose replica died."""
     message = "The replica that answered this request has died. Send the request again: another replica takes it."
     return APIError(503, message, LOST, None, RETRY_S)
-
-
-def _refusal(error: APIError) -> Response:
-    return Response(error.body(), error.status, error.headers(), "application/json")
 
 
 def _log_beside_ray() -> None:
@@ -122,7 +117,7 @@ async def _pieces(answer: Any, is_events: bool) -> AsyncIterator[bytes]:
     except RayActorError:
         if not is_events:
             raise
-        yield b"data: " + _lost().body() + b"\n\n"
+        yield b"data: " + json.dumps(_lost().as_dict()).encode() + b"\n\n"
     except (asyncio.CancelledError, GeneratorExit):
         answer.cancel()
         raise
@@ -235,7 +230,7 @@ class EngineReplica:
 
     def _note_later(self, tenant: APITenant, body: bytes) -> None:
         threads = self._service.threads
-        task = asyncio.get_running_loop().create_task(threads.run(threads.upkeep, self._note, tenant, body))
+        task = asyncio.get_running_loop().create_task(threads.run(threads.ahead, lambda: self._note(tenant, body)))
         self._notes.add(task)
         task.add_done_callback(self._notes.discard)
 

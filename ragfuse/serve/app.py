@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -12,20 +12,23 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
+from ragfuse.serve.completions import completion_routes
 from ragfuse.serve.document_routes import document_routes
 from ragfuse.serve.embeddings import embedding_routes
-from ragfuse.serve.entry_routes import entry_routes
 from ragfuse.serve.guard import Guard
+from ragfuse.serve.health import health_routes
+from ragfuse.serve.models import model_routes
 from ragfuse.serve.page_routes import page_routes
-from ragfuse.serve.refusals import APIError, api_error_of, unreadable
-from ragfuse.serve.response_routes import response_routes
-from ragfuse.serve.routes import router
+from ragfuse.serve.refusals import APIError, api_error_of, refusal
+from ragfuse.serve.responses import response_routes
 from ragfuse.serve.schema import ErrorBody
-from ragfuse.serve.schema_routes import schema_routes
+from ragfuse.serve.schemas import schema_routes
 from ragfuse.serve.service import Service
+from ragfuse.serve.stored import store_routes
 
 
 def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool = True) -> Any:
@@ -44,18 +47,20 @@ def make_app(service: Service, origins: Sequence[str] = (), loopback_only: bool 
         lifespan=lambda _: _open(service),
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
+    app.state.service = service
     for routes in (
-        router(service),
-        schema_routes(service),
-        response_routes(service),
-        embedding_routes(service),
-        entry_routes(service),
-        document_routes(service),
-        page_routes(),
+        completion_routes,
+        response_routes,
+        embedding_routes,
+        model_routes,
+        document_routes,
+        schema_routes,
+        store_routes,
+        health_routes,
     ):
-        app.include_router(routes)
-    app.state.threads = service.threads
-    for kind in (APIError, RagFuseError, RequestValidationError, HTTPException, Exception):
+        app.include_router(routes(service))
+    app.include_router(page_routes())
+    for kind in (APIError, RagFuseError, RequestValidationError, ValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _error_response)
     guarded = Guard(app, service, loopback_only and not len(service.keys))
     if not origins:
@@ -79,14 +84,4 @@ async def _open(service: Service) -> AsyncIterator[None]:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    headers: Mapping[str, str] = {}
-    if isinstance(error, RequestValidationError):
-        api_error = unreadable(error.errors())
-    elif isinstance(error, HTTPException):
-        what = f"{request.method} {request.url.path:.80}: {error.detail}. /docs lists what there is."
-        api_error, headers = APIError(error.status_code, what, "http"), error.headers or {}
-    else:
-        api_error = api_error_of(error)
-        if isinstance(error, RagFuseError) and api_error.param is None:
-            api_error.param = error.argument or None
-    return Response(api_error.body(), api_error.status, {**headers, **api_error.headers()}, "application/json")
+    return refusal(api_error_of(error))

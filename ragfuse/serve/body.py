@@ -1,15 +1,22 @@
-"""Parse and validate request bodies on a separate thread, so that a long one delays no other request."""
+"""Bodies of requests: read within the limits, then parsed on a thread of their own, so that none delays others."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+
+from ragfuse.serve.refusals import APIError
+from ragfuse.settings import Settings
+
+DRAIN_FACTOR = 8
+"""A body over the limit is read up to this many times the limit, as its sender reads the error only after sending."""
 
 
 class ParsedRequest(Request):
@@ -29,7 +36,10 @@ class ParsedRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is parsed on the intake thread."""
+    """A route whose body is JSON within the limits of the settings, parsed on the intake thread."""
+
+    allowed_nbytes = 0
+    """Bytes that a body may have, however few the settings allow."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return a handler that reads the body first, then calls FastAPI's own handler."""
@@ -39,11 +49,36 @@ class BodyRoute(APIRoute):
             return handler
 
         async def read_first(request: Request) -> Response:
-            threads, raw = request.app.state.threads, await request.body()
-            try:
-                body = await threads.run(threads.intake, model.model_validate_json, raw)
-            except ValidationError as error:
-                raise RequestValidationError(error.errors(include_url=False)) from None
+            service = request.app.state.service
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":  # which no web page elsewhere may send unasked
+                raise APIError(415, f"Wanted a body of type application/json, found '{kind:.60}'.", "content_type")
+            raw = [
+                await _body(request, service.settings, self.allowed_nbytes)
+            ]  # popped, so that the bytes are freed once they are parsed
+            body = await service.threads.run(service.threads.intake, lambda: model.model_validate_json(raw.pop()))
             return await handler(ParsedRequest(request, body))
 
         return read_first
+
+
+async def _body(request: Request, settings: Settings, allowed_nbytes: int) -> bytes:
+    """Return the whole body; APIError where it is too large or too slow."""
+    most, patience_s = max(settings.serve_body_bytes, allowed_nbytes), settings.serve_patience_s
+    body, n = bytearray(), 0
+    told = request.headers.get("content-length", "")
+    n_told = int(told) if told.isdigit() else 0
+    try:
+        async with asyncio.timeout(patience_s):
+            async for piece in request.stream():
+                n += len(piece)
+                if max(n, n_told) > DRAIN_FACTOR * most:
+                    break
+                body += piece if n <= most else b""
+    except TimeoutError:
+        raise APIError(408, f"The body did not arrive within {patience_s:g} seconds. Send it faster.", "slow") from None
+    except ClientDisconnect:
+        raise APIError(499, "The client closed the connection.", "gone") from None
+    if max(n, n_told) > most:
+        raise APIError(413, f"The body is larger than {most:,} bytes. Send less at once.", "too_large")
+    return bytes(body)

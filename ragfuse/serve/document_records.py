@@ -37,11 +37,8 @@ class StoredDocument(BaseModel):
     error: str = ""
     passages: list[str] = []
     encoded: int = 0
-    """Passages that are done: encoded, or found to be stored or too short."""
+    """Passages that are done."""
     stored_before: int = 0
-    too_short: int = 0
-    unstored: int = 0
-    """Passages that are long enough, and not stored all the same."""
     tokens: int = 0
     nbytes: int = 0
     """Bytes of their KV, encoded now or stored before."""
@@ -49,7 +46,7 @@ class StoredDocument(BaseModel):
     vectors: Any = Field(default_factory=list, exclude=True)
     """float32 [passages, dims]."""
     missing: int = Field(default=0, exclude=True)
-    """Passages that were stored and are not any more, when it was last looked."""
+    """Passages that are not stored, when it was last looked."""
     is_saved: bool = Field(default=False, exclude=True)
     is_deleted: bool = Field(default=False, exclude=True)
 

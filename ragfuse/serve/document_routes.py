@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from asyncio import to_thread
 from functools import partial
-from mimetypes import guess_extension
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -17,8 +16,8 @@ from ragfuse.serve.documents import MAX_DOCUMENT_CHARS, TenantDocuments, shown
 from ragfuse.serve.refusals import unusable
 from ragfuse.serve.request_state import tenant_of
 from ragfuse.serve.schema import RequestBody
-from ragfuse.serve.service import DOCUMENTS_PATH, Service
-from ragfuse.serve.upload_text import text_of_pdf, text_of_type
+from ragfuse.serve.service import Service
+from ragfuse.serve.upload_text import PDF, text_of
 
 MAX_NAME = 256
 """Most characters of a document's name."""
@@ -28,18 +27,21 @@ MAX_PASSAGES = 50
 """Most passages that a search returns."""
 
 
+class DocumentRoute(BodyRoute):
+    """A route whose body may be larger than a prompt: 8 MiB of PDF in base64, and some room."""
+
+    allowed_nbytes = 12 << 20
+
+
 class DocumentRequest(RequestBody):
     """A document to encode: its text, or a PDF in base64. It replaces a document of the same name.
 
-    Its type, by `media_type` or the end of its name, says how the text is read: HTML without marks and scripts, CSV as
-    "column: value".
+    The end of its name says how the text is read: HTML without marks and scripts, CSV as "column: value".
     """
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
     text: str | None = Field(default=None, max_length=MAX_DOCUMENT_CHARS)
     pdf: Annotated[Base64Bytes, Field(strict=False)] | None = None
-    media_type: str | None = Field(default=None, max_length=128)
-    """The type of the text: text/html, text/csv ..., or text/plain to have it taken as it is; default: by the name."""
 
 
 class SearchRequest(RequestBody):
@@ -54,7 +56,7 @@ class SearchRequest(RequestBody):
 
 def document_routes(service: Service) -> APIRouter:
     """Return the routes of documents."""
-    routes, lists = APIRouter(prefix=DOCUMENTS_PATH, route_class=BodyRoute), dict[str, TenantDocuments]()
+    routes, lists = APIRouter(prefix="/v1/ragfuse/documents", route_class=DocumentRoute), dict[str, TenantDocuments]()
 
     async def listed(request: Request) -> TenantDocuments:
         """Return the documents of the client's tenant, as the file has them now."""
@@ -75,13 +77,14 @@ def document_routes(service: Service) -> APIRouter:
         """Take a document and encode its passages in the background; ask for it again to see how far it is."""
         if (body.text is None) is (body.pdf is None):
             raise unusable("text", "Give either text or pdf, found both or neither.")
-        kind = (body.media_type or "").partition(";")[0].strip()
-        suffix = guess_extension(kind) or "" if kind else PurePosixPath(body.name).suffix.lower()
-        read = (
-            partial(text_of_pdf, body.pdf) if body.pdf is not None else partial(text_of_type, body.text or "", suffix)
+        suffix = PDF if body.pdf is not None else PurePosixPath(body.name).suffix.lower()
+        data = (
+            body.pdf
+            if body.pdf is not None
+            else (body.text or "").removeprefix("\ufeff").encode("utf-8", "surrogatepass")
         )
         document = StoredDocument(name=body.name)
-        (await listed(request)).add(document, partial(read, MAX_DOCUMENT_CHARS))
+        (await listed(request)).add(document, partial(text_of, data, suffix, MAX_DOCUMENT_CHARS))
         return shown(document)
 
     @routes.get("")

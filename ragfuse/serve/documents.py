@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ import numpy as np
 from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, StoreError
 from ragfuse.serve.document_records import StoredDocument
-from ragfuse.serve.entries import freed, stored_chunks
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError, api_error_of
 from ragfuse.serve.service import Service
-from ragfuse.serve.split import passages
+from ragfuse.serve.stored import freed, stored_chunks
 from ragfuse.store.deletion import Chunk, leave_source
+from ragfuse.text.splits import split_text
 from ragfuse.types.keys import token_digest
 from ragfuse.types.whole_text import whole_text
 
@@ -40,9 +41,7 @@ BUSY_S = 2.0
 """Seconds after which a turn is asked for again where the queue was full."""
 NOTES = (
     ("stored_before", "stored before"),
-    ("too_short", "too short to be stored: computed with each question"),
-    ("unstored", "not stored: this model's KV cannot be reused; computed with each question"),
-    ("missing", "not stored any more, as their KV was deleted or evicted: encoded again with a question about them"),
+    ("missing", "not stored (too short, evicted, deleted): computed with each question"),
 )
 NOT_LISTED = "could not be saved: it is forgotten when the server ends"
 SOURCE_NAME_CHARS = 240
@@ -51,10 +50,8 @@ SOURCE_NAME_CHARS = 240
 
 def shown(document: StoredDocument) -> dict[str, Any]:
     """Return a document in plain JSON types, without its text; `note` says which passages were not encoded, and why."""
-    notes = []
-    for field, why in NOTES:
-        if n := getattr(document, field):
-            notes.append(why if n == document.encoded else f"{n} of {document.encoded} passages {why}")
+    counted = ((getattr(document, field), why) for field, why in NOTES)
+    notes = [why if n == document.encoded else f"{n} of {document.encoded} passages {why}" for n, why in counted if n]
     if document.status == "ready" and not document.is_saved:
         notes.append(NOT_LISTED)
     fields = {**document.model_dump(), "passages": len(document.passages), "seconds": round(document.seconds, 2)}
@@ -142,8 +139,8 @@ class TenantDocuments:
         stored = iter(stored_chunks(engine, [chunk for each in ready for chunk in _chunks(engine, each.passages)]))
         for each in ready:
             nbytes = [next(stored) for _ in each.passages]
-            each.missing = max(0, nbytes.count(None) - each.too_short - each.unstored)
-            each.nbytes = sum(n for n in nbytes if n is not None) or (0 if each.missing else each.nbytes)
+            each.missing, found = nbytes.count(None), sum(n or 0 for n in nbytes)
+            each.nbytes = found if each.missing else max(found, each.nbytes)  # what is being saved has no bytes yet
 
     def search(self, query: str, top_k: int, ids: Sequence[str] | None) -> list[dict[str, Any]]:
         """Return the passages that are closest to a query, closest first; each text once. It may block."""
@@ -192,59 +189,53 @@ class TenantDocuments:
             if document.is_deleted:
                 break
             texts = document.passages[at : at + BATCH_PASSAGES]
-            vectors += await self._batch(document, texts)
+            vectors += await self._turn(partial(self._embedded, document, texts))
             document.vectors = vectors
             document.encoded += len(texts)
             document.seconds = time.monotonic() - began_s
+        replaced = [each for each in self.all.values() if each.name == document.name and each is not document]
+        left = {text for each in replaced for text in each.passages}.difference(document.passages)
         if document.is_deleted:
-            left = set(document.passages)
+            replaced, left = [], set(document.passages)
         else:
-            replaced = [each for each in self.all.values() if each.name == document.name and each is not document]
-            left = {text for each in replaced for text in each.passages}.difference(document.passages)
             document.status = "ready"
             try:
                 await asyncio.to_thread(self._service.documents.add, self._tenant.salt, document, np.stack(vectors))
                 document.is_saved = True
             except StoreError as error:
                 log.error("A document is listed, but could not be saved: %s", error)
-            for each in replaced:
-                self.all.pop(each.id, None)
+        for each in replaced:
+            self.all.pop(each.id, None)
         if left:
             await self._turn(lambda engine: engine.forget(_left(engine, document.name, left)))
 
-    async def _batch(self, document: StoredDocument, texts: Sequence[str]) -> list[Any]:
-        """Encode some passages, and return their vectors."""
-        await self._turn(lambda engine: _ingest(engine, texts, document))
-        return list(await self._turn(lambda _: self._service.embedder.embed(list(texts))))
+    def _embedded(self, document: StoredDocument, texts: Sequence[str], engine: Engine) -> list[Any]:
+        """Encode passages unless they are stored, count what became of them, and return their vectors."""
+        before = stored_chunks(engine, _chunks(engine, texts))
+        done = engine.ingest([(text, document.name) for text in texts])
+        document.tokens += sum(len(engine.tokens(text)) for text in texts)
+        document.nbytes += done.nbytes + sum(n or 0 for n in before)
+        document.stored_before += len(texts) - before.count(None)
+        return list(self._service.embedder.embed(texts))
 
     async def _turn(self, do: Callable[[Engine], Any]) -> Any:
         """Return the result of `do`, run when its turn in the request queue has come."""
         while True:
             try:
                 return await self._service.work(self._tenant, lambda engine, _: do(engine))
+            except TimeoutError:
+                continue
             except APIError as error:
-                if error.status not in (429, 504):
+                if error.status != 429:
                     raise
                 await asyncio.sleep(error.retry_s or BUSY_S)
 
 
 def _split(engine: Engine, text: str) -> list[str]:
-    found = list(passages(text, engine.settings.chunk_tokens, lambda each: len(engine.tokens(each))))
+    found = split_text(text, engine.settings, engine.model.tokenizer)
     if not found:
-        raise RagFuseError("The document has no text; leave it out.")
+        raise RagFuseError("The document has no text; leave it out, or run OCR on its pages first.")
     return list(dict.fromkeys(found))
-
-
-def _ingest(engine: Engine, texts: Sequence[str], document: StoredDocument) -> None:
-    """Encode passages unless they are stored, and count what became of them."""
-    before = stored_chunks(engine, _chunks(engine, texts))
-    done = engine.ingest([(text, document.name) for text in texts])
-    n_before = len(texts) - before.count(None)
-    document.tokens += sum(len(engine.tokens(text)) for text in texts)
-    document.nbytes += done.nbytes + sum(n or 0 for n in before)
-    document.stored_before += n_before
-    document.too_short += done.short
-    document.unstored += max(0, len(texts) - n_before - done.short - done.encoded)
 
 
 def _chunks(engine: Engine, texts: Collection[str]) -> list[Chunk]:

@@ -4,70 +4,79 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 
 from ragfuse.models.embedder import Embedder
 from ragfuse.serve.body import BodyRoute
-from ragfuse.serve.embedding_schema import EmbeddingRequest
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.request_state import token_counts_of
+from ragfuse.serve.schema import RequestBody
 from ragfuse.serve.service import Service
 
 BATCH_TEXTS = 32
 """Texts embedded in one step; between two steps the request may be ended."""
+MAX_EMBEDDED = 2048
+"""Most texts of one request, as at OpenAI."""
+MAX_TEXT_CHARS = 65_536
+"""Most characters of one of them."""
+EmbeddedText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
+
+
+class EmbeddingRequest(RequestBody):
+    """The body of `/v1/embeddings`: one text or several."""
+
+    model: str
+    input: EmbeddedText | Annotated[list[EmbeddedText], Field(min_length=1, max_length=MAX_EMBEDDED, fail_fast=True)]
+    """The texts. Token ids are refused: they would be those of another model's tokenizer."""
+    encoding_format: Literal["float", "base64"] | None = "float"
+    truncate_prompt_tokens: Literal[-1] | None = None
+    """-1: of a text that is longer than the embedder reads, only its beginning is embedded. Otherwise it is refused."""
+    user: str | None = None
 
 
 def embedding_routes(service: Service) -> APIRouter:
     """Return the route of embeddings."""
-    routes = APIRouter(route_class=BodyRoute)
+    routes, embedder = APIRouter(route_class=BodyRoute), service.embedder
 
     @routes.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the vectors of texts. Waits in the request queue."""
-        embedder = service.embedder
         if body.model not in (embedder.name, service.settings.embedder):
             text = f"This server embeds with '{embedder.name}', not '{body.model:.80}'. Ask for that one."
             raise APIError(404, text, "model_not_found", "model")
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        counts = token_counts_of(request)
-
-        def embed(_: object, check: Callable[[object], None]) -> dict[str, Any]:
-            vectors, n_tokens = _embed(embedder, texts, body, check)
-            counts.prompt = n_tokens
-            data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(vectors)]
-            usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-            return {"object": "list", "model": embedder.name, "data": data, "usage": usage}
-
-        return await service.work_for(request, embed)
+        vectors, n_tokens = await service.work_for(request, lambda _, check: _embed(embedder, body, check))
+        request.state.token_counts.prompt = n_tokens
+        data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(vectors)]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return {"object": "list", "model": embedder.name, "data": data, "usage": usage}
 
     return routes
 
 
-def _embed(
-    embedder: Embedder, texts: list[str], body: EmbeddingRequest, check: Callable[[object], None]
-) -> tuple[list[Any], int]:
+def _embed(embedder: Embedder, body: EmbeddingRequest, check: Callable[[object], None]) -> tuple[list[Any], int]:
     """Return the vectors in the wanted form, and the number of tokens that were read."""
-    limit, lengths = embedder.max_tokens, list[int]()
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    vectors, n_tokens, limit = list[Any](), 0, embedder.max_tokens
     for at in range(0, len(texts), BATCH_TEXTS):
         check(None)
-        lengths += embedder.lengths(texts[at : at + BATCH_TEXTS])
-    longest = max(range(len(texts)), key=lengths.__getitem__)
-    if lengths[longest] > limit and body.truncate_prompt_tokens is None:
-        raise APIError(
-            400,
-            f"input {longest} has {lengths[longest]:,} tokens; this embedder reads {limit:,}. Split the text, or give "
-            "truncate_prompt_tokens: -1 to embed its beginning.",
-            "too_long",
-            "input",
-        )
-    vectors: list[Any] = []
-    for at in range(0, len(texts), BATCH_TEXTS):
-        check(None)
-        found = embedder.embed(texts[at : at + BATCH_TEXTS])
+        batch = texts[at : at + BATCH_TEXTS]
+        lengths = embedder.lengths(batch)
+        longest = max(lengths)
+        if longest > limit and body.truncate_prompt_tokens is None:
+            number = at + lengths.index(longest)
+            raise APIError(
+                400,
+                f"input {number} has {longest:,} tokens; this embedder reads {limit:,}. Split the text, or give "
+                "truncate_prompt_tokens: -1 to embed its beginning.",
+                "too_long",
+                "input",
+            )
+        found = embedder.embed(batch)
         if body.encoding_format == "base64":
             vectors += [base64.b64encode(each.astype("<f4").tobytes()).decode() for each in found]
         else:
             vectors += found.tolist()
-    return vectors, sum(min(each, limit) for each in lengths)
+        n_tokens += sum(min(each, limit) for each in lengths)
+    return vectors, n_tokens

@@ -1,12 +1,11 @@
-"""The one middleware: API key and tenant, host, size and speed of the body, the count of responses, a line in the log.
+"""The one middleware: API key and tenant, host, the count of responses, a line in the log.
 
-It works at the ASGI level, so that nothing of a refused request is parsed. A line has method, path, status, tenant,
-time and tokens; never a key, a question or a document.
+It works at the ASGI level, so that nothing of a refused request is read. A line has method, path, status, tenant, time
+and tokens; never a key, a question or a document.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -14,12 +13,9 @@ from typing import Any
 from urllib.parse import quote
 
 from fastapi import Request
-from fastapi.responses import Response
-from starlette.requests import ClientDisconnect
 
-from ragfuse.serve.admission import RETRY_S, STOPPING
 from ragfuse.serve.keys import LOOPBACK
-from ragfuse.serve.refusals import APIError
+from ragfuse.serve.refusals import APIError, refusal
 from ragfuse.serve.request_state import TokenCounts
 from ragfuse.serve.service import Service
 
@@ -31,14 +27,12 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-DRAIN_FACTOR = 8
-"""A body over the limit is read up to this many times the limit, as its sender reads the error only after sending."""
 PUBLIC = ("/health", "/", "/docs")
 """Paths that need no key."""
 PAGE_FILES = "/page/"
 """Where the paths of the web page's files begin, which need no key either: they hold no data."""
 QUIET = ("/health", "/metrics")
-"""Paths that are answered while the server stops; their lines have the level DEBUG."""
+"""Paths whose lines have the level DEBUG."""
 
 
 class Guard:
@@ -67,23 +61,14 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._service.counts.count(getattr(scope.get("route"), "path", "other"), status)
+                self._service.metrics.count(getattr(scope.get("route"), "path", "other"), status)
             await send(message)
 
-        request = Request(scope, receive)
         try:
-            self._admit(request)
-            body = [await self._body(request)]  # popped when read, so that the bytes are freed once they are parsed
-
-            async def replay() -> Message:
-                return {"type": "http.request", "body": body.pop(), "more_body": False} if body else await receive()
-
-            await self._app(scope, replay, noted)
-        except APIError as error:  # the client may still be sending the body
-            headers = {**error.headers(), "connection": "close"}
-            await Response(error.body(), error.status, headers, "application/json")(scope, receive, noted)
-        except ClientDisconnect:
-            pass
+            self._admit(Request(scope, receive))
+            await self._app(scope, receive, noted)
+        except APIError as error:
+            await refusal(error)(scope, receive, noted)
         finally:
             tenant = state.get("tenant")
             parts = [f"{scope['method']} {quote(path, safe='/:@-._~')[:120]} {status or 'not answered'}"]
@@ -93,9 +78,7 @@ class Guard:
             log.log(logging.DEBUG if path in QUIET else logging.INFO, "%s", ", ".join(parts))
 
     def _admit(self, request: Request) -> None:
-        path, headers, keys = request.scope["path"], request.headers, self._service.keys
-        if self._service.stopping and path not in QUIET:
-            raise APIError(503, STOPPING, "stopping", None, RETRY_S)
+        path, headers = request.scope["path"], request.headers
         host = headers.get("host")  # a monitor that sends none is no browser: they all send the name that was resolved
         if self._loopback_only and host is not None:
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]
@@ -106,32 +89,9 @@ class Guard:
                     "name, or start the server with --api-key.",
                     "host",
                 )
-        tenant = keys.tenant(headers.get("authorization"))
+        tenant = self._service.keys.tenant(headers.get("authorization"))
         if tenant is None and path not in PUBLIC and not path.startswith(PAGE_FILES):
             raise APIError(
                 401, "Wanted one of the server's API keys. Send it as 'Bearer KEY', without its salt.", "api_key"
             )
         request.state.tenant = tenant
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if request.method == "POST" and kind != "application/json":
-            raise APIError(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
-
-    async def _body(self, request: Request) -> bytes:
-        """Return the whole body; APIError where it is too large or too slow."""
-        most, body, n = self._service.max_body(request.scope["path"]), bytearray(), 0
-        patience_s, told = self._service.settings.serve_patience_s, request.headers.get("content-length", "")
-        is_huge = told.isdigit() and int(told) > DRAIN_FACTOR * most
-        try:
-            async with asyncio.timeout(patience_s):
-                async for piece in request.stream():
-                    n += len(piece)
-                    if is_huge or n > DRAIN_FACTOR * most:
-                        break
-                    body += piece if n <= most else b""
-        except TimeoutError:
-            raise APIError(
-                408, f"The body did not arrive within {patience_s:g} seconds. Send it faster.", "slow"
-            ) from None
-        if is_huge or n > most:
-            raise APIError(413, f"The body is larger than {most:,} bytes. Send less at once.", "too_large")
-        return bytes(body)

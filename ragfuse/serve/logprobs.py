@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 ZERO_LOGPROB = -9999.0
@@ -89,14 +90,12 @@ def as_chat(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken) -> list
 def as_text(token_logprobs: Sequence[TokenLogprob], decode: DecodeToken, offset: int = 0) -> dict[str, Any]:
     """Return `logprobs` of a text completion; `offset` is the number of the answer's characters before these tokens."""
     tokens = [decode(each.id) for each in token_logprobs]
-    starts = [offset + sum(map(len, tokens[:at])) for at in range(len(tokens))]
+    tops = [{decode(id): p for id, p in reversed(each.top)} for each in token_logprobs]
     return {
         "tokens": tokens,
         "token_logprobs": [each.logprob for each in token_logprobs],
-        "top_logprobs": [
-            None if each.logprob is None else {decode(id): p for id, p in reversed(each.top)} for each in token_logprobs
-        ],
-        "text_offset": starts,
+        "top_logprobs": [None if each.logprob is None else top for each, top in zip(token_logprobs, tops, strict=True)],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)),
     }
 
 

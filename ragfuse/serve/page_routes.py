@@ -5,72 +5,50 @@ Everything that they show comes from the other routes, which need the key where 
 
 from __future__ import annotations
 
-from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 
 from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi.responses import FileResponse
 
 from ragfuse.serve.refusals import APIError
 
-MEDIA_TYPES = MappingProxyType(
-    {
-        ".html": "text/html; charset=utf-8",
-        ".css": "text/css; charset=utf-8",
-        ".js": "text/javascript; charset=utf-8",
-        ".svg": "image/svg+xml",
-    }
-)
-"""Media types of the page's files, by suffix."""
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
-"""The content security policy: only files and routes of this server, no inline script, no frame around the page."""
+FOLDER = Path(__file__).parent / "page"
 HEADERS = MappingProxyType(
     {
-        "content-security-policy": POLICY,
+        "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
         "cache-control": "no-cache",
     }
 )
-"""Headers of each file."""
+"""Headers of each file: only files and routes of this server, no inline script, no frame around the page."""
 
 
 def page_routes() -> APIRouter:
-    """Return the routes of both pages and of their files, which are read once."""
-    folder = files("ragfuse.serve") / "page"
-    contents = {
-        each.name: each.read_bytes()
-        for each in folder.iterdir()
-        if _suffix(each.name) in MEDIA_TYPES and each.is_file()
-    }
+    """Return the routes of both pages and of their files."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
-    async def page() -> Response:
+    async def page() -> FileResponse:
         """Show the page to try ragfuse on."""
-        return _file(contents, "index.html")
+        return _file("index.html")
 
     @routes.get("/docs")
-    async def api_page() -> Response:
+    async def api_page() -> FileResponse:
         """Show all routes with their fields."""
-        return _file(contents, "docs.html")
+        return _file("docs.html")
 
     @routes.get("/page/{name}")
-    async def page_file(name: str) -> Response:
+    async def page_file(name: str) -> FileResponse:
         """Return a file of the pages."""
-        return _file(contents, name)
+        return _file(name)
 
     return routes
 
 
-def _file(contents: dict[str, bytes], name: str) -> Response:
-    if name not in contents:
+def _file(name: str) -> FileResponse:
+    if not (FOLDER / name).is_file():
         raise APIError(404, f"The page has no file '{name:.80}'.", "http")
-    return Response(contents[name], headers=dict(HEADERS), media_type=MEDIA_TYPES[_suffix(name)])
-
-
-def _suffix(name: str) -> str:
-    return name[name.rfind(".") :]
+    return FileResponse(FOLDER / name, headers=HEADERS)

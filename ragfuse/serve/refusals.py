@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from ragfuse.errors import (
     InputError,
@@ -23,14 +27,12 @@ from ragfuse.types.request_limits import OVERLONG
 
 log = logging.getLogger("ragfuse.serve")
 
-ERROR_TYPES: tuple[tuple[int, str], ...] = (
-    (401, "authentication_error"),
-    (404, "not_found_error"),
-    (429, "rate_limit_error"),
-)
+ERROR_TYPES = MappingProxyType({401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"})
 """OpenAI's error types by status; other statuses below 500 are an "invalid_request_error"."""
 CODES = MappingProxyType({"extra_forbidden": "unknown_field", "missing": "missing"})
 """Codes of pydantic's types of errors; others are "unusable"."""
+UNREAD = (401, 408, 413, 415, 421)
+"""Statuses of errors that are told before a body was read whole."""
 DROP_ADVICE = 'Send fewer or shorter documents, or let the last ones be left out: "ragfuse": {"overflow": "drop"}.'
 """What to do about a prompt that is too long with its documents."""
 SESSION_ADVICE = "GET /v1/ragfuse/sessions lists them."
@@ -56,25 +58,20 @@ class APIError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.retry_s = status, message, code, param, retry_s
 
-    @property
-    def kind(self) -> str:
-        """OpenAI's error type for this status."""
-        if self.status >= 500:
-            return "server_error"
-        return dict(ERROR_TYPES).get(self.status, "invalid_request_error")
-
     def as_dict(self) -> dict[str, Any]:
         """Return the error object that OpenAI's clients expect."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        kind = "server_error" if self.status >= 500 else ERROR_TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def body(self) -> bytes:
-        """Return the error object as JSON."""
-        return json.dumps(self.as_dict()).encode()
 
-    def headers(self) -> dict[str, str]:
-        """Return the extra response headers: Retry-After, and WWW-Authenticate for status 401."""
-        after = {} if self.retry_s is None else {"retry-after": str(max(1, round(self.retry_s)))}
-        return {**after, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
+def refusal(error: APIError) -> Response:
+    """Return the response that tells an error; of a body that was not read whole, the connection is closed."""
+    headers = {} if error.retry_s is None else {"retry-after": str(max(1, round(error.retry_s)))}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.status in UNREAD:
+        headers["connection"] = "close"
+    return JSONResponse(error.as_dict(), error.status, headers)
 
 
 def unusable(param: str, message: str) -> APIError:
@@ -86,6 +83,18 @@ def api_error_of(error: BaseException) -> APIError:
     """Convert an exception into an APIError; errors that the client did not cause are logged, not disclosed."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, RequestValidationError | ValidationError):
+        return _invalid(error.errors())
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, f"{error.detail}. /docs lists what there is.", "http")
+    if isinstance(error, TimeoutError):
+        return APIError(
+            504,
+            "This request was not done in time. Send it again; what is stored is not computed again.",
+            "timeout",
+            None,
+            5,
+        )
     if isinstance(error, PMLError):
         # the schema's file name only, as paths are not disclosed, and advice for HTTP
         name, advice = PurePath(error.file).name, SCHEMA_ADVICE if error.advice else ""
@@ -94,26 +103,21 @@ def api_error_of(error: BaseException) -> APIError:
     if isinstance(error, NoSessionError):
         return APIError(404, f"{error.found} {SESSION_ADVICE}", "session_not_found", "id")
     if isinstance(error, OverlongError):
-        return APIError(400, f"{error.found} {DROP_ADVICE if error.may_drop else error.advice}".strip(), OVERLONG)
+        text = f"{error.found} {DROP_ADVICE if error.may_drop else error.advice}".strip()
+        return APIError(400, text, OVERLONG, error.argument or None)
     if isinstance(error, InputError | SettingsError):
-        return APIError(400, str(error), "unusable")
-    if isinstance(error, StoreError):
-        log.error("A request was answered with an error (503), as the store cannot be used: %s", error)
-        text = "The store cannot be used now. Retry later; the server's log has the reason."
-        return APIError(503, text, "store", None, 30)
-    if isinstance(error, TransferError):
-        log.error("A request was answered with an error (503), as its KV cannot be handed over: %s", error)
-        text = (
-            "The KV of this prompt cannot be handed over now. Retry later, or let the other engine compute the prompt."
+        return APIError(400, str(error), "unusable", error.argument or None)
+    log.error("A request failed with %s: %s", type(error).__name__, error, exc_info=error)
+    if isinstance(error, StoreError | TransferError):
+        what = "store" if isinstance(error, StoreError) else "transfer"
+        return APIError(
+            503, f"The {what} cannot be used now. Retry later; the server's log has the reason.", what, None, 5
         )
-        return APIError(503, text, "transfer", None, 5)
-    name = type(error).__name__
-    log.error("A request failed with %s", name, exc_info=error)
     known = str(error) if isinstance(error, RagFuseError) else ""
     return APIError(500, known or "Something went wrong in the server; its log has the details.", "internal")
 
 
-def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
+def _invalid(errors: Sequence[Any]) -> APIError:
     """Convert the first of pydantic's errors into an APIError; an unknown field comes first."""
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     parts = (part for part in first["loc"] if part not in ("body", "query", "path"))

@@ -11,9 +11,9 @@ job waits while another one of its conversation runs, because each turn continue
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import zip_longest
 from threading import RLock
 from typing import Generic, TypeVar
 
@@ -24,7 +24,7 @@ _PACE_WEIGHT = 0.2
 """Weight of the latest job in the moving average of the seconds between two finished jobs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job(Generic[T]):
     """A request that waits or runs.
 
@@ -33,12 +33,14 @@ class Job(Generic[T]):
         work: The work.
         tenant: Whose it is.
         conversation: The name of its conversation; None for none.
+        reads: The tenant's salt and the session whose KV it will read, as far as is known. Any thread may set it.
     """
 
     number: int
     work: T
     tenant: str
     conversation: Hashable | None
+    reads: tuple[str, str] | None = None
 
 
 class JobQueue(Generic[T]):
@@ -58,7 +60,6 @@ class JobQueue(Generic[T]):
         self._number = 0
         self._pace_s: float | None = None
         self._done_s = 0.0
-        self._closed = False
 
     def __len__(self) -> int:
         """Return how many jobs wait."""
@@ -66,12 +67,13 @@ class JobQueue(Generic[T]):
             return sum(map(len, self._tenants.values()))
 
     @property
-    def running(self) -> int:
-        """How many jobs were taken and are not done."""
-        return len(self._running)
+    def running(self) -> Sequence[Job[T]]:
+        """The jobs that were taken and are not done."""
+        with self._lock:
+            return tuple(self._running.values())
 
     def submit(self, work: T, tenant: str = "", conversation: Hashable | None = None) -> Job[T]:
-        """Add a job; raise BusyError, with the seconds to wait, where the queue is full or closed."""
+        """Add a job; raise BusyError, with the seconds to wait, where the queue is full."""
         with self._lock:
             n_waiting, n_mine = len(self), len(self._tenants.get(tenant, ()))
             if n_waiting >= self._max_waiting:
@@ -79,8 +81,6 @@ class JobQueue(Generic[T]):
             if n_mine >= self._max_each:
                 found = f"{n_mine} of your requests wait already, of at most {self._max_each}"
                 raise self._full(found, n_mine * len(self._tenants))
-            if self._closed:
-                raise self._full("the program is ending", 1)
             self._number += 1
             job = Job(self._number, work, tenant, conversation)
             self._tenants.setdefault(tenant, OrderedDict())[job.number] = job
@@ -118,21 +118,14 @@ class JobQueue(Generic[T]):
                 self._remove(job)
             return is_waiting
 
-    def ahead(self, window: int | None = None) -> tuple[Job[T], ...]:
-        """Return the next `window` jobs (None: all) in the order in which they would be taken.
+    def ahead(self) -> tuple[Job[T], ...]:
+        """Return the waiting jobs in the order in which they would be taken.
 
         That order assumes that no further job comes, and that no job has to wait for another of its conversation.
         """
         with self._lock:
-            return tuple(islice(self._in_order(), window))
-
-    def close(self) -> tuple[Job[T], ...]:
-        """Accept no more jobs; remove the waiting ones and return them."""
-        with self._lock:
-            self._closed = True
-            waiting = self.ahead()
-            self._tenants.clear()
-            return waiting
+            turns = zip_longest(*(jobs.values() for jobs in self._tenants.values()))
+            return tuple(job for turn in turns for job in turn if job is not None)
 
     # inside, with the lock held
 
@@ -145,10 +138,3 @@ class JobQueue(Generic[T]):
         del self._tenants[job.tenant][job.number]
         if not self._tenants[job.tenant]:
             del self._tenants[job.tenant]
-
-    def _in_order(self) -> Iterator[Job[T]]:
-        turns = [iter(jobs.values()) for jobs in self._tenants.values()]
-        while turns:
-            found = [(each, next(each, None)) for each in turns]
-            yield from (job for _, job in found if job is not None)
-            turns = [each for each, job in found if job is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,7 +12,6 @@ from fastapi import Request
 
 from ragfuse.serve.keys import APITenant
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.run import Completed, TextDelta
 
 T = TypeVar("T")
 
@@ -24,21 +23,6 @@ class TokenCounts:
     prompt: int = 0
     answer: int = 0
 
-    async def counted(
-        self, items: AsyncIterator[TextDelta | Completed], n: int = 1
-    ) -> AsyncIterator[TextDelta | Completed]:
-        """Yield the items, and add up the tokens of completed answers; a prompt counts once.
-
-        Args:
-            items: The items of a run.
-            n: Answers to each prompt.
-        """
-        async for item in items:
-            if isinstance(item, Completed):
-                self.prompt += item.answer.trace.tokens if item.index % n == 0 else 0
-                self.answer += len(item.answer.token_ids)
-            yield item
-
 
 def tenant_of(request: Request) -> APITenant:
     """Return the tenant whose key a request came with."""
@@ -46,10 +30,9 @@ def tenant_of(request: Request) -> APITenant:
     return tenant
 
 
-def token_counts_of(request: Request) -> TokenCounts:
-    """Return the counts that the request's log line will show."""
-    counts: TokenCounts = request.state.token_counts
-    return counts
+def text_response(kind: str) -> dict[int | str, dict[str, Any]]:
+    """Return an OpenAPI response entry for a route that may answer with text of this media type."""
+    return {200: {"description": "The text.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 
 async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
@@ -62,10 +45,9 @@ async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Corou
         raise APIError(499, "The client closed the connection.", "gone")
     finally:
         for each in (task, disconnect):
-            if not each.done():
-                each.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await each
+            each.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await each
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from ragfuse.serve.refusals import APIError
-from ragfuse.serve.response_schema import InputItem
+from ragfuse.serve.response_schema import ITEMS, InputItem
 from ragfuse.settings import Settings
 from ragfuse.store.record_file import RecordFile, tenant_digest
 
@@ -62,7 +60,6 @@ _ONE = "SELECT response, items, previous, session FROM responses WHERE tenant = 
 _CONTINUE = """
 UPDATE responses SET is_continued = 1 WHERE tenant = ? AND id = ? AND NOT is_continued RETURNING session
 """
-_ITEMS: TypeAdapter[tuple[InputItem, ...]] = TypeAdapter(tuple[InputItem, ...])
 
 
 @dataclass(frozen=True)
@@ -136,17 +133,13 @@ class ResponseRecords:
             )
             transaction.execute(_BEYOND_LIMITS, limits)
 
-    def delete(self, salt: str, id: str) -> Record:
-        """Delete a response and return it; APIError (404) where there is none."""
-        record = self.get(salt, id)
+    def delete(self, salt: str, id: str) -> str | None:
+        """Delete a response; return its session if no other one belongs to it; APIError (404) where there is none."""
+        tenant, session = tenant_digest(salt), self.get(salt, id).session
         with self._file.write() as transaction:
-            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant_digest(salt), id))
-        return record
-
-    def has_session(self, salt: str, session: str) -> bool:
-        """Return whether a stored response belongs to a session."""
-        sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
-        return bool(self._file.query(sql, (tenant_digest(salt), session)))
+            transaction.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, id))
+            sql = "SELECT 1 FROM responses WHERE tenant = ? AND session = ? LIMIT 1"
+            return None if transaction.execute(sql, (tenant, session)).fetchall() else session
 
     def close(self) -> None:
         """Close the file."""
@@ -158,8 +151,7 @@ class ResponseRecords:
         rows = self._file.query(sql, (tenant_digest(salt), id))
         try:
             found = [
-                Record(json.loads(row[0] or "{}"), _ITEMS.validate_python(json.loads(row[1])), *row[2:4])
-                for row in rows
+                Record(json.loads(row[0] or "{}"), ITEMS.validate_python(json.loads(row[1])), *row[2:4]) for row in rows
             ]
         except ValueError:
             log.warning("A stored response is damaged, and is taken as missing.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
@@ -19,22 +19,8 @@ from ragfuse.engine.request import PreparedPrompt
 from ragfuse.serve.logprobs import LogprobRecorder, TokenLogprob, of_prompt
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.token_trace import TokenRecorder
-from ragfuse.types.answer import Answer, Thought, Trace
-
-HARD_S = 5.0
-"""Seconds after its deadline at which an answer that has not ended fails."""
-
-
-class Transfer(Protocol):
-    """A receiver of a prefilled prompt, which another engine decodes."""
-
-    def put(self, prepared: PreparedPrompt) -> None:
-        """Take the prefilled prompt, before its answer is generated."""
-        ...
-
-    def params(self) -> dict[str, Any]:
-        """Return the `kv_transfer_params` of the response."""
-        ...
+from ragfuse.serve.transfer import PromptTransfer
+from ragfuse.types.answer import Answer, Thought
 
 
 @dataclass(frozen=True)
@@ -47,7 +33,6 @@ class AnswerRequest:
         recorder: Records the tokens' log probabilities; None: they are not wanted.
         echo: Text of the prompt to repeat before the answer; "": decode it from the token ids; None: no echo.
         n_top: Score the echoed prompt, with this many most likely tokens per position; None: do not score it.
-        writes: Whether to generate an answer; False for scoring a prompt only.
         transfer: Takes the prefilled prompt to another engine; None: the answer is generated here.
         tokens: Records what becomes of the prompt's tokens; None: that is not wanted.
     """
@@ -57,8 +42,7 @@ class AnswerRequest:
     recorder: LogprobRecorder | None = None
     echo: str | None = None
     n_top: int | None = None
-    writes: bool = True
-    transfer: Transfer | None = None
+    transfer: PromptTransfer | None = None
     tokens: TokenRecorder | None = None
 
     def prefilled(self, prepared: PreparedPrompt) -> None:
@@ -77,7 +61,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A streamed piece of one answer.
+    """A piece of one answer.
 
     Args:
         index: The answer's index in the request.
@@ -94,27 +78,37 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class Completed:
-    """A finished answer.
+    """The end of one answer, all of whose text came in pieces before.
 
     Args:
         index: The answer's index in the request.
         answer: The whole answer.
-        rest: The part of its text that was not streamed yet.
-        token_logprobs: Log probabilities that were not streamed yet.
         is_late: Whether its deadline cut it off.
-        echo: The prompt, if it is repeated before the answer.
         transfer_params: How another engine finds the prompt's KV; None: it was not handed over.
         token_trace: What became of the prompt's tokens; None: that was not wanted.
     """
 
     index: int
     answer: Answer
-    rest: str
-    token_logprobs: Sequence[TokenLogprob] = ()
     is_late: bool = False
-    echo: str = ""
     transfer_params: dict[str, Any] | None = None
     token_trace: dict[str, Any] | None = None
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended; "length" where its deadline cut it off."""
+        reason = self.answer.finish_reason
+        return "length" if self.is_late and reason == "stop" else reason
+
+    @property
+    def trace(self) -> dict[str, Any]:
+        """The trace without `recomputed_rows`, which may be thousands of numbers; with the tokens if wanted."""
+        trace = self.answer.trace.as_dict()
+        del trace["recomputed_rows"]
+        return trace if self.token_trace is None else {**trace, "token_trace": self.token_trace}
+
+
+Item = TextDelta | Completed
 
 
 class AnswerRun:
@@ -133,12 +127,12 @@ class AnswerRun:
     ) -> None:
         self.engine = engine
         self._requests, self._deadline_s, self._done = requests, deadline_s, done
-        self._items: asyncio.Queue[TextDelta | Completed | BaseException | None] = asyncio.Queue()
+        self._items: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
         self._is_late = self._is_over = self._has_begun = False
         self._stream: AnswerStream | None = None
         self._task = asyncio.get_running_loop().create_task(self._write())
 
-    async def read(self) -> AsyncIterator[TextDelta | Completed]:
+    async def read(self) -> AsyncIterator[Item]:
         """Yield text pieces and completed answers as they come; raise the error that ended them, if any."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
@@ -146,119 +140,81 @@ class AnswerRun:
             yield item
 
     def finish(self) -> None:
-        """End the running answer now, at its deadline, and keep the text generated so far."""
+        """End the running answer at its deadline: what is written stays, and what has not begun fails."""
         self._is_late = True
-        if self._stream is not None:
+        if self._has_begun and self._stream is not None:
             self._stream.finish()
+        else:
+            self.cancel(_late())
 
-    def cancel(self) -> None:
+    def cancel(self, error: APIError | None = None) -> None:
         """Cancel all answers. The turn ends once the running computation has; further calls do nothing."""
         if not self._is_over:
-            self._items.put_nowait(_given_up())  # now: a running prefill may take a while
+            self._items.put_nowait(error or _given_up())  # now: a running prefill may take a while
         self._is_over = True
         if self._stream is not None:
             self._stream.cancel()
-
-    async def ended(self) -> None:
-        """Wait until the generation has ended."""
-        await asyncio.wait([self._task])
 
     async def _write(self) -> None:
         try:
             for index, request in enumerate(self._requests):
                 await self._answer(index, request)
             self._items.put_nowait(None)
-        except asyncio.CancelledError:  # the event loop ends
-            self._items.put_nowait(_given_up())
-        except Exception as error:
-            self._items.put_nowait(_given_up() if self._is_over else _late() if self._is_late else error)
+        except BaseException as error:
+            is_given_up = self._is_over or isinstance(error, asyncio.CancelledError)  # the event loop ends
+            self._items.put_nowait(_given_up() if is_given_up else error)
         finally:
             self._done()
 
     async def _answer(self, index: int, request: AnswerRequest) -> None:
-        loop, n_sent = asyncio.get_running_loop(), 0
-        echo = Echo("", ())
-        if request.echo is not None or not request.writes:
-            echo = await asyncio.to_thread(echo_of, self.engine, request, self._check)
-            if request.echo is not None:
-                self._items.put_nowait(TextDelta(index, echo.text, echo.token_logprobs))
-        if not request.writes:
-            self._items.put_nowait(Completed(index, echo.answer(self.engine), "", echo=echo.text))
-            return
-        transfer = request.transfer
+        put = self._items.put_nowait
         self._has_begun = False
+        timer = asyncio.get_running_loop().call_at(self._deadline_s, self.finish)
+        try:
+            if request.echo is not None:
+                put(TextDelta(index, *await asyncio.to_thread(self._echo, request, request.echo)))
+            await self._generate(index, request)
+        finally:
+            timer.cancel()
+
+    async def _generate(self, index: int, request: AnswerRequest) -> None:
+        put, n_sent = self._items.put_nowait, 0
         self._stream = stream = await asyncio.to_thread(
             self.engine.stream, request.question, request.ask, prefilled=request.prefilled
         )
         if self._is_over:
             stream.cancel()
-        timers = loop.call_at(self._deadline_s, self.finish), loop.call_at(self._deadline_s + HARD_S, self._give_up)
         try:
             async for piece in stream.apieces():
                 self._has_begun = True
                 if isinstance(piece, Thought):
-                    self._items.put_nowait(TextDelta(index, "", request.take_logprobs(), piece.text))
+                    put(TextDelta(index, "", request.take_logprobs(), piece.text))
                 else:
                     n_sent += len(piece)
-                    self._items.put_nowait(TextDelta(index, piece, request.take_logprobs()))
+                    put(TextDelta(index, piece, request.take_logprobs()))
             answer = stream.answer
             rest, token_logprobs = answer.text[n_sent:], request.take_logprobs(answer)
-            params = transfer.params() if transfer is not None else None
+            if rest or token_logprobs:
+                put(TextDelta(index, rest, token_logprobs))
+            params = request.transfer.params if request.transfer is not None else None
             recorder = request.tokens
-            tokens = await asyncio.to_thread(recorder.as_dict, self.engine, answer.trace) if recorder else None
-            self._items.put_nowait(
-                Completed(index, answer, rest, token_logprobs, self._is_late, echo.text, params, tokens)
-            )
+            tokens = await asyncio.to_thread(recorder.as_dict, self.engine) if recorder is not None else None
+            put(Completed(index, answer, self._is_late, params, tokens))
         finally:
-            for timer in timers:
-                timer.cancel()
             stream.cancel()
             await asyncio.to_thread(stream.close)
 
+    def _echo(self, request: AnswerRequest, echo: str) -> tuple[str, Sequence[TokenLogprob]]:
+        """Return the text of a prompt, with log probabilities from a separate forward pass if wanted."""
+        ids = self.engine.prompt(request.question).token_ids
+        n_top = request.n_top
+        scores = self.engine.runtime.score(ids, n_top, self._check) if n_top is not None else ()
+        return echo or self.engine.model.text(ids), of_prompt(scores)
+
     def _check(self) -> None:
-        """Raise APIError where the run was cancelled or is past its deadline."""
-        if self._is_over or self._is_late:
-            raise _given_up() if self._is_over else _late()
-
-    def _give_up(self) -> None:
-        """Report the missed deadline to the reader and cancel; the request's turn ends with the generation.
-
-        An answer that has begun ends at its next token, and the reader gets what is written.
-        """
-        if self._has_begun:
-            return
-        self._items.put_nowait(_late())
-        self.cancel()
-
-
-@dataclass(frozen=True)
-class Echo:
-    """A prompt repeated before its answer, with its log probabilities."""
-
-    text: str
-    token_logprobs: Sequence[TokenLogprob]
-    n_tokens: int = 0
-
-    def answer(self, engine: Engine) -> Answer:
-        """Return an answer of no tokens, for a request that only scores its prompt."""
-        trace = Trace(engine.model.name, tokens=self.n_tokens, tokens_fresh=self.n_tokens)
-        return Answer("", (), "length", trace)
-
-
-def echo_of(engine: Engine, request: AnswerRequest, check: Callable[[], object]) -> Echo:
-    """Return a prompt's text, with log probabilities from a separate forward pass if wanted.
-
-    Args:
-        engine: The tenant's engine.
-        request: The answer request.
-        check: Called now and then while scoring; raises to stop it.
-    """
-    question: Any = request.question
-    ids = engine.prompt(question).token_ids
-    if request.echo is None:
-        return Echo("", (), len(ids))
-    token_logprobs = of_prompt(engine.runtime.score(ids, request.n_top, check)) if request.n_top is not None else ()
-    return Echo(request.echo or engine.model.text(ids), token_logprobs, len(ids))
+        """Raise APIError where the run was cancelled, or is past its deadline."""
+        if self._is_over:
+            raise _given_up()
 
 
 def _late() -> APIError:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_validator
 
 from ragfuse.types.request_limits import MAX_RETRIEVED, MAX_TITLE_CHARS
 
@@ -29,56 +29,37 @@ FailFast = Field(fail_fast=True)
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
 Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
 
 
+def _document(given: Any) -> Any:
+    return {"text": given} if isinstance(given, str) else given
+
+
+def parts_of(given: Any) -> Any:
+    """Return a content as the list of its parts."""
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given or []
+
+
 INERT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "store": (False,),
         "service_tier": ("auto", "default"),
         "best_of": (1,),
-        "use_beam_search": (False,),
         "length_penalty": (1.0,),
-        "early_stopping": (False,),
         "typical_p": (1.0,),
-        "ignore_eos": (False,),
-        "include_stop_str_in_output": (False,),
         "skip_special_tokens": (True,),
         "spaces_between_special_tokens": (True, False),
-        "allowed_token_ids": ([],),
-        "bad_words": ([],),
-        "prompt_logprobs": (),
-        "truncate_prompt_tokens": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "priority": (0,),
-        "cache_salt": (),
-        "modalities": (["text"],),
-        "include_reasoning": (True,),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
-        "suffix": ("",),
-        "include_obfuscation": (False,),
-        "continuous_usage_stats": (False,),
-        "summary": (),
-        "generate_summary": (),
-        "background": (False,),
-        "conversation": (),
-        "include": ([],),
-        "max_tool_calls": (),
-        "prompt": (),
-        "top_logprobs": (0,),
-        "dimensions": (),
-        "echo": (False,),
         "add_special_tokens": (True,),
+        "include_reasoning": (True,),
+        "modalities": (["text"],),
+        "function_call": ("none", "auto"),
     }
 )
-"""Fields of other servers that a body without them may have with null, or with values that change nothing here."""
+"""Values that change nothing here, of fields that only other servers have; of all others these are null, false, 0, ""
+and empty lists and objects."""
 
 
 class RequestBody(BaseModel):
@@ -100,19 +81,34 @@ class RequestBody(BaseModel):
             return given
         params = given.get("kv_transfer_params")
         is_prefill = isinstance(params, dict) and bool(params.get("do_remote_decode"))
-        return {
-            name: value
-            for name, value in given.items()
-            if name in cls.model_fields
-            or not (is_prefill or (name in INERT and (value is None or value in INERT[name])))
-        }
+
+        def is_kept(name: str, value: Any) -> bool:
+            if name in cls.model_fields:
+                return True
+            changes_nothing = value is None or (value in INERT[name] if name in INERT else not value)
+            return not (is_prefill or changes_nothing)
+
+        return {name: value for name, value in given.items() if is_kept(name, value)}
+
+
+class LooseBody(BaseModel):
+    """The base of what clients send back as they got it, with fields of their own: unknown ones are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
 
 
 class Document(RequestBody):
     """A retrieved document. The model reads only `text`; `title` names its source for people."""
 
-    text: str = Field(min_length=1)
+    text: str = Field(pattern=r"\S")
     title: str = Field(default="", max_length=MAX_TITLE_CHARS)
+
+
+Documents = Annotated[
+    list[Annotated[Document, BeforeValidator(_document, json_schema_input_type=str | Document)]],
+    FailFast,
+]
+"""Retrieved documents, each an object or its text alone."""
 
 
 class AnswerOptions(RequestBody):
@@ -153,12 +149,10 @@ class StructuredOutputs(RequestBody):
     grammar: str | None = Field(default=None, min_length=1)
 
 
-class RequestToolCall(BaseModel):
+class RequestToolCall(LooseBody):
     """A tool call in a message of an earlier turn."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
-
-    class Function(BaseModel):
+    class Function(LooseBody):
         """The function that was called; `arguments` is a JSON object as text."""
 
         name: str
@@ -169,24 +163,27 @@ class RequestToolCall(BaseModel):
     function: Function
 
 
-class ContentPart(BaseModel):
-    """A part of a message's content. A part of type "text-plain" is a document, as is one marked so in `extras`."""
+class ContentPart(LooseBody):
+    """A part of a message's content: text, or a document where its type is text-plain."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
-
-    type: str
-    text: str | None = None
+    type: Literal["text", "text-plain", "refusal"]
+    text: str = ""
     title: str | None = Field(default=None, max_length=MAX_TITLE_CHARS)
-    extras: dict[str, Any] | None = None
 
 
-class RequestMessage(BaseModel):
+Parts = Annotated[
+    list[ContentPart],
+    FailFast,
+    BeforeValidator(parts_of, json_schema_input_type=str | list[ContentPart] | None),
+]
+"""A content: a text, or its parts."""
+
+
+class RequestMessage(LooseBody):
     """One message. Unknown fields are ignored, as clients send back answers with fields of their own."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, use_attribute_docstrings=True)
-
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], FailFast] | None = None
+    content: Parts = []
     name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
     """The name of a tool or of a speaker, for chat templates that write it."""
     reasoning_content: str | None = None
@@ -195,21 +192,53 @@ class RequestMessage(BaseModel):
     """The same under the name that some servers use."""
     tool_calls: Annotated[list[RequestToolCall], FailFast] | None = None
     tool_call_id: str | None = None
-    function_call: RequestToolCall.Function | None = None
-    """A single tool call, in the old form of OpenAI's API."""
 
 
-class CompletionRequest(RequestBody):
-    """The fields that chat and text completions share."""
+class PlainFormat(LooseBody):
+    """An answer of any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(LooseBody):
+    """An answer that a JSON schema allows."""
+
+    class Named(LooseBody):
+        """The schema, under a name that nobody reads."""
+
+        json_schema: dict[str, Any] = Field(alias="schema")
+
+    type: Literal["json_schema"]
+    json_schema: Named
+
+
+class AnswerBody(RequestBody):
+    """The fields of all requests for answers."""
 
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=-1)
-    """Most tokens of an answer, no more than fit behind the prompt; -1 is no limit."""
     temperature: float | None = Field(default=None, ge=0, le=2)
     """0 or null means greedy decoding."""
     top_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    documents: Documents | None = Field(default=None, max_length=1000)
+    """Retrieved documents, placed before the question; the stored KV of earlier requests is reused for them."""
+    ragfuse: AnswerOptions = AnswerOptions()
+
+    # labels, which never change an answer
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+
+
+class CompletionRequest(AnswerBody):
+    """The fields that chat and text completions share."""
+
+    max_tokens: int | None = Field(default=None, ge=-1)
+    """Most tokens of an answer, no more than fit behind the prompt; -1 is no limit."""
     top_k: int | None = Field(default=None, ge=-1)
     """The number of likeliest tokens to sample from; 0 and -1 mean all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -220,7 +249,7 @@ class CompletionRequest(RequestBody):
     """Subtracted from a token's logit once for each time that the answer has that token."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     """Divides the logits above zero of tokens in prompt or answer, and multiplies those below zero."""
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = None
     """The number to add to a token's logit, by token id."""
     n: int | None = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
@@ -228,25 +257,13 @@ class CompletionRequest(RequestBody):
     """Ids of tokens that end an answer, as the model's own end tokens do; the answer does not contain them."""
     min_tokens: int | None = Field(default=None, ge=0)
     """Fewest tokens of an answer before it may end."""
-    seed: int | None = Field(default=None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    documents: Annotated[list[str | Document], FailFast] | None = Field(default=None, max_length=1000)
-    """Retrieved documents, placed before the question; the stored KV of earlier requests is reused for them."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """The id of the conversation that this request continues."""
     pml: str | None = Field(default=None, min_length=1)
     """A prompt in PML for a registered schema; messages or prompt are appended to it as plain text."""
-    ragfuse: AnswerOptions = AnswerOptions()
     kv_transfer_params: dict[str, Any] | None = Field(default=None, max_length=32)
     """vLLM's field for disaggregated prefill; with do_remote_decode the KV is handed over instead of decoded."""
-
     structured_outputs: StructuredOutputs | None = None
-
-    # labels, which never change an answer
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
 
 
 class ChatRequest(CompletionRequest):
@@ -255,12 +272,13 @@ class ChatRequest(CompletionRequest):
     messages: Annotated[list[RequestMessage], FailFast]
     """At least one message; there may be none if `pml` is given."""
     max_completion_tokens: int | None = Field(default=None, ge=-1)
+    """The newer name of `max_tokens`, which comes first."""
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
     reasoning_effort: str | None = Field(default=None, max_length=64)
     """A variable of the chat template, like `verbosity`; refused if the template does not read it."""
     verbosity: str | None = Field(default=None, max_length=64)
@@ -277,10 +295,8 @@ class ChatRequest(CompletionRequest):
 class TextRequest(CompletionRequest):
     """The body of `/v1/completions`: a request to continue one text, or each of several."""
 
-    prompt: str | Several[str] | Ids | Several[Ids] | Annotated[list[ContentPart], Field(min_length=1, fail_fast=True)]
-    """One text or several, the token ids of one or several, or one text in parts, some of which are documents."""
-    max_tokens: int | None = Field(default=None, ge=-1)
-    """With 0 nothing is generated; together with `echo` and `logprobs` the prompt is scored."""
+    prompt: str | Several[str] | Ids | Several[Ids]
+    """One text or several, or the token ids of one or several."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
     """Whether the answer begins with the prompt, whose tokens are then in `logprobs` too."""
@@ -301,11 +317,10 @@ class ErrorBody(BaseModel):
 
 
 class ExplainRequest(ChatRequest):
-    """The body of `/v1/ragfuse/explain`: that of a chat, or a prompt to continue in place of its messages."""
+    """The body of `/v1/ragfuse/explain`: that of a chat."""
 
     model: str = ""
     messages: Annotated[list[RequestMessage], FailFast] = []
-    prompt: str | Ids | None = None
 
 
 class SchemaRequest(RequestBody):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
-import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -26,10 +25,12 @@ TOKENIZER_WARMUP_WORDS = 8192
 """Words of a text that is long enough for the tokenizer to start its own threads."""
 AFTER_S = 5
 """Seconds that connections may take to close once all answers have ended."""
+POLL_S = 0.1
+"""Seconds between two looks whether a server that stops was told to hurry."""
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that on SIGTERM or Ctrl-C refuses new requests, waits for running answers, and then ends.
+    """A uvicorn server that on SIGTERM or Ctrl-C refuses waiting requests, lets running answers end, and then ends.
 
     Answers that take longer than `serve_grace_s`, or are running at a second signal, are cut off. Then all pending KV
     is saved.
@@ -49,8 +50,7 @@ class Server(uvicorn.Server):
         tell: Callable[[str], object] = lambda line: None,
     ) -> None:
         settings = service.settings
-        self._service, self._until_s, self._tell = service, 0.0, tell
-
+        self._service, self._tell, self._is_hasty = service, tell, False
         config = uvicorn.Config(
             make_app(service, origins, host in LOOPBACK),
             ws="none",
@@ -61,77 +61,47 @@ class Server(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_graceful_shutdown=AFTER_S,
+            timeout_graceful_shutdown=int(settings.serve_grace_s) + AFTER_S,
         )
         super().__init__(config)
 
     def stop(self) -> None:
-        """Shut down as on a signal; a second call shuts down at once."""
-        self.force_exit = self.should_exit
-        if not self.should_exit:
-            self._until_s = time.monotonic() + self._service.settings.serve_grace_s
+        """Shut down as on a signal; a second call cuts off what is still running."""
+        self._is_hasty = self.should_exit
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Shut down on a signal."""
         self.stop()
 
-    async def on_tick(self, counter: int) -> bool:
-        """Return whether the server may end now; uvicorn calls it ten times a second."""
-        ends = await super().on_tick(counter)
-        if not ends:
-            return False
-        if not self._service.stopping:
-            running = self._service.admission.jobs.running
-            self._service.stop()
-            self._tell(_stopping_in_words(running, self._service.settings.serve_grace_s))
-        return self._service.admission.is_idle or self.force_exit or time.monotonic() > self._until_s
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Cancel answers that are still running, then close."""
-        n_cut = self._service.admission.jobs.running
-        self._service.cancel()
-        self.force_exit = False  # or uvicorn would not let the store be saved
+        """Let running answers end, then close."""
+        self._service.stop()
+        grace_s = self._service.settings.serve_grace_s
+        n = len(self._service.admission.jobs.running)
+        self._tell(f"Stopping: {n:,} running, within {grace_s:g} s (a second signal cuts off).")
+        cutting = asyncio.create_task(self._cut_off(grace_s))
         await super().shutdown(sockets)
-        self._tell(f"Stopped; cut off: {n_cut:,} request{'s' if n_cut > 1 else ''}." if n_cut else "Stopped.")
+        cutting.cancel()
+        self._tell("Stopped.")
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals without raising them again after the server ended, as uvicorn would."""
-        try:
-            before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread
-            yield
-            return
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
-
-
-def _stopping_in_words(running: int, grace_s: float) -> str:
-    """Return what a server that stops waits for."""
-    if not running:
-        return "Stopping: what is left is saved."
-    requests = f"{running:,} request{'s' if running > 1 else ''}"
-    return f"Stopping: {requests} may end, within {grace_s:g} s (a second signal cuts off), then what is left is saved."
+    async def _cut_off(self, grace_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while not self._is_hasty:
+                    await asyncio.sleep(POLL_S)
+        self._service.cancel()
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address; raise SettingsError where the system refuses it."""
+    """Return a socket that listens at this address; raise SettingsError where the system refuses it."""
     try:
-        family, kind, number, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound_socket = socket.socket(family, kind, number)
-        bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound_socket.bind(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise SettingsError(
             f"The server cannot listen at {host}:{port}: {error}. Choose another --port or --host."
         ) from error
-    return bound_socket
 
 
 def serve(
@@ -164,7 +134,6 @@ def serve(
         gc.collect()
         gc.freeze()  # loaded objects stay: scanning them for garbage would pause all requests
         sys.setswitchinterval(SWITCH_S)
-        listener.listen(BACKLOG)  # from now on connections wait instead of being refused
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{listener.getsockname()[1]}/v1")
         Server(service, origins, host, tell).run([listener])

@@ -14,9 +14,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
-P = ParamSpec("P")
 T = TypeVar("T")
 N_PLANNING = 1
 """Requests planned at once: planning is Python code, which runs one thread at a time, so more threads gain nothing."""
@@ -35,9 +34,8 @@ class Threads:
     Attributes:
         control: For monitoring, such as metrics.
         intake: For parsing bodies, one at a time, so that it takes little interpreter time from running answers.
-        ahead: For look-ahead, the prefetching of KV that waiting requests will read.
+        ahead: For what is done in the background: look-ahead, tenants' quotas.
         planning: For converting requests, and for the plans of `/v1/ragfuse/explain`.
-        upkeep: For checking tenants' quotas.
         lookups: For lookups in the store.
         turns: For running requests, two threads each: one to generate, one to finish the request before.
     """
@@ -46,18 +44,17 @@ class Threads:
         self.control = _executor("control", 2)
         self.intake = _executor("intake", 1, _lower_priority)
         self.ahead = _executor("ahead", 1, _lower_priority)
-        self.upkeep = _executor("upkeep", 1, _lower_priority)
         self.planning = _executor("planning", N_PLANNING, _lower_priority)
         self.lookups = _executor("lookups", N_LOOKUPS, _lower_priority)
         self.turns = _executor("turns", 2 * together + 2, partial(_lower_priority, ANSWER_NICE))
 
-    async def run(self, pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, pool: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         """Return the result of `call` on one of these executors; cancelled before it begins, it never runs."""
-        return await asyncio.get_running_loop().run_in_executor(pool, partial(call, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
 
     def close(self) -> None:
         """Start no more calls; running calls end by themselves."""
-        for each in (self.intake, self.ahead, self.upkeep, self.planning, self.lookups, self.turns, self.control):
+        for each in (self.intake, self.ahead, self.planning, self.lookups, self.turns, self.control):
             each.shutdown(wait=False, cancel_futures=True)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.request import PreparedPrompt
-from ragfuse.types.answer import Trace
-from ragfuse.types.plan import LoadPlan
 
 MAX_TRACED_TOKENS = 16_384
 """Most tokens of a prompt that are shown; of a longer one, the first."""
@@ -20,54 +17,29 @@ reused from a chunk; of a chunk, and recomputed in the layers after the check la
 class TokenRecorder:
     """Takes a prefilled prompt before its answer is generated, and says afterwards what became of its tokens.
 
-    It keeps the plan and the recomputed rows only, not the KV.
+    It keeps their ids and letters only, not the KV.
     """
 
     def __init__(self) -> None:
-        self._plan: LoadPlan | None = None
-        self._recomputed: tuple[int, ...] = ()
-        self._n_before = 0
+        self._ids, self._fates = list[int](), ""
 
     def put(self, prepared: PreparedPrompt) -> None:
         """Take the prefilled prompt."""
-        self._plan, self._recomputed = prepared.plan, tuple(prepared.prefill.chosen.tolist())
-        self._n_before = prepared.prefill.n_before
-
-    def as_dict(self, engine: Engine, trace: Trace) -> dict[str, Any] | None:
-        """Return the tokens' texts, a letter for each, and the segments; None where no prompt was prefilled here.
-
-        In `segments`, `at` is the index of the segment in the trace's segments; None for fresh text.
-        """
-        if self._plan is None:
-            return None
-        prompt, tokenizer = self._plan.prompt, engine.model.tokenizer
-        ids = prompt.token_ids[:MAX_TRACED_TOKENS]
-        return {
-            "tokens": len(prompt),
-            "texts": [str(tokenizer.decode([id], skip_special_tokens=False)) for id in ids],
-            "fates": self._fates(self._plan)[: len(ids)],
-            "segments": list(self._segments(self._plan, trace, len(ids))),
-        }
-
-    def _fates(self, plan: LoadPlan) -> str:
+        plan, n_before = prepared.plan, prepared.prefill.n_before
         hits = {fetch.segment for fetch in plan.fetches} if not plan.fallback_reason else set()
         fates = list[str]()
         for index, (segment, (lo, hi)) in enumerate(zip(plan.prompt.segments, plan.prompt.spans, strict=True)):
             reused = _REUSED if segment.kind == "chunk" else _PREFIX
             fates += [reused if index in hits else _FRESH] * (hi - lo)
-        for row in self._recomputed:
+        for row in prepared.prefill.chosen.tolist():
             if fates[row] == _REUSED:
                 fates[row] = _RECOMPUTED
-        fates[: self._n_before] = [_PREFIX] * self._n_before
-        return "".join(fates)
+        fates[:n_before] = [_PREFIX] * n_before
+        self._ids, self._fates = list(plan.prompt.token_ids), "".join(fates)
 
-    def _segments(self, plan: LoadPlan, trace: Trace, n_shown: int) -> Iterator[dict[str, Any]]:
-        """Yield the segments with their rows, and where the trace tells of each."""
-        known = {(each.start, each.kind): at for at, each in enumerate(trace.segments)}
-        if self._n_before:
-            yield {"from": 0, "to": min(self._n_before, n_shown), "kind": "prefix", "at": known.get((0, "prefix"))}
-        for segment, (lo, hi) in zip(plan.prompt.segments, plan.prompt.spans, strict=True):
-            lo, hi = max(lo, self._n_before), min(hi, n_shown)
-            at = known.get((segment.start, segment.kind))
-            if lo < hi:
-                yield {"from": lo, "to": hi, "kind": "fresh" if at is None else segment.kind, "at": at}
+    def as_dict(self, engine: Engine) -> dict[str, Any]:
+        """Return the texts of the tokens, with a letter for each."""
+        shown = self._ids[:MAX_TRACED_TOKENS]
+        decode = engine.model.tokenizer.decode
+        texts = [str(decode([id], skip_special_tokens=False)) for id in shown]
+        return {"tokens": len(self._ids), "texts": texts, "fates": self._fates[: len(shown)]}

@@ -169,7 +169,9 @@ def test_markup_in_names_documents_questions_and_answers_stays_text(
     turn.get_by_text("The same as curl").click()
     picture(page, "injection")
     page.get_by_role("tab", name="Store").click()
-    expect(page.get_by_role("region", name="Entries", exact=True)).to_contain_text("<script>alert(2)</script>")
+    expect(page.get_by_role("region", name="Bytes by source", exact=True)).to_contain_text(
+        "<img src=x onerror=alert(4)>"
+    )
     assert page.locator("main img, main svg, main script").count() == 0
     assert page.evaluate("window.broken") == []
     page.get_by_role("tab", name="Try").click()
@@ -203,7 +205,7 @@ def test_a_document_that_is_too_short_or_stored_before_says_so(page: Page, addre
     opened(page, address)
     text = "The school at Norrby was closed in 1931, when the last of its pupils had moved to the mainland."
     for name, content, told in (
-        ("tiny.txt", "Hello.", "1 passage, too short to be stored: computed with each question"),
+        ("tiny.txt", "Hello.", re.compile("^1 passage, not stored .too short")),
         ("first.txt", text, re.compile(r"^1 passage, \S+\sKB of KV, encoded in \S+\ss$")),
         ("second.txt", text, re.compile(r"^1 passage, \S+\sKB of KV, stored before$")),
     ):
@@ -216,17 +218,13 @@ def test_a_document_that_is_too_short_or_stored_before_says_so(page: Page, addre
         expect(page.locator("#documents li").filter(has_text=name)).to_have_count(0)
 
 
-def test_the_store_is_shown_pinned_and_deleted(page: Page, address: str, tmp_path: Path) -> None:
+def test_the_store_is_shown_and_deleted(page: Page, address: str, tmp_path: Path) -> None:
     opened(page, address)
     add_example(page)
     file = tmp_path / "short.txt"
     file.write_text("The school at Vessby was founded in 1802 by the sisters Ebba and Lovisa Dahl.", encoding="utf-8")
     add_file(page, file)
     page.get_by_role("tab", name="Store").click()
-    entries = page.get_by_role("region", name="Entries", exact=True)
-    page.get_by_role("button", name="short.txt", exact=True).click()
-    expect(page.get_by_role("heading", name="Entries of short.txt")).to_be_visible()
-    expect(entries.locator("tbody tr")).to_have_count(1)
     row = page.get_by_role("region", name="Bytes by source").locator("tbody tr", has_text="short.txt")
     kv = row.locator("td[data-column=KV]").inner_text()
     copies = re.findall(
@@ -234,14 +232,12 @@ def test_the_store_is_shown_pinned_and_deleted(page: Page, address: str, tmp_pat
     )
     assert set(dict(copies)) == {"memory", "disk"}
     assert kv in dict(copies).values()
-    page.get_by_role("button", name="Pin short.txt", exact=True).click()
-    expect(entries.get_by_role("button", name=re.compile("Unpin entry"))).to_have_count(1)
     page.get_by_role("button", name="Delete short.txt").click()
     page.get_by_role("button", name="Keep it").click()
-    expect(entries.locator("tbody tr")).to_have_count(1)
+    expect(row).to_have_count(1)
     page.get_by_role("button", name="Delete short.txt").click()
     page.locator("#sure-yes").click()
-    expect(page.get_by_role("button", name="short.txt", exact=True)).to_have_count(0)
+    expect(row).to_have_count(0)
     for name in ("Tiers", "Conversations", "Schemas"):
         expect(page.get_by_role("heading", name=name)).to_be_visible()
 
@@ -251,7 +247,7 @@ def test_live_numbers_come_from_the_server(page: Page, address: str, picture: Ca
     add_example(page)
     asked(page)
     page.get_by_role("tab", name="Live").click()
-    expect(page.get_by_role("heading", name="Time to the first token, last hour")).to_be_visible()
+    expect(page.get_by_role("heading", name="Time to the first token")).to_be_visible()
     expect(page.locator(".histogram li")).not_to_have_count(0)
     expect(page.locator("#live")).to_contain_text(re.compile(r"\d+% of [\d,]+ prompt tokens reused"))
     picture(page, "live-light-wide")

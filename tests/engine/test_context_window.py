@@ -3,7 +3,7 @@
 import pytest
 
 from ragfuse import Ask, Engine, InputError, Piece
-from ragfuse.engine.overflow import TOKEN_CHARS, largest_body
+from ragfuse.engine.overflow import TOKEN_CHARS
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.text.known_spans import KnownSpans
@@ -105,10 +105,6 @@ def test_schemas_and_prompts_in_pml_that_do_not_fit_are_refused(engine):
     engine.schemas.register('<schema name="s"><module name="a">A module of some words.</module></schema>')
     with pytest.raises(OverlongError, match="The prompt does not fit"):
         engine.answer(pml=f'<prompt schema="s"><a/><user>{text}</user></prompt>')
-
-
-def test_the_largest_request_follows_from_the_window(engine: Engine):
-    assert largest_body(engine.model) == (1 << 18) + 2 * TOKEN_CHARS * engine.model.max_context
 
 
 def test_no_token_stands_for_more_characters_than_is_reckoned_with(engine: Engine):

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from ragfuse import Engine, Settings
-from ragfuse.serve.refusals import APIError
 from ragfuse.serve.service import Service
 from tests.serve.kit import Served, raw, said, serving, wait_for
 from tests.serve.test_gone import is_idle
@@ -109,8 +108,8 @@ def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served, path: str)
     body = {"model": two.service.model, "max_tokens": 1}
     body |= {"messages": [said()]} if "chat" in path else {"prompt": "Who?"}
     with pytest.MonkeyPatch.context() as patch:
-        real = f"ragfuse.serve.routes.{'chat' if 'chat' in path else 'text'}_requests"
-        module = __import__("ragfuse.serve.routes", fromlist=["_"])
+        real = f"ragfuse.serve.completions.{'chat' if 'chat' in path else 'text'}_requests"
+        module = __import__("ragfuse.serve.completions", fromlist=["_"])
         gate = Gate(getattr(module, real.rpartition(".")[2]))
         patch.setattr(real, gate)
         with ExitStack() as lines:
@@ -119,7 +118,7 @@ def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served, path: str)
             wait_for(lambda: gate.inside == 2)  # one of two in their turns, and one that is looked ahead to
             assert two.get("/health").status_code == 200
         wait_for(lambda: len(two.service.admission.jobs) == 0)
-        assert two.service.admission.jobs.running == 2  # a turn lasts as long as its work
+        assert len(two.service.admission.jobs.running) == 2  # a turn lasts as long as its work
         gate.opened.set()
         wait_for(lambda: is_idle(two))
         assert gate.came <= 3  # two in their turns, and one that was looked ahead to
@@ -153,16 +152,14 @@ def test_looks_at_the_store_whose_senders_are_gone_are_not_made(two: Served) -> 
 
 
 async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
-    tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch
+    tiny_settings: Settings,
 ) -> None:
     service = Service(tiny_settings.model_copy(update={"serve_timeout_s": 0.05, "serve_together": 1}))
-    monkeypatch.setattr("ragfuse.serve.service.HARD_S", 0.05)
     tenant, enough = service.keys.tenants[0], threading.Event()
     await asyncio.to_thread(service.engine, tenant)
-    with pytest.raises(APIError) as told:
+    with pytest.raises(TimeoutError):
         await service.work(tenant, lambda engine, check: enough.wait(60))
-    assert told.value.status == 504
-    assert service.admission.jobs.running == 1
+    assert len(service.admission.jobs.running) == 1
     enough.set()
     while service.admission.jobs.running:
         await asyncio.sleep(0.01)

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from tests.serve.kit import PATIENCE_S, Served, said
-from tests.tiny import CHUNKS
 
 
 def test_the_card_names_the_model_without_its_folder(served: Served) -> None:
@@ -43,39 +42,6 @@ def test_tokens_are_those_of_the_model(served: Served) -> None:
 )
 def test_what_has_no_tokens_is_refused(served: Served, body: Any, why: str) -> None:
     refused = served.post("/v1/ragfuse/tokens", body)
-    assert refused.status_code == 400
-    assert why in refused.json()["error"]["message"]
-
-
-def text(served: Served, prompt: Any, **fields: Any) -> httpx.Response:
-    return served.post("/v1/completions", {"model": served.service.model, "prompt": prompt, **fields})
-
-
-def test_a_text_in_parts_has_its_documents_as_chunks(served: Served) -> None:
-    parts = [
-        {"type": "text", "text": "Read: "},
-        {"type": "text-plain", "text": CHUNKS[4], "title": "shelf"},
-        {"type": "text", "text": " And so"},
-    ]
-    found = text(served, parts).json()
-    assert [(each["kind"], each["source"]) for each in found["ragfuse"]["segments"]] == [("chunk", "shelf")]
-    assert found["usage"]["prompt_tokens"] == len(f"Read: {CHUNKS[4]} And so".encode())
-    echoed = text(served, parts, echo=True).json()["choices"][0]["text"]
-    assert echoed.startswith(f"Read: {CHUNKS[4]} And so")
-
-
-@pytest.mark.parametrize(
-    ("parts", "why"),
-    [
-        ([{"type": "image_url", "text": "a"}], "this model takes only text"),
-        ([{"type": "text"}], "this model takes only text"),
-        ([{"type": "text-plain", "text": "a b", "title": "t" * 257}], "prompt"),
-        ([{"type": "text", "text": ""}], "The prompt is empty"),
-        ([], "prompt"),
-    ],
-)
-def test_parts_that_are_no_text_are_refused(served: Served, parts: Any, why: str) -> None:
-    refused = text(served, parts)
     assert refused.status_code == 400
     assert why in refused.json()["error"]["message"]
 

@@ -12,7 +12,7 @@ import pytest
 from ragfuse import Engine, InputError, Settings, SettingsError
 from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 from ragfuse.serve.keys import Keys, check_host, read_keys
-from tests.serve.kit import Served, access_lines, serving, wait_for, with_documents
+from tests.serve.kit import Served, access_lines, said, serving, wait_for, with_documents
 from tests.tiny import CHUNKS
 
 BLUE, OTHER_BLUE, GREEN = "blue-key-of-a-test-1", "blue-key-of-a-test-2", "green-key-of-a-test-1"
@@ -86,7 +86,7 @@ def test_a_named_salt_finds_what_was_ingested_under_it(locked: Served, tmp_path:
     with Engine(settings) as engine:
         engine.ingest([(CHUNKS[0], "book")])
     with serving(settings.model_copy(update={"salt": ""}), Keys([f"mine-3f1:{BLUE}"])) as served:
-        told = served.post("/v1/ragfuse/explain", {"prompt": f"{CHUNKS[0]}\n\nWho?"}, **bearer(BLUE)).json()
+        told = served.post("/v1/ragfuse/explain", {"messages": [said(f"{CHUNKS[0]}\n\nWho?")]}, **bearer(BLUE)).json()
     assert [each["hit"] for each in told["segments"]] == [True]
 
 

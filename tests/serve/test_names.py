@@ -60,8 +60,8 @@ def test_a_request_leaves_one_line_without_its_key_and_its_question(
         usage = ask(named, "reader").json()["usage"]
         named.get("/v1/mod%0Aels")
         named.get("/health")
-        wait_for(lambda: len(access_lines(caplog)) == 2)
-    lines = access_lines(caplog)
+        wait_for(lambda: [each for each in access_lines(caplog) if each.startswith("GET ")])
+    lines = access_lines(caplog)[-2:]  # there may be a late one of the test before
     tenant = named.service.keys.tenants[0].name
     tokens = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
     assert lines[0].startswith(f"POST /v1/chat/completions 200, tenant {tenant}, ")

@@ -14,8 +14,8 @@ from ragfuse.engine.schema_service import parse_prompt
 from ragfuse.errors import NoSessionError
 from ragfuse.serve.logprobs import ZERO_LOGPROB, LogprobRecorder, as_text
 from ragfuse.serve.refusals import APIError, api_error_of
-from ragfuse.serve.requests import chat_messages_of, chat_requests, text_requests
-from ragfuse.serve.schema import ChatRequest, Document, RequestMessage, TextRequest
+from ragfuse.serve.requests import chat_requests, question_of, text_requests
+from ragfuse.serve.schema import ChatRequest, RequestMessage, TextRequest
 
 
 def chat(**fields: object) -> ChatRequest:
@@ -32,28 +32,22 @@ def test_neighbours_of_one_role_are_one_turn_and_results_of_tools_are_not() -> N
         {"role": "tool", "content": "four", "tool_call_id": "c1"},
         {"role": "tool", "content": "five", "tool_call_id": "c1"},
     ]
-    turns = chat_messages_of([RequestMessage.model_validate(each) for each in messages])
+    turns = question_of(None, [RequestMessage.model_validate(each) for each in messages])
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "tool", "tool"]
     assert list(turns[0].content) == ["One.", "\n", "Two."]
     assert (turns[2].tool_calls[0].name, dict(turns[2].tool_calls[0].arguments)) == ("count", {"n": 1})
     assert (turns[3].name, turns[3].tool_call_id) == ("count", "c1")
 
 
-def test_parts_that_say_so_are_chunks_as_documents_are() -> None:
-    parts = [
-        {"type": "text", "text": "a", "extras": {"ragfuse": {"chunk": True, "source": "s"}}},
-        {"type": "text-plain", "text": "b", "title": "t"},
-        {"type": "text", "text": "c"},
-    ]
-    (turn,) = chat_messages_of(
-        [RequestMessage.model_validate({"role": "user", "content": parts})], ["d", Document(text="e", title="f")]
-    )
+def test_parts_that_are_documents_are_chunks_as_documents_are() -> None:
+    parts = [{"type": "text-plain", "text": "b", "title": "t"}, {"type": "text", "text": "c"}]
+    body = chat(messages=[{"role": "user", "content": parts}], documents=["d", {"text": "e", "title": "f"}])
+    (turn,) = chat_requests(body)[0].question
     assert list(turn.content) == [
         Piece("d", "chunk", "document 1"),
         "\n\n",
         Piece("e", "chunk", "f"),
         "\n\n",
-        Piece("a", "chunk", "s"),
         Piece("b", "chunk", "t"),
         "c",
     ]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -107,8 +106,6 @@ def test_another_tenant_sees_and_uses_nothing_of_it(served: Served, model: str) 
         ("trip.xml", "wanted well-formed XML"),
         ("/etc/passwd", "wanted well-formed XML"),
         ('<!DOCTYPE x [<!ENTITY e SYSTEM "file:///etc/passwd">]><schema name="x">&e;</schema>', "a DTD"),
-        ('<schema name="..">text</schema>', "not only dots, slashes"),
-        (f'<schema name="{"n" * 300}">text</schema>', "at most 256 printable characters"),
         (f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>', "4,096 tokens"),
         ("", "at least 1 character"),
     ],
@@ -152,25 +149,24 @@ def test_a_tenant_has_as_many_schemas_as_it_may(served: Served) -> None:
 def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
     is_late: bool, status: int, varied_path: Path, tmp_path: Path
 ) -> None:
-    ahead_s = [0.0]
-    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + ahead_s[0])
+    told = threading.Event()
     settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
-    with serving(settings) as served, pytest.MonkeyPatch.context() as patched:
+    with serving(settings.model_copy(update={"serve_timeout_s": 2.0}) if is_late else settings) as served:
         engine = engine_of(served)
         keep = engine.runtime.encoder.__class__.keep_run
 
         def slowly(*args: Any) -> int:
             if is_late:
-                ahead_s[0] = settings.serve_timeout_s
+                told.wait(60)
             else:
                 served.service.stop()
             return keep(*args)
 
-        patched.setattr("ragfuse.serve.service.time", clock)
-        patched.setattr(engine.runtime.encoder.__class__, "keep_run", slowly)
-        answer = served.post(SCHEMAS, {"pml": TRIP})
-        wait_for(lambda: served.service.admission.is_idle)
-        patched.undo()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine.runtime.encoder.__class__, "keep_run", slowly)
+            answer = served.post(SCHEMAS, {"pml": TRIP})
+            told.set()
+            wait_for(lambda: served.service.admission.is_idle)
         assert answer.status_code == status
         assert "is not computed again" in answer.json()["error"]["message"]
         assert engine.schemas.names() == []
@@ -232,7 +228,7 @@ def test_modules_are_blended_where_that_is_asked_for(served: Served, model: str)
 
 
 def test_a_plan_over_it_is_explained(served: Served) -> None:
-    for further in ({}, {"messages": [said("Where?")]}, {"prompt": "Then"}):
+    for further in ({}, {"messages": [said("Where?")]}):
         told = served.post("/v1/ragfuse/explain", {"pml": PROMPT, **further}, **bearer(BLUE))
         assert told.status_code == 200
         assert {each["source"] for each in told.json()["segments"] if each["hit"]} >= {"trip: plan", "trip: diet"}

@@ -136,13 +136,5 @@ def test_a_title_has_256_characters_at_most(served: Served, n: int) -> None:
     for fields in (
         {"documents": [{"text": CHUNKS[1], "title": title}]},
         {"messages": [{"role": "user", "content": [{**part, "title": title}, {"type": "text", "text": "Who?"}]}]},
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{**part, "extras": {"ragfuse": {"source": title}}}, {"type": "text", "text": "Who?"}],
-                }
-            ]
-        },
     ):
         assert served.chat(max_tokens=1, **fields).status_code == (200 if n <= 256 else 400)

@@ -129,7 +129,7 @@ def test_clients_that_go_away_in_the_middle_of_anything_leave_nothing_behind(wat
         for turn in range(30):
             path = paths[(number + turn) % 4]
             fields = {"messages": [said(text)], "prompt": text, "pml": f'<schema name="a">{text}</schema>'}
-            wanted = {0: "messages", 1: "prompt", 2: "prompt", 3: "pml"}[(number + turn) % 4]
+            wanted = {0: "messages", 1: "prompt", 2: "messages", 3: "pml"}[(number + turn) % 4]
             model = {"model": watched.model} if path.endswith("completions") else {}
             body = json.dumps({**model, wanted: fields[wanted]}).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -251,7 +251,7 @@ class Simulation:
             if self._taken - self._looked_at < window * LOOK_AGAIN and self._waiting > window:
                 return
             self._looked_at = self._taken
-            wanted = self._tiers.wanted([job.conversation for job in self._queue.ahead(window)])
+            wanted = self._tiers.wanted([job.conversation for job in self._queue.ahead()[:window]])
             self._wanted.extend(talk for talk in wanted if isinstance(talk, int))
         while self._wanted:
             talk = self._wanted.popleft()

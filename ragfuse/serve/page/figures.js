@@ -1,4 +1,4 @@
-// Small figures without a library: a filled bar, a histogram, shares over time. Each has its numbers as text, too.
+// Small figures without a library: a filled bar, a histogram. Each has its numbers as text, too.
 
 import { make } from "./dom.js";
 
@@ -16,14 +16,4 @@ export function histogram(rows) {
     bar.style.width = `${(100 * n) / most}%`;
     return make("li", {}, make("span", { class: "label" }, label), make("span", { class: "track", "aria-hidden": "true" }, bar), make("span", { class: "n" }, String(n)));
   }));
-}
-
-// Columns over time; each column is a list of [class, amount], stacked. `most` is the height of a full column.
-export function columns(caption, found, most) {
-  return make("div", { class: "columns", role: "img", "aria-label": caption }, found.map(({ title, parts }) =>
-    make("div", { class: "column", title }, parts.map(([name, amount]) => {
-      const part = make("span", { class: `cell ${name}` });
-      part.style.height = `${most ? (100 * amount) / most : 0}%`;
-      return part;
-    }))));
 }

@@ -1,4 +1,4 @@
-// The view of the store: tiers, sources, entries, conversations and schemas of this key, and what may be done to them.
+// The view of the store: tiers, sources, conversations and schemas of this key, and what may be deleted of them.
 
 import { ask } from "./api.js";
 import { byId, make, show, table } from "./dom.js";
@@ -7,7 +7,6 @@ import { ago, bytes, capacity, count, many, share } from "./format.js";
 import { meter } from "./figures.js";
 
 const SHOWN = 50;
-let source = null; // the source whose entries are shown; null: all
 
 function sure(text, yes) {
   byId("sure-text").textContent = text;
@@ -46,26 +45,26 @@ function remove(query) {
 }
 
 function tiers(store, usage, live) {
-  const hits = Object.values(live.hits).reduce((sum, each) => sum + each, 0);
+  const { missed = 0 } = live.counts;
+  const of = (tier) => live.counts[`hit ${tier}`] || 0;
+  const hits = store.tiers.reduce((sum, each) => sum + of(each.name), 0);
   const rows = store.tiers.map((each) => [
     each.name, meter(each.nbytes, each.capacity, `${bytes(each.nbytes)} of ${capacity(each.capacity)}`),
-    count(each.entries), count(each.n_tokens), count(each.pinned), share(live.hits[each.name] || 0, hits + live.missed)]);
+    count(each.entries), count(each.n_tokens), count(each.pinned), share(of(each.name), hits + missed)]);
   const limit = usage.limits.bytes ? `, of at most ${capacity(usage.limits.bytes)} in a tier` : "";
   return make("section", { class: "card stack", "aria-label": "Tiers" }, make("h2", {}, "Tiers"),
     table("Tiers", ["tier", "filled by you", "entries", "tokens", "pinned", "hit rate"], rows, [2, 3, 4, 5]),
-    make("p", { class: "quiet" }, `Hits: of ${many(hits + live.missed, "lookup")} since the server started, found in this tier; `
-      + `${count(live.missed)} were found in none. You keep ${many(usage.texts, "known text")} and ${many(usage.sessions, "conversation")}${limit}.`));
+    make("p", { class: "quiet" }, `Hits: of ${many(hits + missed, "lookup")} since the server started, found in this tier; `
+      + `${count(missed)} were found in none. You keep ${many(usage.texts, "known text")} and ${many(usage.sessions, "conversation")}${limit}.`));
 }
 
 function sources(usage) {
   const most = Math.max(1, ...usage.sources.map((each) => each.nbytes));
   const rows = usage.sources.map((each) => [
-    make("button", { class: "plain", onclick: () => { source = each.source; showStore(); } }, each.source || "not from a document"),
+    each.source || "not from a document",
     meter(each.nbytes, most, bytes(each.nbytes)),
     Object.entries(each.tiers).map(([tier, n]) => `${tier} ${bytes(n)}`).join(", "), count(each.chunks), count(each.hits),
     make("div", { class: "row" }, each.source ? [
-      action("Pin", `Pin ${each.source}`, () => ask("/v1/ragfuse/entries/pin", { body: { source: each.source } })),
-      action("Unpin", `Unpin ${each.source}`, () => ask("/v1/ragfuse/entries/unpin", { body: { source: each.source } })),
       action("Delete", `Delete ${each.source}`, remove({ source: each.source }),
         { danger: true, question: `Delete the KV of ${each.source} from every tier? What other sources have, too, stays.` })] : [])]);
   return make("section", { class: "card stack", "aria-label": "Bytes by source" },
@@ -75,25 +74,6 @@ function sources(usage) {
     rows.length ? table("Bytes by source", ["source", "KV", "copies by tier", "chunks", "hits", ""], rows, [3, 4])
       : make("p", { class: "quiet" }, "Nothing is stored yet."),
     rows.length ? make("p", { class: "quiet" }, "KV counts once, however many tiers have a copy of it; a chunk that several sources have counts in each.") : null);
-}
-
-function entries(found) {
-  const rows = found.data.map((each) => [
-    make("div", {}, make("div", {}, each.sources.join(", ") || "not from a document"), make("div", { class: "quiet clip" }, each.text)),
-    count(each.n_tokens), bytes(each.nbytes), `${each.tiers.join(", ")}; ${each.levels.join(", ")}`, count(each.hits),
-    ago(each.last_used), make("div", { class: "row" },
-      each.pinned
-        ? action("Unpin", `Unpin entry ${each.key.slice(0, 8)}`, () => ask("/v1/ragfuse/entries/unpin", { body: { keys: [each.key] } }))
-        : action("Pin", `Pin entry ${each.key.slice(0, 8)}`, () => ask("/v1/ragfuse/entries/pin", { body: { keys: [each.key] } })),
-      action("Delete", `Delete entry ${each.key.slice(0, 8)}`, remove({ key: each.key }), { danger: true }))]);
-  const title = source === null ? "Entries" : `Entries of ${source || "no document"}`;
-  const told = found.total > rows.length ? `The ${rows.length} used last of ${count(found.total)}.` : "";
-  return make("section", { class: "card stack", "aria-label": "Entries" },
-    make("div", { class: "row" }, make("h2", { class: "grow" }, title),
-      source === null ? null : make("button", { class: "small", onclick: () => { source = null; showStore(); } }, "Show all")),
-    rows.length ? table("Entries", ["chunk", "tokens", "KV", "tiers; levels", "hits", "used", ""], rows, [1, 2, 4])
-      : make("p", { class: "quiet" }, "None."),
-    told ? make("p", { class: "quiet" }, told) : null);
 }
 
 function sessions(found) {
@@ -119,10 +99,9 @@ function schemas(found) {
 
 // `told` says what was just done; it goes when the view is shown again.
 export async function showStore(told = "") {
-  const query = source === null ? { limit: SHOWN } : { limit: SHOWN, source, exact: true };
-  const [store, usage, live, rows, talks, forms] = await Promise.all([
+  const [store, usage, live, talks, forms] = await Promise.all([
     ask("/v1/ragfuse/store"), ask("/v1/ragfuse/usage"), ask("/v1/ragfuse/live"),
-    ask(`/v1/ragfuse/entries?${new URLSearchParams(query)}`), ask("/v1/ragfuse/sessions"), ask("/v1/ragfuse/schemas")]);
+    ask("/v1/ragfuse/sessions"), ask("/v1/ragfuse/schemas")]);
   const waiting = store.waiting_to_be_encoded ? make("p", { class: "quiet" }, `${many(store.waiting_to_be_encoded, "run")} of tokens wait to be encoded.`) : null;
-  show(byId("store"), told ? make("p", { role: "status" }, told) : null, waiting, tiers(store, usage, live), sources(usage), entries(rows), sessions(talks), schemas(forms));
+  show(byId("store"), told ? make("p", { role: "status" }, told) : null, waiting, tiers(store, usage, live), sources(usage), sessions(talks), schemas(forms));
 }

@@ -15,7 +15,7 @@ const KINDS = { chunk: "chunk", prefix: "beginning", module: "module", history: 
 export function strip(trace) {
   const told = trace.token_trace;
   const detail = make("div", { class: "detail", hidden: true });
-  const segments = told.segments.map((each) => segment(told, each, trace.segments[each.at] || null, detail));
+  const segments = segmentsOf(told, trace).map(([each, found]) => segment(told, each, found, detail));
   const shown = told.texts.length < told.tokens ? `, of which the first ${count(told.texts.length)} are shown` : "";
   return make("div", { class: "stack strip-box" },
     make("div", { class: "row" },
@@ -23,6 +23,23 @@ export function strip(trace) {
     make("div", { class: "strip", role: "group", "aria-label": "Segments of the prompt; choose one to see more" }, segments),
     make("p", { class: "quiet" }, "Each cell is a token. Choose a part to see where it came from."),
     detail);
+}
+
+// The parts of the prompt, in order: the segments of the trace, and the new text between them.
+function segmentsOf(told, trace) {
+  const found = [];
+  let at = 0;
+  const end = told.fates.length;
+  const push = (to, kind, segment) => {
+    if (at < Math.min(to, end)) found.push([{ from: at, to: Math.min(to, end), kind }, segment]);
+    at = Math.max(at, to);
+  };
+  for (const each of [...trace.segments].sort((one, other) => one.start - other.start)) {
+    push(each.start, "fresh", null);
+    push(each.start + each.n_tokens, each.kind, each);
+  }
+  push(end, "fresh", null);
+  return found;
 }
 
 function legend(told) {

@@ -1,0 +1,138 @@
+"""One road for all answers: a run's items become events, which are streamed, or folded into one response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from ragfuse.engine.engine import Engine
+from ragfuse.serve.refusals import APIError, api_error_of
+from ragfuse.serve.request_state import TokenCounts, tenant_of, text_response, unless_disconnected
+from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, Item
+from ragfuse.serve.service import Service
+
+Json = dict[str, Any]
+MakeRequests = Callable[[Engine], Sequence[AnswerRequest]]
+EVENT_STREAM = text_response("text/event-stream")
+"""The OpenAPI entry of a route that may answer with a stream."""
+SLOW_S = 30.0
+"""Seconds that a client may take to read a stream, beyond the time that the answer may take."""
+
+
+class Renderer(Protocol):
+    """Writes the items of one run as the events of one of OpenAI's interfaces, and folds these into a response."""
+
+    last: bytes
+    """What ends a stream behind its last event."""
+
+    def events(self, items: AsyncIterator[Item]) -> AsyncIterator[Json]:
+        """Yield the events of the items."""
+        ...
+
+    def failed(self, error: APIError) -> Json:
+        """Return the event of an error that ends a stream."""
+        ...
+
+    def whole(self, events: Sequence[Json]) -> Json:
+        """Return the response that all events make."""
+        ...
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    make: MakeRequests,
+    render: Callable[[Engine], Renderer],
+    streams: bool,
+    session: str | None = None,
+    n: int = 1,
+) -> Response:
+    """Answer a request in its turn.
+
+    Args:
+        service: The service.
+        request: The request.
+        make: Returns the `AnswerRequest`s, in the request's turn.
+        render: Returns what writes the events of the answers.
+        streams: Whether the events are sent as they come.
+        session: The conversation that the request continues.
+        n: Answers to each prompt.
+    """
+    run = await unless_disconnected(request.receive, service.begin(tenant_of(request), make, session))
+    try:
+        renderer = render(run.engine)
+        items = await unless_disconnected(request.receive, _first_then(_counted(request, run, n)))
+        events = renderer.events(items)
+        if streams:
+            return EventStream(events, renderer, run, service.settings.serve_timeout_s + SLOW_S)
+        return JSONResponse(await unless_disconnected(request.receive, _whole(events, renderer)))
+    except BaseException:
+        run.cancel()
+        raise
+
+
+async def _counted(request: Request, run: AnswerRun, n: int) -> AsyncIterator[Item]:
+    """Yield the items, and count the tokens for the request's log line; a prompt counts once for its `n` answers."""
+    counts: TokenCounts = request.state.token_counts
+    async for item in run.read():
+        if isinstance(item, Completed):
+            counts.prompt += item.answer.trace.tokens if item.index % n == 0 else 0
+            counts.answer += len(item.answer.token_ids)
+        yield item
+
+
+async def _first_then(items: AsyncIterator[Item]) -> AsyncIterator[Item]:
+    """Wait for the first item, so that an error before it is a response of its own; return all items."""
+    first = await anext(items)
+
+    async def all_items() -> AsyncIterator[Item]:
+        yield first
+        async for item in items:
+            yield item
+
+    return all_items()
+
+
+async def _whole(events: AsyncIterator[Json], renderer: Renderer) -> Json:
+    return renderer.whole([event async for event in events])
+
+
+class EventStream(Response):
+    """The server-sent events of a run, which is cancelled if the client disconnects or reads too slowly."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[Json], renderer: Renderer, run: AnswerRun, seconds: float) -> None:
+        self._events, self._renderer, self._run, self._seconds = events, renderer, run, seconds
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send all events."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with asyncio.timeout(self._seconds):
+                await unless_disconnected(receive, self._send(send))
+        except (TimeoutError, APIError):
+            pass
+        finally:
+            self._run.cancel()
+
+    async def _send(self, send: Callable[[Json], Awaitable[None]]) -> None:
+        last = self._renderer.last
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": _line(event), "more_body": True})
+        except Exception as error:
+            last = _line(self._renderer.failed(api_error_of(error)))
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _line(event: Json) -> bytes:
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event)}\n\n".encode()

@@ -1,0 +1,211 @@
+"""What the store keeps for the client's tenant, by tier and by source; its deletion; its conversations.
+
+Only entries of the tenant's own digest are ever listed or deleted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from ragfuse.admin.quotas import QuotaKeeper
+from ragfuse.engine.engine import Engine
+from ragfuse.serve.admission import RETRY_S
+from ragfuse.serve.refusals import APIError, unusable
+from ragfuse.serve.request_state import tenant_of
+from ragfuse.serve.service import Service
+from ragfuse.store.deletion import Chunk, chunk_named, chunk_of, forget_chunks, leave_source, sources_in_order
+from ragfuse.telemetry.counters import TTFT_S
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
+
+MAX_SESSIONS = 1000
+"""Most rows of a listing."""
+MAX_SOURCE_CHARS = 4096
+"""Most characters of a source."""
+
+
+def store_routes(service: Service) -> APIRouter:
+    """Return the routes of the store, its use and its sessions."""
+    routes = APIRouter(prefix="/v1/ragfuse")
+
+    @routes.get("/store")
+    async def store(request: Request) -> dict[str, Any]:
+        """Show the client's tenant's entries in the store, by tier."""
+        return await service.lookup(request, _store)
+
+    @routes.get("/usage")
+    async def usage(request: Request) -> dict[str, Any]:
+        """Show what the client's tenant keeps, by tier and by source, and its limits."""
+        return await service.lookup(request, lambda engine: use_of(service.quotas[tenant_of(request).salt], engine))
+
+    @routes.get("/live")
+    async def live(request: Request) -> dict[str, Any]:
+        """Show requests that run and wait, and what the client's tenant reused since the server began."""
+        counts = await service.lookup(request, lambda engine: engine.counters.now())
+        jobs = service.admission.jobs
+        return {
+            "object": "ragfuse.live",
+            "running": len(jobs.running),
+            "waiting": len(jobs),
+            "counts": dict(counts.sums),
+            "ttft": counts.ttft,
+            "ttft_bounds_s": TTFT_S,
+        }
+
+    @routes.delete("/entries")
+    async def delete_entries(
+        request: Request,
+        source: Annotated[str | None, Query(max_length=MAX_SOURCE_CHARS)] = None,
+        all: bool = False,
+    ) -> dict[str, Any]:
+        """Delete chunks of the client's tenant from every tier: those of a source, or all."""
+        if (source is not None) is all:
+            raise unusable("source", "Give either source or all; found both or neither.")
+        return await service.lookup(request, lambda engine: delete(engine, source))
+
+    @routes.get("/sessions")
+    async def sessions(request: Request) -> dict[str, Any]:
+        """List the stored conversations of the client's tenant, most recently used first."""
+        found = await service.lookup(request, lambda engine: engine.sessions.ls()[:MAX_SESSIONS])
+        names = ("id", "turns", "tokens", "used", "persistent")
+        rows = [{"object": "ragfuse.session", **{name: getattr(each, name) for name in names}} for each in found]
+        return {"object": "list", "data": rows}
+
+    @routes.delete("/sessions/{id:path}")
+    async def delete_session(request: Request, id: str) -> dict[str, Any]:
+        """Delete a stored conversation, and the KV that no other one uses."""
+        done = await service.lookup(request, lambda engine: engine.sessions.delete(id))
+        silent = {"silent": list(done.silent)} if done.silent else {}  # tiers that may still have some of its KV
+        return {"object": "ragfuse.session", "id": id, "deleted": True, "nbytes": done.nbytes, **silent}
+
+    return routes
+
+
+def _store(engine: Engine) -> dict[str, Any]:
+    """Return the tenant's entries by tier, and the tokens that its engine counted."""
+    by_tier: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
+    for entry in _own(engine):
+        by_tier[entry.tier].update(entries=1, nbytes=entry.nbytes, n_tokens=entry.n_tokens, pinned=entry.pinned)
+    names = ("entries", "nbytes", "n_tokens", "pinned")
+    tiers = [
+        {"name": tier.name, **{name: by_tier[tier.name][name] for name in names}, "capacity": tier.capacity}
+        for tier in engine.store.tiers
+    ]
+    counted = engine.counters.now().sums
+    tokens = {name: counted[name] for name in ("reused", "recomputed", "fresh", "written")}
+    waiting = engine.counters.waiting
+    return {"object": "ragfuse.store", "tiers": tiers, "tokens": tokens, "waiting_to_be_encoded": waiting}
+
+
+def use_of(keeper: QuotaKeeper, engine: Engine) -> dict[str, Any]:
+    """Return what a tenant keeps, by tier and by source, and its limits; "" is the source of what has no known text.
+
+    `nbytes` of a source counts KV once, however many tiers have a copy of it; `tiers` has the bytes of the copies. A
+    chunk of several sources counts in each.
+    """
+    found, entries, texts = keeper.enforce().as_dict(), _own(engine), _texts(engine)
+    by_source = defaultdict[str, list[Entry]](list)
+    for entry in entries:
+        for source in sources_in_order(source for source, _ in texts[chunk_of(entry.key)]) or ("",):
+            by_source[source].append(entry)
+    sources = [
+        {
+            "source": source,
+            "nbytes": kv_nbytes(mine),
+            "tiers": dict(_by_tier(mine)),
+            "chunks": len({chunk_of(entry.key) for entry in mine}),
+            "hits": sum(entry.hits for entry in mine),
+        }
+        for source, mine in by_source.items()
+    ]
+    nbytes = _by_tier(entries)
+    return {
+        "object": "ragfuse.usage",
+        **found,
+        "nbytes": {tier: nbytes[tier] for tier in found["nbytes"]},
+        "limits": keeper.limits(),
+        "sources": sorted(sources, key=lambda each: -each["nbytes"]),
+    }
+
+
+def delete(engine: Engine, source: str | None) -> dict[str, Any]:
+    """Delete the chunks of a source (None: all) from every tier, with their texts; return how many, and what it freed.
+
+    A chunk that another source holds, too, is kept, and has only the other one then.
+
+    Raises:
+        APIError: KV may still be stored somewhere (503).
+    """
+    known = _texts(engine)
+    texts = {text for pairs in known.values() for each, text in pairs if source in (None, each)}
+    kept = leave_source(engine.catalog.strict, engine.digest, texts, source.__eq__) if source else set()
+    chunks = {chunk for chunk, pairs in known.items() if pairs[0][1] in texts - kept}
+    if source is None:
+        chunks |= {chunk_of(entry.key) for entry in _own(engine)}
+
+    def forget() -> None:
+        engine.forget(sorted(texts - kept))
+        forget_chunks(engine.store, engine.catalog.strict, chunks)
+
+    return {"object": "ragfuse.deleted", "chunks": len(chunks), **freed(engine, forget, chunks), "kept": len(kept)}
+
+
+def freed(engine: Engine, forget: Callable[[], object], chunks: Collection[Chunk]) -> dict[str, Any]:
+    """Run the deletion of chunks; return what it freed: `nbytes` of KV, each once, `tiers` the bytes of all copies.
+
+    Raises:
+        APIError: A tier cannot be written or does not answer, so that some of it may still be stored there (503).
+    """
+
+    def stored() -> list[Entry]:
+        return [entry for entry in engine.store.entries() if chunk_of(entry.key) in chunks]
+
+    before = stored()
+    forget()
+    tiers = {entry.tier for entry in stored()}.union(engine.store.silent() if chunks else ())
+    if tiers:
+        text = f"KV of what was to be deleted may still be stored in {', '.join(sorted(tiers))}. Delete it again later."
+        raise APIError(503, text, "store", None, RETRY_S)
+    return {"nbytes": kv_nbytes(before), "tiers": dict(_by_tier(before))}
+
+
+def stored_chunks(engine: Engine, chunks: Sequence[Chunk]) -> list[int | None]:
+    """Return the bytes of KV that a tenant's store has of each chunk, in whatever context; None: it has none.
+
+    What is being saved counts as stored, with 0 bytes.
+    """
+    found = defaultdict[Chunk, list[Entry]](list, {chunk_of(key): [] for key in engine.store.under_way()})
+    for entry in engine.store.entries():
+        found[chunk_of(entry.key)].append(entry)
+    return [kv_nbytes(found[chunk]) if chunk in found else None for chunk in chunks]
+
+
+def kv_nbytes(entries: Iterable[Entry]) -> int:
+    """Return the bytes of KV in entries; of the copies of a key in several tiers, the largest counts."""
+    largest = dict[ChunkKey, int]()
+    for entry in entries:
+        largest[entry.key] = max(entry.nbytes, largest.get(entry.key, 0))
+    return sum(largest.values())
+
+
+def _own(engine: Engine) -> list[Entry]:
+    return [entry for entry in engine.store.entries() if entry.key.model == engine.digest]
+
+
+def _texts(engine: Engine) -> Mapping[Chunk, list[tuple[str, str]]]:
+    """Return the (source, text) pairs that the catalog has of each chunk."""
+    found = defaultdict[Chunk, list[tuple[str, str]]](list)
+    for known in engine.catalog.texts(engine.digest):
+        found[chunk_named(known.key)].append((known.source, known.text))
+    return found
+
+
+def _by_tier(entries: Iterable[Entry]) -> Counter[str]:
+    nbytes = Counter[str]()
+    for entry in entries:
+        nbytes[entry.tier] += entry.nbytes
+    return nbytes
