@@ -114,8 +114,3 @@ class Answerer(Protocol):
     def forget(self, texts: Iterable[str]) -> int:
         """Delete the KV of these chunks; return the bytes freed."""
         ...
-
-
-def is_answerer(value: object) -> bool:
-    """Return whether a value is an engine or answers like one; no property of it is read."""
-    return all(hasattr(type(value), name) for name in ("card", "count_tokens", "stream"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from ragfuse.errors import InputError, SettingsError
-from ragfuse.settings import Settings
+from ragfuse.errors import SettingsError
 
 LOCAL = "http://127.0.0.1:8000/v1"
 """The address that `ragfuse serve` has by default, for error messages."""
@@ -71,43 +69,6 @@ class ServerAddress:
         """The headers of each request; compressed replies are not wanted, as their size is bounded as sent."""
         key = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return {**key, "accept-encoding": "identity", "content-type": "application/json"}
-
-
-def address_of(
-    engine: object,
-    base_url: str | None,
-    api_key: str | None,
-    model: str,
-    max_retries: int | None,
-    refused: Sequence[str],
-) -> ServerAddress:
-    """Return the address that the fields of a framework's model describe.
-
-    Args:
-        engine: The model's engine; one at a server has the address.
-        base_url: The address of a server.
-        api_key: The API key; None: that of the settings.
-        model: Name of the model; "": whichever the server has.
-        max_retries: How often a request is sent again; None: the default.
-        refused: Names of the fields that are given though only an engine in this process has them.
-
-    Raises:
-        InputError: A server is named twice, or such a field is given.
-        SettingsError: The address is no HTTP address, or a number is out of bounds.
-    """
-    at_server = getattr(engine, "address", None)
-    if isinstance(at_server, ServerAddress):
-        if base_url is not None:
-            raise InputError("engine= and base_url= both name a server; give one of them.")
-        return at_server
-    if refused:
-        raise InputError(
-            f"base_url= asks a server, where {refused[0]} has no effect: leave it out, and set it where "
-            "`ragfuse serve` is started."
-        )
-    key = Settings().api_key if api_key is None else api_key
-    retries = {} if max_retries is None else {"max_retries": max_retries}
-    return ServerAddress(base_url or "", key, model, **retries)
 
 
 def is_loopback(host: str) -> bool:

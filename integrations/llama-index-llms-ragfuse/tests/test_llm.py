@@ -55,13 +55,6 @@ async def test_the_eight_calls_agree_and_reuse_what_is_known(llm: RagFuseLLM) ->
         assert response.raw["usage"] == chats[0].raw["usage"]
 
 
-def test_a_deadline_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
-    llm = RagFuseLLM(engine=engine, deadline_s=5.0)
-    assert llm._ask({}).deadline_s == 5.0
-    assert llm._ask({"deadline_s": 0.5}).deadline_s == 0.5
-    assert llm.complete(ASKED, deadline_s=0.5).text == RagFuseLLM(engine=engine).complete(ASKED).text
-
-
 async def test_deltas_make_up_the_text(llm: RagFuseLLM) -> None:
     whole = llm.complete(ASKED).text
     streams = [list(llm.stream_complete(ASKED)), await gathered(llm.astream_complete(ASKED))]
@@ -83,14 +76,6 @@ def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
     assert response.additional_kwargs["total_tokens"] == usage["total_tokens"]
 
 
-def test_tokens_of_what_is_missing_are_cache_creation(engine: Engine) -> None:
-    engine.know([(FIRST, "first.txt")])
-    text = f"Read: {FIRST} Well?"
-    details = RagFuseLLM(engine=engine).complete(text).raw["usage"]["prompt_tokens_details"]
-    assert details["cache_creation_tokens"] >= len(FIRST)
-    assert details["cached_tokens"] == 0
-
-
 def test_ratio_one_answers_like_full_prefill(llm: RagFuseLLM) -> None:
     fused, full = llm.chat(CHAT, ratio=1.0), llm.chat(CHAT, reuse=False)
     assert fused.message.content == full.message.content
@@ -106,18 +91,6 @@ def test_a_formatted_text_goes_to_the_model_as_it_is(llm: RagFuseLLM, engine: En
     assert own.complete("Why?").raw["usage"]["prompt_tokens"] == len(engine.prompt("Q: Why? A:"))
 
 
-def test_stop_seed_and_length(llm: RagFuseLLM, engine: Engine) -> None:
-    whole = llm.complete(ASKED).text
-    stop = whole[4:6]
-    stopped = llm.complete(ASKED, stop=[stop])
-    assert (stopped.text, stopped.raw["finish_reason"]) == (whole[: whole.index(stop)], "stop")
-    assert llm.complete(ASKED, stop=f"{stop}never").text == whole
-    assert llm.complete(ASKED, max_tokens=3).raw["usage"]["completion_tokens"] == 3
-    sampling = RagFuseLLM(engine=engine, temperature=1.5, top_k=50, seed=3)
-    assert sampling.complete(ASKED).text == sampling.complete(ASKED).text
-    assert len({sampling.complete(ASKED, seed=seed).text for seed in range(4)}) > 1
-
-
 def test_roles_reach_the_template_and_neighbours_are_merged(llm: RagFuseLLM, engine: Engine) -> None:
     said = [("developer", "Be brief."), ("user", "Ask."), ("user", "Again."), ("model", "Wait."), ("user", "And?")]
     messages = [ChatMessage(role=role, content=text) for role, text in said]
@@ -129,9 +102,9 @@ def test_roles_reach_the_template_and_neighbours_are_merged(llm: RagFuseLLM, eng
 
 def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
     image = ChatMessage(role="user", blocks=[TextBlock(text="What is it?"), ImageBlock(url="http://x/y.png")])
-    with pytest.raises(InputError, match=r"'image' cannot be read.*Wanted TextBlock"):
+    with pytest.raises(InputError, match=r"'image' cannot be read"):
         llm.chat([image])
-    with pytest.raises(InputError, match=r"no argument 'ratios'"):
+    with pytest.raises(SettingsError, match=r"no argument 'ratios'"):
         llm.complete(ASKED, ratios=0.5)
     with pytest.raises(SettingsError, match="ratios"):
         RagFuseLLM(ratios=0.5)
@@ -207,43 +180,3 @@ def _ended() -> None:
     for thread in _writers():
         thread.join(60)
         assert not thread.is_alive()
-
-
-THINKS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{% endif %}{{ '' if enable_thinking | default(true) else 'At once:' }}{{ note }}"
-)
-
-
-def test_what_the_chat_template_is_told_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
-    plain, quick = (
-        RagFuseLLM(engine=engine),
-        RagFuseLLM(engine=engine, enable_thinking=False, chat_template_kwargs={"note": "!"}),
-    )
-    assert dict(plain._ask({}).chat_template_kwargs) == {}
-    assert quick._ask({}).chat_template_kwargs == {"enable_thinking": False, "note": "!"}
-    assert quick._ask({"enable_thinking": True}).chat_template_kwargs == {"enable_thinking": True, "note": "!"}
-    again = quick._ask({"chat_template_kwargs": {"enable_thinking": True, "note": "?"}})
-    assert again.chat_template_kwargs == {"enable_thinking": True, "note": "?"}
-
-
-def test_the_chat_template_and_the_beginning_of_an_answer_count(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.model.tokenizer, "chat_template", THINKS)
-    llm = RagFuseLLM(engine=engine)
-    asked, begun = (
-        [ChatMessage(role="user", content="Why?")],
-        [ChatMessage(role="user", content="Why?"), ChatMessage(role="assistant", content="So it")],
-    )
-    read = [
-        each.raw["ragfuse"]["tokens"]
-        for each in (
-            llm.chat(asked),
-            llm.chat(asked, enable_thinking=False),
-            llm.chat(asked, chat_template_kwargs={"note": "Now."}),
-            llm.chat(begun, continue_final_message=True),
-        )
-    ]
-    n = len("Why?") + 2  # the model's tokens are bytes, and a special one for each role
-    assert read == [n, n + len("At once:"), n + len("Now."), n + len("So it")]

@@ -147,26 +147,6 @@ def test_nodes_are_reused_whole_and_where_packing_cuts_them(
     assert 2 <= sum(map(len, whole)) < len(nodes)
 
 
-def test_an_edited_node_is_reused_around_the_edit_and_its_neighbours_whole(
-    llm: RagFuseLLM, nodes: list[BaseNode]
-) -> None:
-    edited = [node.model_copy(deep=True) for node in nodes[:3]]
-    edited[1].set_content(edited[1].get_content().replace("green", "grey"))
-    with traces() as seen:
-        get_response_synthesizer(llm=llm).synthesize(QUESTION, [NodeWithScore(node=node) for node in edited])
-    assert [list(dict.fromkeys(hits(trace))) for trace in seen] == [["0.txt", "1.txt", "2.txt"]]
-    parts = [segment for segment in seen[0].segments if segment.source == "1.txt"]
-    assert len(parts) > 1
-    assert sum(part.n_tokens for part in parts) < len(text_of(edited[1]))
-
-
-def test_reordered_and_repeated_nodes_are_reused(llm: RagFuseLLM, nodes: list[BaseNode]) -> None:
-    given = [NodeWithScore(node=nodes[at]) for at in (3, 0, 2, 0)]
-    with traces() as seen:
-        get_response_synthesizer(llm=llm).synthesize(QUESTION, given)
-    assert [hits(trace) for trace in seen] == [["3.txt", "0.txt", "2.txt", "0.txt"]]
-
-
 async def test_traces_are_those_of_ones_own_answers(llm: RagFuseLLM) -> None:
     """Nested listeners both hear; what other tasks ask is theirs alone; nothing is heard behind the `with`."""
 

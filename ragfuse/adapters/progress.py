@@ -1,4 +1,4 @@
-"""Progress of indexing: a bar on a terminal, or calls of a function."""
+"""Progress of encoding ahead: a bar on a terminal, or calls of a function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ragfuse import Ingested
+from ragfuse.types.ingested import Ingested
 
 Progress = bool | Callable[[Ingested], None] | None
 """True: a bar on stderr if that is a terminal. False or None: nothing. A callable: called after every document."""
