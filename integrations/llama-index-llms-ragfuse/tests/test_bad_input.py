@@ -11,8 +11,8 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.callbacks import CallbackManager
 from llama_index.llms.ragfuse import RagFuseLLM
-from llama_index_llm_conformance import CALLS
 
+from integrations.tests.llama_index_suite import CALLS
 from ragfuse import Engine, InputError, ModelError, SettingsError
 
 

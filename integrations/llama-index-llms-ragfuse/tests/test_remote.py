@@ -18,9 +18,9 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.llms.ragfuse import PMLPromptTemplate, RagFuseLLM, RagFuseSynthesizer, traces
-from llama_index_llm_conformance import LLMConformance
 
 from integrations.tests import pml
+from integrations.tests.llama_index_suite import LLMConformance
 from integrations.tests.served import KEY, stored
 from ragfuse import Engine, Settings, Trace
 from ragfuse.remote import RemoteEngine, ServerError

@@ -46,7 +46,7 @@ def nodes(embedder: BaseEmbedding) -> list[BaseNode]:
     """One node of each document, embedded once for all tests."""
     found = list(SentenceSplitter(chunk_size=400, chunk_overlap=0).get_nodes_from_documents(DOCUMENTS))
     for node in found:
-        node.embedding = embedder.get_text_embedding(text_of(node))
+        node.embedding = embedder.get_text_embedding(text_of(node)[0])
     assert len(found) == len(DOCUMENTS)
     return found
 
@@ -139,7 +139,7 @@ def test_nodes_are_reused_whole_and_where_packing_cuts_them(
     synthesizer = get_response_synthesizer(llm=llm, response_mode=mode, prompt_helper=helper)
     with traces() as seen:
         synthesizer.synthesize(QUESTION, [NodeWithScore(node=node) for node in nodes])
-    whole = [[node.metadata["file_name"] for node in nodes if text_of(node) in text] for text in prompts.texts]
+    whole = [[node.metadata["file_name"] for node in nodes if text_of(node)[0] in text] for text in prompts.texts]
     found = [set(hits(trace)) for trace in seen]
     assert all(set(texts) <= sources for texts, sources in zip(whole, found, strict=True))
     assert set().union(*found) == {node.metadata["file_name"] for node in nodes}
