@@ -57,8 +57,8 @@ ROOMS: dict[str, set[str]] = {
     "remote": {
         *VALUES,
         "engine.answer_stream",
-        "engine.answerer",
         "engine.ask",
+        "engine.engine",
         "engine.question",
         "schemas.nodes",
         "schemas.pml",
@@ -68,12 +68,12 @@ ROOMS: dict[str, set[str]] = {
     "adapters": {
         *VALUES,
         "engine.answer_stream",
-        "engine.answerer",
         "engine.ask",
         "engine.engine",
         "engine.question",
         "remote",
         "schemas.pml_template",
+        "telemetry.progress",
         "text.retrieval_runs",
     },
     "admin": {*VALUES, "engine", "plan", "schemas", "sessions", "store"},

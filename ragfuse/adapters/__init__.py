@@ -7,7 +7,7 @@ from ragfuse.adapters.documents import DocumentReader, source_of
 from ragfuse.adapters.options import CALL_OPTIONS, ask_of, text_only
 from ragfuse.adapters.place import Place, engine_of, ready
 from ragfuse.adapters.progress import Progress, shown
-from ragfuse.engine.answerer import Answerer
+from ragfuse.remote.answerer import Answerer
 
 __all__ = [
     "CALL_OPTIONS",

@@ -10,11 +10,11 @@ from typing import Any, Self
 
 from ragfuse.adapters.progress import shown
 from ragfuse.engine.answer_stream import AnswerStream
-from ragfuse.engine.answerer import Answerer
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question
 from ragfuse.errors import InputError
 from ragfuse.remote import RemoteEngine, ServerAddress
+from ragfuse.remote.answerer import Answerer
 from ragfuse.schemas.pml_template import FilledTemplate
 from ragfuse.settings import Settings
 from ragfuse.types.answer import Answer

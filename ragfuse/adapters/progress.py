@@ -6,6 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
+
+from ragfuse.telemetry.progress import LineProgress
 from ragfuse.types.ingested import Ingested
 
 Progress = bool | Callable[[Ingested], None] | None
@@ -17,21 +20,9 @@ def shown(
     progress: Progress, total: int | None, what: str = "Encoding chunks"
 ) -> Iterator[Callable[[Ingested], None] | None]:
     """Yield the function to call after every document, or None; a bar is removed at exit."""
-    if callable(progress):
-        yield progress
-    elif progress and sys.stderr.isatty():
-        with _bar(total, what) as advance:
-            yield advance
-    else:
-        yield None
-
-
-@contextmanager
-def _bar(total: int | None, what: str) -> Iterator[Callable[[Ingested], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+    if not progress or callable(progress):
+        yield progress or None
+        return
+    with LineProgress(console=Console(file=sys.stderr, quiet=not sys.stderr.isatty())) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done.chunks)

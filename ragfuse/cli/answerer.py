@@ -16,9 +16,9 @@ from ragfuse.cli.options import default_of, option
 from ragfuse.errors import RagFuseError
 
 if TYPE_CHECKING:
-    from ragfuse.engine.answerer import Answerer
     from ragfuse.engine.ask import Ask
     from ragfuse.engine.engine import Engine
+    from ragfuse.remote.answerer import Answerer
     from ragfuse.settings import Settings
 
 Server = Annotated[

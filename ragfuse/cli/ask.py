@@ -45,8 +45,8 @@ from ragfuse.errors import InputError
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
-    from ragfuse.engine.answerer import Answerer
     from ragfuse.engine.engine import Ask, Engine
+    from ragfuse.remote.answerer import Answerer
     from ragfuse.settings import Settings
     from ragfuse.types.answer import Answer
 

@@ -41,8 +41,8 @@ from ragfuse.errors import InputError, RagFuseError
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
-    from ragfuse.engine.answerer import Answerer
     from ragfuse.engine.ask import Ask
+    from ragfuse.remote.answerer import Answerer
     from ragfuse.types.answer import Answer
 
 COMMANDS: Mapping[str, str] = MappingProxyType(

@@ -9,8 +9,8 @@ from ragfuse.engine.ask import Ask
 from ragfuse.text.chat_messages import Piece
 
 if TYPE_CHECKING:
-    from ragfuse.engine.answerer import Answerer
     from ragfuse.engine.engine import Content
+    from ragfuse.remote.answerer import Answerer
 
 INSTRUCTION = "Answer the question in a few words, using only the passages below.\n\n"
 FILLER = "A passage long enough to be reused, whatever the model. " * 8

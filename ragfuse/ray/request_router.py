@@ -22,9 +22,9 @@ class ChunkRequestRouter(RequestRouter):
     It is no `FIFOMixin`: that would give the replica which was chosen for one request to the one that came first.
     """
 
-    def initialize_state(self, max_over_mean: float = 1.25, slack: float = 2.0) -> None:
-        """Take the options of `ChunkRouter`; Ray Serve calls it once."""
-        self._router = ChunkRouter(max_over_mean, slack)
+    def initialize_state(self) -> None:
+        """Begin without reports; Ray Serve calls it once."""
+        self._router = ChunkRouter()
         self._reports: dict[str, Any] = {}
 
     async def choose_replicas(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -70,19 +71,18 @@ def test_settings_are_resolved_once(tmp_path: Path) -> None:
         Place.of(settings=Settings(salt="secret")).as_public()
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_bar_is_shown_at_a_terminal_alone(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_progress_is_a_bar_at_a_terminal_or_calls(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal, raising=False)
-    for progress in (True, False, None):
-        with shown(progress, 2) as report:
-            assert (report is not None) is (is_terminal and progress is True)
     heard = list[Ingested]()
-    with shown(heard.append, 2) as report:
-        assert report is not None
-        report(Ingested())
-    assert len(heard) == 1
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        for progress in (True, False, None, heard.append):
+            with shown(progress, 2, "Encoding letters") as report:
+                if report is not None:
+                    report(Ingested(1))
+            assert ("Encoding letters" in capsys.readouterr().err) is (is_terminal and progress is True)
+    assert heard == [Ingested(1)] * 2
 
 
 def test_an_engine_is_shared_by_all_with_its_settings(tiny_settings: Settings, engine: Engine) -> None:
