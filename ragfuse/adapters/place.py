@@ -13,7 +13,8 @@ from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question
 from ragfuse.errors import InputError
-from ragfuse.remote import RemoteEngine, ServerAddress
+from ragfuse.remote import RemoteEngine
+from ragfuse.remote.address import ServerAddress
 from ragfuse.remote.answerer import Answerer
 from ragfuse.schemas.pml_template import FilledTemplate
 from ragfuse.settings import Settings
@@ -83,8 +84,8 @@ class Place:
             return cls(engine.settings, given=engine)
         if base_url is not None:
             key = Settings().api_key if api_key is None else api_key
-            retries = {} if max_retries is None else {"max_retries": max_retries}
-            return cls(address=ServerAddress(base_url, key, model or "", **retries))
+            retries = 2 if max_retries is None else max_retries
+            return cls(address=ServerAddress(base_url, key, model or "", retries))
         return cls._in_process(model, given)
 
     @classmethod
@@ -117,7 +118,8 @@ class Place:
     def identity(self) -> dict[str, Any]:
         """What decides an answer beside the options of its call."""
         if self.settings is None:
-            return {"base_url": self.address.base_url if self.address else None, "model": self.name}
+            client = self._client(None)
+            return {"base_url": client.address.base_url, "model": client.address.model}
         return self.settings.model_dump(include={"model", "dtype", "policy", "ratio", "overflow", "max_tokens"})
 
     def engine(self, model: str | None = None) -> Answerer:
@@ -172,9 +174,7 @@ class Place:
             InputError: The model was given as an object.
         """
         self.check_movable()
-        if self.settings is not None:
-            return {"settings": self.settings.as_public()}
-        return {"base_url": self.identity["base_url"], "model": self.name or None}
+        return self.identity if self.settings is None else {"settings": self.settings.as_public()}
 
     def __deepcopy__(self, memo: object) -> Self:
         return self

@@ -7,7 +7,7 @@ workers, interrupted runs and several runs at once cost time, never an entry.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -41,13 +41,13 @@ class WorkerSummary:
 
     worker: str
     node: str
-    pid: int = 0
-    chunks: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    load_s: float = 0.0
+    pid: int
+    chunks: int
+    encoded: int
+    tokens: int
+    nbytes: int
+    seconds: float
+    load_s: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,14 +74,14 @@ class BulkSummary:
             a worker of it that died.
     """
 
-    chunks: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    unsaved: int = 0
-    seconds: float = 0.0
-    workers: tuple[WorkerSummary, ...] = field(default=())
-    short: int = 0
+    chunks: int
+    encoded: int
+    tokens: int
+    nbytes: int
+    unsaved: int
+    seconds: float
+    workers: tuple[WorkerSummary, ...]
+    short: int
 
     @property
     def tokens_per_s(self) -> float:

@@ -51,7 +51,7 @@ class RoutedRequest:
         session: The digest of its conversation, which is among `chunks` but no text; None: it has none.
     """
 
-    chunks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    chunks: Mapping[int, int] = field(default_factory=dict)
     cost: int = 1
     session: int | None = None
 
@@ -70,9 +70,6 @@ class ReplicaView:
         self._held: frozenset[int] = frozenset()
         self._sent: dict[int, int] = {}  # digest -> number of reports when it was sent; sent longest ago first
         self._reports = 0
-
-    def __len__(self) -> int:
-        return len(self._held | self._sent.keys())
 
     def report(self, held: Iterable[int]) -> None:
         """Take the digests of all chunks that are in its memory now, in place of those reported before."""

@@ -16,7 +16,6 @@ from ragfuse.store.urls import shown
 
 LOCAL_CLUSTER = "local"
 """The address that stands for a new cluster on this machine."""
-INSTALL = "`make venv-ray` in a clone, or, once released, pip install 'ragfuse-kv[ray]'"
 NAMESPACE = "ray"
 """Of the values that nodes look for in the store, to see whether they share it."""
 
@@ -27,13 +26,11 @@ class Node:
 
     Args:
         id: Ray's id of the node.
-        host: Its address.
         cpus: CPUs that Ray schedules there.
         gpus: GPUs that Ray schedules there.
     """
 
     id: str
-    host: str
     cpus: float
     gpus: float
 
@@ -41,7 +38,10 @@ class Node:
 def require_ray() -> None:
     """Raise SettingsError where Ray is not installed."""
     if find_spec("ray") is None:
-        raise SettingsError(f"Wanted the package ray, found none in this environment. Install it: {INSTALL}")
+        raise SettingsError(
+            "Wanted the package ray, found none in this environment. Install it: `make venv-ray` in a clone, or, once "
+            "released, pip install 'ragfuse-kv[ray]'"
+        )
 
 
 def places_of(settings: Settings) -> tuple[str | None, ...]:
@@ -95,12 +95,7 @@ def nodes() -> list[Node]:
     import ray
 
     return [
-        Node(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            node["Resources"].get("CPU", 0.0),
-            node["Resources"].get("GPU", 0.0),
-        )
+        Node(node["NodeID"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
         for node in ray.nodes()
         if node["Alive"]
     ]

@@ -47,7 +47,6 @@ def test_a_report_replaces_the_one_before() -> None:
     view.report({1, 2})
     view.report({2, 3})
     assert [view.held_bytes(RoutedRequest({digest: 1})) for digest in (1, 2, 3)] == [0, 1, 1]
-    assert len(view) == 2
 
 
 def test_a_replica_with_a_long_queue_comes_last_although_it_holds_all() -> None:
@@ -108,7 +107,7 @@ def test_an_empty_view_is_kept_when_others_come_and_go() -> None:
 def test_what_is_believed_without_a_report_is_bounded() -> None:
     view = ReplicaView()
     view.send(RoutedRequest(dict.fromkeys(range(MAX_SENT + 10), 1)))
-    assert len(view) == MAX_SENT
+    assert view.held_bytes(RoutedRequest(dict.fromkeys(range(MAX_SENT + 10), 1))) == MAX_SENT
     assert view.held_bytes(RoutedRequest({MAX_SENT + 9: 1, 0: 1})) == 1
 
 

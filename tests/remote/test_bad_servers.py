@@ -179,7 +179,6 @@ def test_a_server_that_is_not_ragfuse_is_named_as_such(answered: bytes) -> None:
         event({"index": 0, "delta": "Hi"}),
         said(7),
         said(["a"]),
-        event({"index": 0, "delta": {"tool_calls": [{"function": 7}]}}),
         event({"index": 0, "delta": {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}}),
         end("because"),
         end(trace=None),

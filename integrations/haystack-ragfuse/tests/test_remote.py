@@ -62,7 +62,7 @@ async def test_streams_and_awaited_answers_are_the_whole_one(llm: RagfuseChatGen
 def test_a_key_comes_from_the_environment_and_is_never_shown(
     served: Served, llm: RagfuseChatGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ServerError, match="wants one of its API keys, found none"):
+    with pytest.raises(ServerError, match="another api_key="):
         RagfuseChatGenerator(base_url=served.url).run("Who?")
     monkeypatch.setenv("RAGFUSE_API_KEY", KEY)
     again = RagfuseChatGenerator.from_dict(RagfuseChatGenerator(base_url=served.url).to_dict())

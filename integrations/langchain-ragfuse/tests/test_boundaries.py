@@ -103,16 +103,6 @@ def legacy(llm: Any, retriever: Any) -> Runnable[Any, Any]:
 CHAINS = [lcel, stuff, classic, legacy]
 
 
-def changed(retriever: BaseRetriever, change: Callable[[list[Document]], list[Document]]) -> BaseRetriever:
-    """A retriever that hands on what `change` makes of the documents."""
-
-    class Changed(BaseRetriever):
-        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
-            return change(retriever.invoke(query))
-
-    return Changed()
-
-
 def asked(make: Callable[[Any, Any], Runnable[Any, Any]], llm: Any, retriever: Any) -> list[str]:
     heard = Heard()
     make(llm, retriever).invoke(QUESTION, {"callbacks": [heard]})
@@ -136,31 +126,6 @@ def test_reranked_documents_hit(make: Any, llm: ChatRagFuse, retriever: BaseRetr
     order = [document.metadata["source"] for document in reranked.invoke(QUESTION)]
     assert order != [document.metadata["source"] for document in retriever.invoke(QUESTION)][:3]
     assert asked(make, llm, reranked) == order
-
-
-@pytest.mark.parametrize("make", CHAINS)
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda text: text.replace("the", "a", 1),
-        lambda text: text[: len(text) // 2],
-        lambda text: text.replace(". ", ".\n", 1),
-        lambda text: text.replace("e", "é", 1),
-    ],
-)
-def test_a_chunk_that_was_edited_hits_where_it_agrees(
-    make: Any, edit: Any, llm: ChatRagFuse, retriever: BaseRetriever
-) -> None:
-    def edited(found: list[Document]) -> list[Document]:
-        return [_with(found[0], edit(found[0].page_content.strip())), *found[1:]]
-
-    first, *others = [document.metadata["source"] for document in retriever.invoke(QUESTION)]
-    assert edit(DOCUMENTS[0].page_content.strip()) != DOCUMENTS[0].page_content.strip()
-    assert set(asked(make, llm, changed(retriever, edited))) == {first, *others}
-
-
-def _with(document: Document, text: str) -> Document:
-    return Document(text, metadata=document.metadata)
 
 
 def test_an_artifact_marks_the_chunks_of_a_tools_message(engine: Engine, retriever: BaseRetriever) -> None:

@@ -96,11 +96,6 @@ def test_a_chunk_block_has_exact_boundaries_and_is_learnt(engine: Engine) -> Non
     assert sources(llm.invoke(f"Now as a plain text:\n\n{FIRST}\n\nAnd?")) == ["log.txt"]
 
 
-def test_blocks_make_the_same_prompt_as_their_text(llm: ChatRagFuse) -> None:
-    blocks = HumanMessage(["Read this.\n\n", {"type": "text", "text": ASKED.removeprefix("Read this.\n\n")}])
-    assert llm.invoke([blocks]).content == llm.invoke(ASKED).content
-
-
 def test_an_image_is_refused_with_what_is_wanted(llm: ChatRagFuse) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     with pytest.raises(InputError, match=r"'image_url' cannot be read"):

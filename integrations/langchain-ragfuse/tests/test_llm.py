@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
-from langchain_core.language_models import BaseLanguageModel
 from langchain_core.outputs import LLMResult
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 from langchain_ragfuse.base import RagFuseModel
 
-from ragfuse import Engine, SettingsError
+from ragfuse import Engine
 
 FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
@@ -60,10 +59,6 @@ def test_a_batch_is_decoded_together_and_says_what_each_says_alone(engine: Engin
     assert llm.batch([ASKED, OTHER, FIRST], {"max_concurrency": 2}) == alone
     assert batches == [3, 2, 1]
     assert llm.batch([]) == []
-
-
-async def test_an_awaited_batch_says_the_same(llm: RagFuseLLM) -> None:
-    assert await llm.abatch([ASKED, OTHER]) == llm.batch([ASKED, OTHER])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -114,19 +109,6 @@ async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engi
     kind(**sampled, streaming=True).invoke(ASKED, {"callbacks": [told]})  # type: ignore[attr-defined]
     assert told.tokens == heard.tokens
     assert told.results[0].generations[0][0].text == text
-
-
-def test_both_models_take_the_same_parameters(engine: Engine) -> None:
-    shared = set(RagFuseModel.model_fields)
-    assert {"model", "temperature", "max_tokens", "stop", "seed", "timeout", "ratio", "overflow"} <= shared
-    given = {"engine": engine, "temperature": 0.5, "top_k": 5, "max_tokens": 7, "stop": ["x"], "ratio": 0.3}
-    params = [model(**given)._identifying_params for model in (RagFuseLLM, ChatRagFuse)]  # type: ignore[call-arg]
-    assert params[0] == params[1]
-    for model in (RagFuseLLM, ChatRagFuse):
-        assert issubclass(model, BaseLanguageModel)
-        assert shared <= set(model.model_fields)
-        with pytest.raises(SettingsError, match="temprature"):
-            model(temprature=1)  # type: ignore[call-arg]
 
 
 def _writers() -> list[threading.Thread]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
-import threading
 from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import CustomLLM
-from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.ragfuse import RagFuseLLM
 
 from ragfuse import Engine, InputError, Settings, SettingsError
@@ -53,15 +50,6 @@ async def test_the_eight_calls_agree_and_reuse_what_is_known(llm: RagFuseLLM) ->
     for response in (*chats, *completions):
         assert sources(response) == ["first.txt", "second.txt"]
         assert response.raw["usage"] == chats[0].raw["usage"]
-
-
-async def test_deltas_make_up_the_text(llm: RagFuseLLM) -> None:
-    whole = llm.complete(ASKED).text
-    streams = [list(llm.stream_complete(ASKED)), await gathered(llm.astream_complete(ASKED))]
-    streams += [list(llm.stream_chat(CHAT)), await gathered(llm.astream_chat(CHAT))]
-    for stream in streams:
-        assert "".join(response.delta for response in stream) == whole
-    assert streams[0][-1].text == streams[2][-1].message.content == whole
 
 
 def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
@@ -124,59 +112,3 @@ def test_same_settings_share_engine_and_weights_also_after_pickling(tiny_setting
     copied = pickle.loads(pickle.dumps(RagFuseLLM(engine=engine, ratio=0.5)))
     assert (copied.ratio, copied.get_engine()) == (0.5, one.get_engine())
     engine.close()
-
-
-async def test_async_calls_leave_the_loop_free(llm: RagFuseLLM, engine: Engine) -> None:
-    """While the model's lock is held elsewhere no answer can come; the loop goes on all the same."""
-    held, over = threading.Event(), threading.Event()
-    holder = threading.Thread(target=_hold, args=(engine.model.lock, held, over))
-    holder.start()
-    held.wait()
-    template = PromptTemplate("{text}")
-    calls = [
-        llm.achat(CHAT),
-        llm.acomplete(ASKED),
-        gathered(llm.astream_chat(CHAT)),
-        llm.apredict(template, text=ASKED),
-    ]
-    tasks = [asyncio.create_task(call) for call in calls]
-    done, _ = await asyncio.wait(tasks, timeout=0.05)
-    assert not done
-    over.set()
-    chat, completion, stream, predicted = await asyncio.gather(*tasks)
-    assert chat.message.content == completion.text == stream[-1].message.content == predicted
-    holder.join()
-
-
-def _hold(lock: Any, held: threading.Event, over: threading.Event) -> None:
-    with lock:
-        held.set()
-        over.wait()
-
-
-async def test_cancelling_a_call_stops_the_generation(llm: RagFuseLLM) -> None:
-    call = asyncio.create_task(llm.achat(CHAT, max_tokens=3000))
-    while not _writers():
-        await asyncio.sleep(0.005)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await asyncio.to_thread(_ended)
-
-
-def test_leaving_a_stream_stops_the_generation(llm: RagFuseLLM) -> None:
-    stream = llm.stream_chat(CHAT, max_tokens=3000, reuse=False)
-    next(stream)
-    assert _writers()
-    stream.close()
-    _ended()
-
-
-def _writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
-
-
-def _ended() -> None:
-    for thread in _writers():
-        thread.join(60)
-        assert not thread.is_alive()

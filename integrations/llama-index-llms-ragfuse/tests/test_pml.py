@@ -59,28 +59,6 @@ async def test_every_call_answers_as_the_engine_does_and_says_what_was_reused(
         assert response.raw["usage"]["prompt_tokens_details"]["cached_tokens"] == expected.trace.tokens_reused > 0
 
 
-@pytest.mark.parametrize("variable", ["days", "question"])
-def test_values_are_text_whatever_they_look_like(
-    template: PMLPromptTemplate, llm: RagFuseLLM, engine: Engine, variable: str
-) -> None:
-    values = {**VALUES, variable: HOSTILE}
-    raw = llm.chat(template.format_messages(**values)).raw
-    prompt = engine.prompt(template.template.fill(values).request)
-    assert raw["ragfuse"]["modules"] == [".", "plan"]
-    assert raw["usage"]["prompt_tokens"] == len(prompt)
-    assert HOSTILE in engine.model.text(list(prompt.token_ids))
-
-
-def test_a_schema_is_registered_once_with_progress(template: PMLPromptTemplate, llm: RagFuseLLM) -> None:
-    heard: list[Any] = []
-    done = template.register(llm, heard.append)
-    assert [each.encoded for each in heard] == list(range(1, done.encoded + 1))
-    assert done.encoded > 1
-    assert template.register(llm).encoded == 0
-    with pytest.raises(InputError, match="found a str"):
-        template.register("llm")
-
-
 def test_a_prompt_function_and_some_values_ahead_are_taken(llm: RagFuseLLM, engine: Engine) -> None:
     template = PMLPromptTemplate(journey, question="{question}")
     week = template.partial_format(days="a week")
