@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse integrations/haystack-ragfuse \
-  integrations/llama-index-llm-conformance benchmarks
+  benchmarks
 INPUTS := Makefile constraints.txt requirements-models.txt pyproject.toml $(SIBLINGS:%=%/pyproject.toml)
 
 # What setting up prints goes here, see deploy/quietly.py.

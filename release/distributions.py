@@ -16,7 +16,6 @@ IMPORTS = {
     "ragfuse-bench": "ragfuse_bench",
     "langchain-ragfuse": "langchain_ragfuse",
     "llama-index-llms-ragfuse": "llama_index.llms.ragfuse",
-    "llama-index-llm-conformance": "llama_index_llm_conformance",
     "haystack-ragfuse": "haystack_integrations.components.generators.ragfuse",
     "vllm-ragfuse": "vllm_ragfuse",
 }

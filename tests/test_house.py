@@ -64,6 +64,17 @@ ROOMS: dict[str, set[str]] = {
         "schemas.pml_writer",
         "text.chat_messages",
     },
+    "adapters": {
+        *VALUES,
+        "engine.answer_stream",
+        "engine.ask",
+        "engine.engine",
+        "engine.question",
+        "remote",
+        "schemas.pml_template",
+        "telemetry.progress",
+        "text.retrieval_runs",
+    },
     "admin": {*VALUES, "engine", "plan", "schemas", "sessions", "store"},
     "calibration": BELOW_DOORS,
     "adapt": {*BELOW_DOORS, "calibration"},
@@ -126,7 +137,7 @@ BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs", "llguidance", "opentelemetry", "pr
 OF_EXTRAS = {"serve": {"fastapi", "httpx", "starlette", "uvicorn"}, "remote": {"httpx", "tenacity"}}
 LOADED_BY_RAY = {"ray/request_router.py", "ray/deployment.py"}  # which nothing imports but Ray, and functions
 BEHIND_EXTRAS |= {"ray"} | {name for names in OF_EXTRAS.values() for name in names}
-PUBLIC_PACKAGES = {"remote", "transfer"}  # for clients, and for engines that decode: what its __all__ names
+PUBLIC_PACKAGES = {"adapters", "remote", "transfer"}  # for clients, and for engines that decode: what its __all__ names
 PUBLIC_FILES = {"types.arguments", "types.whole_text"}  # for classes of frameworks
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}

@@ -18,7 +18,7 @@ from ragfuse.errors import RagFuseError
 if TYPE_CHECKING:
     from ragfuse.engine.ask import Ask
     from ragfuse.engine.engine import Engine
-    from ragfuse.remote import Answerer
+    from ragfuse.remote.answerer import Answerer
     from ragfuse.settings import Settings
 
 Server = Annotated[

@@ -46,7 +46,7 @@ from ragfuse.errors import InputError
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Ask
-    from ragfuse.remote import Answerer
+    from ragfuse.remote.answerer import Answerer
     from ragfuse.settings import Settings
     from ragfuse.types.answer import Answer
 

@@ -42,7 +42,7 @@ from ragfuse.errors import InputError, RagFuseError
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.ask import Ask
-    from ragfuse.remote import Answerer
+    from ragfuse.remote.answerer import Answerer
     from ragfuse.types.answer import Answer
 
 COMMANDS: Mapping[str, str] = MappingProxyType(

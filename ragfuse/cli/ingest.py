@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Engine, Ingested
     from ragfuse.ray.bulk import BulkSummary
-    from ragfuse.remote import Answerer
+    from ragfuse.remote.answerer import Answerer
     from ragfuse.settings import Settings
 
 Chunks = Sequence[tuple[str, str]]
@@ -82,7 +82,7 @@ def ingest(
     if ray is not None:
         from ragfuse.ray.cluster import check_cluster
 
-        check_cluster(settings, ray)
+        check_cluster(settings)
     from ragfuse.types.ingested import Ingested
 
     done, summary = Ingested(), None

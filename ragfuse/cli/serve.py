@@ -116,7 +116,7 @@ def serve(
         from ragfuse.ray.cluster import check_cluster
 
         options = ReplicaOptions.parse(replicas or "1", ray_cpus)
-        check_cluster(settings, ray)
+        check_cluster(settings)
     prepare_model(settings)
     logging.getLogger("ragfuse").setLevel(logging.INFO)  # logs a line per answer with what it reused
     console = Console(stderr=True)

@@ -127,6 +127,12 @@ class AnswerStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> AnswerStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
     def __del__(self) -> None:
         self.cancel()
 
@@ -173,7 +179,16 @@ class _Channel:
 
 
 def _work(run: Run, channel: _Channel) -> None:
+    said = list[str]()
+
+    def say(piece: Piece) -> None:
+        said.extend([piece] if isinstance(piece, str) else ())
+        channel.put(piece)
+
     try:
-        channel.put(run(channel.put, channel.stop))
+        answer = run(say, channel.stop)
+        if rest := answer.text[len("".join(said)) :]:  # all of it with beam search, which says nothing before
+            channel.put(rest)
+        channel.put(answer)
     except BaseException as error:
         channel.put(error)

@@ -187,25 +187,6 @@ class Ask:
         return {**options, **({"do_sample": True} if is_sampled else {})}
 
     @staticmethod
-    def check_fields(values: Mapping[str, Any]) -> None:
-        """Check what a framework's model is given for its answers ahead of a call.
-
-        Args:
-            values: `max_tokens`, `stop`, `seed` and the names of `generate_options`; None and other names are left out.
-
-        Raises:
-            SettingsError: A value is outside of its range, or of another type.
-        """
-        stop = values.get("stop")
-        options = Ask.generate_options(values)
-        Ask(
-            max_tokens=values.get("max_tokens"),
-            stop=() if stop is None else stop,
-            seed=values.get("seed"),
-            options=options,
-        )
-
-    @staticmethod
     def tool_choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
         """Read OpenAI's and LangChain's ways to say whether a tool must be called, as a value of `tool_choice`.
 

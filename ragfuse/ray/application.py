@@ -34,8 +34,6 @@ class ReplicaOptions:
         least: Replicas that always run.
         most: Replicas that run where queues are long; None: as `least`.
         cpus: CPUs of each; None: all but one of the smallest node, divided among the replicas, at least one.
-        max_over_mean: Most recent work of a replica, and most requests in its queue, as a multiple of the mean.
-        slack: Requests beyond that.
 
     Raises:
         SettingsError: A number makes no sense.
@@ -44,8 +42,6 @@ class ReplicaOptions:
     least: int = 1
     most: int | None = None
     cpus: float | None = None
-    max_over_mean: float = 1.25
-    slack: float = 2.0
 
     def __post_init__(self) -> None:
         most = self.least if self.most is None else self.most
@@ -94,8 +90,8 @@ def serve(
         tell: Called with a line about what is waited for once a signal came, and with one that the replicas are gone.
 
     Raises:
-        SettingsError: Ray is missing, the cluster does not answer, its nodes do not share the store, or others could
-            reach the server without an API key.
+        SettingsError: Ray is missing, its nodes do not share the store, or others could reach the server without an API
+            key.
     """
     check_host(host, Keys(api_keys, settings.salt))
     places_of(settings)
@@ -145,7 +141,6 @@ def application(
 
     options = options or ReplicaOptions()
     most, together = options.most or options.least, settings.serve_together
-    kwargs = {"max_over_mean": options.max_over_mean, "slack": options.slack} if router == ROUTER else {}
     size: dict[str, Any] = {"num_replicas": options.least}
     if most > options.least:
         autoscaling = AutoscalingConfig(
@@ -164,9 +159,7 @@ def application(
         max_queued_requests=settings.serve_waiting,
         graceful_shutdown_timeout_s=settings.serve_grace_s,
         ray_actor_options={"num_cpus": _cpus(options), **({"num_gpus": 1} if on_gpu else {})},
-        request_router_config=RequestRouterConfig(
-            request_router_class=router, request_router_kwargs=kwargs, request_routing_stats_period_s=REPORT_S
-        ),
+        request_router_config=RequestRouterConfig(request_router_class=router, request_routing_stats_period_s=REPORT_S),
         **size,
     )
     front = ray_serve.deployment(

@@ -6,19 +6,19 @@ workers, interrupted runs and several runs at once cost time, never an entry.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from ragfuse import errors
-from ragfuse.errors import InputError, RagFuseError, SettingsError
+from ragfuse.errors import InputError, SettingsError
 from ragfuse.ray.cluster import LOCAL_CLUSTER, Node, connected, nodes, places_of, shared_settings
 from ragfuse.settings import Settings
 
 BATCH = 16
 """Chunks of a batch; a worker that is killed repeats at most a block of batches, without what is stored already."""
+COUNTS = ("chunks", "encoded", "tokens", "nbytes")
+"""What a worker counts of each batch."""
 BLOCKS_A_WORKER = 4
 """Blocks that a list of chunks is cut into for each worker, so that slow workers get fewer."""
 
@@ -41,13 +41,13 @@ class WorkerSummary:
 
     worker: str
     node: str
-    pid: int = 0
-    chunks: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-    load_s: float = 0.0
+    pid: int
+    chunks: int
+    encoded: int
+    tokens: int
+    nbytes: int
+    seconds: float
+    load_s: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,14 +74,14 @@ class BulkSummary:
             a worker of it that died.
     """
 
-    chunks: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    unsaved: int = 0
-    seconds: float = 0.0
-    workers: tuple[WorkerSummary, ...] = field(default=())
-    short: int = 0
+    chunks: int
+    encoded: int
+    tokens: int
+    nbytes: int
+    unsaved: int
+    seconds: float
+    workers: tuple[WorkerSummary, ...]
+    short: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -96,26 +96,17 @@ class BulkSummary:
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], seconds: float) -> BulkSummary:
         """Add up the rows that workers return, one for each batch."""
-        workers: dict[str, WorkerSummary] = {}
-        unsaved = short = 0
-        for row in rows:
-            name, unsaved, short = str(row["worker"]), unsaved + int(row["unsaved"]), short + int(row["short"])
-            before = workers.get(name, WorkerSummary(name, str(row["node"])))
-            workers[name] = WorkerSummary(
-                name,
-                before.node,
-                int(row["pid"]),
-                before.chunks + int(row["chunks"]),
-                before.encoded + int(row["encoded"]),
-                before.tokens + int(row["tokens"]),
-                before.nbytes + int(row["nbytes"]),
-                before.seconds + float(row["seconds"]),
-                float(row["load_s"]),
+        found = list(rows)
+        total = {name: sum(row[name] for row in found) for name in (*COUNTS, "unsaved", "short")}
+        groups = {row["worker"]: [each for each in found if each["worker"] == row["worker"]] for row in found}
+        workers = [
+            WorkerSummary(
+                **{name: group[0][name] for name in ("worker", "node", "pid", "load_s")},
+                **{name: sum(row[name] for row in group) for name in (*COUNTS, "seconds")},
             )
-        made = sorted(workers.values(), key=lambda each: -each.tokens)
-        names = "chunks", "encoded", "tokens", "nbytes"
-        chunks, encoded, tokens, nbytes = (sum(getattr(each, name) for each in made) for name in names)
-        return cls(chunks, encoded, tokens, nbytes, unsaved, seconds, tuple(made), short)
+            for group in groups.values()
+        ]
+        return cls(**total, seconds=seconds, workers=tuple(sorted(workers, key=lambda each: -each.tokens)))
 
 
 def encode(
@@ -147,9 +138,9 @@ def encode(
         The totals, and what each worker did.
 
     Raises:
-        SettingsError: Ray is missing, the cluster does not answer, or its nodes do not share the store.
+        SettingsError: Ray is missing, or the cluster's nodes do not share the store.
         InputError: The dataset has no column `text`, or no rows.
-        RefusedError: KV of this model cannot be reused.
+        ray.exceptions.RayError: The cluster does not answer, or a worker cannot load the model.
     """
     settings = (settings or Settings()).placed()
     places_of(settings)
@@ -193,8 +184,6 @@ def _encode(
     )
     counts = list[Mapping[str, Any]]()
     for count in counted.iter_rows():
-        if count.get("error"):
-            raise _error_of(count)
         counts.append(count)
         progress(BulkSummary.of(counts, perf_counter() - began))
     return BulkSummary.of(counts, perf_counter() - began)
@@ -224,14 +213,3 @@ def _pairs(given: Iterable[Any]) -> Iterator[tuple[str, str]]:
         if isinstance(each, str) or len(each) != 2:
             raise InputError(f"Wanted (text, source) pairs or a ray.data.Dataset, found {each!r:.60}.")
         yield each[0], each[1]
-
-
-def _error_of(row: Mapping[str, Any]) -> RagFuseError:
-    """Return the error that a worker reports, with its class, text and attributes."""
-    kind, message = getattr(errors, str(row["error"]), None), str(row["message"])
-    if not (isinstance(kind, type) and issubclass(kind, RagFuseError)):
-        return RagFuseError(message)
-    error = kind.__new__(kind)  # what it was made from is in its attributes
-    Exception.__init__(error, message)
-    vars(error).update(json.loads(row["attributes"]))
-    return error

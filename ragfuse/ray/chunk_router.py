@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Self
 
 from blake3 import blake3
 
+MAX_OVER_MEAN = 1.25
+"""Most work of a replica, and most requests in its queue, as a multiple of the mean over replicas."""
+SLACK = 2.0
+"""Requests beyond that, so that few requests in all may still follow their chunks."""
 HORIZON = 32
 """Requests of each replica after which all loads are halved, so that the bound is on recent work."""
 SURE_REPORTS = 2
@@ -48,7 +51,7 @@ class RoutedRequest:
         session: The digest of its conversation, which is among `chunks` but no text; None: it has none.
     """
 
-    chunks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    chunks: Mapping[int, int] = field(default_factory=dict)
     cost: int = 1
     session: int | None = None
 
@@ -67,9 +70,6 @@ class ReplicaView:
         self._held: frozenset[int] = frozenset()
         self._sent: dict[int, int] = {}  # digest -> number of reports when it was sent; sent longest ago first
         self._reports = 0
-
-    def __len__(self) -> int:
-        return len(self._held | self._sent.keys())
 
     def report(self, held: Iterable[int]) -> None:
         """Take the digests of all chunks that are in its memory now, in place of those reported before."""
@@ -101,29 +101,14 @@ class ChunkRouter:
     holds anything, the one with the least recent work comes first. Not thread-safe: one for each event loop.
 
     Args:
-        max_over_mean: Most work of a replica, and most requests in its queue, as a multiple of the mean over replicas.
-        slack: Requests beyond that, so that few requests in all may still follow their chunks.
-
-    Raises:
-        ValueError: `max_over_mean` is below 1, or `slack` is negative.
+        names: The replicas.
     """
 
-    def __init__(self, max_over_mean: float = 1.25, slack: float = 2.0) -> None:
-        if not max_over_mean >= 1 or not slack >= 0:
-            raise ValueError(
-                f"Wanted max_over_mean of at least 1 and slack of at least 0, found {max_over_mean} and {slack}."
-            )
-        self._max_over_mean, self._slack = max_over_mean, slack
+    def __init__(self, names: Iterable[str] = ()) -> None:
         self._replicas: dict[str, ReplicaView] = {}
         self._n_requests = 0
         self._recent_requests = self._recent_cost = 0.0  # halved as the loads are
-
-    @classmethod
-    def of(cls, names: Iterable[str], max_over_mean: float = 1.25, slack: float = 2.0) -> Self:
-        """Return a router that knows these replicas."""
-        router = cls(max_over_mean, slack)
-        router.keep_only(names)
-        return router
+        self.keep_only(names)
 
     def keep_only(self, names: Iterable[str]) -> None:
         """Forget replicas that are gone, and take in new ones, with the mean of the others' recent work."""
@@ -154,9 +139,9 @@ class ChunkRouter:
             return list(views)
         mean = (sum(view.load for view in views.values()) + cost) / len(views)
         usual_cost = (self._recent_cost + cost) / (self._recent_requests + 1)
-        most_work = self._max_over_mean * mean + self._slack * usual_cost
+        most_work = MAX_OVER_MEAN * mean + SLACK * usual_cost
         mean_queue = sum(queues.get(name, 0) for name in views) / len(views)
-        most_queue = self._max_over_mean * mean_queue + self._slack
+        most_queue = MAX_OVER_MEAN * mean_queue + SLACK
 
         def order(name: str) -> tuple[bool, int, float, int]:
             view, queue = views[name], queues.get(name, 0)

@@ -18,7 +18,7 @@ from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ragfuse.ray.chunk_router import chunk_digest
+from ragfuse.ray.chunk_router import RoutedRequest, chunk_digest
 from ragfuse.ray.digests import HeldChunks, packed, routed_request, texts_of
 from ragfuse.ray.request_router import HELD, ROUTED
 from ragfuse.serve.admission import RETRY_S
@@ -59,21 +59,14 @@ class ChunkFront:
         """Answer one HTTP request."""
         body = await request.body()
         tenant = self._keys.tenant(request.headers.get("authorization"))
-        routed: dict[str, Any] = {"chunks": {}, "cost": 1}
+        routed = RoutedRequest()
         if tenant is not None and request.method == "POST":
-            found = await asyncio.to_thread(routed_request, tenant.salt, body)
-            routed = {"chunks": dict(found.chunks), "cost": found.cost, "session": found.session}
+            routed = await asyncio.to_thread(routed_request, tenant.salt, body)
         headers = [pair for pair in request.scope["headers"] if pair[0] not in (*HOP_BY_HOP, b"content-length")]
         if request.method in ("POST", "PUT", "PATCH"):
             headers.append((b"content-length", str(len(body)).encode()))
-        told = {
-            "method": request.method,
-            "path": request.scope["path"],
-            "raw_path": request.scope.get("raw_path", request.scope["path"].encode()),
-            "query_string": request.scope.get("query_string", b""),
-            "client": request.scope.get("client"),
-            "headers": headers,
-        }
+        names = "method", "path", "raw_path", "query_string", "client"
+        told = {**{name: request.scope[name] for name in names if name in request.scope}, "headers": headers}
         try:
             answer = self._replicas.remote(told, body, **{ROUTED: routed})
             status, found_headers = await anext(answer)
@@ -148,14 +141,14 @@ class EngineReplica:
         self._name = serve.get_replica_context().replica_id.unique_id.encode()
 
     async def answer(
-        self, told: Mapping[str, Any], body: bytes, routed: Mapping[str, Any]
+        self, told: Mapping[str, Any], body: bytes, routed: RoutedRequest
     ) -> AsyncIterator[tuple[int, Headers] | bytes]:
         """Yield the status and the headers of the response, then its body in pieces.
 
         Args:
             told: Of the request: method, path, query and headers.
             body: Its body.
-            routed: Its chunks, by digest, with their bytes, and the digest of its conversation, which is one of them.
+            routed: Its chunks and its conversation.
         """
         if self._upkeep is None:
             self._upkeep = asyncio.get_running_loop().create_task(self._service.upkeep())
@@ -163,8 +156,8 @@ class EngineReplica:
         headers = dict(told["headers"])
         tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
         extra: list[tuple[bytes, bytes]] = [(REPLICA_HEADER, self._name)]
-        if tenant is not None and routed["chunks"]:
-            texts = {digest: n for digest, n in routed["chunks"].items() if digest != routed.get("session")}
+        if tenant is not None and routed.chunks:
+            texts = {digest: n for digest, n in routed.chunks.items() if digest != routed.session}
             held, wanted = self._held_bytes(tenant, texts)
             if wanted:
                 extra.append((HELD_HEADER, f"{held}/{wanted}".encode()))
@@ -199,7 +192,7 @@ class EngineReplica:
             await running  # raises what the app raised
         finally:
             gone.set()
-            if tenant is not None and routed["chunks"]:
+            if tenant is not None and routed.chunks:
                 self._note_later(tenant, body)
 
     def record_routing_stats(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -11,7 +10,7 @@ from ragfuse.ray.chunk_router import ChunkRouter, RoutedRequest
 from ragfuse.ray.digests import unpacked
 
 ROUTED = "routed"
-"""The keyword argument of a handle's call that holds what the request asks: a mapping with `chunks` and `cost`."""
+"""The keyword argument of a handle's call that holds what the request asks, a `RoutedRequest`."""
 HELD = "held"
 """The field of a replica's routing statistics with the digests of the chunks in its memory, packed."""
 
@@ -22,9 +21,9 @@ class ChunkRequestRouter(RequestRouter):
     It is no `FIFOMixin`: that would give the replica which was chosen for one request to the one that came first.
     """
 
-    def initialize_state(self, max_over_mean: float = 1.25, slack: float = 2.0) -> None:
-        """Take the options of `ChunkRouter`; Ray Serve calls it once."""
-        self._router = ChunkRouter(max_over_mean, slack)
+    def initialize_state(self) -> None:
+        """Begin without reports; Ray Serve calls it once."""
+        self._router = ChunkRouter()
         self._reports: dict[str, Any] = {}
 
     async def choose_replicas(
@@ -53,6 +52,4 @@ class ChunkRequestRouter(RequestRouter):
 def _routed(pending_request: PendingRequest | None) -> RoutedRequest:
     """Return what a request asks; nothing for a call without the argument `routed`."""
     told = pending_request.kwargs.get(ROUTED) if pending_request is not None else None
-    if not isinstance(told, Mapping):
-        return RoutedRequest()
-    return RoutedRequest(told.get("chunks", {}), int(told.get("cost", 1)))
+    return told if isinstance(told, RoutedRequest) else RoutedRequest()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from ragfuse.errors import InputError, SettingsError
-from ragfuse.settings import Settings
+from ragfuse.errors import SettingsError
 
 LOCAL = "http://127.0.0.1:8000/v1"
 """The address that `ragfuse serve` has by default, for error messages."""
@@ -27,7 +24,7 @@ class ServerAddress:
         timeout_s: Seconds that the server may be silent.
 
     Raises:
-        SettingsError: The address is no HTTP address, or a number is out of bounds.
+        SettingsError: The address is no HTTP address, or the key none that HTTP takes.
     """
 
     base_url: str
@@ -40,31 +37,19 @@ class ServerAddress:
         object.__setattr__(self, "base_url", _normalised(self.base_url))
         if not (self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key):
             raise SettingsError("The API key has spaces or characters that no key has; wanted ASCII. Copy it again.")
-        if self.max_retries < 0:
-            raise SettingsError(f"max_retries is {self.max_retries}; wanted 0 or more.")
-        if not self.timeout_s > 0:
-            raise SettingsError(f"timeout_s is {self.timeout_s}; wanted seconds above 0.")
 
     def url(self, path: str) -> str:
         """Return the URL of a route below `/v1`."""
         return f"{self.base_url}/{path}"
 
     @property
-    def proxy(self) -> str:
-        """The environment's proxy that requests go through; "" where there is none, and for a server on loopback."""
-        parts = urlsplit(self.base_url)
-        host = parts.hostname or ""
-        if is_loopback(host) or proxy_bypass(host):
-            return ""
-        proxies = getproxies()
-        return proxies.get(parts.scheme) or proxies.get("all", "")
-
-    @property
-    def place(self) -> str:
-        """The address as error messages name it, with the proxy before it."""
-        if not self.proxy:
-            return self.base_url
-        return f"{self.base_url} (asked through the proxy {_hidden(self.proxy)}; to ask it directly set NO_PROXY)"
+    def is_loopback(self) -> bool:
+        """Whether it is this machine's own, which no proxy of the environment is asked for."""
+        host = urlsplit(self.base_url).hostname or ""
+        try:
+            return ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost" or host.endswith(".localhost")
 
     @property
     def headers(self) -> dict[str, str]:
@@ -73,68 +58,16 @@ class ServerAddress:
         return {**key, "accept-encoding": "identity", "content-type": "application/json"}
 
 
-def address_of(
-    engine: object,
-    base_url: str | None,
-    api_key: str | None,
-    model: str,
-    max_retries: int | None,
-    refused: Sequence[str],
-) -> ServerAddress:
-    """Return the address that the fields of a framework's model describe.
-
-    Args:
-        engine: The model's engine; one at a server has the address.
-        base_url: The address of a server.
-        api_key: The API key; None: that of the settings.
-        model: Name of the model; "": whichever the server has.
-        max_retries: How often a request is sent again; None: the default.
-        refused: Names of the fields that are given though only an engine in this process has them.
-
-    Raises:
-        InputError: A server is named twice, or such a field is given.
-        SettingsError: The address is no HTTP address, or a number is out of bounds.
-    """
-    at_server = getattr(engine, "address", None)
-    if isinstance(at_server, ServerAddress):
-        if base_url is not None:
-            raise InputError("engine= and base_url= both name a server; give one of them.")
-        return at_server
-    if refused:
-        raise InputError(
-            f"base_url= asks a server, where {refused[0]} has no effect: leave it out, and set it where "
-            "`ragfuse serve` is started."
-        )
-    key = Settings().api_key if api_key is None else api_key
-    retries = {} if max_retries is None else {"max_retries": max_retries}
-    return ServerAddress(base_url or "", key, model, **retries)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address is this machine's own."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-
 def _normalised(given: str) -> str:
     try:
         parts = urlsplit(given.strip())
-        port_is_fine = parts.port is None or parts.port > 0
+        is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # a port that is no number, or half of an IPv6 address
-        parts, port_is_fine = urlsplit(""), False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_fine:
-        raise SettingsError(f"base_url is {_hidden(given)!r:.120}; wanted the address of a server, such as {LOCAL}.")
-    if parts.username is not None or parts.password is not None:
-        raise SettingsError("base_url holds a user name or password, which would be printed. Give the key as api_key=.")
-    if parts.query or parts.fragment:
-        raise SettingsError(f"base_url is {given!r:.120}; wanted an address without ? and #, such as {LOCAL}.")
+        is_server = False
+    if not is_server or parts.username is not None or parts.query or parts.fragment:
+        shown = given.rpartition("@")[2]  # before it may stand a password
+        raise SettingsError(
+            f"base_url is {shown!r:.120}; wanted the address of a server, such as {LOCAL}, without user name, ? and #."
+        )
     path = parts.path.rstrip("/")
     return f"{parts.scheme}://{parts.netloc}{path if path.endswith('/v1') else f'{path}/v1'}"
-
-
-def _hidden(url: str) -> str:
-    """Return a URL without what stands before an @, which may be a password."""
-    head, at, tail = url.rpartition("@")
-    return f"...@{tail}" if at else tail or head

@@ -16,15 +16,10 @@ class _Sent(BaseModel):
     model_config = ConfigDict(defer_build=True)
 
 
-class _SentCall(_Sent):
-    id: str = ""
-    function: dict[str, Any]
-
-
 class _SentDelta(_Sent):
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_SentCall] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class _SentChoice(_Sent):
@@ -55,10 +50,11 @@ class AnswerReader:
         """Yield the pieces of text and reasoning in an event; raise ServerError for anything that is no answer."""
         try:
             found = _SentEvent.model_validate(event)
-            calls = [ToolCall.from_openai(call.model_dump()) for each in found.choices for call in _calls(each)]
+            self._calls += tuple(
+                ToolCall.from_openai(call) for each in found.choices for call in each.delta.tool_calls or ()
+            )
         except (ValidationError, InputError) as error:
             raise _wrong(str(error)) from None
-        self._calls += tuple(calls)
         for choice in found.choices:
             if thought := choice.delta.reasoning_content:
                 self._thoughts.append(thought)
@@ -78,10 +74,6 @@ class AnswerReader:
             raise _wrong("the stream ended without finish_reason and trace")
         text, reasoning = "".join(self._texts), "".join(self._thoughts)
         return Answer(text, self._token_ids, self._ended, self._trace, self._calls, reasoning)
-
-
-def _calls(choice: _SentChoice) -> list[_SentCall]:
-    return choice.delta.tool_calls or []
 
 
 def _wrong(found: str) -> ServerError:

@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
-from cachetools import LRUCache
 from pydantic import TypeAdapter, ValidationError
 
 from ragfuse.engine.answer_stream import AnswerStream, Piece, answers_of
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.question import Question, prompts_of
 from ragfuse.errors import InputError, ServerError
+from ragfuse.process.lru import LRU
 from ragfuse.process.shared import OneProcess, shared
 from ragfuse.remote.address import LOCAL, ServerAddress
 from ragfuse.remote.answer_reader import AnswerReader
@@ -31,6 +31,7 @@ from ragfuse.types.arguments import checks_arguments
 from ragfuse.types.ingested import Ingested
 from ragfuse.types.model_card import ModelCard
 
+T = TypeVar("T")
 LOOK_S = 0.05
 """Seconds between two looks whether a running answer is still wanted."""
 MAX_TOGETHER = 8
@@ -58,9 +59,9 @@ class RemoteEngine(OneProcess):
         self, base_url: str, api_key: str = "", model: str = "", max_retries: int = 2, timeout_s: float = 600.0
     ) -> None:
         self.address = ServerAddress(base_url, api_key, model, max_retries, timeout_s)
-        self._connection, self._lock = Connection(self.address), threading.Lock()
+        self._connection = Connection(self.address)
         self._card: ModelCard | None = None
-        self._ids: LRUCache[tuple[str, bool], tuple[int, ...]] = LRUCache(MAX_COUNTED)
+        self._ids: LRU[tuple[str, bool], tuple[int, ...]] = LRU(MAX_COUNTED)
         self.schemas = RemoteSchemas(self._connection)
         # One of the process, so that a prompt may be written for one model and asked of another.
 
@@ -108,22 +109,17 @@ class RemoteEngine(OneProcess):
         bodies = [request_of(prompt, ask or Ask()) for prompt in prompts_of(prompts)]
         if not bodies:
             return []
-        failed, given = threading.Event(), cancelled or threading.Event()
-        stop = _Either(given, failed)
+        stop = cancelled or threading.Event()
         with ThreadPoolExecutor(min(len(bodies), MAX_TOGETHER), "ragfuse-remote") as pool:
-            calls = [partial(self._say, path, body, _ignore, stop) for path, body in bodies]
-            futures = [pool.submit(copy_context().run, call) for call in calls]
-            return answers_of(futures, failed)
+            calls = [partial(self._say, path, body, lambda piece: None, stop) for path, body in bodies]
+            return answers_of([pool.submit(copy_context().run, call) for call in calls], stop)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Return the ids of a text in the middle of a prompt, by the server's tokenizer."""
-        name = text, special
-        with self._lock:
-            known = self._ids.get(name)
+        known = self._ids.get((text, special))
         if known is None:
-            known = self._token_ids({"text": text, "special": special}) if text else ()
-            with self._lock:
-                self._ids[name] = known
+            found = self._token_ids({"text": text, "special": special}) if text else ()
+            known = self._ids.add((text, special), found)
         return list(known)
 
     def count_tokens(self, prompt: Question, tools: Sequence[Mapping[str, Any]] = ()) -> int:
@@ -170,9 +166,7 @@ class RemoteEngine(OneProcess):
 
     # inside
 
-    def _say(
-        self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event | _Either
-    ) -> Answer:
+    def _say(self, path: str, body: dict[str, Any], say: Callable[[Piece], None], stop: threading.Event) -> Answer:
         """Ask, pass each piece to `say`, and return the answer; an event loop of this thread's own does the reading."""
         try:
             raw = encoded({**body, "model": self.card.name})  # the card raises for what is no ragfuse server
@@ -182,7 +176,7 @@ class RemoteEngine(OneProcess):
             raise
 
     async def _unless_stopped(
-        self, path: str, body: bytes, say: Callable[[Piece], None], stop: threading.Event | _Either
+        self, path: str, body: bytes, say: Callable[[Piece], None], stop: threading.Event
     ) -> Answer:
         asking = asyncio.ensure_future(self._read(path, body, say))
         while not asking.done():
@@ -207,19 +201,10 @@ class RemoteEngine(OneProcess):
         return reader.answer
 
     def _token_ids(self, body: dict[str, Any]) -> tuple[int, ...]:
-        found = self._connection.post("ragfuse/tokens", encoded(body)).get("tokens")
-        if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
-            raise self._no_ragfuse(f"tokens {found!r:.60}")
-        return tuple(found)
+        return self._read_as(tuple[int, ...], self._connection.post("ragfuse/tokens", encoded(body)).get("tokens"))
 
     def _read_card(self) -> ModelCard:
-        found = self._connection.get("ragfuse/model")
-        try:
-            if found is None or found.get("object") != "ragfuse.model":
-                raise self._no_ragfuse(f"{found!r:.60}")
-            card = TypeAdapter(ModelCard).validate_python(found)
-        except ValidationError:
-            raise self._no_ragfuse(f"{found!r:.60}") from None
+        card = self._read_as(ModelCard, self._connection.get("ragfuse/model"))
         wanted = self.address.model
         if wanted and Path(wanted).name != card.name:
             raise ServerError(
@@ -228,11 +213,14 @@ class RemoteEngine(OneProcess):
             )
         return card
 
-    def _no_ragfuse(self, found: str) -> ServerError:
-        return ServerError(
-            f"What answers at {self.address.base_url} is no ragfuse server of this version: found {found}. Wanted the "
-            f"address that `ragfuse serve` prints, such as {LOCAL}."
-        )
+    def _read_as(self, kind: type[T], found: object) -> T:
+        try:
+            return TypeAdapter(kind).validate_python(found)
+        except ValidationError:
+            raise ServerError(
+                f"What answers at {self.address.base_url} is no ragfuse server of this version: found {found!r:.60}. "
+                f"Wanted the address that `ragfuse serve` prints, such as {LOCAL}."
+            ) from None
 
     def _needs_engine(self, what: str) -> InputError:
         return InputError(
@@ -240,19 +228,3 @@ class RemoteEngine(OneProcess):
             "server's store, with a model without base_url= or with `ragfuse ingest`; or leave it out: the server "
             "encodes what a question brings after its answer."
         )
-
-
-class _Either:
-    """Whether one of two events is set."""
-
-    is_abandoned = True
-
-    def __init__(self, *events: threading.Event) -> None:
-        self._events = events
-
-    def is_set(self) -> bool:
-        return any(event.is_set() for event in self._events)
-
-
-def _ignore(piece: Piece) -> None:
-    """Ignore a piece of an answer that is read as a whole."""

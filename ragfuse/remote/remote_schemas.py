@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from ragfuse.errors import PMLError, ServerError
+from ragfuse.errors import PMLError
 from ragfuse.remote.connection import Connection
 from ragfuse.remote.request_body import encoded
 from ragfuse.schemas.nodes import Schema
@@ -16,8 +15,8 @@ from ragfuse.schemas.pml import parse_schema, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.types.ingested import Ingested
 
-ROUTE = "ragfuse/schemas"
 Progress = Callable[[Ingested], None]
+ROUTE = "ragfuse/schemas"
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,8 @@ class RemoteSchemas:
         """
         parsed = schema if isinstance(schema, Schema) else read_schema(schema)
         found = self._connection.post(ROUTE, encoded({"pml": to_pml(parsed)}))
-        chunks, encoded_now, tokens, nbytes = (_count(found, name) for name in ("runs", "encoded", "tokens", "nbytes"))
+        chunks, encoded_now, tokens, nbytes = (int(found[name]) for name in ("runs", "encoded", "tokens", "nbytes"))
         done = Ingested(chunks, encoded_now, tokens, nbytes)
         if progress is not None:
             progress(done)
         return RemoteSchema(str(found.get("name")), done)
-
-
-def _count(found: dict[str, Any], name: str) -> int:
-    value = found.get(name)
-    if not isinstance(value, int):
-        raise ServerError(f"The server's reply has {name} {value!r:.40}; wanted a number. Check its version.")
-    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -47,16 +47,11 @@ def request_of(question: Question, ask: Ask) -> tuple[str, Json]:
     return path, {**body, **_shared(ask), "stream": True}
 
 
-def messages_for(messages: Sequence[ChatMessage]) -> list[Json]:
-    """Return messages in the server's form, with chunks as parts of type "text-plain"."""
-    return [_message(each) for each in messages]
-
-
 def prompt_for(question: Question) -> Json:
     """Return the fields of a question whose tokens are counted."""
     if isinstance(question, PMLPrompt):
         return {"pml": to_pml(question)}
-    return {"messages": messages_for(messages_of(question))}
+    return {"messages": list(map(_message, messages_of(question)))}
 
 
 def encoded(body: Json) -> bytes:
@@ -74,12 +69,12 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
     if isinstance(question, PMLPrompt):
         if ask.tools or ask.session is not None:
             raise InputError("A prompt in PML cannot have tools or a session. Leave these out, or ask with messages.")
-        return CHAT, {"messages": [], "pml": to_pml(question), **_max_tokens(ask)}
+        return CHAT, {"messages": [], "pml": to_pml(question)}
     if is_ids(question) and not ask.tools and not ask.continue_final_message:
-        return TEXT, {"prompt": [int(id) for id in question], **_max_tokens(ask)}
+        return TEXT, {"prompt": [int(id) for id in question]}
     if isinstance(question, str) and is_bare_text(question, ask, ask.tools):
-        return TEXT, {"prompt": question, **_max_tokens(ask)}
-    body: Json = {"messages": messages_for(messages_of(question)), **_max_tokens(ask)}
+        return TEXT, {"prompt": question}
+    body: Json = prompt_for(question)
     if ask.tools:
         choice = ask.tool_choice
         is_word = choice in ("auto", "none", "required")
@@ -93,22 +88,17 @@ def _asked(question: Question, ask: Ask) -> tuple[str, Json]:
     return CHAT, body
 
 
-def _max_tokens(ask: Ask) -> Json:
-    return {} if ask.max_tokens is None else {"max_tokens": int(ask.max_tokens)}
-
-
 def _shared(ask: Ask) -> Json:
     """Return the fields that all kinds of requests have."""
-    body: Json = {"ragfuse": _reuse(ask), **_options(ask.options)}
-    if ask.stop:
-        body["stop"] = list(ask.stop)
-    if ask.seed is not None:
-        body["seed"] = int(ask.seed)
-    if ask.session is not None:
-        body["session_id"] = ask.session
-    if ask.grammar is not None:
-        body["structured_outputs"] = _grammar(ask.grammar)
-    return body
+    named = {
+        "max_tokens": ask.max_tokens,
+        "stop": list(ask.stop) or None,
+        "seed": ask.seed,
+        "session_id": ask.session,
+        "structured_outputs": None if ask.grammar is None else _grammar(ask.grammar),
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    return {"ragfuse": _reuse(ask), **_options(ask.options), **given}
 
 
 def _reuse(ask: Ask) -> Json:
@@ -116,9 +106,9 @@ def _reuse(ask: Ask) -> Json:
     named = {"policy": ask.policy, "ratio": ask.ratio, "overflow": ask.overflow, "deadline_s": ask.deadline_s}
     found: Json = {name: value for name, value in named.items() if value is not None}
     found |= {"reuse": ask.reuse, "blend": ask.blend, "token_ids": True, "model_sampling": True}
-    documents = [_document(text, source) for text, source in mended_documents(ask.documents) if text.strip()]
-    if documents:
-        found["retrieved"] = documents[:MAX_RETRIEVED]
+    pairs = [pair for pair in mended_documents(ask.documents) if pair[0].strip()]
+    if pairs:
+        found["retrieved"] = [{"text": text, "title": _title(source)} for text, source in pairs[:MAX_RETRIEVED]]
     if ask.options.get("max_time") is not None:
         found["max_time_s"] = ask.options["max_time"]
     return found
@@ -168,10 +158,6 @@ def _part(piece: Piece) -> Json:
         return {"type": "text", "text": piece.text}
     named = {"title": _title(piece.source)} if piece.source else {}
     return {"type": "text-plain", "text": piece.text, **named}
-
-
-def _document(text: str, source: str) -> Json:
-    return {"text": text, "title": _title(source)}
 
 
 def _title(source: str) -> str:

@@ -33,10 +33,6 @@ WANTED = {
         "ragfuse/text/filler.txt",
     },
     "ragfuse_bench": {"ragfuse_bench/__init__.py", "ragfuse_bench/sets/squad_held_out.json"},
-    "llama_index_llm_conformance": {
-        "llama_index_llm_conformance/__init__.py",
-        "llama_index_llm_conformance/py.typed",
-    },
     "langchain_ragfuse": {"langchain_ragfuse/__init__.py", "langchain_ragfuse/py.typed"},
     "haystack_ragfuse": {
         "haystack_integrations/components/generators/ragfuse/__init__.py",
@@ -142,9 +138,7 @@ def test_metadata_says_what_the_package_is(dist: Path, name: str) -> None:
     assert found["Summary"]
     assert len(found.get_payload()) > 800
     wanted = [each.partition(";")[0] for each in found.get_all("Requires-Dist", [])]
-    assert name in {"ragfuse_kv", "llama_index_llm_conformance"} or any(
-        re.match(r"ragfuse-kv(\[[\w,-]+\])?[>=]=", each) for each in wanted
-    )
+    assert name == "ragfuse_kv" or any(re.match(r"ragfuse-kv(\[[\w,-]+\])?[>=]=", each) for each in wanted)
 
 
 def test_nothing_that_is_installed_contradicts_anything_else(place: Place) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ragfuse.cli.main import app
 from ragfuse.ray import bulk, cluster
 from ragfuse.ray.application import ReplicaOptions
 from ragfuse.ray.bulk import BulkSummary, encode
-from ragfuse.ray.cluster import Node, check_address, check_cluster, places_of, require_ray
+from ragfuse.ray.cluster import Node, check_cluster, places_of, require_ray
 
 
 @pytest.fixture
@@ -31,13 +30,6 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "find_spec", lambda name: object())
-
-
-@pytest.fixture
-def closed_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def is_one_sentence(message: str) -> bool:
@@ -65,32 +57,10 @@ def test_the_commands_say_so_before_a_model_is_loaded(
     assert "Wanted the package ray" in said.output
 
 
-def test_an_address_that_answers_nothing_is_refused(with_ray: None, settings: Settings, closed_port: int) -> None:
-    for address in (f"127.0.0.1:{closed_port}", f"ray://127.0.0.1:{closed_port}"):
-        with pytest.raises(SettingsError, match="nothing that answers there") as refused:
-            check_cluster(settings, address)
-        assert is_one_sentence(str(refused.value))
-        assert address in str(refused.value)
-
-
-@pytest.mark.parametrize("address", ["host:port", "http://127.0.0.1", "127.0.0.1:"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(SettingsError, match="Wanted the address of a Ray cluster") as refused:
-        check_address(address)
-    assert is_one_sentence(str(refused.value))
-
-
-def test_an_address_that_answers_is_let_through() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        check_address(f"127.0.0.1:{listener.getsockname()[1]}")
-    check_address("local")
-    check_address("auto")
-
-
 def test_a_store_in_memory_alone_is_refused(with_ray: None, settings: Settings) -> None:
     alone = settings.model_copy(update={"disk_bytes": 0})
     with pytest.raises(SettingsError, match="found the memory tier alone") as refused:
-        check_cluster(alone, "local")
+        check_cluster(alone)
     assert is_one_sentence(str(refused.value))
     assert places_of(settings) == (None,)
     assert places_of(alone.model_copy(update={"tiers": ("redis://cache",)})) == ("redis://cache",)
@@ -122,17 +92,17 @@ def test_numbers_of_replicas_are_read() -> None:
 def test_workers_are_sized_by_the_nodes(
     members: list[float], on_gpu: bool, workers: int | None, cpus: float | None, wanted: Any
 ) -> None:
-    found = [Node(str(at), "host", each, 0.0) for at, each in enumerate(members)]
+    found = [Node(str(at), each, 0.0) for at, each in enumerate(members)]
     assert bulk.worker_size(found, on_gpu, workers, cpus) == wanted
 
 
 def test_more_workers_than_the_cluster_has_room_for_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"found a cluster of 4 CPUs") as refused:
-        bulk.worker_size([Node("a", "host", 4.0, 0.0)], False, 3, 2.0)
+        bulk.worker_size([Node("a", 4.0, 0.0)], False, 3, 2.0)
     assert is_one_sentence(str(refused.value))
     with pytest.raises(SettingsError, match="Wanted a GPU"):
-        bulk.worker_size([Node("a", "host", 4.0, 0.0)], True, None, None)
-    assert bulk.worker_size([Node("a", "host", 4.0, 2.0)], True, None, None) == (2, 1.0)
+        bulk.worker_size([Node("a", 4.0, 0.0)], True, None, None)
+    assert bulk.worker_size([Node("a", 4.0, 2.0)], True, None, None) == (2, 1.0)
 
 
 def test_a_summary_adds_up_what_workers_say() -> None:

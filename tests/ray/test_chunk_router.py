@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +16,7 @@ A, B, C = "a", "b", "c"
 
 
 def test_the_replica_that_holds_most_bytes_comes_first() -> None:
-    router = ChunkRouter.of([A, B, C])
+    router = ChunkRouter([A, B, C])
     router.report(A, {1, 2})
     router.report(B, {3})
     assert router.rank(RoutedRequest({1: 10, 2: 10, 3: 50})) == [B, A, C]
@@ -27,14 +26,14 @@ def test_the_replica_that_holds_most_bytes_comes_first() -> None:
 
 
 def test_what_nobody_holds_goes_to_the_one_with_the_least_work() -> None:
-    router = ChunkRouter.of([A, B])
+    router = ChunkRouter([A, B])
     router.send(A, RoutedRequest({1: 1}, 5))
     assert router.rank(RoutedRequest({9: 1})) == [B, A]
     assert router.loads() == {A: 5, B: 0}
 
 
 def test_a_chunk_that_was_sent_counts_as_held_until_reports_say_otherwise() -> None:
-    router, request = ChunkRouter.of([A, B]), RoutedRequest({7: 1})
+    router, request = ChunkRouter([A, B]), RoutedRequest({7: 1})
     router.send(B, request)
     assert router.rank(request)[0] == B
     router.report(B, set())  # may be older than the request
@@ -48,11 +47,10 @@ def test_a_report_replaces_the_one_before() -> None:
     view.report({1, 2})
     view.report({2, 3})
     assert [view.held_bytes(RoutedRequest({digest: 1})) for digest in (1, 2, 3)] == [0, 1, 1]
-    assert len(view) == 2
 
 
 def test_a_replica_with_a_long_queue_comes_last_although_it_holds_all() -> None:
-    router = ChunkRouter.of([A, B, C])
+    router = ChunkRouter([A, B, C])
     router.report(A, {1})
     request = RoutedRequest({1: 1})
     assert router.rank(request, {A: 2, B: 0, C: 0})[0] == A
@@ -61,7 +59,7 @@ def test_a_replica_with_a_long_queue_comes_last_although_it_holds_all() -> None:
 
 def test_one_hot_chunk_does_not_bring_all_work_to_one_replica() -> None:
     names = [str(number) for number in range(8)]
-    router, sent = ChunkRouter.of(names), Counter[str]()
+    router, sent = ChunkRouter(names), Counter[str]()
     for _ in range(4000):
         request = RoutedRequest({1: 1})
         name = router.rank(request)[0]
@@ -71,7 +69,7 @@ def test_one_hot_chunk_does_not_bring_all_work_to_one_replica() -> None:
 
 
 def test_work_counts_and_not_only_requests() -> None:
-    router, work = ChunkRouter.of([A, B]), Counter[str]()
+    router, work = ChunkRouter([A, B]), Counter[str]()
     for number in range(2000):
         request = RoutedRequest({number % 2: 1}, 100 if number % 2 else 1)
         name = router.rank(request)[0]
@@ -81,14 +79,14 @@ def test_work_counts_and_not_only_requests() -> None:
 
 
 def test_old_work_is_forgotten() -> None:
-    router = ChunkRouter.of([A, B])
+    router = ChunkRouter([A, B])
     for _ in range(20 * HORIZON):
         router.send(A, RoutedRequest())
     assert router.loads()[A] <= 4 * HORIZON
 
 
 def test_a_new_replica_is_not_flooded_and_one_that_is_gone_is_forgotten() -> None:
-    router = ChunkRouter.of([A, B])
+    router = ChunkRouter([A, B])
     for name in (A, B, A, B):
         router.send(name, RoutedRequest({1: 1}, 10))
     router.keep_only([B, C])
@@ -100,7 +98,7 @@ def test_a_new_replica_is_not_flooded_and_one_that_is_gone_is_forgotten() -> Non
 
 
 def test_an_empty_view_is_kept_when_others_come_and_go() -> None:
-    router = ChunkRouter.of([A, B])
+    router = ChunkRouter([A, B])
     router.send(A, RoutedRequest(cost=8))
     router.keep_only([A, B, C])
     assert router.loads() == {A: 8, B: 0, C: 4}
@@ -109,7 +107,7 @@ def test_an_empty_view_is_kept_when_others_come_and_go() -> None:
 def test_what_is_believed_without_a_report_is_bounded() -> None:
     view = ReplicaView()
     view.send(RoutedRequest(dict.fromkeys(range(MAX_SENT + 10), 1)))
-    assert len(view) == MAX_SENT
+    assert view.held_bytes(RoutedRequest(dict.fromkeys(range(MAX_SENT + 10), 1))) == MAX_SENT
     assert view.held_bytes(RoutedRequest({MAX_SENT + 9: 1, 0: 1})) == 1
 
 
@@ -120,19 +118,13 @@ def test_a_digest_of_one_tenant_is_none_of_another() -> None:
     assert 0 <= chunk_digest("", "chunk", "\ud800") < 2**64
 
 
-@pytest.mark.parametrize(("over", "slack"), [(0.9, 1), (float("nan"), 1), (1.2, -1)])
-def test_bounds_that_make_no_sense_are_refused(over: float, slack: float) -> None:
-    with pytest.raises(ValueError, match="Wanted max_over_mean"):
-        ChunkRouter(over, slack)
-
-
 @given(
     st.integers(1, 6),
     st.lists(st.tuples(st.dictionaries(st.integers(0, 9), st.integers(1, 100)), st.integers(0, 50)), max_size=60),
 )
 def test_every_ranking_has_every_replica_once(n: int, asked: list[tuple[dict[int, int], int]]) -> None:
     names = [str(number) for number in range(n)]
-    router = ChunkRouter.of(names)
+    router = ChunkRouter(names)
     for chunks, cost in asked:
         request = RoutedRequest(chunks, cost)
         ranked = router.rank(request, {names[0]: cost})
@@ -141,7 +133,7 @@ def test_every_ranking_has_every_replica_once(n: int, asked: list[tuple[dict[int
 
 
 def test_a_decision_over_10_000_known_chunks_takes_less_than_a_millisecond() -> None:
-    router, known = ChunkRouter.of([A, B]), list(range(1, 2**60, 2**60 // 10_000))
+    router, known = ChunkRouter([A, B]), list(range(1, 2**60, 2**60 // 10_000))
     router.report(A, known[::2])
     router.report(B, known[1::2])
     taken = []

@@ -75,7 +75,7 @@ def test_only_the_last_chunks_are_remembered_and_conversations_among_them() -> N
 
 
 def test_what_a_replica_holds_of_one_tenant_says_nothing_to_the_request_of_another() -> None:
-    router, body = ChunkRouter.of(["a", "b"]), json.dumps(BODY).encode()
+    router, body = ChunkRouter(["a", "b"]), json.dumps(BODY).encode()
     router.report("b", [digest(text, "mine") for text in texts_of(BODY)])
     assert router.held_bytes("b", routed_request("mine", body)) == 24
     assert router.held_bytes("b", routed_request("theirs", body)) == 0

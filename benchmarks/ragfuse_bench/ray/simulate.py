@@ -93,7 +93,7 @@ def simulate(
     """
     replicas = [SimulatedReplica(capacity) for _ in range(n_replicas)]
     names = [str(number) for number in range(n_replicas)]
-    router = ChunkRouter.of(names)
+    router = ChunkRouter(names)
     all_tokens = sum(request.tokens for request in requests)
     prefill_s = BUSY * n_replicas * max(requests[-1].at_s - requests[0].at_s, 1e-9) / all_tokens
     wanted = found = 0
@@ -136,7 +136,7 @@ def lookup_us(n_known: int, n_replicas: int, n_chunks: int, rounds: int, seed: i
     rng = np.random.default_rng(seed)
     known = rng.integers(2**63, size=n_known).tolist()
     names = [str(number) for number in range(n_replicas)]
-    router = ChunkRouter.of(names)
+    router = ChunkRouter(names)
     for at, name in enumerate(names):
         router.report(name, known[at::n_replicas])
     taken = []

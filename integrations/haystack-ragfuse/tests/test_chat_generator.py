@@ -18,7 +18,7 @@ from haystack_integrations.components.generators.ragfuse import RagfuseChatGener
 from haystack_integrations.components.generators.ragfuse.messages import to_ragfuse_messages
 from pydantic import BaseModel
 
-from ragfuse import Engine, Grammar, InputError, Settings, SettingsError
+from ragfuse import Engine, InputError, Settings, SettingsError
 
 ASKED = [ChatMessage.from_user("Paint my door.")]
 
@@ -186,30 +186,12 @@ def test_a_misspelt_argument_is_told_with_what_is_meant(engine: Engine) -> None:
 
 
 def test_an_unknown_option_is_refused_when_it_is_given(llm: RagfuseChatGenerator, engine: Engine) -> None:
-    with pytest.raises(InputError, match="no 'loudness'; wanted policy, ratio"):
+    with pytest.raises(SettingsError, match=r"no argument 'loudness'.*policy, ratio"):
         llm.run(ASKED, generation_kwargs={"loudness": 3})
-    with pytest.raises(InputError, match="no 'n'; wanted"):
+    with pytest.raises(SettingsError, match="no argument 'n'"):
         RagfuseChatGenerator(engine=engine, generation_kwargs={"n": 3})
-    with pytest.raises(InputError, match="engine is a str; wanted"):
-        RagfuseChatGenerator(engine="tiny")
-    with pytest.raises(InputError, match="leave out dtype="):
-        RagfuseChatGenerator(engine=engine, dtype="float32")
     with pytest.raises(SettingsError, match="ratio"):
         llm.run(ASKED, generation_kwargs={"ratio": 3})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("top_p", 3), ("min_p", -1), ("top_k", -5), ("repetition_penalty", 0), ("max_tokens", 0), ("stop", [""])],
-)
-def test_an_option_out_of_its_range_is_refused_ahead_of_a_call_and_in_one_alike(
-    llm: RagfuseChatGenerator, engine: Engine, name: str, value: Any
-) -> None:
-    """Also one that changes nothing at temperature 0."""
-    with pytest.raises(SettingsError, match=name):
-        RagfuseChatGenerator(engine=engine, generation_kwargs={name: value})
-    with pytest.raises(SettingsError, match=name):
-        llm.run(ASKED, generation_kwargs={name: value})
 
 
 @pytest.mark.parametrize(
@@ -220,14 +202,6 @@ def test_an_option_out_of_its_range_is_refused_ahead_of_a_call_and_in_one_alike(
 def test_an_answer_follows_its_form(form: Any, llm: RagfuseChatGenerator) -> None:
     reply = replied(llm, generation_kwargs={"response_format": form, "max_tokens": 90})
     Paint.model_validate_json(reply.text or "")
-
-
-def test_a_grammar_is_followed_and_a_form_that_is_none_is_refused(llm: RagfuseChatGenerator) -> None:
-    grammar = Grammar.choice(["red paint", "blue paint"])
-    assert replied(llm, generation_kwargs={"grammar": grammar}).text in ("red paint", "blue paint")
-    for form in ("yaml", {"type": "json_schema"}, {"type": "xml"}):
-        with pytest.raises(InputError, match=r"response_format is .*wanted a Pydantic class"):
-            llm.run(ASKED, generation_kwargs={"response_format": form})
 
 
 # tools
@@ -242,23 +216,6 @@ def test_a_tool_that_must_be_called_is_called(tools: Any, llm: RagfuseChatGenera
     assert (call.tool_name, bool(call.id), reply.text) == ("paint", True, None)
     assert PAINT.invoke(**call.arguments).startswith("The door is ")
     assert reply.meta["finish_reason"] == "tool_calls"
-
-
-def test_of_several_tools_the_named_one_is_called(engine: Engine) -> None:
-    named = {"type": "function", "function": {"name": "knock"}}
-    options = {"max_tokens": 90, "tool_choice": named, "parallel_tool_calls": False}
-    llm = RagfuseChatGenerator(engine=engine, tools=[PAINT, KNOCK], generation_kwargs=options)
-    assert [call.tool_name for call in replied(llm).tool_calls] == ["knock"]
-    with pytest.raises(InputError, match=r"tool_choice is .*one of the tools: \['paint'\]"):
-        llm.run(ASKED, tools=[PAINT])
-    assert replied(llm, tools=[PAINT], generation_kwargs={"tool_choice": "none"}).tool_calls == []
-
-
-def test_two_tools_of_one_name_are_refused(llm: RagfuseChatGenerator, engine: Engine) -> None:
-    with pytest.raises(InputError, match="Two tools are named 'paint'"):
-        RagfuseChatGenerator(engine=engine, tools=[PAINT, PAINT])
-    with pytest.raises(InputError, match="Two tools are named 'paint'"):
-        llm.run(ASKED, tools=[PAINT, PAINT])
 
 
 # messages
@@ -288,9 +245,8 @@ def test_messages_keep_roles_calls_results_and_thoughts() -> None:
 def test_what_a_text_model_cannot_read_is_refused() -> None:
     image = ImageContent(base64_image="aGk=", mime_type="image/png", validation=False)
     for messages, said in (
-        ([ChatMessage.from_user(content_parts=["Look", image])], "holds an image"),
-        ([ChatMessage.from_tool([image], origin=ToolCall("eye", {}))], "'eye' holds more than text"),
-        (["Who?"], "holds a str; wanted"),
+        ([ChatMessage.from_user(content_parts=["Look", image])], "'image' cannot be read"),
+        ([ChatMessage.from_tool([image], origin=ToolCall("eye", {}))], "'image' cannot be read"),
         ([ChatMessage.from_user("")], "The messages are empty"),
     ):
         with pytest.raises(InputError, match=said):

@@ -1,50 +1,22 @@
-"""The base of the chat model and the text model: their fields, their engine, and the options of a call as an `Ask`.
-
-`chat_models.py` and `llms.py` turn answers into LangChain's messages and generations.
-"""
+"""The base of the chat model and the text model: their fields, where they answer, and the options of a call."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_serializer
 
 from langchain_ragfuse.callbacks import retrieved_for
-from langchain_ragfuse.places import ProcessPlace, ServerPlace
-from ragfuse import Answer, AnswerStream, Ask, Grammar, InputError, Settings
-from ragfuse.remote import Answerer, RemoteEngine, is_answerer
+from ragfuse import Ask, Grammar, Settings
+from ragfuse.adapters import Answerer, Place, ask_of
 
 CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-OVERRIDES = (
-    "policy",
-    "ratio",
-    "reuse",
-    "max_tokens",
-    *SAMPLING,
-    *PENALTIES,
-    "seed",
-    "timeout",
-    "overflow",
-    "deadline_s",
-    "grammar",
-    "chat_template_kwargs",
-    "enable_thinking",
-    "continue_final_message",
-)
-PER_CALL = ("model", *OVERRIDES, "model_kwargs", "response_format", "stream")
-"""Options of one call: `llm.invoke(messages, ratio=1.0)` or `llm.bind(reuse=False)`."""
-
-
-def _checked_engine(engine: Any) -> Any:
-    if engine is not None and not is_answerer(engine):
-        raise ValueError(f"wanted a ragfuse.Engine or a ragfuse.RemoteEngine, found a {type(engine).__name__}")
-    return engine
+CALL = frozenset({"model", "stream", "model_kwargs", "tools", "strict", "ls_structured_output_format"})
+"""Arguments of a call that are no options of its answer."""
 
 
 class RagFuseModel(BaseModel):
@@ -67,8 +39,8 @@ class RagFuseModel(BaseModel):
     """Folder of the chunk store; None: the folder in the settings."""
     settings: Settings | None = Field(default=None, repr=False)
     """All other settings; None: from the environment, ragfuse.toml and the defaults."""
-    engine: Annotated[Any, AfterValidator(_checked_engine)] = Field(default=None, exclude=True, repr=False)
-    """An existing engine, used instead of one made from the fields above."""
+    engine: Any = Field(default=None, exclude=True, repr=False)
+    """An existing engine, used instead of one made from the fields above; `get_engine` returns it."""
     base_url: str | None = None
     """Address of a `ragfuse serve` that answers instead of an engine in this process."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
@@ -121,7 +93,7 @@ class RagFuseModel(BaseModel):
     """Options for loading the model (revision, trust_remote_code, attn_implementation, device_map, token, torch_dtype,
     quantization_config, ...); all others are passed to transformers' `generate`."""
 
-    _place: ProcessPlace | ServerPlace = PrivateAttr()
+    _place: Place = PrivateAttr()
 
     @field_serializer("settings")
     def _public(self, settings: Settings | None) -> dict[str, Any] | None:
@@ -135,15 +107,26 @@ class RagFuseModel(BaseModel):
 
         Raises:
             SettingsError: An option is out of its range.
+            InputError: Fields contradict each other.
         """
         super().model_post_init(context)
-        Ask.check_fields({name: getattr(self, name) for name in type(self).model_fields})
-        if self.base_url is not None or isinstance(self.engine, RemoteEngine):
-            self._place = ServerPlace.of(self)
-            return
         loading = {name: value for name, value in self.model_kwargs.items() if name in Settings.LOADING}
-        self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name not in Settings.LOADING}
-        self._place = ProcessPlace.of(self, loading)
+        self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name not in loading}
+        self._ask(None, {})
+        self._place = Place.of(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            dtype=self.dtype,
+            device=self.device,
+            store=self.store,
+            settings=self.settings,
+            model_kwargs=loading,
+            engine=self.engine,
+            base_url=self.base_url,
+            api_key=None if self.api_key is None else self.api_key.get_secret_value(),
+            max_retries=self.max_retries,
+        )
+        self.engine = self.tokenizer = None
         if self.model is not None and not isinstance(self.model, str):
             self.model = str(self.model) if isinstance(self.model, Path) else None
 
@@ -157,27 +140,13 @@ class RagFuseModel(BaseModel):
         """The model's name in the settings; that of a server's is known after the first question."""
         return self._place.name
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without engine and weights: a copy in another process loads its own.
-
-        Raises:
-            InputError: The model was passed as a loaded object, which another process cannot load.
-        """
-        if self._place.is_loaded_object:
-            raise InputError(
-                f"{self.model_name} was given as a loaded model, which cannot be copied to another process. Save it "
-                "to a folder, and pass that: model='folder'."
-            )
-        bare = self.model_copy(update={"engine": None}) if self.engine is not None else self
-        return super(RagFuseModel, bare).__getstate__()
-
     def get_engine(self, model: str | None = None) -> Answerer:
-        """Return what answers: the field `engine`, else an engine that the process shares, or a server's client.
+        """Return what answers: the engine that was given, else one that the process shares, or a server's client.
 
         Args:
             model: Name of another model, for a call with `model=`; None: this one.
         """
-        return self._place.engine(self.engine, model)
+        return self._place.engine(model)
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the token ids of a text by the model's tokenizer."""
@@ -185,122 +154,47 @@ class RagFuseModel(BaseModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        ask = self._ask(None, {})
-        return {
-            **self._place.params(ask),
-            "seed": ask.seed,
-            "stop_sequences": list(ask.stop),  # LangChain would overwrite a `stop` by that of the call
-            **({"deadline_s": ask.deadline_s} if ask.deadline_s is not None else {}),
-            **({"grammar": repr(ask.grammar)} if ask.grammar is not None else {}),
-            **({"chat_template_kwargs": dict(ask.chat_template_kwargs)} if ask.chat_template_kwargs else {}),
-            **({"continue_final_message": True} if ask.continue_final_message else {}),
-            **ask.options,
-        }
+        ask, usual = self._ask(None, {}), Ask()
+        names = [each.name for each in fields(Ask) if getattr(ask, each.name) != getattr(usual, each.name)]
+        found = {name: getattr(ask, name) for name in names if name not in ("stop", "grammar")}
+        grammar = {} if ask.grammar is None else {"grammar": repr(ask.grammar)}
+        # LangChain would overwrite a `stop` by that of the call.
+        return {**self._place.identity, **found, **grammar, "stop_sequences": list(ask.stop)}
 
     def _traced(self, params: Any, call: Mapping[str, Any]) -> Any:
         """Return LangSmith's parameters with the actual provider and model."""
         return {**params, "ls_provider": "ragfuse", "ls_model_name": call.get("model") or self.model_name}
 
-    def _retrieved(self, run_manager: Any, prompts: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-        """Return (text, source) of what was retrieved for messages or prompts; () if the setting `learn` is "off"."""
-        return retrieved_for(run_manager, prompts) if self._place.hears_retrievers else ()
-
     def _ask(
         self,
         stop: Sequence[str] | None,
         call: Mapping[str, Any],
-        further: Sequence[str] = (),
-        documents: Sequence[tuple[str, str]] = (),
+        prompts: Sequence[Any] = (),
+        run_manager: Any = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Ask:
-        """Return the options of a call: its arguments, and the fields of this model for all that it does not set.
+        """Return the options of a call, with the documents that were retrieved for its messages or prompts."""
+        given = {name: value for name, value in call.items() if name not in CALL}
+        given |= {"stop": stop} if stop is not None else {}
+        given |= {"generate_kwargs": {**self.model_kwargs, **(call.get("model_kwargs") or {})}}
+        documents = retrieved_for(run_manager, prompts) if prompts and self._place.hears_retrievers else ()
+        return ask_of(type(self).__name__, vars(self), given, tools, documents)
 
-        Args:
-            stop: Stop strings of the call; None: those of this model.
-            call: Keyword arguments of the call.
-            further: Names of further arguments that are allowed because the caller handles them.
-            documents: (text, source) of what was retrieved for the call.
-
-        Raises:
-            InputError: The call has an unknown argument.
-        """
-        allowed = (*PER_CALL, *further)
-        unknown = sorted(set(call) - set(allowed))
-        if unknown:
-            raise InputError(
-                f"{type(self).__name__} takes no argument '{unknown[0]}' in a call; wanted {', '.join(allowed)} or "
-                "stop. Options of transformers' `generate` go into model_kwargs={...}."
-            )
-        option: Callable[[str], Any] = lambda name: call[name] if name in call else getattr(self, name)  # noqa: E731
-        return Ask(
-            max_tokens=option("max_tokens"),
-            policy=option("policy"),
-            ratio=option("ratio"),
-            reuse=option("reuse"),
-            stop=(self.stop or ()) if stop is None else stop,
-            seed=option("seed"),
-            overflow=option("overflow"),
-            deadline_s=option("deadline_s"),
-            grammar=_grammar(call.get("response_format")) or option("grammar"),
-            options=_options(option),
-            documents=documents,
-            chat_template_kwargs=Ask.template_kwargs(vars(self), call),
-            continue_final_message=bool(option("continue_final_message")),
-        )
+    def _metadata(self, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Return LangChain's response metadata of an answer (`Place.told`); its key `ragfuse` holds the trace."""
+        kept = {"finish_reason": told["finish_reason"], "ragfuse": told["ragfuse"]}
+        return {"model_name": told["model"], "model_provider": "ragfuse", **kept}
 
 
-def metadata_of(answer: Answer, engine: Answerer) -> dict[str, Any]:
-    """Return LangChain's response metadata of an answer; its key `ragfuse` holds the trace."""
-    return {
-        "model_name": engine.card.name,
-        "model_provider": "ragfuse",
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.finish_reason,
-        "ragfuse": answer.trace.as_dict(),
-    }
-
-
-def usage_of(answer: Answer, engine: Answerer, ask: Ask) -> UsageMetadata:
+def usage_of(told: Mapping[str, Any]) -> UsageMetadata:
     """Return the token counts; cache_read: reused from the store, cache_creation: misses that are encoded for later."""
-    trace = answer.trace
-    saves = ask.reuse and not engine.card.refusal
+    usage = told["usage"]
+    details = usage["prompt_tokens_details"]
     return UsageMetadata(
-        input_tokens=trace.tokens,
-        output_tokens=len(answer.token_ids),
-        total_tokens=trace.tokens + len(answer.token_ids),
+        input_tokens=usage["prompt_tokens"],
+        output_tokens=usage["completion_tokens"],
+        total_tokens=usage["total_tokens"],
         input_token_details=InputTokenDetails(
-            cache_read=trace.tokens_found, cache_creation=trace.tokens_to_encode if saves else 0
+            cache_read=details["cached_tokens"], cache_creation=details["cache_creation_tokens"]
         ),
     )
-
-
-@asynccontextmanager
-async def cancelled_at_exit(stream: AnswerStream) -> AsyncIterator[AnswerStream]:
-    """Yield the stream and cancel its generation at exit, also after an error or a cancellation."""
-    try:
-        yield stream
-    finally:
-        stream.cancel()
-
-
-def _grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
-    """Return the grammar that OpenAI's `response_format` stands for; None for plain text."""
-    kind = (response_format or {}).get("type", "text")
-    if response_format is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return Grammar.json(None)
-    schema = (response_format.get("json_schema") or {}).get("schema")
-    if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise InputError(
-            f"response_format of type '{kind}' cannot be followed; wanted {{'type': 'json_object'}} or {{'type': "
-            "'json_schema', 'json_schema': {'schema': {...}}}. Other grammars: grammar=ragfuse.Grammar.regex(...)."
-        )
-    return Grammar.json(schema)
-
-
-def _options(option: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the options of transformers' `generate` that are not fields of `Ask`."""
-    options = Ask.generate_options({name: option(name) for name in (*SAMPLING, *PENALTIES)})
-    if option("timeout") is not None:
-        options["max_time"] = option("timeout")
-    return {**options, **option("model_kwargs")}

@@ -9,21 +9,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice
 from typing import Any
 from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler, BaseCallbackManager
-from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
 from langchain_core.runnables import ensure_config
 from langchain_core.tracers.context import register_configure_hook
 
-from langchain_ragfuse.messages import documents_in, source_of
+from langchain_ragfuse.messages import DOCUMENTS
 from ragfuse import RetrievalRuns
-
-MAX_DOCUMENTS = 256
-"""The most documents that are taken from one step's input or output."""
 
 _BATCH_PARENTS: ContextVar[tuple[UUID | None, ...]] = ContextVar("ragfuse_langchain_asking", default=())
 
@@ -56,49 +51,26 @@ class Listener(BaseCallbackHandler):
         self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
         """Record the start of a chain and the documents in its inputs."""
-        self._begin(run_id, parent_run_id, inputs)
+        self.runs.begin(run_id, parent_run_id, DOCUMENTS(inputs))
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end and the documents in the outputs; the inputs of a stream are only known now."""
-        self._end(run_id, (outputs, kwargs.get("inputs")))
+        """Record an end and the documents in the outputs; the inputs of a stream are only known now."""
+        self.runs.end(run_id, DOCUMENTS(outputs, kwargs.get("inputs")))
 
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end of a chain that failed."""
-        self._end(run_id)
+        """Record the end of one that failed."""
+        self.runs.end(run_id)
 
     def on_tool_start(
         self, serialized: Any, input_str: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
-        """Record the start of a tool."""
-        self._begin(run_id, parent_run_id)
+        """Record the start of a tool or retriever."""
+        self.runs.begin(run_id, parent_run_id)
 
-    def on_tool_end(self, output: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end of a tool and the documents in its output or artifact."""
-        self._end(run_id, output)
-
-    def on_tool_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end of a tool that failed."""
-        self._end(run_id)
-
-    def on_retriever_start(
-        self, serialized: Any, query: str, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
-    ) -> None:
-        """Record the start of a retriever."""
-        self._begin(run_id, parent_run_id)
-
-    def on_retriever_end(self, documents: Sequence[Document], *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end of a retriever and its documents."""
-        self._end(run_id, list(documents))
-
-    def on_retriever_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Record the end of a retriever that failed."""
-        self._end(run_id)
-
-    def _begin(self, id: UUID, parent: UUID | None, given: Any = None) -> None:
-        self.runs.begin(id, parent, _texts(given))
-
-    def _end(self, id: UUID, given: Any = None) -> None:
-        self.runs.end(id, _texts(given))
+    on_retriever_start = on_tool_start
+    on_tool_end = on_chain_end
+    on_retriever_end = on_chain_end  # type: ignore[assignment]
+    on_tool_error = on_retriever_error = on_chain_error
 
 
 LISTENER = Listener()
@@ -108,12 +80,8 @@ register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheri
 def retrieved_for(run_manager: Any, prompts: Sequence[str | BaseMessage]) -> tuple[tuple[str, str], ...]:
     """Return (text, source) of what was retrieved in a model's run or, before it, in the same task or thread."""
     # A stream gets no run manager; the enclosing run is in the context, as for any runnable.
-    config_callbacks = ensure_config().get("callbacks")
-    parents = (
-        getattr(run_manager, "parent_run_id", None),
-        getattr(config_callbacks, "parent_run_id", None),
-        *_BATCH_PARENTS.get(),
-    )
+    managers = run_manager, ensure_config().get("callbacks")
+    parents = (*(getattr(each, "parent_run_id", None) for each in managers), *_BATCH_PARENTS.get())
     return LISTENER.runs.retrieved(
         parents, lambda: "\n".join(each if isinstance(each, str) else each.text for each in prompts)
     )
@@ -129,12 +97,3 @@ def batch_parents(callbacks: Any) -> Iterator[None]:
         yield
     finally:
         _BATCH_PARENTS.reset(token)
-
-
-def _texts(value: Any) -> list[tuple[str, str, str]]:
-    """Return (text, source, "") of the documents in a value, at most MAX_DOCUMENTS."""
-    return [
-        (text, source_of(document), "")
-        for document in islice(documents_in(value), MAX_DOCUMENTS)
-        if (text := document.page_content.strip())
-    ]

@@ -1,41 +1,30 @@
-"""The chat model: LangChain's messages, tools and structured output, answered by `ragfuse.Engine`."""
+"""The chat model: LangChain's messages, tools and structured output, answered by an engine or a server."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, ModelProfile
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall, ToolCall, ToolCallChunk
-from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolCall, ToolCallChunk
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import model_validator
 
-from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
+from langchain_ragfuse.base import CONFIG, RagFuseModel, usage_of
 from langchain_ragfuse.messages import calls_of, to_ragfuse_messages
-from langchain_ragfuse.prompts import pml_of, ready
-from langchain_ragfuse.tools import choice_of, parsed_into, structured, tools_of
+from langchain_ragfuse.prompts import pml_of
+from langchain_ragfuse.tools import structured
 from ragfuse import Answer, Ask
-from ragfuse.remote import Answerer
+from ragfuse.adapters import ready
 from ragfuse.types.arguments import checks_arguments
-
-TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "strict")
-OTHER_MEDIA = (
-    "image_inputs",
-    "image_url_inputs",
-    "pdf_inputs",
-    "audio_inputs",
-    "video_inputs",
-    "image_outputs",
-    "audio_outputs",
-    "video_outputs",
-)
 
 
 @checks_arguments
@@ -51,7 +40,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return the number of tokens of the prompt for these messages, with chat template and tools."""
         engine = self.get_engine()
-        return engine.count_tokens(ready(_prompt_of(messages), engine), tools_of(tools or ()))
+        return engine.count_tokens(ready(_prompt_of(messages), engine), list(map(convert_to_openai_tool, tools or ())))
 
     def bind_tools(
         self,
@@ -71,10 +60,10 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
             strict: Passed on to the tools' description; calls always fit their tool's schema.
             **kwargs: Further options of each call.
         """
-        schemas = tools_of(tools, strict)
+        schemas = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         if parallel_tool_calls is not None:
             kwargs["parallel_tool_calls"] = parallel_tool_calls
-        return self.bind(tools=schemas, tool_choice=choice_of(tool_choice, schemas), **kwargs)
+        return self.bind(tools=schemas, tool_choice=Ask.tool_choice_of(tool_choice, schemas), **kwargs)
 
     def with_structured_output(
         self,
@@ -92,7 +81,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
             include_raw: Return {"raw", "parsed", "parsing_error"} instead of the object.
             strict: Passed on to the schema's description.
         """
-        return parsed_into(structured(self, schema, method, strict), schema, method, include_raw)
+        return structured(self, schema, method, include_raw, strict)
 
     @model_validator(mode="after")
     def _profile_at_first_use(self) -> Self:
@@ -110,10 +99,11 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
             name=card.name,
             max_input_tokens=card.max_context,  # type: ignore[typeddict-item]
             text_inputs=True,
+            image_inputs=False,
             text_outputs=True,
             structured_output=True,
-            **dict.fromkeys(("tool_calling", "tool_choice", "tool_call_streaming"), card.has_chat_template),
-            **dict.fromkeys(OTHER_MEDIA, False),
+            tool_calling=card.has_chat_template,
+            tool_choice=card.has_chat_template,
         )
         return self.profile
 
@@ -131,9 +121,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        ask, prompt = self._ask_with_tools(messages, stop, kwargs, run_manager), _prompt_of(messages)
-        engine = self.get_engine(kwargs.get("model"))
-        return _result(engine.answer(ready(prompt, engine), ask), engine, ask)
+        return generate_from_stream(self._chunks(*self._asked(messages, stop, run_manager, kwargs)))
 
     def _stream(
         self,
@@ -142,19 +130,10 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        ask, prompt, streamed = self._ask_with_tools(messages, stop, kwargs, run_manager), _prompt_of(messages), ""
-        engine = self.get_engine(kwargs.get("model"))
-        with engine.stream(ready(prompt, engine), ask) as stream:
-            for piece in stream.pieces():
-                streamed += piece if isinstance(piece, str) else ""
-                chunk = _chunk(piece)
-                if run_manager:
-                    run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
-                yield chunk
-            last = _last(stream.answer, streamed, engine, ask)
+        for chunk in self._chunks(*self._asked(messages, stop, run_manager, kwargs)):
             if run_manager:
-                run_manager.on_llm_new_token(str(last.text), chunk=last)
-            yield last
+                run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
+            yield chunk
 
     async def _agenerate(
         self,
@@ -163,13 +142,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        ask, prompt = self._ask_with_tools(messages, stop, kwargs, run_manager), _prompt_of(messages)
-        engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
-        prompt = await asyncio.to_thread(ready, prompt, engine)
-        async with cancelled_at_exit(engine.stream(prompt, ask)) as stream:
-            async for _ in stream:
-                pass
-            return _result(stream.answer, engine, ask)
+        return await agenerate_from_stream(self._achunks(*self._asked(messages, stop, run_manager, kwargs)))
 
     async def _astream(
         self,
@@ -178,74 +151,46 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        ask, prompt, streamed = self._ask_with_tools(messages, stop, kwargs, run_manager), _prompt_of(messages), ""
-        engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
-        prompt = await asyncio.to_thread(ready, prompt, engine)
-        async with cancelled_at_exit(engine.stream(prompt, ask)) as stream:
-            async for piece in stream.apieces():
-                streamed += piece if isinstance(piece, str) else ""
-                chunk = _chunk(piece)
+        async with aclosing(self._achunks(*self._asked(messages, stop, run_manager, kwargs))) as chunks:
+            async for chunk in chunks:
                 if run_manager:
                     await run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
                 yield chunk
-            last = _last(stream.answer, streamed, engine, ask)
-            if run_manager:
-                await run_manager.on_llm_new_token(str(last.text), chunk=last)
-            yield last
 
-    def _ask_with_tools(
-        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
-    ) -> Ask:
-        """Return the options of a call, with its tools and the documents retrieved for it."""
-        tools = tools_of(call.get("tools") or (), call.get("strict"))
-        choice = choice_of(call.get("tool_choice"), tools)
-        ask = self._ask(stop, call, TOOLS, self._retrieved(run_manager, messages))
-        parallel = call.get("parallel_tool_calls") is not False
-        return replace(ask, tools=tools, tool_choice=choice, parallel_tool_calls=parallel)
+    def _asked(
+        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, run_manager: Any, call: dict[str, Any]
+    ) -> tuple[Any, Ask, str | None]:
+        """Return the prompt of a call, its options, and the name of another model."""
+        tools = [convert_to_openai_tool(tool, strict=call.get("strict")) for tool in call.get("tools") or ()]
+        return _prompt_of(messages), self._ask(stop, call, messages, run_manager, tools), call.get("model")
+
+    def _chunks(self, prompt: Any, ask: Ask, model: str | None) -> Iterator[ChatGenerationChunk]:
+        with self._place.stream(prompt, ask, model) as stream:
+            yield from map(_chunk, stream.pieces())
+            yield self._last(stream.answer, ask, model)
+
+    async def _achunks(self, prompt: Any, ask: Ask, model: str | None) -> AsyncIterator[ChatGenerationChunk]:
+        async with await self._place.astream(prompt, ask, model) as stream:
+            async for piece in stream.apieces():
+                yield _chunk(piece)
+            yield self._last(stream.answer, ask, model)
+
+    def _last(self, answer: Answer, ask: Ask, model: str | None) -> ChatGenerationChunk:
+        """Return the last chunk: calls, usage and trace."""
+        told = self._place.told(answer, ask, model)
+        message = AIMessageChunk(
+            content="",
+            tool_call_chunks=[_call_chunk(call, index) for index, call in enumerate(calls_of(answer))],
+            response_metadata=self._metadata(told),
+            usage_metadata=usage_of(told),
+            chunk_position="last",
+        )
+        return ChatGenerationChunk(message=message, generation_info={"finish_reason": answer.finish_reason})
 
 
 def _prompt_of(messages: Sequence[BaseMessage]) -> Any:
     """Return the messages as ragfuse's messages or, if they are a filled PML template, as that."""
     return pml_of(messages) or to_ragfuse_messages(messages)
-
-
-def _result(answer: Answer, engine: Answerer, ask: Ask) -> ChatResult:
-    message = AIMessage(
-        answer.text,
-        additional_kwargs=_reasoning_kwargs(answer.reasoning),
-        tool_calls=calls_of(answer),
-        invalid_tool_calls=_invalid_calls(answer, ask, engine),
-        response_metadata=metadata_of(answer, engine),
-        usage_metadata=usage_of(answer, engine, ask),
-    )
-    info = {"finish_reason": answer.finish_reason}
-    return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
-
-
-def _last(answer: Answer, streamed: str, engine: Answerer, ask: Ask) -> ChatGenerationChunk:
-    """Return the last chunk: text not streamed yet (with beam search all of it), calls, usage and trace."""
-    message = AIMessageChunk(
-        content=answer.text[len(streamed) :],
-        tool_call_chunks=[_call_chunk(call, index) for index, call in enumerate(calls_of(answer))],
-        response_metadata=metadata_of(answer, engine),
-        usage_metadata=usage_of(answer, engine, ask),
-        chunk_position="last",
-    )
-    return ChatGenerationChunk(message=message, generation_info={"finish_reason": answer.finish_reason})
-
-
-def _invalid_calls(answer: Answer, ask: Ask, engine: Answerer) -> list[InvalidToolCall]:
-    """Return an invalid call if a required call was cut off by max_tokens, else [].
-
-    Its `args` are what was written of it, where this process has the tokenizer. Streams do not use it: LangChain would
-    count it as a call when it joins the chunks.
-    """
-    if answer.finish_reason != "length" or answer.tool_calls or not ask.tools or ask.tool_choice in ("auto", "none"):
-        return []
-    error = f"The call was cut off after {len(answer.token_ids)} tokens. Raise max_tokens."
-    model = getattr(engine, "model", None)
-    written = model.text(answer.token_ids) if model is not None else None
-    return [invalid_tool_call(name=None, args=written, id=None, error=error)]
 
 
 def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:
@@ -255,12 +200,6 @@ def _call_chunk(call: ToolCall, index: int) -> ToolCallChunk:
 
 
 def _chunk(piece: Any) -> ChatGenerationChunk:
-    """Return a chunk with a piece of text or of the reasoning before it."""
-    if isinstance(piece, str):
-        return ChatGenerationChunk(message=AIMessageChunk(content=piece))
-    return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=_reasoning_kwargs(piece.text)))
-
-
-def _reasoning_kwargs(text: str) -> dict[str, str]:
-    """Return reasoning in the form that LangChain turns into content blocks of type "reasoning"."""
-    return {"reasoning_content": text} if text else {}
+    """Return a chunk with a piece of text, or of the reasoning before it as content blocks are made of it."""
+    text, kwargs = (piece, {}) if isinstance(piece, str) else ("", {"reasoning_content": piece.text})
+    return ChatGenerationChunk(message=AIMessageChunk(content=text, additional_kwargs=kwargs))

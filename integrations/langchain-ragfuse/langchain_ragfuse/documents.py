@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
+from langchain_core.language_models import BaseLLM
 from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
 from langchain_core.runnables import RunnableBinding
 
-from langchain_ragfuse.base import RagFuseModel
-from langchain_ragfuse.llms import RagFuseLLM
-from langchain_ragfuse.messages import source_of, to_ragfuse_messages
-from langchain_ragfuse.progress import Progress, shown
+from langchain_ragfuse.messages import source, to_ragfuse_messages
 from ragfuse import Ask, ChatMessage, Ingested, InputError
-from ragfuse.remote import Answerer, is_answerer
+from ragfuse.adapters import Progress, engine_of, shown
 from ragfuse.types.arguments import checks_arguments
 
 PAGE = PromptTemplate.from_template("{page_content}")
@@ -34,7 +32,6 @@ class RagFuseIndexer(BaseDocumentTransformer):
         llm: A ChatRagFuse or RagFuseLLM, bound or not, or its engine.
         document_prompt: The prompt by which the chain formats each document.
         document_variable_name: The variable of the chain's prompt that takes the documents.
-        source_key: Metadata key with the source of a document, for people.
     """
 
     def __init__(
@@ -42,11 +39,10 @@ class RagFuseIndexer(BaseDocumentTransformer):
         llm: Any,
         document_prompt: BasePromptTemplate[str] = PAGE,
         document_variable_name: str = "context",
-        source_key: str = "source",
     ) -> None:
-        self._engine, self._page = engine_of(llm), document_prompt
-        self._is_chat = not isinstance(unbound(llm), RagFuseLLM)
-        self._variable, self._source_key = document_variable_name, source_key
+        self._engine, self._page = engine_of(unbound(llm)), document_prompt
+        self._is_chat = not isinstance(unbound(llm), BaseLLM)
+        self._variable = document_variable_name
 
     def index(
         self,
@@ -63,7 +59,7 @@ class RagFuseIndexer(BaseDocumentTransformer):
             progress: True shows a bar on stderr if that is a terminal, False shows nothing; a callable is called after
                 every document.
         """
-        texts = (text_of(document, self._page, self._source_key) for document in documents)
+        texts = (text_of(document, self._page) for document in documents)
         prefix = self._prefix(prompt) if prompt is not None else ()
         with shown(progress, len(documents)) as report:
             return self._engine.ingest(texts, prefix, report)
@@ -101,9 +97,9 @@ class RagFuseIndexer(BaseDocumentTransformer):
             yield to_ragfuse_messages(value.to_messages()) if self._is_chat else value.to_string()
 
 
-def text_of(document: Document, page: BasePromptTemplate[str] = PAGE, source_key: str = "source") -> tuple[str, str]:
+def text_of(document: Document, page: BasePromptTemplate[str] = PAGE) -> tuple[str, str]:
     """Return (text, source) of a document, formatted as a chain puts it into a prompt."""
-    return format_document(document, page), source_of(document, source_key)
+    return format_document(document, page), source(document)
 
 
 def unbound(llm: Any) -> Any:
@@ -111,20 +107,6 @@ def unbound(llm: Any) -> Any:
     while isinstance(llm, RunnableBinding):
         llm = llm.bound
     return llm
-
-
-def engine_of(llm: Any) -> Answerer:
-    """Return the engine of a ChatRagFuse or RagFuseLLM, bound or not, or the engine itself.
-
-    Raises:
-        InputError: It is none of these.
-    """
-    llm = unbound(llm)
-    if isinstance(llm, RagFuseModel):
-        return llm.get_engine()
-    if is_answerer(llm):
-        return cast(Answerer, llm)
-    raise InputError(f"A {type(llm).__name__} has no chunk store; wanted a ChatRagFuse or a RagFuseLLM.")
 
 
 def _value(prompt: BasePromptTemplate[Any], name: str, word: str, history: Sequence[BaseMessage]) -> Any:

@@ -12,11 +12,10 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
+from langchain_ragfuse.base import CONFIG, RagFuseModel, usage_of
 from langchain_ragfuse.callbacks import batch_parents
-from langchain_ragfuse.prompts import ready
 from ragfuse import Answer, Ask, InputError
-from ragfuse.remote import Answerer
+from ragfuse.adapters import ready
 from ragfuse.types.arguments import checks_arguments
 
 COUNTED = ("input_tokens", "output_tokens", "total_tokens")
@@ -60,11 +59,9 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        if self._streams_tokens(kwargs) and len(prompts) == 1:
-            return _join_chunks(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
-        ask, engine = self._ask_with_documents(prompts, stop, kwargs, run_manager), self.get_engine(kwargs.get("model"))
-        _check(prompts)
-        return _result(engine.batch(_all_ready(prompts, engine), ask), engine, ask)
+        if kwargs.get("stream", self.streaming) and len(prompts) == 1:
+            return _joined(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
+        return self._batch(prompts, self._asked(prompts, stop, run_manager, kwargs), kwargs.get("model"))
 
     async def _agenerate(
         self,
@@ -73,15 +70,13 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        ask, cancelled = self._ask_with_documents(prompts, stop, kwargs, run_manager), threading.Event()
+        ask, model = self._asked(prompts, stop, run_manager, kwargs), kwargs.get("model")
         if len(prompts) == 1:
-            token_callbacks = run_manager if self._streams_tokens(kwargs) else None
-            return _join_chunks([chunk async for chunk in self._chunks(prompts[0], ask, token_callbacks, kwargs)])
-        _check(prompts)
-        engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
+            manager = run_manager if kwargs.get("stream", self.streaming) else None
+            return _joined([chunk async for chunk in self._achunks(prompts[0], ask, model, manager)])
+        cancelled = threading.Event()
         try:
-            ready_prompts = await asyncio.to_thread(_all_ready, prompts, engine)
-            return _result(await asyncio.to_thread(engine.batch, ready_prompts, ask, cancelled), engine, ask)
+            return await asyncio.to_thread(self._batch, prompts, ask, model, cancelled)
         finally:
             cancelled.set()
 
@@ -92,23 +87,14 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        ask, engine, streamed = (
-            self._ask_with_documents([prompt], stop, kwargs, run_manager),
-            self.get_engine(kwargs.get("model")),
-            "",
-        )
-        _check([prompt])
-        with engine.stream(ready(prompt, engine), ask) as stream:
+        ask, model = self._asked([prompt], stop, run_manager, kwargs), kwargs.get("model")
+        with self._place.stream(prompt, ask, model) as stream:
             for text in stream:
-                streamed += text
                 chunk = GenerationChunk(text=text)
                 if run_manager:
                     run_manager.on_llm_new_token(text, chunk=chunk)
                 yield chunk
-            last = _last(stream.answer, streamed, engine, ask)
-            if run_manager:
-                run_manager.on_llm_new_token(last.text, chunk=last)
-            yield last
+            yield self._last(stream.answer, ask, model)
 
     async def _astream(
         self,
@@ -117,74 +103,55 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        ask = self._ask_with_documents([prompt], stop, kwargs, run_manager)
-        async with aclosing(self._chunks(prompt, ask, run_manager, kwargs)) as chunks:
+        ask = self._asked([prompt], stop, run_manager, kwargs)
+        async with aclosing(self._achunks(prompt, ask, kwargs.get("model"), run_manager)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _chunks(
-        self, prompt: str, ask: Ask, run_manager: AsyncCallbackManagerForLLMRun | None, call: Mapping[str, Any]
+    async def _achunks(
+        self, prompt: str, ask: Ask, model: str | None, run_manager: AsyncCallbackManagerForLLMRun | None
     ) -> AsyncGenerator[GenerationChunk]:
-        _check([prompt])
-        streamed, engine = "", await asyncio.to_thread(self.get_engine, call.get("model"))
-        ready_prompt = await asyncio.to_thread(ready, prompt, engine)
-        async with cancelled_at_exit(engine.stream(ready_prompt, ask)) as stream:
+        async with await self._place.astream(prompt, ask, model) as stream:
             async for text in stream:
-                streamed += text
                 chunk = GenerationChunk(text=text)
                 if run_manager:
                     await run_manager.on_llm_new_token(text, chunk=chunk)
                 yield chunk
-            last = _last(stream.answer, streamed, engine, ask)
-            if run_manager:
-                await run_manager.on_llm_new_token(last.text, chunk=last)
-            yield last
+            yield self._last(stream.answer, ask, model)
 
-    def _ask_with_documents(
-        self, prompts: Sequence[str], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
+    def _batch(
+        self, prompts: Sequence[str], ask: Ask, model: str | None, cancelled: threading.Event | None = None
+    ) -> LLMResult:
+        engine = self.get_engine(model)
+        answers = engine.batch([ready(prompt, engine) for prompt in prompts], ask, cancelled)
+        return _result([self._last(answer, ask, model, answer.text) for answer in answers])
+
+    def _asked(
+        self, prompts: Sequence[str], stop: Sequence[str] | None, run_manager: Any, call: Mapping[str, Any]
     ) -> Ask:
-        """Return the options of a call, with the documents retrieved for it."""
-        return self._ask(stop, call, documents=self._retrieved(run_manager, prompts))
+        """Return the options of a call; raises InputError for an empty prompt."""
+        if not all(prompt.strip() for prompt in prompts):
+            raise InputError("A prompt is empty; wanted at least one word to continue.")
+        return self._ask(stop, call, prompts, run_manager)
 
-    def _streams_tokens(self, call: dict[str, Any]) -> bool:
-        """Whether callbacks receive every token."""
-        return bool(call.get("stream", self.streaming))
-
-
-def _all_ready(prompts: Sequence[str], engine: Answerer) -> list[Any]:
-    return [ready(prompt, engine) for prompt in prompts]
-
-
-def _check(prompts: Sequence[str]) -> None:
-    empty = next((number for number, prompt in enumerate(prompts, 1) if not prompt.strip()), None)
-    if empty is not None:
-        raise InputError(f"Prompt {empty} of {len(prompts)} is empty; wanted at least one word to continue.")
+    def _last(self, answer: Answer, ask: Ask, model: str | None, text: str = "") -> GenerationChunk:
+        """Return the last chunk of an answer, with usage and trace; text: what was not streamed."""
+        told = self._place.told(answer, ask, model)
+        return GenerationChunk(
+            text=text, generation_info={**self._metadata(told), "usage_metadata": dict(usage_of(told))}
+        )
 
 
-def _info(answer: Answer, engine: Answerer, ask: Ask) -> dict[str, Any]:
-    return {**metadata_of(answer, engine), "usage_metadata": dict(usage_of(answer, engine, ask))}
-
-
-def _last(answer: Answer, streamed: str, engine: Answerer, ask: Ask) -> GenerationChunk:
-    """Return the last chunk: text not streamed yet (with beam search all of it), usage and trace."""
-    return GenerationChunk(text=answer.text[len(streamed) :], generation_info=_info(answer, engine, ask))
-
-
-def _result(answers: Sequence[Answer], engine: Answerer, ask: Ask) -> LLMResult:
-    return _llm_result([Generation(text=each.text, generation_info=_info(each, engine, ask)) for each in answers])
-
-
-def _join_chunks(chunks: Sequence[GenerationChunk]) -> LLMResult:
+def _joined(chunks: Sequence[GenerationChunk]) -> LLMResult:
     """Join the chunks of one answer."""
-    return _llm_result(
-        [Generation(text="".join(chunk.text for chunk in chunks), generation_info=chunks[-1].generation_info)]
-    )
+    text = "".join(chunk.text for chunk in chunks)
+    return _result([Generation(text=text, generation_info=chunks[-1].generation_info)])
 
 
-def _llm_result(generations: Sequence[Generation]) -> LLMResult:
-    usages = [(each.generation_info or {})["usage_metadata"] for each in generations]
-    total = {name: sum(usage[name] for usage in usages) for name in COUNTED}
-    model = (generations[0].generation_info or {})["model_name"]
+def _result(generations: Sequence[Generation]) -> LLMResult:
+    infos = [each.generation_info or {} for each in generations]
+    total = {name: sum(info["usage_metadata"][name] for info in infos) for name in COUNTED}
     return LLMResult(
-        generations=[[each] for each in generations], llm_output={"model_name": model, "token_usage": total}
+        generations=[[each] for each in generations],
+        llm_output={"model_name": infos[0]["model_name"], "token_usage": total},
     )

@@ -6,21 +6,18 @@ Its output is a message or text of a special type; an ordinary message or text t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.prompt_values import PromptValue
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.runnables import RunnableBinding
 from pydantic import ConfigDict, Field, PrivateAttr
 
-from langchain_ragfuse.base import RagFuseModel
-from langchain_ragfuse.progress import Progress, shown
-from ragfuse import Ingested, InputError, PMLTemplate
-from ragfuse.remote import Answerer
+from langchain_ragfuse.documents import unbound
+from ragfuse import Ingested, PMLTemplate
+from ragfuse.adapters import Progress, engine_of, shown
 from ragfuse.types.arguments import checks_arguments
 
-T = TypeVar("T")
 Filled = PMLTemplate.Filled
 Syntax = Literal["f-string", "jinja2"]
 
@@ -138,12 +135,8 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
             llm: A ChatRagFuse or RagFuseLLM, bound or not.
             progress: True shows a bar on stderr if that is a terminal; a callable is called after every module.
         """
-        while isinstance(llm, RunnableBinding):
-            llm = llm.bound
-        if not isinstance(llm, RagFuseModel):
-            raise InputError(f"Wanted a ChatRagFuse or RagFuseLLM to register with, found a {type(llm).__name__}.")
         with shown(progress, None, "Encoding modules") as report:
-            return llm.get_engine().schemas.register(self.template.schema, report).done
+            return engine_of(unbound(llm)).schemas.register(self.template.schema, report).done
 
     def format_prompt(self, **kwargs: Any) -> PromptValue:
         """Return the prompt with these values, for `ChatRagFuse` or `RagFuseLLM`."""
@@ -173,13 +166,3 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:
     """Return the filled template of a single `PMLMessage`, else None; raises InputError if others are beside it."""
     return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
-
-
-def ready(prompt: T | Filled, engine: Answerer) -> Any:
-    """Return a prompt as the engine takes it; the schema of a filled template is registered with it if necessary."""
-    if not isinstance(prompt, Filled):
-        return prompt
-    if not engine.schemas.has(prompt.schema):
-        with shown(prompt.progress, None, "Encoding modules") as report:
-            engine.schemas.ensure(prompt.schema, report)
-    return prompt.request

@@ -13,7 +13,8 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable
 from pydantic import ConfigDict, Field
 
-from langchain_ragfuse.documents import PAGE, engine_of, text_of
+from langchain_ragfuse.documents import PAGE, text_of, unbound
+from ragfuse.adapters import engine_of
 from ragfuse.types.arguments import checks_arguments
 
 
@@ -47,6 +48,7 @@ class RagFuseRetriever(BaseRetriever):
         return found
 
     def _prefetch(self, documents: Iterable[Document]) -> None:
-        engine, texts = engine_of(self.llm), [text_of(document, self.document_prompt) for document in documents]
+        engine = engine_of(unbound(self.llm))
+        texts = [text_of(document, self.document_prompt) for document in documents]
         engine.know(texts)
         engine.prefetch([text for text, _ in texts])

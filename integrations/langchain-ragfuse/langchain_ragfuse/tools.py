@@ -1,68 +1,76 @@
-"""Converts LangChain's tools, tool choices and output schemas to the OpenAI form that ragfuse takes.
-
-The constraints are passed to the engine, which enforces them during decoding.
-"""
+"""Structured output: the schema constrains decoding, and LangChain's parsers read the whole answer."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
-from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
+from langchain_core.outputs import Generation
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from ragfuse import Ask, InputError
+from ragfuse import InputError
 
 METHODS = ("json_schema", "function_calling", "json_mode")
-CHOICES = ("auto", "none", "required")
 
 
-def tools_of(tools: Sequence[Any], strict: bool | None = None) -> list[dict[str, Any]]:
-    """Return tools in OpenAI's form, given functions, classes, LangChain tools, schemas or that form."""
-    return [_tool(tool, strict) for tool in tools]
+class WholeAnswer(BaseOutputParser[Any]):
+    """A parser that refuses an answer that was cut off: LangChain's would complete its JSON, or find no call in it."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """Parse an answer; raises OutputParserException if it was cut off."""
+        message: Any = getattr(result[0], "message", None)
+        if message is not None and message.response_metadata.get("finish_reason") == "length":
+            n_tokens = message.usage_metadata["output_tokens"]
+            raise OutputParserException(
+                f"The structured answer was cut off after {n_tokens} tokens: '...{message.text[-40:]}'. "
+                "Raise max_tokens or timeout, or limit the lengths in the schema.",
+                llm_output=message.text,
+            )
+        return super().parse_result(result, partial=partial)
 
 
-def choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return a tool choice in LangChain's or OpenAI's form as "auto", "none", "required" or the name of a tool.
+class WholeJson(WholeAnswer, JsonOutputParser):
+    """Reads the JSON of a whole answer."""
 
-    A name means exactly one call, "required" one or several; if there is only one tool, "required" becomes its name.
+
+class WholeObject(WholeAnswer, PydanticOutputParser[Any]):
+    """Reads an object of a Pydantic class from a whole answer."""
+
+
+class WholeCall(WholeAnswer, JsonOutputKeyToolsParser):
+    """Reads the arguments of the call of a whole answer."""
+
+
+class WholeCallObject(WholeAnswer, PydanticToolsParser):
+    """Reads the call of a whole answer as an object of a Pydantic class."""
+
+
+def structured(llm: Any, schema: Any, method: str, include_raw: bool, strict: bool | None) -> Runnable[Any, Any]:
+    """Return a runnable that answers with objects of a schema, or with {"raw", "parsed", "parsing_error"}.
 
     Raises:
-        InputError: There is no such tool or choice.
+        InputError: There is no such method.
     """
-    names = [tool["function"]["name"] for tool in tools]
-    word = Ask.tool_choice_of(choice, tools)
-    if word in names or word in ("auto", "none") or (word == "required" and names):
-        return word
-    raise InputError(f"tool_choice is {choice!r}; wanted 'any', one of {', '.join(CHOICES)}, or a tool: {names}.")
-
-
-def structured(llm: Any, schema: dict[str, Any] | type, method: str, strict: bool | None) -> Runnable[Any, Any]:
-    """Return the model bound to answers of this schema; raises InputError for an unknown method."""
-    format_info = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
     if method not in METHODS:
         raise InputError(f"with_structured_output knows no method '{method}'; wanted {', '.join(METHODS)}.")
+    told = {"ls_structured_output_format": {"kwargs": {"method": method, "strict": strict}, "schema": schema}}
+    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+    parser: BaseOutputParser[Any]
     if method == "function_calling":
-        name = _tool(schema, strict)["function"]["name"]
-        bound: Runnable[Any, Any] = llm.bind_tools(
-            [schema], tool_choice=name, strict=strict, ls_structured_output_format=format_info
-        )
-        return bound
-    response_format = {"type": "json_schema", "json_schema": {"schema": _json_schema(schema)}}
-    bound = llm.bind(response_format=response_format, ls_structured_output_format=format_info)
-    return bound
-
-
-def parsed_into(llm: Runnable[Any, Any], schema: Any, method: str, include_raw: bool) -> Runnable[Any, Any]:
-    """Return a runnable of the parsed answers; include_raw: of {"raw", "parsed", "parsing_error"} instead."""
-    parser = RunnableGenerator(_checked, _achecked, name="whole_answer") | _parser(schema, method)
+        name = convert_to_openai_tool(schema, strict=strict)["function"]["name"]
+        llm = llm.bind_tools([schema], tool_choice=name, strict=strict, **told)
+        by_name = WholeCall(key_name=name, first_tool_only=True)
+        parser = WholeCallObject(tools=[schema], first_tool_only=True) if is_class else by_name
+    else:
+        form = {"type": "json_schema", "json_schema": {"schema": _json_schema(schema)}}
+        llm = llm.bind(response_format=form, **told)
+        parser = WholeObject(pydantic_object=schema) if is_class else WholeJson()
     if not include_raw:
         return llm | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -70,81 +78,8 @@ def parsed_into(llm: Runnable[Any, Any], schema: Any, method: str, include_raw: 
     return RunnableMap(raw=llm) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")
 
 
-def _checked(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
-    """Yield the messages, then raise an error if they are not a whole answer."""
-    answer: Any = None
-    for message in messages:
-        answer = message if answer is None else answer + message
-        yield message
-    _check_complete(answer)
-
-
-async def _achecked(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
-    answer: Any = None
-    async for message in messages:
-        answer = message if answer is None else answer + message
-        yield message
-    _check_complete(answer)
-
-
-def _check_complete(answer: AIMessage) -> None:
-    """Raise OutputParserException if an answer was cut off.
-
-    LangChain's parsers would not report it: they complete partial JSON and find no call in half of one.
-    """
-    if answer.tool_calls:
-        return
-    text = str(answer.content) or "".join(call["args"] or "" for call in answer.invalid_tool_calls)
-    try:
-        json.loads(str(answer.content))
-    except ValueError as error:
-        n_tokens = answer.usage_metadata["output_tokens"] if answer.usage_metadata else 0
-        shown = f": '...{text[-40:]}'" if text else ""
-        raise OutputParserException(
-            f"The structured answer was cut off after {n_tokens} tokens{shown}. "
-            "Raise max_tokens or timeout, or limit the lengths in the schema.",
-            llm_output=text,
-        ) from error
-
-
-def _parser(schema: Any, method: str) -> BaseOutputParser[Any]:
-    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
-    if method != "function_calling":
-        return PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
-    if is_class:
-        return PydanticToolsParser(tools=[schema], first_tool_only=True)
-    return JsonOutputKeyToolsParser(key_name=_tool(schema, None)["function"]["name"], first_tool_only=True)
-
-
-def _tool(tool: Any, strict: bool | None) -> dict[str, Any]:
-    try:
-        found = convert_to_openai_tool(tool, strict=strict)
-    except Exception as error:  # whatever a tool's own schema raises
-        raise InputError(
-            f"The tool '{_name(tool)}' cannot be described by a JSON schema ({error}). Give functions type hints, or "
-            "pass {'type': 'function', 'function': {...}}."
-        ) from error
-    if "function" not in found:
-        raise InputError(
-            f"A tool of type '{found.get('type')}' runs on a provider's servers, so a local model cannot use it. Pass "
-            "functions, classes, LangChain tools, or {'type': 'function', 'function': {...}}."
-        )
-    return found
-
-
-def _name(tool: Any) -> str:
-    named: Callable[[str], Any] = tool.get if isinstance(tool, Mapping) else lambda name: getattr(tool, name, None)
-    return str(named("name") or named("title") or named("__name__") or type(tool).__name__)
-
-
 def _json_schema(schema: Any) -> dict[str, Any]:
     """Return a JSON schema unchanged, or the JSON schema of a class or function."""
     if isinstance(schema, Mapping) and not {"function", "parameters", "input_schema"} & schema.keys():
         return dict(schema)
-    try:
-        return convert_to_json_schema(schema)
-    except Exception as error:
-        raise InputError(
-            f"'{_name(schema)}' cannot be converted to a JSON schema ({error}). Pass a JSON schema, a class, or a "
-            "function with type hints."
-        ) from error
+    return convert_to_json_schema(schema)

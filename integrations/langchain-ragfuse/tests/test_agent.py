@@ -10,7 +10,7 @@ from langchain_classic.agents import AgentExecutor, create_tool_calling_agent
 from langchain_community.vectorstores import FAISS
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda
@@ -83,18 +83,3 @@ def test_what_a_retriever_tool_returns_hits_in_an_agents_loop(llm: ChatRagFuse, 
     assert sorted(hits(answered)) == sorted(text.split(".")[0] for text in observation.split("\n\n"))
     assert len(hits(answered)) == 2
     assert found["output"] == answered.content != ""
-
-
-@pytest.mark.embedded
-def test_artifacts_of_a_loop_by_hand_are_learnt_at_first_use(llm: ChatRagFuse, retriever: Any) -> None:
-    """Nothing was indexed: the documents beside the tool's message say where each begins and ends."""
-    search = create_retriever_tool(
-        retriever, "search", "Searches letters from Port Elling.", response_format="content_and_artifact"
-    )
-    asked: list[Any] = [HumanMessage(QUESTION), llm.bind_tools([search], tool_choice="any").invoke(QUESTION)]
-    asked += [search.invoke(call) for call in asked[1].tool_calls]
-    assert [document.metadata["source"] for document in asked[2].artifact]
-    llm.invoke(asked)
-    llm.get_engine().flush()
-    told = llm.bind(stop=["."]).invoke([HumanMessage("Look it up first."), *asked[1:]])
-    assert len(hits(told)) == 2

@@ -6,18 +6,11 @@ from typing import Any
 
 import pytest
 from langchain_core.caches import InMemoryCache
-from langchain_core.tools import tool
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 
 from ragfuse import Engine, Grammar
 
 ASKED = "The lighthouse keeper counted forty ships that night. How many ships were there?"
-
-
-@tool
-def count(is_night: bool) -> str:
-    """Count the ships."""
-    return "forty"
 
 
 def text_of(answer: Any) -> str:
@@ -35,14 +28,3 @@ async def test_models_with_other_fields_never_get_each_others_answers(kind: Any,
         expected = text_of(kind(engine=engine, cache=False, **wish).invoke(ASKED))
         assert text_of(llm.invoke(ASKED)) == text_of(llm.invoke(ASKED)) == text_of(await llm.ainvoke(ASKED)) == expected
     assert len(cache._cache) == len(wishes)
-
-
-def test_tools_and_forms_of_a_call_have_answers_of_their_own(engine: Engine) -> None:
-    llm, answers = ChatRagFuse(engine=engine, cache=InMemoryCache(), max_tokens=60), []
-    bound = [llm, llm.bind_tools([count], tool_choice="any"), llm.bind(grammar=Grammar.choice(["yes", "no"]))]
-    for each in bound:
-        first, again = each.invoke(ASKED), each.invoke(ASKED)
-        assert (first.content, first.tool_calls) == (again.content, again.tool_calls)
-        answers.append(first)
-    assert [bool(answer.tool_calls) for answer in answers] == [False, True, False]
-    assert answers[2].content in ("yes", "no")

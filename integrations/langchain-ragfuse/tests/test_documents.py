@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
 import pytest
@@ -58,20 +56,6 @@ def test_indexed_documents_are_found_in_the_stuff_chain(llm: ChatRagFuse) -> Non
     assert named(answer) == SOURCES
 
 
-def test_documents_need_no_indexing(llm: ChatRagFuse, engine: Engine) -> None:
-    chain = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS)
-    assert named(chain.invoke(ASKED)) == []
-    engine.flush()
-    assert named(chain.invoke(ASKED)) == SOURCES
-
-
-async def test_a_chain_over_documents_streams_and_awaits(llm: ChatRagFuse) -> None:
-    RagFuseIndexer(llm).index(DOCUMENTS)
-    chain = create_stuff_documents_chain(llm, PROMPT)
-    whole = await chain.ainvoke(ASKED)
-    assert "".join([text async for text in chain.astream(ASKED)]) == whole != ""
-
-
 def test_what_the_prompt_begins_with_is_kept_beside_the_chunks(llm: ChatRagFuse) -> None:
     RagFuseIndexer(llm).index(DOCUMENTS, PROMPT)
     answer = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS).invoke(ASKED)
@@ -99,29 +83,6 @@ def test_a_document_prompt_is_part_of_the_chunk(llm: ChatRagFuse) -> None:
     RagFuseIndexer(llm, page).index(DOCUMENTS)
     chain = create_stuff_documents_chain(llm, PROMPT, document_prompt=page, output_parser=PASS)
     assert named(chain.invoke(ASKED)) == SOURCES
-
-
-def test_a_bar_is_shown_at_a_terminal_and_nowhere_else(
-    llm: ChatRagFuse, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    said = []
-    for progress, fresh in ((True, "A"), (False, "B"), (None, "C")):
-        ours, theirs = os.openpty()
-        with os.fdopen(theirs, "w") as terminal:
-            monkeypatch.setattr(sys, "stderr", terminal)
-            RagFuseIndexer(llm).index([Document(f"{fresh} {DOCUMENTS[0].page_content}")], progress=progress)
-            terminal.write("|")
-            terminal.flush()
-            said.append(os.read(ours, 1 << 16).decode())
-        os.close(ours)
-        monkeypatch.undo()
-        monkeypatch.setenv("TERM", "xterm")
-    assert "Encoding chunks" in said[0]
-    assert said[1:] == ["|", "|"]
-    capfd.readouterr()
-    RagFuseIndexer(llm).index(DOCUMENTS)
-    assert capfd.readouterr() == ("", "")
 
 
 async def test_documents_of_the_text_model_are_indexed_as_it_reads_them(engine: Engine) -> None:

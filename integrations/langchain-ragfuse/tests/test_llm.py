@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
-from langchain_core.language_models import BaseLanguageModel
 from langchain_core.outputs import LLMResult
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
 from langchain_ragfuse.base import RagFuseModel
 
-from ragfuse import Engine, InputError, SettingsError
+from ragfuse import Engine
 
 FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
 SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
@@ -62,10 +61,6 @@ def test_a_batch_is_decoded_together_and_says_what_each_says_alone(engine: Engin
     assert llm.batch([]) == []
 
 
-async def test_an_awaited_batch_says_the_same(llm: RagFuseLLM) -> None:
-    assert await llm.abatch([ASKED, OTHER]) == llm.batch([ASKED, OTHER])
-
-
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_every_way_to_ask_says_the_same(engine: Engine, streaming: bool) -> None:
     llm = RagFuseLLM(engine=engine, streaming=streaming, reuse=False)
@@ -107,54 +102,13 @@ async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engi
     text = whole if isinstance(whole, str) else whole.content
     heard, later, told = Heard(), HeardLater(), Heard()
     pieces = list(llm.stream(ASKED, {"callbacks": [heard]}))
-    assert ["".join(heard.tokens), len(heard.tokens)] == [text, len(pieces)]
+    assert "".join(heard.tokens) == text == "".join(getattr(each, "content", each) for each in pieces)
     async for _ in llm.astream(ASKED, {"callbacks": [later]}):
         pass
     assert later.tokens == heard.tokens
     kind(**sampled, streaming=True).invoke(ASKED, {"callbacks": [told]})  # type: ignore[attr-defined]
     assert told.tokens == heard.tokens
     assert told.results[0].generations[0][0].text == text
-
-
-def test_a_stream_ends_with_usage_and_trace(llm: RagFuseLLM) -> None:
-    heard = Heard()
-    list(llm.stream(ASKED, {"callbacks": [heard]}))
-    assert info(heard.results[0])["usage_metadata"]["output_tokens"] == 12
-    assert info(heard.results[0])["ragfuse"]["segments"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 12])
-def test_an_answer_ends_before_a_stop_string_of_any_length(engine: Engine, size: int) -> None:
-    llm = RagFuseLLM(engine=engine, max_tokens=40, reuse=False, temperature=1.5, seed=3)
-    whole, pair = llm.invoke(ASKED), llm.batch([ASKED, OTHER])
-    stop = whole[6 : 6 + size]
-    expected = whole[: whole.index(stop)]
-    assert expected
-    assert llm.invoke(ASKED, stop=[stop]) == "".join(llm.stream(ASKED, stop=[stop])) == expected
-    assert llm.invoke(ASKED, stop=[stop + "never", "x" * 500]) == whole
-    stop = pair[0][6 : 6 + size]
-    assert llm.batch([ASKED, OTHER], stop=[stop])[0] == pair[0][: pair[0].index(stop)]
-
-
-def test_both_models_take_the_same_parameters(engine: Engine) -> None:
-    shared = set(RagFuseModel.model_fields)
-    assert {"model", "temperature", "max_tokens", "stop", "seed", "timeout", "ratio", "overflow"} <= shared
-    given = {"engine": engine, "temperature": 0.5, "top_k": 5, "max_tokens": 7, "stop": ["x"], "ratio": 0.3}
-    params = [model(**given)._identifying_params for model in (RagFuseLLM, ChatRagFuse)]  # type: ignore[call-arg]
-    assert params[0] == params[1]
-    for model in (RagFuseLLM, ChatRagFuse):
-        assert issubclass(model, BaseLanguageModel)
-        assert shared <= set(model.model_fields)
-        with pytest.raises(SettingsError, match="temprature"):
-            model(temprature=1)  # type: ignore[call-arg]
-
-
-def test_what_a_call_cannot_say_is_refused_by_name(llm: RagFuseLLM) -> None:
-    with pytest.raises(InputError, match=r"RagFuseLLM takes no argument 'tools'.*ratio"):
-        llm.invoke(ASKED, tools=[])
-    for empty in ([""], ["  \n"], [ASKED, ""]):
-        with pytest.raises(InputError, match="is empty"):
-            llm.generate(empty)
 
 
 def _writers() -> list[threading.Thread]:

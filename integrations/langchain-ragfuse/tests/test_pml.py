@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
@@ -15,7 +14,7 @@ from langchain_ragfuse import ChatRagFuse, PMLPromptTemplate, RagFuseLLM
 from integrations.tests.pml import HOSTILE, PROMPT, TRIP, VALUES, WHOLE, journey
 from ragfuse import Engine, InputError
 from ragfuse.errors import PMLError
-from ragfuse.schemas.pml import parse_prompt, parse_schema
+from ragfuse.schemas.pml import parse_prompt
 
 
 @pytest.fixture
@@ -74,14 +73,6 @@ def test_values_are_text_whatever_they_look_like(template: PMLPromptTemplate, en
     assert trace_of(message)["tokens"] == len(prompt)
 
 
-def test_what_only_looks_like_a_prompt_in_pml_is_text(template: PMLPromptTemplate, engine: Engine) -> None:
-    template.register(llm := ChatRagFuse(engine=engine), progress=False)
-    for asked in (WHOLE, [HumanMessage(WHOLE)], [HumanMessage(str(template.format(**VALUES)) + " ")]):
-        assert trace_of(llm.invoke(asked))["schema"] == ""
-    told = RagFuseLLM(engine=engine).generate([WHOLE]).generations[0][0].generation_info or {}
-    assert told["ragfuse"]["modules"] == []
-
-
 def test_a_schema_is_registered_once_with_progress(template: PMLPromptTemplate, engine: Engine) -> None:
     heard: list[Any] = []
     loud = PMLPromptTemplate(TRIP, PROMPT, progress=heard.append)
@@ -120,30 +111,6 @@ def test_a_chat_template_of_ones_own_runs_over_its_encoded_text(engine: Engine) 
     assert answer == engine.answer(template.template.fill({"topic": "tea", "question": HOSTILE}).request).text
     with pytest.raises(PMLError, match="MessagesPlaceholder"):
         PMLPromptTemplate.from_template("h", ChatPromptTemplate([MessagesPlaceholder("history")]), 9)
-
-
-def test_two_schemas_of_one_name_never_share_a_cached_answer(engine: Engine) -> None:
-    texts = [TRIP, TRIP.replace("you say little", "you say as much as you like")]
-    for kind in (ChatRagFuse, RagFuseLLM):
-        cache = InMemoryCache()
-        llm = kind(engine=engine, cache=cache)
-        for text in (*texts, *texts):
-            (PMLPromptTemplate(parse_schema(text), PROMPT) | llm).invoke(VALUES)
-        assert len(cache._cache) == 2
-
-
-def test_two_schemas_of_one_name_in_one_batch_keep_their_texts(engine: Engine) -> None:
-    texts = [TRIP, TRIP.replace("you say little", "you say as much as you like")]
-    prompts = [PMLPromptTemplate(text, PROMPT).format(**VALUES) for text in texts]
-    llm = RagFuseLLM(engine=engine)
-    alone = [llm.generate([prompt]).generations[0][0] for prompt in prompts]
-    beside = [each[0] for each in llm.generate([*prompts, *prompts]).generations]
-    assert [each.text for each in beside] == [each.text for each in alone] * 2
-    traces = [(each.generation_info or {})["ragfuse"] for each in (*alone, *beside)]
-    assert [trace["modules"] for trace in traces] == [[".", "plan"]] * 6
-    longer = traces[1]["tokens"] - traces[0]["tokens"]
-    assert longer == len(engine.tokens(texts[1])) - len(engine.tokens(texts[0]))
-    assert [trace["tokens"] for trace in traces[2:]] == [trace["tokens"] for trace in traces[:2]] * 2
 
 
 def test_it_stands_alone_and_wants_a_model_of_ragfuse(template: PMLPromptTemplate, engine: Engine) -> None:

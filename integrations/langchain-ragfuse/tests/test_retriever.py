@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseRetriever
-from langchain_ragfuse.documents import text_of
 
 from integrations.tests.kit import LETTERS
 from ragfuse import Engine, InputError, Settings
 
 DOCUMENTS = [Document(text, metadata={"source": text.split(".")[0]}) for text in LETTERS.split("\n\n")]
-PAGE = PromptTemplate.from_template("From {source}:\n{page_content}")
 PROMPT = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {input}")])
 
 
@@ -81,38 +78,6 @@ async def test_their_kv_is_brought_to_memory_while_the_prompt_is_built(indexed: 
         assert _in_memory(engine) >= len(found)
 
 
-def test_a_chain_answers_as_without_it(indexed: Settings) -> None:
-    def joined(documents: list[Document]) -> str:
-        return "\n\n".join(text_of(document, PAGE)[0] for document in documents)
-
-    answers = []
-    with Engine(indexed) as engine:
-        RagFuseIndexer(engine, PAGE).index(DOCUMENTS)
-    for wrap in (False, True):
-        with Engine(indexed) as engine:
-            llm = ChatRagFuse(engine=engine, ratio=1.0)
-            retriever = RagFuseRetriever(retriever=Fixed(), llm=llm, document_prompt=PAGE) if wrap else Fixed()
-            chain = {"context": retriever | joined, "input": RunnablePassthrough()} | PROMPT | llm
-            answers.append(chain.invoke("How many ships?"))
-    assert answers[0].content == answers[1].content
-    hits = [sum(each["hit"] for each in answer.response_metadata["ragfuse"]["segments"]) for answer in answers]
-    assert hits[0] == hits[1] >= len(DOCUMENTS)
-
-
-def test_what_the_store_does_not_hold_is_no_trouble(engine: Engine) -> None:
-    assert RagFuseRetriever(retriever=Fixed(), llm=engine).invoke("ships") == DOCUMENTS
-
-
-def test_what_was_never_indexed_is_learnt_from_a_chain_as_it_is(engine: Engine) -> None:
-    llm = ChatRagFuse(engine=engine)
-    retriever = RagFuseRetriever(retriever=Fixed(), llm=llm, document_prompt=PAGE)
-    texts = RunnableLambda(lambda found: "\n\n".join(text_of(document, PAGE)[0] for document in found))
-    chain = {"context": retriever | texts, "input": RunnablePassthrough()} | PROMPT | llm
-    assert _sources_hit(chain.invoke("How many ships?")) == []
-    engine.flush()
-    assert _sources_hit(chain.invoke("How many trees?")) == [document.metadata["source"] for document in DOCUMENTS]
-
-
 async def test_tags_metadata_callbacks_and_errors_pass_through(engine: Engine) -> None:
     wrapped = RagFuseRetriever(retriever=Fixed(tags=["inner"]), llm=engine, tags=["outer"], metadata={"kind": "fixed"})
     heard = Heard()
@@ -134,13 +99,8 @@ async def test_tags_metadata_callbacks_and_errors_pass_through(engine: Engine) -
 
 
 def test_a_model_without_a_store_is_refused() -> None:
-    with pytest.raises(InputError, match="has no chunk store"):
+    with pytest.raises(InputError, match="Wanted an Engine"):
         RagFuseRetriever(retriever=Fixed(), llm=PROMPT).invoke("ships")
-
-
-def _sources_hit(message: Any) -> list[str]:
-    segments = message.response_metadata["ragfuse"]["segments"]
-    return [each["source"] for each in segments if each["kind"] == "chunk" and each["hit"]]
 
 
 def _in_memory(engine: Engine) -> int:

@@ -14,13 +14,13 @@ from langchain_community.vectorstores import FAISS
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_huggingface import HuggingFaceEmbeddings
-from langchain_ragfuse import ChatRagFuse, RagFuseByteStore, RagFuseIndexer
+from langchain_ragfuse import RagFuseByteStore
 from langchain_tests.integration_tests import BaseStoreAsyncTests, BaseStoreSyncTests
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from integrations.tests.kit import LETTERS
-from ragfuse import ByteStore, Engine, Settings, StoreError
-from tests.store.redis_server import RedisServer, fresh_url
+from ragfuse import Settings, StoreError
+from tests.store.redis_server import fresh_url
 
 VALUES = b"one", b"", bytes(range(256)) * 4000
 
@@ -78,27 +78,6 @@ def test_what_was_set_is_there_for_the_next_process(where: str) -> None:
     two.close()
 
 
-def test_two_that_are_open_see_each_others_changes(where: str) -> None:
-    one, two = RagFuseByteStore(where), RagFuseByteStore(where)
-    one.mset([("a", b"old")])
-    assert two.mget(["a"]) == [b"old"]
-    one.mset([("a", b"new and longer")])
-    assert two.mget(["a"]) == [b"new and longer"]
-    two.mdelete(["a"])
-    assert (one.mget(["a"]), list(one.yield_keys())) == ([None], [])
-    one.close()
-    two.close()
-
-
-@pytest.mark.parametrize("name", ["", " ", "a/b:c.d", "Straße 漢字 🙂", "\ud800", "x" * 5000, "nul\0nul"])
-def test_any_string_is_a_key(where: str, name: str) -> None:
-    store = RagFuseByteStore(where)
-    store.mset([(name, b"value"), ("other", b"")])
-    assert store.mget([name]) == [b"value"]
-    assert sorted(store.yield_keys()) == sorted([name, "other"])
-    store.close()
-
-
 def test_namespaces_and_tenants_are_apart(tmp_path: Path) -> None:
     salted = Settings(store=tmp_path, salt="a tenant")
     stores = [
@@ -142,34 +121,6 @@ def test_a_full_store_drops_what_was_used_longest_ago_and_keeps_what_is_pinned(t
     pinned.close()
 
 
-def test_a_server_that_is_down_has_nothing_and_refuses_writes(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path)
-    store = RagFuseByteStore(server.url(), settings=Settings(store=tmp_path / "unused", tier_timeout_s=0.2))
-    store.mset([("a", b"value")])
-    server.kill()
-    assert store.mget(["a"]) == [None]
-    with pytest.raises(StoreError, match=r"'b' \(5 bytes\) could not be stored"):
-        store.mset([("b", b"value")])
-    with pytest.raises(StoreError, match="does not answer"):
-        store.mdelete(["a"])
-    store.close()
-
-
-def test_kv_and_bytes_share_a_store_and_do_not_meet(engine: Engine) -> None:
-    store = RagFuseByteStore(settings=engine.settings)
-    store.mset([("a", b"value")])
-    text = "The lighthouse keeper counted forty ships that night and wrote all their names down."
-    RagFuseIndexer(ChatRagFuse(engine=engine)).index([Document(text)])
-    engine.flush()
-    assert list(store.yield_keys()) == ["a"]
-    answer = ChatRagFuse(engine=engine).invoke(f"Read this.\n\n{text}\n\nHow many ships were there?")
-    assert answer.usage_metadata is not None
-    assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
-    assert engine.store.clear(engine.digest).entries
-    assert store.mget(["a"]) == [b"value"]
-    store.close()
-
-
 class Counting(Embeddings):
     """An embedder, and what it was asked for."""
 
@@ -207,8 +158,3 @@ def test_parent_documents_are_found_by_their_parts(minilm: str, tmp_path: Path) 
     found = retriever.invoke("Who was the last keeper of the lighthouse?")
     assert found[0].page_content.startswith("The Elling lighthouse.")
     store.close()
-
-
-def test_a_store_that_the_settings_do_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="disk_bytes is 0"):
-        ByteStore(settings=Settings(store=tmp_path, disk_bytes=0))

@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 from llama_index.core.llms import LLM, MockLLM
 from llama_index.llms.ragfuse import RagFuseLLM
-from llama_index_llm_conformance import MAX_SETTINGS_BYTES, LLMConformance
-from llama_index_llm_conformance.events import text_of
 
+from integrations.tests.llama_index_events import text_of
+from integrations.tests.llama_index_suite import MAX_SETTINGS_BYTES, LLMConformance
 from ragfuse import Engine
 
 THREADS = ("asyncio_", "ragfuse-encode", "ragfuse-writer", "ragfuse-notes")

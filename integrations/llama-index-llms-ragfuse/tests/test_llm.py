@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
-import threading
 from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import CustomLLM
-from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.ragfuse import RagFuseLLM
 
 from ragfuse import Engine, InputError, Settings, SettingsError
@@ -55,22 +52,6 @@ async def test_the_eight_calls_agree_and_reuse_what_is_known(llm: RagFuseLLM) ->
         assert response.raw["usage"] == chats[0].raw["usage"]
 
 
-def test_a_deadline_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
-    llm = RagFuseLLM(engine=engine, deadline_s=5.0)
-    assert llm._ask({}).deadline_s == 5.0
-    assert llm._ask({"deadline_s": 0.5}).deadline_s == 0.5
-    assert llm.complete(ASKED, deadline_s=0.5).text == RagFuseLLM(engine=engine).complete(ASKED).text
-
-
-async def test_deltas_make_up_the_text(llm: RagFuseLLM) -> None:
-    whole = llm.complete(ASKED).text
-    streams = [list(llm.stream_complete(ASKED)), await gathered(llm.astream_complete(ASKED))]
-    streams += [list(llm.stream_chat(CHAT)), await gathered(llm.astream_chat(CHAT))]
-    for stream in streams:
-        assert "".join(response.delta for response in stream) == whole
-    assert streams[0][-1].text == streams[2][-1].message.content == whole
-
-
 def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
     counter = TokenCountingHandler()
     llm.callback_manager = CallbackManager([counter])
@@ -81,14 +62,6 @@ def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] > response.raw["ragfuse"]["tokens_reused"] > 0
     assert usage["prompt_tokens_details"]["cache_creation_tokens"] == 0
     assert response.additional_kwargs["total_tokens"] == usage["total_tokens"]
-
-
-def test_tokens_of_what_is_missing_are_cache_creation(engine: Engine) -> None:
-    engine.know([(FIRST, "first.txt")])
-    text = f"Read: {FIRST} Well?"
-    details = RagFuseLLM(engine=engine).complete(text).raw["usage"]["prompt_tokens_details"]
-    assert details["cache_creation_tokens"] >= len(FIRST)
-    assert details["cached_tokens"] == 0
 
 
 def test_ratio_one_answers_like_full_prefill(llm: RagFuseLLM) -> None:
@@ -106,18 +79,6 @@ def test_a_formatted_text_goes_to_the_model_as_it_is(llm: RagFuseLLM, engine: En
     assert own.complete("Why?").raw["usage"]["prompt_tokens"] == len(engine.prompt("Q: Why? A:"))
 
 
-def test_stop_seed_and_length(llm: RagFuseLLM, engine: Engine) -> None:
-    whole = llm.complete(ASKED).text
-    stop = whole[4:6]
-    stopped = llm.complete(ASKED, stop=[stop])
-    assert (stopped.text, stopped.raw["finish_reason"]) == (whole[: whole.index(stop)], "stop")
-    assert llm.complete(ASKED, stop=f"{stop}never").text == whole
-    assert llm.complete(ASKED, max_tokens=3).raw["usage"]["completion_tokens"] == 3
-    sampling = RagFuseLLM(engine=engine, temperature=1.5, top_k=50, seed=3)
-    assert sampling.complete(ASKED).text == sampling.complete(ASKED).text
-    assert len({sampling.complete(ASKED, seed=seed).text for seed in range(4)}) > 1
-
-
 def test_roles_reach_the_template_and_neighbours_are_merged(llm: RagFuseLLM, engine: Engine) -> None:
     said = [("developer", "Be brief."), ("user", "Ask."), ("user", "Again."), ("model", "Wait."), ("user", "And?")]
     messages = [ChatMessage(role=role, content=text) for role, text in said]
@@ -129,9 +90,9 @@ def test_roles_reach_the_template_and_neighbours_are_merged(llm: RagFuseLLM, eng
 
 def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
     image = ChatMessage(role="user", blocks=[TextBlock(text="What is it?"), ImageBlock(url="http://x/y.png")])
-    with pytest.raises(InputError, match=r"'image' cannot be read.*Wanted TextBlock"):
+    with pytest.raises(InputError, match=r"'image' cannot be read"):
         llm.chat([image])
-    with pytest.raises(InputError, match=r"no argument 'ratios'"):
+    with pytest.raises(SettingsError, match=r"no argument 'ratios'"):
         llm.complete(ASKED, ratios=0.5)
     with pytest.raises(SettingsError, match="ratios"):
         RagFuseLLM(ratios=0.5)
@@ -151,99 +112,3 @@ def test_same_settings_share_engine_and_weights_also_after_pickling(tiny_setting
     copied = pickle.loads(pickle.dumps(RagFuseLLM(engine=engine, ratio=0.5)))
     assert (copied.ratio, copied.get_engine()) == (0.5, one.get_engine())
     engine.close()
-
-
-async def test_async_calls_leave_the_loop_free(llm: RagFuseLLM, engine: Engine) -> None:
-    """While the model's lock is held elsewhere no answer can come; the loop goes on all the same."""
-    held, over = threading.Event(), threading.Event()
-    holder = threading.Thread(target=_hold, args=(engine.model.lock, held, over))
-    holder.start()
-    held.wait()
-    template = PromptTemplate("{text}")
-    calls = [
-        llm.achat(CHAT),
-        llm.acomplete(ASKED),
-        gathered(llm.astream_chat(CHAT)),
-        llm.apredict(template, text=ASKED),
-    ]
-    tasks = [asyncio.create_task(call) for call in calls]
-    done, _ = await asyncio.wait(tasks, timeout=0.05)
-    assert not done
-    over.set()
-    chat, completion, stream, predicted = await asyncio.gather(*tasks)
-    assert chat.message.content == completion.text == stream[-1].message.content == predicted
-    holder.join()
-
-
-def _hold(lock: Any, held: threading.Event, over: threading.Event) -> None:
-    with lock:
-        held.set()
-        over.wait()
-
-
-async def test_cancelling_a_call_stops_the_generation(llm: RagFuseLLM) -> None:
-    call = asyncio.create_task(llm.achat(CHAT, max_tokens=3000))
-    while not _writers():
-        await asyncio.sleep(0.005)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    await asyncio.to_thread(_ended)
-
-
-def test_leaving_a_stream_stops_the_generation(llm: RagFuseLLM) -> None:
-    stream = llm.stream_chat(CHAT, max_tokens=3000, reuse=False)
-    next(stream)
-    assert _writers()
-    stream.close()
-    _ended()
-
-
-def _writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
-
-
-def _ended() -> None:
-    for thread in _writers():
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-THINKS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{% endif %}{{ '' if enable_thinking | default(true) else 'At once:' }}{{ note }}"
-)
-
-
-def test_what_the_chat_template_is_told_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
-    plain, quick = (
-        RagFuseLLM(engine=engine),
-        RagFuseLLM(engine=engine, enable_thinking=False, chat_template_kwargs={"note": "!"}),
-    )
-    assert dict(plain._ask({}).chat_template_kwargs) == {}
-    assert quick._ask({}).chat_template_kwargs == {"enable_thinking": False, "note": "!"}
-    assert quick._ask({"enable_thinking": True}).chat_template_kwargs == {"enable_thinking": True, "note": "!"}
-    again = quick._ask({"chat_template_kwargs": {"enable_thinking": True, "note": "?"}})
-    assert again.chat_template_kwargs == {"enable_thinking": True, "note": "?"}
-
-
-def test_the_chat_template_and_the_beginning_of_an_answer_count(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.model.tokenizer, "chat_template", THINKS)
-    llm = RagFuseLLM(engine=engine)
-    asked, begun = (
-        [ChatMessage(role="user", content="Why?")],
-        [ChatMessage(role="user", content="Why?"), ChatMessage(role="assistant", content="So it")],
-    )
-    read = [
-        each.raw["ragfuse"]["tokens"]
-        for each in (
-            llm.chat(asked),
-            llm.chat(asked, enable_thinking=False),
-            llm.chat(asked, chat_template_kwargs={"note": "Now."}),
-            llm.chat(begun, continue_final_message=True),
-        )
-    ]
-    n = len("Why?") + 2  # the model's tokens are bytes, and a special one for each role
-    assert read == [n, n + len("At once:"), n + len("Now."), n + len("So it")]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.prompts import PromptTemplate, RichPromptTemplate
+from llama_index.core.prompts import RichPromptTemplate
 from llama_index.llms.ragfuse import PMLPromptTemplate, RagFuseLLM, traces
-from llama_index.llms.ragfuse.prompts import pml_of, ready
 from pydantic import BaseModel
 
 from integrations.tests.pml import HOSTILE, PROMPT, TRIP, VALUES, WHOLE, journey
@@ -61,34 +59,6 @@ async def test_every_call_answers_as_the_engine_does_and_says_what_was_reused(
         assert response.raw["usage"]["prompt_tokens_details"]["cached_tokens"] == expected.trace.tokens_reused > 0
 
 
-@pytest.mark.parametrize("variable", ["days", "question"])
-def test_values_are_text_whatever_they_look_like(
-    template: PMLPromptTemplate, llm: RagFuseLLM, engine: Engine, variable: str
-) -> None:
-    values = {**VALUES, variable: HOSTILE}
-    raw = llm.chat(template.format_messages(**values)).raw
-    prompt = engine.prompt(template.template.fill(values).request)
-    assert raw["ragfuse"]["modules"] == [".", "plan"]
-    assert raw["usage"]["prompt_tokens"] == len(prompt)
-    assert HOSTILE in engine.model.text(list(prompt.token_ids))
-
-
-def test_what_only_looks_like_a_prompt_in_pml_is_text(template: PMLPromptTemplate, llm: RagFuseLLM) -> None:
-    template.register(llm)
-    plain = [llm.complete(WHOLE), llm.complete(WHOLE, formatted=True), llm.chat([ChatMessage(WHOLE)])]
-    assert [each.raw["ragfuse"]["schema"] for each in plain] == ["", "", ""]
-
-
-def test_a_schema_is_registered_once_with_progress(template: PMLPromptTemplate, llm: RagFuseLLM) -> None:
-    heard: list[Any] = []
-    done = template.register(llm, heard.append)
-    assert [each.encoded for each in heard] == list(range(1, done.encoded + 1))
-    assert done.encoded > 1
-    assert template.register(llm).encoded == 0
-    with pytest.raises(InputError, match="found a str"):
-        template.register("llm")
-
-
 def test_a_prompt_function_and_some_values_ahead_are_taken(llm: RagFuseLLM, engine: Engine) -> None:
     template = PMLPromptTemplate(journey, question="{question}")
     week = template.partial_format(days="a week")
@@ -107,15 +77,6 @@ def test_a_rich_template_of_ones_own_runs_over_its_encoded_text(llm: RagFuseLLM,
         PMLPromptTemplate.from_template("t", RichPromptTemplate("{% if a %}b{% endif %}"), 9)
 
 
-def test_a_plain_template_of_ones_own_keeps_its_variables(llm: RagFuseLLM, engine: Engine) -> None:
-    plain = PromptTemplate("Tell me where {plant} grows, and how it is made.")
-    template = PMLPromptTemplate.from_template("grow", plain, max_tokens=16)
-    assert template.template_vars == ["plant"]
-    expected = template.template.fill({"plant": "tea"}).request
-    assert expected.args == (("plant", "tea"),)
-    assert llm.predict(template, plant="tea") == engine.answer(expected).text
-
-
 async def test_an_object_is_asked_for_behind_it(template: PMLPromptTemplate, engine: Engine) -> None:
     llm = RagFuseLLM(engine=engine, max_tokens=60)
     with traces() as seen:
@@ -124,19 +85,6 @@ async def test_an_object_is_asked_for_behind_it(template: PMLPromptTemplate, eng
     assert seen[0].modules == (".", "plan")
     assert seen[0].tokens > len(engine.prompt(parse_prompt(WHOLE))) + len("is_open")
     assert await llm.astructured_predict(Door, template, **VALUES) == found
-
-
-def test_a_prompt_keeps_its_text_though_another_schema_of_its_name_is_registered_since(
-    llm: RagFuseLLM, engine: Engine
-) -> None:
-    texts = [TRIP, TRIP.replace("you say little", "you say as much as you like")]
-    messages = [PMLPromptTemplate(text, PROMPT).format_messages(**VALUES) for text in texts]
-    alone = [llm.chat(each) for each in messages]
-    beside = engine.batch([ready(pml_of(each), engine) for each in messages])
-    assert [answer.text for answer in beside] == [each.message.content for each in alone]
-    assert [answer.trace.tokens for answer in beside] == [each.raw["usage"]["prompt_tokens"] for each in alone]
-    assert beside[0].trace.tokens < beside[1].trace.tokens
-    assert [answer.trace.modules for answer in beside] == [(".", "plan")] * 2
 
 
 def test_it_stands_alone(template: PMLPromptTemplate, engine: Engine) -> None:

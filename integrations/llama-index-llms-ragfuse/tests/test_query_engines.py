@@ -91,15 +91,6 @@ async def test_our_synthesizer_needs_no_precomputing(llm: RagFuseLLM, engine: En
     assert heard.hits() == [[], *[["0.txt", "1.txt", "2.txt"]] * 4]
 
 
-def test_our_synthesizer_asks_what_compact_asks(llm: RagFuseLLM, heard: Heard) -> None:
-    llm.reuse = False
-    ours = RagFuseSynthesizer(llm).synthesize(QUESTION, NODES)
-    theirs = get_response_synthesizer(llm=llm, response_mode=ResponseMode.COMPACT).synthesize(QUESTION, NODES)
-    assert str(ours) == str(theirs)
-    lengths = [response.raw["ragfuse"]["tokens"] for response in heard.responses]
-    assert lengths[0] == lengths[1]
-
-
 def test_nodes_that_do_not_fit_refine_the_answer(engine: Engine, heard: Heard) -> None:
     llm = RagFuseLLM(engine=engine, context_window=1200, max_tokens=8)
     long = NodeWithScore(node=TextNode(text=" ".join(f"Ship number {number} came in." for number in range(60))))
@@ -107,12 +98,12 @@ def test_nodes_that_do_not_fit_refine_the_answer(engine: Engine, heard: Heard) -
     lengths = [response.raw["ragfuse"]["tokens"] for response in heard.responses]
     assert len(lengths) > 2
     assert max(lengths) <= 1200 - 8
-    with pytest.raises(InputError, match="Lower max_tokens"):
+    with pytest.raises(ValueError, match="not positive"):
         RagFuseSynthesizer(RagFuseLLM(engine=engine, context_window=600)).synthesize(QUESTION, NODES)
 
 
 def test_our_synthesizer_wants_our_llm() -> None:
-    with pytest.raises(InputError, match="wanted a RagFuseLLM"):
+    with pytest.raises(InputError, match="found a str"):
         RagFuseSynthesizer("gpt")  # type: ignore[arg-type]
 
 

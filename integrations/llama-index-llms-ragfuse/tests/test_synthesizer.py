@@ -59,25 +59,16 @@ async def said(synthesizer: RagFuseSynthesizer, way: str, nodes: list[NodeWithSc
     return response, str(response)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_no_nodes_and_blank_nodes_are_answered_without_the_model(llm: RagFuseLLM, way: str) -> None:
-    synthesizer = RagFuseSynthesizer(llm, streaming="stream" in way, empty_response="Nothing found.")
-    with traces() as seen:
-        for nodes in ([], [NodeWithScore(node=TextNode(text=" \n"))]):
-            assert (await said(synthesizer, way, nodes))[1] == "Nothing found."
-    assert seen == []
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["whole", "awaited"])
 async def test_objects_are_synthesized_from_marked_nodes(llm: RagFuseLLM, engine: Engine, way: str) -> None:
     llm.max_tokens = 40
-    synthesizer = RagFuseSynthesizer(llm, streaming="stream" in way, output_cls=Paint)
+    synthesizer = RagFuseSynthesizer(llm, output_cls=Paint)
     await said(synthesizer, way, NODES)
     engine.flush()
     with traces() as seen:
         response, text = await said(synthesizer, way, NODES)
     assert Paint.model_validate_json(text).colour in ("green", "red")
-    assert isinstance(response, PydanticResponse) is ("stream" not in way)
+    assert isinstance(response, PydanticResponse)
     chunks = [(each.source, each.hit) for each in seen[-1].segments if each.kind == "chunk"]
     assert chunks == [("0.txt", True), ("1.txt", True)]
 

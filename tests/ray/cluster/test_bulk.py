@@ -97,14 +97,8 @@ def _blind(settings: Settings) -> None:
     from ragfuse.ray import cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster, "_probed", lambda settings, places, name, members: _views(members, len(places)))
+        patch.setattr(cluster, "_seen", lambda settings, places, name, members: [[False] * len(places)] * len(members))
         shared_settings(settings)
-
-
-def _views(members: Any, n_places: int) -> list[Any]:
-    from ragfuse.ray.cluster import NodeView, ragfuse_version
-
-    return [NodeView(ragfuse_version(), (False,) * n_places) for _ in members]
 
 
 def test_what_is_no_dataset_of_texts_is_refused(settings: Settings) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -25,34 +27,18 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
 from llama_index.llms.ragfuse.convert import chat, completion, partial_chat, to_ragfuse_messages
 from llama_index.llms.ragfuse.events import retrieved_for
-from llama_index.llms.ragfuse.places import ProcessPlace, ServerPlace
-from llama_index.llms.ragfuse.prompts import pml_of, ready
+from llama_index.llms.ragfuse.prompts import pml_of
 from llama_index.llms.ragfuse.structured import Structured
 from llama_index.llms.ragfuse.tools import ToolCalling
-from pydantic import AfterValidator, SecretStr
+from llama_index.llms.ragfuse.trace_collector import note
+from pydantic import SecretStr
 
 import ragfuse
-from ragfuse import Answer, AnswerStream, Ask, InputError, PMLTemplate, Settings
-from ragfuse.remote import Answerer, RemoteEngine, is_answerer
+from ragfuse import Answer, Ask, PMLTemplate, Settings
+from ragfuse.adapters import Answerer, Place, ask_of
 from ragfuse.types.arguments import checks_arguments
 
-Prompt = Any
-"""A prompt as an engine takes it: a text, messages, or a prompt in PML."""
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
-LENGTHS = ("max_tokens", "stop", "timeout", "deadline_s")
-TEMPLATE = ("chat_template_kwargs", "enable_thinking", "continue_final_message")
-REUSE_AND_LENGTH = ("policy", "ratio", "reuse", "overflow", *LENGTHS, "seed", "generate_kwargs")
-FIELDS = (*REUSE_AND_LENGTH, *SAMPLING, *PENALTIES, *TEMPLATE)
-"""Fields that a call may override: `llm.chat(messages, ratio=1.0)`."""
-PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "parallel_tool_calls": True, "grammar": None})
-"""Options that only a call has, with their defaults."""
-
-
-def _checked_engine(engine: Any) -> Any:
-    if engine is not None and not is_answerer(engine):
-        raise ValueError(f"wanted a ragfuse.Engine or a ragfuse.RemoteEngine, found a {type(engine).__name__}")
-    return engine
+T = TypeVar("T")
 
 
 @checks_arguments
@@ -85,9 +71,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     device: str | None = Field(default=None, description="cpu, cuda or cuda:N; None: as in the settings.")
     store: str | None = Field(default=None, description="Folder of the chunk store; None: as in the settings.")
     settings: Settings | None = Field(default=None, exclude=True, repr=False, description="All other settings.")
-    engine: Annotated[Any, AfterValidator(_checked_engine)] = Field(
-        default=None, exclude=True, repr=False, description="An existing engine to use."
-    )
+    engine: Any = Field(default=None, exclude=True, repr=False, description="An existing engine to use.")
     base_url: str | None = Field(
         default=None, description="Address of a `ragfuse serve` that answers instead of an engine in this process."
     )
@@ -140,7 +124,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         default=False, description="Treat the last message as the beginning of the answer, which continues it."
     )
 
-    _place: ProcessPlace | ServerPlace = PrivateAttr()
+    _place: Place = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         """Check the options of answers, and resolve where the model is.
@@ -149,15 +133,30 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
         Raises:
             SettingsError: An option is out of its range.
+            InputError: Fields contradict each other.
         """
         super().model_post_init(context)
-        Ask.check_fields({name: getattr(self, name) for name in type(self).model_fields})
-        is_remote = self.base_url is not None or isinstance(self.engine, RemoteEngine)
-        self._place = ServerPlace.of(self) if is_remote else ProcessPlace.of(self)
-        if self.engine is not None and isinstance(self._place, ProcessPlace):
-            self.settings = self._place.settings
-        for name, value in self._place.fields.items():
-            setattr(self, name, value)
+        self._ask({})
+        self._place = Place.of(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            dtype=self.dtype,
+            device=self.device,
+            store=self.store,
+            settings=self.settings,
+            model_kwargs=self.model_kwargs,
+            engine=self.engine,
+            base_url=self.base_url,
+            api_key=None if self.api_key is None else self.api_key.get_secret_value(),
+            max_retries=self.max_retries,
+        )
+        self.engine = self.tokenizer = None
+        self.settings = self._place.settings  # a copy is made of the fields
+        if self._place.address is not None:
+            self.base_url, self.model = self._place.address.base_url, self._place.address.model or None
+        self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name != "token"}
+        if self.model is not None and not isinstance(self.model, str):
+            self.model = str(self.model) if isinstance(self.model, Path) else None
 
     @classmethod
     def class_name(cls) -> str:
@@ -176,11 +175,6 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             SettingsError: The settings contain a secret, which is not serialised.
             InputError: The model was passed as a loaded object, which another process cannot load.
         """
-        if self._place.is_loaded_object:
-            raise InputError(
-                f"{self.model_name} was given as a loaded model, which cannot be serialised. Save it to a folder, and "
-                "pass that: model='folder'."
-            )
         return {**super().to_dict(**kwargs), **self._place.as_public()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,17 +183,12 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         Raises:
             InputError: The model was passed as a loaded object, which another process cannot load.
         """
-        if self._place.is_loaded_object:
-            raise InputError(
-                f"{self.model_name} was given as a loaded model, which cannot be copied to another process. Save it "
-                "to a folder, and pass that: model='folder'."
-            )
-        bare: Any = self.model_copy(update={"engine": None}) if self.engine is not None else self
-        return super(RagFuseLLM, bare).__getstate__()
+        self._place.check_movable()
+        return super().__getstate__()
 
     def get_engine(self) -> Answerer:
-        """Return what answers: the field `engine`, else an engine that the process shares, or a server's client."""
-        return self._place.engine(self.engine)
+        """Return what answers: the engine that was given, else one that the process shares, or a server's client."""
+        return self._place.engine()
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -221,108 +210,94 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Answer a text as a user message, or continue it if `formatted` or if the model has no chat template.
 
-        Keyword arguments override fields of this LLM (`FIELDS`) for one call.
+        Keyword arguments override fields of this LLM for one call; `response_format` and `tool_choice` are OpenAI's.
         """
-        ask, engine = self._ask(kwargs, prompt), self.get_engine()
-        return completion(engine.answer(self._prompt(prompt, formatted), ask), engine, ask.reuse)
+        return _last(self._completions(prompt, formatted, self._ask(kwargs, prompt)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Stream the answer of `complete`; the last response has usage and trace."""
-        ask, engine = self._ask(kwargs, prompt), self.get_engine()
-
-        def responses() -> CompletionResponseGen:
-            streamed = ""
-            with engine.stream(self._prompt(prompt, formatted), ask) as stream:
-                for text in stream:
-                    streamed += text
-                    yield CompletionResponse(text=streamed, delta=text)
-                yield completion(stream.answer, engine, ask.reuse, stream.answer.text[len(streamed) :])
-
-        return responses()
+        return self._completions(prompt, formatted, self._ask(kwargs, prompt))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer messages, rendered by the model's chat template if it has one.
 
-        Keyword arguments override fields of this LLM (`FIELDS`) for one call, or are options in `PER_CALL`.
+        Keyword arguments override fields of this LLM for one call, or are `tools` and options of OpenAI's.
         """
-        ask, engine = self._ask(kwargs, messages), self.get_engine()
-        return chat(engine.answer(self._messages(messages), ask), engine, ask.reuse)
+        return _last(self._chats(messages, self._ask(kwargs, messages)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Stream the answer of `chat`; the last response has usage and trace."""
-        ask, engine = self._ask(kwargs, messages), self.get_engine()
-
-        def responses() -> ChatResponseGen:
-            streamed = reasoning = ""
-            with engine.stream(self._messages(messages), ask) as stream:
-                for piece in stream.pieces():
-                    streamed, reasoning = _append_piece(streamed, reasoning, piece)
-                    yield partial_chat(streamed, reasoning, piece)
-                yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(streamed) :])
-
-        return responses()
+        return self._chats(messages, self._ask(kwargs, messages))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Run `complete` without blocking the event loop; cancelling it stops the generation."""
-        ask, engine = self._ask(kwargs, prompt), await asyncio.to_thread(self._loaded)
-        ready_prompt = await asyncio.to_thread(self._prompt, prompt, formatted)
-        return completion(await _whole_answer(engine.stream(ready_prompt, ask)), engine, ask.reuse)
+        return await _alast(self._acompletions(prompt, formatted, self._ask(kwargs, prompt)))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Run `stream_complete` without blocking the event loop."""
-        ask, engine = self._ask(kwargs, prompt), await asyncio.to_thread(self._loaded)
-        ready_prompt = await asyncio.to_thread(self._prompt, prompt, formatted)
-
-        async def responses() -> CompletionResponseAsyncGen:
-            streamed, stream = "", engine.stream(ready_prompt, ask)
-            try:
-                async for text in stream:
-                    streamed += text
-                    yield CompletionResponse(text=streamed, delta=text)
-                yield completion(stream.answer, engine, ask.reuse, stream.answer.text[len(streamed) :])
-            finally:
-                stream.cancel()
-
-        return responses()
+        return self._acompletions(prompt, formatted, self._ask(kwargs, prompt))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Run `chat` without blocking the event loop; cancelling it stops the generation."""
-        ask, engine = self._ask(kwargs, messages), await asyncio.to_thread(self._loaded)
-        ready_prompt = await asyncio.to_thread(self._messages, messages)
-        return chat(await _whole_answer(engine.stream(ready_prompt, ask)), engine, ask.reuse)
+        return await _alast(self._achats(messages, self._ask(kwargs, messages)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Run `stream_chat` without blocking the event loop."""
-        ask, engine = self._ask(kwargs, messages), await asyncio.to_thread(self._loaded)
-        ready_prompt = await asyncio.to_thread(self._messages, messages)
+        return self._achats(messages, self._ask(kwargs, messages))
 
-        async def responses() -> ChatResponseAsyncGen:
-            streamed, reasoning, stream = "", "", engine.stream(ready_prompt, ask)
-            try:
-                async for piece in stream.apieces():
-                    streamed, reasoning = _append_piece(streamed, reasoning, piece)
-                    yield partial_chat(streamed, reasoning, piece)
-                yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(streamed) :])
-            finally:
-                stream.cancel()
+    def _completions(self, prompt: str, formatted: bool, ask: Ask) -> CompletionResponseGen:
+        with self._place.stream(partial(self._prompt, prompt, formatted), ask) as stream:
+            streamed = ""
+            for text in stream:
+                streamed += text
+                yield CompletionResponse(text=streamed, delta=text)
+            yield completion(stream.answer, self._told(stream.answer, ask))
 
-        return responses()
+    async def _acompletions(self, prompt: str, formatted: bool, ask: Ask) -> CompletionResponseAsyncGen:
+        async with await self._place.astream(partial(self._prompt, prompt, formatted), ask) as stream:
+            streamed = ""
+            async for text in stream:
+                streamed += text
+                yield CompletionResponse(text=streamed, delta=text)
+            yield completion(stream.answer, self._told(stream.answer, ask))
+
+    def _chats(self, messages: Sequence[ChatMessage], ask: Ask) -> ChatResponseGen:
+        with self._place.stream(partial(self._messages, messages), ask) as stream:
+            streamed = reasoning = ""
+            for piece in stream.pieces():
+                streamed, reasoning = _append_piece(streamed, reasoning, piece)
+                yield partial_chat(streamed, reasoning, piece)
+            yield chat(stream.answer, self._told(stream.answer, ask))
+
+    async def _achats(self, messages: Sequence[ChatMessage], ask: Ask) -> ChatResponseAsyncGen:
+        async with await self._place.astream(partial(self._messages, messages), ask) as stream:
+            streamed = reasoning = ""
+            async for piece in stream.apieces():
+                streamed, reasoning = _append_piece(streamed, reasoning, piece)
+                yield partial_chat(streamed, reasoning, piece)
+            yield chat(stream.answer, self._told(stream.answer, ask))
+
+    def _told(self, answer: Answer, ask: Ask) -> dict[str, Any]:
+        """Return what `raw` holds of an answer, and add its trace to the open lists of `traces`."""
+        note(answer.trace)
+        reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        return {**self._place.told(answer, ask), **reasoning}
 
     async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
         """Answer a prompt template filled with `prompt_args`, without blocking the event loop."""
-        await asyncio.to_thread(self._loaded)
+        await asyncio.to_thread(lambda: self.metadata)
         return await super().apredict(prompt, **prompt_args)
 
     async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
         """Stream the answer of `apredict`."""
-        await asyncio.to_thread(self._loaded)
+        await asyncio.to_thread(lambda: self.metadata)
         return await super().astream(prompt, **prompt_args)
 
     def _extend_prompt(self, formatted_prompt: str) -> str:
@@ -332,32 +307,20 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             raise PMLTemplate.alone(1)
         return extended
 
-    @property
-    def _has_template(self) -> bool:
-        return self.get_engine().card.has_chat_template
-
-    def _loaded(self) -> Answerer:
-        """Load the model, or ask the server about it, if necessary; return what answers."""
-        engine = self.get_engine()
-        _ = engine.card
-        return engine
-
-    def _prompt(self, prompt: str, formatted: bool) -> Prompt:
+    def _prompt(self, prompt: str, formatted: bool, engine: Answerer) -> Any:
         """Return a text for the engine: unchanged, as a user message, or as the PML prompt that it stands for."""
-        if isinstance(prompt, PMLTemplate.Filled):
-            return ready(prompt, self.get_engine())
-        if formatted:
+        if formatted or isinstance(prompt, PMLTemplate.Filled):
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
             return str(self.completion_to_prompt(prompt))
-        return [ragfuse.ChatMessage("user", [prompt])] if self._has_template else prompt
+        return [ragfuse.ChatMessage("user", [prompt])] if engine.card.has_chat_template else prompt
 
-    def _messages(self, messages: Sequence[ChatMessage]) -> Prompt:
+    def _messages(self, messages: Sequence[ChatMessage], engine: Answerer) -> Any:
         """Return messages for the engine: as messages, as one text if there is no chat template, or as a PML prompt."""
         if (filled := pml_of(messages)) is not None:
-            return ready(filled, self.get_engine())
+            return filled
         converted = to_ragfuse_messages(messages)
-        if self._has_template or self.messages_to_prompt is None:
+        if engine.card.has_chat_template or self.messages_to_prompt is None:
             return converted
         return str(self.messages_to_prompt(messages))
 
@@ -365,53 +328,26 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """Return the options of a call: its arguments, this LLM's fields for all others, and what was retrieved for it.
 
         Raises:
-            InputError: The call has an unknown argument.
+            SettingsError: The call has an unknown argument, or a value is out of its range.
         """
-        unknown = sorted(set(call) - {*FIELDS, *PER_CALL})
-        if unknown:
-            raise InputError(
-                f"RagFuseLLM takes no argument '{unknown[0]}' in a call; wanted one of "
-                f"{', '.join((*FIELDS, *PER_CALL))}. Options of transformers' generate go into generate_kwargs={{...}}."
-            )
-        values = {**{name: getattr(self, name) for name in FIELDS}, **PER_CALL, **call}
-        return Ask(
-            max_tokens=values["max_tokens"],
-            policy=values["policy"],
-            ratio=values["ratio"],
-            reuse=values["reuse"],
-            stop=() if values["stop"] is None else values["stop"],
-            seed=values["seed"],
-            deadline_s=values["deadline_s"],
-            options=_options(values),
-            tools=tuple(values["tools"] or ()),
-            tool_choice=values["tool_choice"] or "auto",
-            parallel_tool_calls=values["parallel_tool_calls"] is not False,
-            grammar=values["grammar"],
-            documents=retrieved_for(prompt) if self._place.hears_retrievers else (),
-            chat_template_kwargs=Ask.template_kwargs(vars(self), call),
-            continue_final_message=bool(values["continue_final_message"]),
-            **({"overflow": values["overflow"]} if values["overflow"] else {}),
-        )
+        given = {name: value for name, value in call.items() if name != "tools"}
+        documents = retrieved_for(prompt) if prompt and self._place.hears_retrievers else ()
+        return ask_of(type(self).__name__, vars(self), given, call.get("tools") or (), documents)
 
 
-async def _whole_answer(stream: AnswerStream) -> Answer:
-    """Wait for the whole answer; cancelling the wait stops the generation."""
-    try:
-        async for _ in stream:
-            pass
-    finally:
-        stream.cancel()
-    return stream.answer
+def _last(responses: Iterator[T]) -> T:
+    """Return the last of the responses, which has the whole answer."""
+    return deque(responses, maxlen=1).pop()
+
+
+async def _alast(responses: AsyncIterator[T]) -> T:
+    """Return the last of the responses; cancelling the wait stops the generation."""
+    last = [await anext(responses)]
+    async for response in responses:
+        last = [response]
+    return last[0]
 
 
 def _append_piece(text: str, reasoning: str, piece: Any) -> tuple[str, str]:
     """Return text and reasoning so far, with the next piece added to either."""
     return (text + piece, reasoning) if isinstance(piece, str) else (text, reasoning + piece.text)
-
-
-def _options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of transformers' `generate` that are not fields of `Ask`."""
-    options = Ask.generate_options({name: values[name] for name in (*SAMPLING, *PENALTIES)})
-    if values["timeout"] is not None:
-        options["max_time"] = values["timeout"]
-    return {**options, **values["generate_kwargs"]}

@@ -15,12 +15,11 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
-from llama_index.core.schema import BaseNode, MetadataMode
-from llama_index.llms.ragfuse.trace_collector import note
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 import ragfuse
-from ragfuse import Answer, InputError, ToolCall
-from ragfuse.remote import Answerer
+from ragfuse import Answer, ToolCall
+from ragfuse.adapters import DocumentReader, source_of, text_only
 
 ASSISTANT_ROLES = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
 NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
@@ -28,13 +27,7 @@ NOT_TEXT = (CachePoint, ThinkingBlock, ToolCallBlock)
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
-    """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`).
-
-    Raises:
-        InputError: There are no messages, or one has content other than text.
-    """
-    if not messages:
-        raise InputError("There are no messages; wanted at least one.")
+    """Return ragfuse's messages, neighbours of the same role joined (`ragfuse.ChatMessage.conversation`)."""
     return ragfuse.ChatMessage.conversation(map(_to_ragfuse_message, messages))
 
 
@@ -51,10 +44,7 @@ def _to_ragfuse_message(message: ChatMessage) -> ragfuse.ChatMessage:
 def _texts(message: ChatMessage) -> list[str]:
     for block in message.blocks:
         if not isinstance(block, (TextBlock, *NOT_TEXT)):
-            raise InputError(
-                f"A content block of type '{block.block_type}' cannot be read: this model takes text only. "
-                "Wanted TextBlock; leave other blocks out."
-            )
+            raise text_only(block.block_type)
     return [block.text for block in message.blocks if isinstance(block, TextBlock)]
 
 
@@ -70,35 +60,30 @@ def calls_of(message: ChatMessage) -> list[ToolCall]:
     return [ToolCall.from_openai(each if isinstance(each, Mapping) else each.model_dump()) for each in given]
 
 
-def text_of(node: BaseNode) -> str:
-    """Return a node's text as synthesizers put it into a prompt, with the metadata for LLMs."""
-    return node.get_content(metadata_mode=MetadataMode.LLM).strip()
+def text_of(node: BaseNode) -> tuple[str, str]:
+    """Return (text, source) of a node: the text as synthesizers put it into a prompt, with the metadata for LLMs."""
+    text = node.get_content(metadata_mode=MetadataMode.LLM).strip()
+    return text, source_of(node.metadata, text, node.ref_doc_id, node.node_id)
 
 
-def source_of(node: BaseNode) -> str:
-    """Return where a node comes from, for people: a file name, else a source, else an id."""
-    return str(node.metadata.get("file_name") or node.metadata.get("source") or node.ref_doc_id or node.node_id)
+NODES = DocumentReader(NodeWithScore, lambda found: (*text_of(found.node), found.node.get_content().strip()))
 
 
-def completion(answer: Answer, engine: Answerer, reuse: bool, delta: str | None = None) -> CompletionResponse:
-    """Return an answer as a completion; delta: its text that was not streamed yet."""
-    raw = raw_of(answer, engine, reuse)
-    return CompletionResponse(text=answer.text, delta=delta, raw=raw, additional_kwargs=_flat(raw))
+def completion(answer: Answer, told: dict[str, Any]) -> CompletionResponse:
+    """Return an answer as a completion."""
+    return CompletionResponse(text=answer.text, delta="", raw=told, additional_kwargs=_counts(told))
 
 
-def chat(answer: Answer, engine: Answerer, reuse: bool, delta: str | None = None) -> ChatResponse:
-    """Return an answer as an assistant message, with its tool calls as blocks and in OpenAI's form.
-
-    delta: its text that was not streamed yet.
-    """
-    raw, calls = raw_of(answer, engine, reuse), answer.tool_calls
+def chat(answer: Answer, told: dict[str, Any]) -> ChatResponse:
+    """Return an answer as an assistant message, with its tool calls as blocks and in OpenAI's form."""
+    calls = answer.tool_calls
     text = _text_blocks(answer.text, answer.reasoning, not calls)
     blocks = [
         ToolCallBlock(tool_call_id=each.id, tool_name=each.name, tool_kwargs={**each.arguments}) for each in calls
     ]
     kwargs = {"tool_calls": [each.as_openai() for each in calls]} if calls else {}
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *blocks], additional_kwargs=kwargs)
-    return ChatResponse(message=message, delta=delta, raw=raw, additional_kwargs=_flat(raw))
+    return ChatResponse(message=message, delta="", raw=told, additional_kwargs=_counts(told))
 
 
 def partial_chat(text: str, reasoning: str, piece: Any) -> ChatResponse:
@@ -114,26 +99,6 @@ def _text_blocks(text: str, reasoning: str, always: bool = True) -> list[Thinkin
     return [*reasonings, *([TextBlock(text=text)] if text or always else [])]
 
 
-def raw_of(answer: Answer, engine: Answerer, reuse: bool) -> dict[str, Any]:
-    """Return usage and trace; cached_tokens: reused, cache_creation_tokens: misses that are encoded for later."""
-    trace, n_generated = answer.trace, len(answer.token_ids)
-    note(trace)
-    saves = reuse and not engine.card.refusal
-    details = {"cached_tokens": trace.tokens_found, "cache_creation_tokens": trace.tokens_to_encode if saves else 0}
-    usage = {
-        "prompt_tokens": trace.tokens,
-        "completion_tokens": n_generated,
-        "total_tokens": trace.tokens + n_generated,
-    }
-    return {
-        "model": engine.card.name,
-        "finish_reason": answer.finish_reason,
-        **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
-        "usage": {**usage, "prompt_tokens_details": details},
-        "ragfuse": trace.as_dict(),
-    }
-
-
-def _flat(raw: dict[str, Any]) -> dict[str, Any]:
+def _counts(told: dict[str, Any]) -> dict[str, Any]:
     """Return the token counts in the form that LlamaIndex's token counters read."""
-    return {name: count for name, count in raw["usage"].items() if isinstance(count, int)}
+    return {name: count for name, count in told["usage"].items() if isinstance(count, int)}

@@ -6,22 +6,19 @@ Its output is a message or text of a special type; an ordinary message or text t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.prompts import BasePromptTemplate
-from tqdm.auto import tqdm
 
-from ragfuse import Ingested, InputError, PMLTemplate
-from ragfuse.remote import Answerer
+from ragfuse import Ingested, PMLTemplate
+from ragfuse.adapters import Progress, engine_of, shown
 from ragfuse.types.arguments import checks_arguments
 
-T = TypeVar("T")
 Filled = PMLTemplate.Filled
 Syntax = Literal["f-string", "jinja2"]
-Progress = Callable[[Ingested], None]
 
 
 class PMLMessage(ChatMessage):
@@ -115,11 +112,10 @@ class PMLPromptTemplate(BasePromptTemplate):
         pml_template = PMLTemplate.of(name, template, max_tokens, question, syntax)
         return cls(template=pml_template, **{**mappings, **values, **fields})
 
-    def register(self, llm: Any, progress: Progress | None = None) -> Ingested:
+    def register(self, llm: Any, progress: Progress = None) -> Ingested:
         """Encode the modules of the schema that are not stored yet; `progress` is called after each."""
-        if not hasattr(llm, "get_engine"):
-            raise InputError(f"Wanted a RagFuseLLM to register with, found a {type(llm).__name__}.")
-        return _registered(llm.get_engine(), self.template.schema, self.show_progress, progress)
+        with shown(progress or self.show_progress, None, "Encoding modules") as report:
+            return engine_of(llm).schemas.register(self.template.schema, report).done
 
     def partial_format(self, **kwargs: Any) -> PMLPromptTemplate:
         """Return a copy of this template with some values set."""
@@ -139,32 +135,11 @@ class PMLPromptTemplate(BasePromptTemplate):
 
     def _filled(self, given: Mapping[str, Any]) -> Filled:
         values = self._map_all_vars({**self.kwargs, **given})
-        return self.template.fill(values, self.show_progress)
+        filled = self.template.fill(values, self.show_progress)
+        parser = self.output_parser
+        return filled if parser is None else filled.asking(parser.get_format_string(escape_json=False).strip())
 
 
 def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
     """Return the filled template of a single `PMLMessage`, else None; raises InputError if others are beside it."""
     return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
-
-
-def ready(prompt: T | Filled, engine: Answerer) -> Any:
-    """Return a prompt as the engine takes it; the schema of a filled template is registered with it if necessary."""
-    if not isinstance(prompt, Filled):
-        return prompt
-    if not engine.schemas.has(prompt.schema):
-        _registered(engine, prompt.schema, bool(prompt.progress), None, once=True)
-    return prompt.request
-
-
-def _registered(engine: Answerer, schema: Any, shown: bool, progress: Progress | None, once: bool = False) -> Ingested:
-    with tqdm(desc="Encoding modules", unit="module", disable=None if shown else True) as bar:
-
-        def report(done: Ingested) -> None:
-            bar.update(done.chunks - bar.n)
-            if progress is not None:
-                progress(done)
-
-        if once:
-            found = engine.schemas.ensure(schema, report)
-            return Ingested() if found is None else found.done
-        return engine.schemas.register(schema, report).done

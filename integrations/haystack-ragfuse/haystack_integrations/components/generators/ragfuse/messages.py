@@ -1,17 +1,25 @@
-"""Converts Haystack's chat messages to those of ragfuse, and answers to replies. Nothing is looked up here."""
+"""Converts Haystack's chat messages and documents to those of ragfuse, and answers to replies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from haystack import Document
 from haystack.dataclasses import ChatMessage, ReasoningContent, TextContent, ToolCall, ToolCallResult
 
 import ragfuse
-from ragfuse import Answer, InputError
-from ragfuse.remote import Answerer
+from ragfuse import Answer
+from ragfuse.adapters import DocumentReader, source_of, text_only
+
+
+def _document(found: Document) -> tuple[str, str, str]:
+    text = (found.content or "").strip()
+    return text, source_of(found.meta, text), ""
+
+
+DOCUMENTS = DocumentReader(Document, _document)
 
 
 def to_ragfuse_messages(messages: Sequence[ChatMessage] | str) -> list[ragfuse.ChatMessage]:
@@ -28,11 +36,8 @@ def to_ragfuse_messages(messages: Sequence[ChatMessage] | str) -> list[ragfuse.C
 
 
 def _to_ragfuse_messages(message: ChatMessage) -> list[ragfuse.ChatMessage]:
-    if not isinstance(message, ChatMessage):
-        raise InputError(f"messages holds a {type(message).__name__}; wanted Haystack's ChatMessage, or one text.")
     if message.images or message.files:
-        kind = "an image" if message.images else "a file"
-        raise InputError(f"A message holds {kind}: this model reads text alone. Leave it out, or convert it to text.")
+        raise text_only("image" if message.images else "file")
     if message.tool_call_results:
         return [_result(each) for each in message.tool_call_results]
     calls = tuple(ragfuse.ToolCall(each.tool_name, each.arguments, each.id or "") for each in message.tool_calls)
@@ -42,13 +47,10 @@ def _to_ragfuse_messages(message: ChatMessage) -> list[ragfuse.ChatMessage]:
 
 def _result(result: ToolCallResult) -> ragfuse.ChatMessage:
     parts = [TextContent(result.result)] if isinstance(result.result, str) else result.result
-    if not all(isinstance(part, TextContent) for part in parts):
-        raise InputError(
-            f"The result of the tool '{result.origin.tool_name}' holds more than text, and this model reads text "
-            "alone. Let the tool return text."
-        )
-    text = "\n".join(part.text for part in parts if isinstance(part, TextContent))
-    return ragfuse.ChatMessage("tool", text, (), result.origin.id or "", result.origin.tool_name)
+    texts = [part.text for part in parts if isinstance(part, TextContent)]
+    if len(texts) < len(parts):
+        raise text_only("image")
+    return ragfuse.ChatMessage("tool", "\n".join(texts), (), result.origin.id or "", result.origin.tool_name)
 
 
 def calls_of(answer: Answer) -> list[ToolCall]:
@@ -56,46 +58,11 @@ def calls_of(answer: Answer) -> list[ToolCall]:
     return [ToolCall(each.name, dict(each.arguments), each.id or f"call_{uuid4().hex}") for each in answer.tool_calls]
 
 
-def reply(answer: Answer, calls: list[ToolCall], meta: dict[str, Any]) -> ChatMessage:
-    """Return an answer as a message of the assistant."""
+def reply(answer: Answer, calls: list[ToolCall], told: Mapping[str, Any]) -> ChatMessage:
+    """Return an answer as a message of the assistant, with what is told of it (`Place.told`) as its meta."""
     return ChatMessage.from_assistant(
         text=answer.text or (None if calls else ""),
         tool_calls=calls,
         reasoning=ReasoningContent(answer.reasoning) if answer.reasoning else None,
-        meta=meta,
+        meta={"index": 0, **told},
     )
-
-
-def meta_of(answer: Answer, engine: Answerer, reuse: bool, first_token: str | None = None) -> dict[str, Any]:
-    """Return a reply's meta: model, finish reason, usage in OpenAI's form, and the trace under `ragfuse`.
-
-    Args:
-        answer: The answer.
-        engine: What answered.
-        reuse: Whether anything was to be reused; only then what was missed is encoded for later.
-        first_token: When the first piece came, in ISO form, for a streamed answer.
-    """
-    trace, n_generated = answer.trace, len(answer.token_ids)
-    saves = reuse and not engine.card.refusal
-    usage = {
-        "prompt_tokens": trace.tokens,
-        "completion_tokens": n_generated,
-        "total_tokens": trace.tokens + n_generated,
-        "prompt_tokens_details": {
-            "cached_tokens": trace.tokens_found,
-            "cache_creation_tokens": trace.tokens_to_encode if saves else 0,
-        },
-    }
-    return {
-        "model": engine.card.name,
-        "index": 0,
-        "finish_reason": answer.finish_reason,
-        **({"completion_start_time": first_token} if first_token else {}),
-        "usage": usage,
-        "ragfuse": trace.as_dict(),
-    }
-
-
-def now() -> str:
-    """Return the time as Haystack's streams state it."""
-    return datetime.now().isoformat()

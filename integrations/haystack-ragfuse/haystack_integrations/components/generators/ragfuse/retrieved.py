@@ -7,28 +7,19 @@ another tracer was enabled between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count, islice
+from itertools import count
 from typing import Any
-from zlib import crc32
 
-from haystack import Document, tracing
+from haystack import tracing
 from haystack.dataclasses import ChatMessage
 from haystack.tracing import Span, Tracer
 from haystack.tracing.tracer import NullTracer
+from haystack_integrations.components.generators.ragfuse.messages import DOCUMENTS
 
 from ragfuse import RetrievalRuns
-
-MAX_DOCUMENTS = 256
-"""The most documents that are taken from one component's input or output."""
-MAX_DEPTH = 4
-"""Levels of nesting down to which documents are searched in an input or output."""
-HOLDERS = (Document, Mapping, list, tuple)
-"""Types that are documents or may contain some."""
-SOURCES = ("source", "file_path", "file_name", "url", "title")
-"""Keys of a document's meta that say where it comes from; the first that is there is shown."""
 
 RUNS = RetrievalRuns("haystack", outlasts=False)
 """The documents of each running pipeline: inputs and outputs of its components."""
@@ -57,7 +48,7 @@ class RetrievalSpan(Span):
 
     def set_content_tag(self, key: str, value: Any) -> None:
         """Record the documents in an input or output, and hand it on; the other span decides whether to keep it."""
-        RUNS.record(self.id, _texts(value))
+        RUNS.record(self.id, DOCUMENTS(value))
         self.inner.set_content_tag(key, value)
 
     def raw_span(self) -> Any:
@@ -128,11 +119,6 @@ def retrieved_for(prompt: Sequence[ChatMessage] | str) -> tuple[tuple[str, str],
     return RUNS.retrieved((_ACTIVE.get() or None,), lambda: _prompt_text(prompt))
 
 
-def texts_of(documents: Sequence[Document]) -> tuple[tuple[str, str], ...]:
-    """Return (text, source) of documents that hold text."""
-    return tuple((text, source) for text, source, _ in _texts(list(documents)))
-
-
 def _handed_on(own: object, other: str, name: str) -> Any:
     """Return an attribute of the object that `own` stands around; while `own` is copied it has none yet."""
     if other not in vars(own):
@@ -146,29 +132,3 @@ def _prompt_text(prompt: Sequence[ChatMessage] | str) -> str:
     results = (result for message in prompt for result in message.tool_call_results)
     texts = [*(text for message in prompt for text in message.texts), *(str(result.result) for result in results)]
     return "\n".join(texts)
-
-
-def _texts(value: Any) -> list[tuple[str, str, str]]:
-    """Return (text, source, "") of the documents in a value, at most MAX_DOCUMENTS."""
-    found = islice(_documents(value, MAX_DEPTH), MAX_DOCUMENTS)
-    return [(text, _source(document), "") for document in found if (text := (document.content or "").strip())]
-
-
-def _documents(value: Any, depth: int) -> Iterator[Document]:
-    if isinstance(value, Document):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for each in value.values():
-            yield from _documents(each, depth - 1)
-    elif depth and isinstance(value, list | tuple) and value and isinstance(value[0], HOLDERS):
-        # Only the first item is inspected, as lists of other things, such as numbers, may be long.
-        for each in islice(value, MAX_DOCUMENTS):
-            yield from _documents(each, depth - 1)
-
-
-def _source(document: Document) -> str:
-    """Return where a document comes from, for people: from its meta, else a checksum of its text."""
-    for name in SOURCES:
-        if document.meta.get(name):
-            return str(document.meta[name])
-    return f"document {crc32((document.content or '').encode(errors='surrogatepass')):08x}"

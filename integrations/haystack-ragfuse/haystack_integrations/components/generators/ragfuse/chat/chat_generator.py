@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -30,18 +31,15 @@ from haystack.tools import (
 )
 from haystack.utils import Secret, deserialize_callable, serialize_callable
 from haystack_integrations.components.generators.ragfuse.messages import (
+    DOCUMENTS,
     calls_of,
-    meta_of,
-    now,
     reply,
     to_ragfuse_messages,
 )
-from haystack_integrations.components.generators.ragfuse.options import ask_of, check, serialisable
-from haystack_integrations.components.generators.ragfuse.places import ProcessPlace, ServerPlace
-from haystack_integrations.components.generators.ragfuse.retrieved import listen, retrieved_for, texts_of
+from haystack_integrations.components.generators.ragfuse.retrieved import listen, retrieved_for
 
-from ragfuse import Answer, AnswerStream, Ask, InputError, Settings
-from ragfuse.remote import Answerer, RemoteEngine, is_answerer
+from ragfuse import Answer, Ask, InputError, Settings
+from ragfuse.adapters import Answerer, Place, ask_of
 from ragfuse.types.arguments import checks_arguments
 
 
@@ -94,24 +92,33 @@ class RagfuseChatGenerator:
         tokenizer: Any = None,
         engine: Any = None,
     ) -> None:
-        if engine is not None and not is_answerer(engine):
-            raise InputError(f"engine is a {type(engine).__name__}; wanted a ragfuse.Engine or a ragfuse.RemoteEngine.")
-        self.model, self.tokenizer, self.engine = model, tokenizer, engine
-        self.streaming_callback, self.generation_kwargs, self.tools = streaming_callback, generation_kwargs or {}, tools
+        self._place = Place.of(
+            model=model,
+            engine=engine,
+            base_url=base_url,
+            api_key=None if api_key is None else api_key.resolve_value(),
+            max_retries=max_retries,
+            dtype=dtype,
+            device=device,
+            store=store,
+            settings=settings,
+            model_kwargs=model_kwargs,
+            tokenizer=tokenizer,
+        )
+        self.model = str(model) if isinstance(model, str | Path) else None
+        self.streaming_callback, self.tools = streaming_callback, tools
+        self.generation_kwargs = generation_kwargs or {}
         self.base_url, self.api_key, self.max_retries = base_url, api_key, max_retries
-        self.dtype, self.device, self.store, self.settings = dtype, device, store, settings
-        self.model_kwargs = model_kwargs or {}
-        check(self.generation_kwargs)
-        _named_once(flatten_tools_or_toolsets(tools))
-        is_remote = base_url is not None or isinstance(engine, RemoteEngine)
-        self._place: ProcessPlace | ServerPlace = ServerPlace.of(self) if is_remote else ProcessPlace.of(self)
+        self.dtype, self.device, self.store = dtype, device, store
+        self.model_kwargs = {name: value for name, value in (model_kwargs or {}).items() if name != "token"}
+        self._ask({}, tools, ())
         self._listen()
 
     def warm_up(self) -> None:
         """Load the model, unless a server answers; pipelines call this before they run."""
         self._listen()
-        if not self._place.is_server:
-            _ = self._place.engine().card
+        if self._place.address is None:
+            _ = self.get_engine().card
 
     async def warm_up_async(self) -> None:
         """Run `warm_up` without blocking the event loop."""
@@ -128,21 +135,19 @@ class RagfuseChatGenerator:
             SettingsError: The settings contain a secret, which is not serialised.
             InputError: The model was passed as a loaded object, or an option has no form in a file.
         """
-        callback = serialize_callable(self.streaming_callback) if self.streaming_callback else None
-        given = {
-            "model": None if self.model is None else str(self.model),
-            "streaming_callback": callback,
-            "generation_kwargs": serialisable(self.generation_kwargs),
-            "tools": serialize_tools_or_toolset(self.tools),
-            "base_url": self.base_url,
-            "api_key": self.api_key.to_dict() if self.api_key is not None else None,
-            "max_retries": self.max_retries,
-            "dtype": self.dtype,
-            "device": self.device,
-            "store": None if self.store is None else str(self.store),
-            "model_kwargs": {name: value for name, value in self.model_kwargs.items() if name != "token"},
-        }
-        written: dict[str, Any] = default_to_dict(self, **{**given, **self._place.as_public()})
+        names = "model", "base_url", "max_retries", "dtype", "device", "model_kwargs"
+        written: dict[str, Any] = default_to_dict(
+            self,
+            **{
+                **{name: getattr(self, name) for name in names},
+                "store": None if self.store is None else str(self.store),
+                "streaming_callback": serialize_callable(self.streaming_callback) if self.streaming_callback else None,
+                "generation_kwargs": _serialisable(self.generation_kwargs),
+                "tools": serialize_tools_or_toolset(self.tools),
+                "api_key": None if self.api_key is None else self.api_key.to_dict(),
+                **self._place.as_public(),
+            },
+        )
         return written
 
     @classmethod
@@ -186,17 +191,15 @@ class RagfuseChatGenerator:
         if not messages:
             return {"replies": []}
         callback = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=False)
-        ask, engine = self._ask(messages, generation_kwargs, tools, documents), self.get_engine()
-        prompt = to_ragfuse_messages(messages)
-        if callback is None:
-            answer = engine.answer(prompt, ask)
-            return {"replies": [reply(answer, calls_of(answer), meta_of(answer, engine, ask.reuse))]}
-        streamed = Streamed(ComponentInfo.from_component(self), engine, ask)
-        with engine.stream(prompt, ask) as stream:
+        ask = self._asked(messages, generation_kwargs, tools, documents)
+        streamed = Streamed(ComponentInfo.from_component(self), self._place, ask)
+        with self._place.stream(to_ragfuse_messages(messages), ask) as stream:
             for piece in stream.pieces():
-                callback(streamed.chunk(piece))
+                if callback is not None:
+                    callback(streamed.chunk(piece))
             for chunk in streamed.last(stream.answer):
-                callback(chunk)
+                if callback is not None:
+                    callback(chunk)
         return {"replies": [streamed.reply(stream.answer)]}
 
     @component.output_types(replies=list[ChatMessage])
@@ -214,26 +217,22 @@ class RagfuseChatGenerator:
         if not messages:
             return {"replies": []}
         callback = select_streaming_callback(self.streaming_callback, streaming_callback, requires_async=True)
-        ask, engine = self._ask(messages, generation_kwargs, tools, documents), self.get_engine()
-        prompt = await asyncio.to_thread(to_ragfuse_messages, messages)
-        streamed = Streamed(ComponentInfo.from_component(self), engine, ask)
-        with _cancelled_at_exit(engine.stream(prompt, ask)) as stream:
+        ask = self._asked(messages, generation_kwargs, tools, documents)
+        streamed = Streamed(ComponentInfo.from_component(self), self._place, ask)
+        async with await self._place.astream(to_ragfuse_messages(messages), ask) as stream:
             async for piece in stream.apieces():
-                chunk = streamed.chunk(piece)
+                if callback is not None:
+                    await _call(callback, streamed.chunk(piece))
+            for chunk in streamed.last(stream.answer):
                 if callback is not None:
                     await _call(callback, chunk)
-            answer = stream.answer
-            if callback is None:
-                return {"replies": [reply(answer, calls_of(answer), meta_of(answer, engine, ask.reuse))]}
-            for chunk in streamed.last(answer):
-                await _call(callback, chunk)
-            return {"replies": [streamed.reply(answer)]}
+            return {"replies": [streamed.reply(stream.answer)]}
 
     def _listen(self) -> None:
         if self._place.hears_retrievers:
             listen()
 
-    def _ask(
+    def _asked(
         self,
         messages: Sequence[ChatMessage] | str,
         call: dict[str, Any] | None,
@@ -241,11 +240,17 @@ class RagfuseChatGenerator:
         documents: Sequence[Document] | None,
     ) -> Ask:
         """Return the options of a call, with its tools and the documents that were given or retrieved for it."""
-        offered = flatten_tools_or_toolsets(self.tools if tools is None else tools)
-        _named_once(offered)
         heard = retrieved_for(messages) if self._place.hears_retrievers else ()
-        known = dict((*heard, *texts_of(documents or ())))
-        return ask_of({**self.generation_kwargs, **(call or {})}, offered, tuple(known.items()))
+        given = ((text, source) for text, source, _ in DOCUMENTS(documents or []))
+        known = dict((*heard, *given))
+        return self._ask(call or {}, self.tools if tools is None else tools, tuple(known.items()))
+
+    def _ask(self, call: dict[str, Any], tools: ToolsType | None, documents: Sequence[tuple[str, str]]) -> Ask:
+        given = {**self.generation_kwargs, **call}
+        if "max_completion_tokens" in given:
+            given.setdefault("max_tokens", given.pop("max_completion_tokens"))
+        schemas = [{"type": "function", "function": tool.tool_spec} for tool in flatten_tools_or_toolsets(tools)]
+        return ask_of("generation_kwargs", {}, given, schemas, documents)
 
 
 @dataclass
@@ -254,14 +259,13 @@ class Streamed:
 
     Args:
         info: The generator's name and type.
-        engine: What answers.
+        place: What answers.
         ask: The options of the call.
     """
 
     info: ComponentInfo
-    engine: Answerer
+    place: Place
     ask: Ask
-    text: str = ""
     block: int = -1
     kind: str = ""
     first_token: str | None = None
@@ -270,7 +274,6 @@ class Streamed:
     def chunk(self, piece: Any) -> StreamingChunk:
         """Return the chunk of a piece of text, or of the reasoning before it."""
         is_text = isinstance(piece, str)
-        self.text += piece if is_text else ""
         begins = self._begin("text" if is_text else "reasoning")
         return self._chunk(
             content=piece if is_text else "",
@@ -280,21 +283,20 @@ class Streamed:
         )
 
     def last(self, answer: Answer) -> Iterator[StreamingChunk]:
-        """Yield what was not streamed yet: the rest of the text, the calls, and why the answer ended."""
-        if answer.text[len(self.text) :]:
-            yield self.chunk(answer.text[len(self.text) :])
+        """Yield what was not streamed yet: the calls, and why the answer ended."""
         self.calls = calls_of(answer)
         for number, call in enumerate(self.calls):
             self._begin(f"call {number}")
             arguments = json.dumps(call.arguments, ensure_ascii=False)
             delta = ToolCallDelta(number, call.tool_name, arguments, call.id)
             yield self._chunk(content="", tool_calls=[delta], index=self.block, start=True)
-        meta = meta_of(answer, self.engine, self.ask.reuse)
-        yield self._chunk(content="", finish_reason=answer.finish_reason, meta=meta)
+        told = self.place.told(answer, self.ask)
+        yield self._chunk(content="", finish_reason=answer.finish_reason, meta={"index": 0, **told})
 
     def reply(self, answer: Answer) -> ChatMessage:
         """Return the whole answer as a message, with the ids that its calls had in the stream."""
-        return reply(answer, self.calls, meta_of(answer, self.engine, self.ask.reuse, self.first_token))
+        told = self.place.told(answer, self.ask)
+        return reply(answer, self.calls, {**told, "completion_start_time": self.first_token})
 
     def _begin(self, kind: str) -> bool:
         """Return whether a block of this kind begins, and count it."""
@@ -303,9 +305,9 @@ class Streamed:
         return begins
 
     def _chunk(self, content: str, meta: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> StreamingChunk:
-        time = now()
+        time = datetime.now().isoformat()
         self.first_token = self.first_token or time
-        told = {"model": self.engine.card.name, "received_at": time, **meta}
+        told = {"model": self.place.name, "received_at": time, **meta}
         return StreamingChunk(content, meta=told, component_info=self.info, **given)
 
 
@@ -316,18 +318,16 @@ async def _call(callback: StreamingCallbackT, chunk: StreamingChunk) -> None:
         await waiting
 
 
-@contextmanager
-def _cancelled_at_exit(stream: AnswerStream) -> Iterator[AnswerStream]:
-    """Yield the stream and cancel its generation at exit, also after an error or a cancellation."""
-    try:
-        yield stream
-    finally:
-        stream.cancel()
+def _serialisable(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as `to_dict` writes them: a class in `response_format` as its JSON schema.
 
-
-def _named_once(tools: Sequence[Any]) -> None:
-    """Raise InputError if two tools have one name."""
-    names = [tool.name for tool in tools]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise InputError(f"Two tools are named '{twice[0]}'; wanted a name of its own for each.")
+    Raises:
+        InputError: There is a grammar, which has no form in a file.
+    """
+    if given.get("grammar") is not None:
+        raise InputError("A grammar in generation_kwargs cannot be serialised: pass it at run time.")
+    form = given.get("response_format")
+    if not isinstance(form, type):
+        return dict(given)
+    schema = {"name": form.__name__, "schema": form.model_json_schema()}
+    return {**given, "response_format": {"type": "json_schema", "json_schema": schema}}

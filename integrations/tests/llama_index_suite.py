@@ -1,17 +1,7 @@
 """Tests that any LlamaIndex LLM must pass, as a class to inherit: the framework has no such suite of its own.
 
-    from llama_index_llm_conformance import LLMConformance
-
-    class TestMyLLM(LLMConformance):
-        @pytest.fixture
-        def llm(self):
-            return MyLLM(temperature=0)
-
-        unsupported = {"usage": "the server it talks to counts no tokens"}
-
-It needs pytest, pytest-asyncio with `asyncio_mode = "auto"`, and an LLM that gives the same answer to the same
-question. `unsupported` names the features that the LLM does not have, with the reason: their tests are expected to
-fail, and one that passes is reported. Nothing here depends on ragfuse.
+`unsupported` names the features that the LLM does not have, with the reason: their tests are expected to fail, and one
+that passes is reported.
 """
 
 from __future__ import annotations
@@ -33,7 +23,7 @@ from llama_index.core.llms import LLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 
-from llama_index_llm_conformance.events import CallbackRecorder, EventRecorder, fingerprint, joined_text, text_of
+from integrations.tests.llama_index_events import CallbackRecorder, EventRecorder, fingerprint, joined_text, text_of
 
 T = TypeVar("T")
 CALLS = tuple(f"{a}{stream}{what}" for what in ("complete", "chat") for a in ("", "a") for stream in ("", "stream_"))
@@ -313,7 +303,8 @@ class LLMConformance:
 
     def threads(self) -> set[threading.Thread]:
         """Return the running threads, without those that serve all answers."""
-        return {each for each in threading.enumerate() if not each.name.startswith(self.shared_threads)}
+        running = (each for each in threading.enumerate() if each.ident is not None)
+        return {each for each in running if not each.name.startswith(self.shared_threads)}
 
     def join_new_threads(self, before: set[threading.Thread]) -> None:
         """Wait until all threads that were not running before have ended."""

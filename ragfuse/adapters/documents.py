@@ -1,0 +1,66 @@
+"""Documents in what a framework passes around, as `RetrievalRuns` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+from zlib import crc32
+
+from ragfuse.text.retrieval_runs import RetrievedText
+
+MAX_DOCUMENTS = 256
+"""The most documents that are taken from one value."""
+NESTED_DEPTH = 4
+"""Levels of nesting down to which documents are searched."""
+SOURCES = ("source", "file_name", "file_path", "url", "title")
+"""Keys of a document's metadata that say where it comes from."""
+
+
+def source_of(metadata: Mapping[str, Any], text: str, *ids: str | None) -> str:
+    """Return where a document comes from, for people: from its metadata, else an id, else a checksum of its text.
+
+    Args:
+        metadata: The document's metadata.
+        text: Its text.
+        *ids: Its ids, if it has any; the first that is not empty counts.
+    """
+    named = (*(metadata.get(name) for name in SOURCES), *ids)
+    checksum = f"document {crc32(text.encode(errors='surrogatepass')):08x}"
+    return str(next(filter(None, named), checksum))
+
+
+@dataclass(frozen=True)
+class DocumentReader:
+    """Reads the documents of one framework, wherever they are nested.
+
+    Args:
+        kind: The framework's class of documents.
+        read: Returns a document as (text in a prompt, source, text without metadata).
+        opened: Returns what is searched in place of a value, such as the artifact of a tool's message.
+    """
+
+    kind: type[Any]
+    read: Callable[[Any], RetrievedText]
+    opened: Callable[[Any], Any] = lambda value: value
+
+    def __call__(self, *values: Any) -> list[RetrievedText]:
+        """Return the texts of the documents in these values, at most `MAX_DOCUMENTS` of each."""
+        documents = [each for value in values for each in islice(self.documents(value), MAX_DOCUMENTS)]
+        return [found for each in documents if (found := self.read(each))[0]]
+
+    def documents(self, value: Any, depth: int = NESTED_DEPTH) -> Iterator[Any]:
+        """Yield the documents in a value."""
+        value = self.opened(value)
+        if isinstance(value, self.kind):
+            yield value
+        elif depth and isinstance(value, Mapping):
+            for each in value.values():
+                yield from self.documents(each, depth - 1)
+        elif depth and isinstance(value, list | tuple):
+            # A list of plain values may be long, and holds no document behind its first item.
+            if isinstance(value, list) and isinstance(next(iter(value), 0), str | int | float):
+                return
+            for each in islice(value, MAX_DOCUMENTS):
+                yield from self.documents(each, depth - 1)

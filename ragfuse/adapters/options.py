@@ -1,0 +1,100 @@
+"""The options of a call: the fields of a framework's model and the arguments of the call, as an `Ask`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from ragfuse.engine.ask import SAMPLED, Ask
+from ragfuse.errors import InputError
+from ragfuse.types.arguments import unknown_argument
+from ragfuse.types.grammar import Grammar
+
+PLAIN = (
+    "max_tokens",
+    "policy",
+    "ratio",
+    "reuse",
+    "stop",
+    "seed",
+    "deadline_s",
+    "overflow",
+    "parallel_tool_calls",
+    "continue_final_message",
+)
+"""Options that an `Ask` takes as they are."""
+CALL_OPTIONS = (
+    *PLAIN,
+    *SAMPLED,
+    "timeout",
+    "grammar",
+    "response_format",
+    "tool_choice",
+    "chat_template_kwargs",
+    "enable_thinking",
+    "generate_kwargs",
+)
+"""The options of a call, by the names that OpenAI has for them, else ragfuse's own."""
+
+
+def ask_of(
+    owner: str,
+    fields: Mapping[str, Any],
+    call: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+    documents: Sequence[tuple[str, str]] = (),
+) -> Ask:
+    """Return the options of a call: its arguments, else the fields of its model.
+
+    Args:
+        owner: Name of the model's class, for error messages.
+        fields: The fields of the model; other names are ignored.
+        call: The arguments of the call.
+        tools: The tools that are offered, in OpenAI's form.
+        documents: (text, source) of what was retrieved for the call.
+
+    Raises:
+        SettingsError: There is no argument of a name, or a value is outside of its range.
+        InputError: `response_format` is none that can be followed.
+    """
+    unknown = sorted(set(call) - set(CALL_OPTIONS))
+    if unknown:
+        raise unknown_argument(owner, unknown[0], CALL_OPTIONS)
+    values = {**{name: fields.get(name) for name in CALL_OPTIONS}, **call}
+    limit = {} if values["timeout"] is None else {"max_time": values["timeout"]}
+    return Ask(
+        **{name: values[name] for name in PLAIN if values[name] is not None},
+        options={**Ask.generate_options(values), **limit, **(values["generate_kwargs"] or {})},
+        tools=tools,
+        tool_choice=Ask.tool_choice_of(values["tool_choice"], tools),
+        grammar=_grammar_of(values["response_format"]) or values["grammar"],
+        documents=documents,
+        chat_template_kwargs=Ask.template_kwargs(fields, call),
+    )
+
+
+def text_only(kind: str) -> InputError:
+    """Return the error for a part of a message that is no text."""
+    return InputError(
+        f"A content block of type '{kind}' cannot be read: this model takes text only. Leave it out, or convert it."
+    )
+
+
+def _grammar_of(form: Any) -> Grammar | None:
+    """Return the grammar of a `response_format`: OpenAI's forms, or a Pydantic class; None for text."""
+    if isinstance(form, type) and issubclass(form, BaseModel):
+        return Grammar.json(form.model_json_schema())
+    kind = form.get("type", "text") if isinstance(form, Mapping) else form
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return Grammar.json(None)
+    schema = (form.get("json_schema") or {}).get("schema") if isinstance(form, Mapping) else None
+    if kind != "json_schema" or not isinstance(schema, Mapping):
+        raise InputError(
+            f"response_format is {form!r:.80}; wanted a Pydantic class, {{'type': 'json_object'}} or {{'type': "
+            "'json_schema', 'json_schema': {'schema': {...}}}."
+        )
+    return Grammar.json(schema)

@@ -1,0 +1,223 @@
+"""Where the model of a framework's object is: in this process, or at a server. All else is one road."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ragfuse.adapters.progress import shown
+from ragfuse.engine.answer_stream import AnswerStream
+from ragfuse.engine.ask import Ask
+from ragfuse.engine.question import Question
+from ragfuse.errors import InputError
+from ragfuse.remote import RemoteEngine
+from ragfuse.remote.address import ServerAddress
+from ragfuse.remote.answerer import Answerer
+from ragfuse.schemas.pml_template import FilledTemplate
+from ragfuse.settings import Settings
+from ragfuse.types.answer import Answer
+
+Prompt = Question | FilledTemplate | Callable[[Answerer], Any]
+"""A question, a filled template, or what makes either for the engine that is asked."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What answers: an engine of this process, or a server. Copies of a model share it.
+
+    Args:
+        settings: The settings of an engine in this process; None: a server answers.
+        address: The server.
+        given: An engine or a client that was given, or the engine of a model that was given as an object.
+        is_loaded: Whether the model was given as an object, which another process cannot load.
+    """
+
+    settings: Settings | None = None
+    address: ServerAddress | None = None
+    given: Any = field(default=None, repr=False)
+    is_loaded: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        model: Any = None,
+        engine: Any = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        max_retries: int | None = None,
+        **own: Any,
+    ) -> Self:
+        """Return the place that the fields of a framework's model describe.
+
+        Args:
+            model: Name, folder or file of the model, or a loaded model.
+            engine: An `Engine` or a `RemoteEngine`.
+            base_url: Address of a server.
+            api_key: The server's key; None: that of the settings.
+            max_retries: How often a request is sent again; None: the default.
+            **own: What an engine in this process has besides: `settings`, the `tokenizer` of a loaded model, and the
+                settings `dtype`, `device`, `store` and `model_kwargs`.
+
+        Raises:
+            InputError: Fields contradict each other.
+        """
+        engine = None if engine is None else engine_of(engine)
+        given = {name: value for name, value in own.items() if value}
+        if engine is not None or base_url is not None:
+            further = {
+                "engine": engine if base_url else None,
+                "model": None if isinstance(model, str | None) else model,
+            }
+            extra = next((name for name, value in {**given, **further}.items() if value is not None), None)
+            if extra is not None:
+                raise InputError(
+                    f"{extra}= has no effect beside {'engine' if base_url is None else 'base_url'}=: leave it out, and "
+                    "set it where the engine is made or `ragfuse serve` is started."
+                )
+        if isinstance(engine, RemoteEngine):
+            return cls(address=engine.address, given=engine)
+        if engine is not None:
+            return cls(engine.settings, given=engine)
+        if base_url is not None:
+            key = Settings().api_key if api_key is None else api_key
+            retries = 2 if max_retries is None else max_retries
+            return cls(address=ServerAddress(base_url, key, model or "", retries))
+        return cls._in_process(model, given)
+
+    @classmethod
+    def _in_process(cls, model: Any, given: dict[str, Any]) -> Self:
+        base, tokenizer = given.pop("settings", None) or Settings(), given.pop("tokenizer", None)
+        if "model_kwargs" in given:
+            given["model_kwargs"] = {**base.model_kwargs, **given["model_kwargs"]}
+        is_object = not isinstance(model, str | Path | None)
+        if model is not None and not is_object:
+            given["model"] = str(model)
+        settings = _with(base, given)
+        if not is_object and tokenizer is None:
+            return cls(settings)
+        from ragfuse.engine.engine import Engine  # loads torch
+
+        made = Engine.shared(settings, model if is_object else None, tokenizer=tokenizer)
+        return cls(made.settings, given=made, is_loaded=True)
+
+    @property
+    def name(self) -> str:
+        """The model's name; "" before the first question to a server if none was given."""
+        return self.settings.model if self.settings is not None else self._client(None).name
+
+    @property
+    def hears_retrievers(self) -> bool:
+        """Whether retrieved documents are recognised unasked."""
+        return self.settings is None or self.settings.learn != "off"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides an answer beside the options of its call."""
+        if self.settings is None:
+            client = self._client(None)
+            return {"base_url": client.address.base_url, "model": client.address.model}
+        return self.settings.model_dump(include={"model", "dtype", "policy", "ratio", "overflow", "max_tokens"})
+
+    def engine(self, model: str | None = None) -> Answerer:
+        """Return what answers: what was given, else an engine or a client that the process shares.
+
+        Args:
+            model: Name of another model, for one call; None: this one.
+        """
+        if self.settings is None:
+            return self._client(model)
+        from ragfuse.engine.engine import Engine  # loads torch
+
+        if model in (None, self.name):
+            return self.given or Engine.shared(self.settings)
+        return Engine.shared(_with(self.settings, {"model": model}))
+
+    def stream(self, prompt: Prompt, ask: Ask, model: str | None = None) -> AnswerStream:
+        """Return the answer to a prompt as it is written; loads the model, and registers a template's schema first."""
+        engine = self.engine(model)
+        found = prompt(engine) if callable(prompt) else prompt
+        return engine.stream(ready(found, engine), ask)
+
+    async def astream(self, prompt: Prompt, ask: Ask, model: str | None = None) -> AnswerStream:
+        """Run `stream` without blocking the event loop."""
+        return await asyncio.to_thread(self.stream, prompt, ask, model)
+
+    def told(self, answer: Answer, ask: Ask, model: str | None = None) -> dict[str, Any]:
+        """Return an answer's model, finish reason, usage in OpenAI's form, and its trace under `ragfuse`.
+
+        `cached_tokens` are those found in the store, `cache_creation_tokens` those that are encoded for later.
+        """
+        card, trace, n_written = self.engine(model).card, answer.trace, len(answer.token_ids)
+        saves = ask.reuse and not card.refusal
+        details = {"cached_tokens": trace.tokens_found, "cache_creation_tokens": trace.tokens_to_encode if saves else 0}
+        return {
+            "model": card.name,
+            "finish_reason": answer.finish_reason,
+            "usage": {
+                "prompt_tokens": trace.tokens,
+                "completion_tokens": n_written,
+                "total_tokens": trace.tokens + n_written,
+                "prompt_tokens_details": details,
+            },
+            "ragfuse": trace.as_dict(),
+        }
+
+    def as_public(self) -> dict[str, Any]:
+        """Return the fields from which another process makes the same place.
+
+        Raises:
+            SettingsError: The settings contain a secret.
+            InputError: The model was given as an object.
+        """
+        self.check_movable()
+        return self.identity if self.settings is None else {"settings": self.settings.as_public()}
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the engine: another process makes or asks its own."""
+        self.check_movable()
+        return {**vars(self), "given": None}
+
+    def check_movable(self) -> None:
+        """Raise InputError if the model was given as an object, which no other process can load."""
+        if self.is_loaded:
+            raise InputError(
+                f"{self.name} was given as a loaded model, which another process cannot load. Save it to a folder, and "
+                "pass that: model='folder'."
+            )
+
+    def _client(self, model: str | None) -> RemoteEngine:
+        at = self.address
+        assert at is not None
+        if self.given is not None and model in (None, at.model):
+            return self.given  # type: ignore[no-any-return]
+        return RemoteEngine.shared(at.base_url, at.api_key, model or at.model, at.max_retries)
+
+
+def engine_of(model: Any) -> Answerer:
+    """Return the engine of a framework's model, or the engine that is given; raises InputError for anything else."""
+    found = model.get_engine() if hasattr(model, "get_engine") else model
+    if not hasattr(type(found), "count_tokens"):
+        raise InputError(f"Wanted an Engine, a RemoteEngine or a model of ragfuse, found a {type(model).__name__}.")
+    return found  # type: ignore[no-any-return]
+
+
+def ready(prompt: Any, engine: Answerer) -> Any:
+    """Return a prompt as the engine takes it; the schema of a filled template is registered with it if necessary."""
+    if not isinstance(prompt, FilledTemplate):
+        return prompt
+    if not engine.schemas.has(prompt.schema):
+        with shown(prompt.progress, None, "Encoding modules") as report:
+            engine.schemas.ensure(prompt.schema, report)
+    return prompt.request
+
+
+def _with(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """Return checked settings with these changes."""
+    return Settings(**{**settings.model_dump(), **changes}) if changes else settings
