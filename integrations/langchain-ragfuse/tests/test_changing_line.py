@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnablePassthrough
 from langchain_ragfuse import ChatRagFuse
 
 from ragfuse import Ask, Engine
@@ -33,6 +34,13 @@ DOCUMENTS = [
 QUESTIONS = ("Who lives there?", "When does it open?", "What is shown?", "Who pays?", "What is it built from?")
 
 
+class Retriever(BaseRetriever):
+    """Returns all documents."""
+
+    def _get_relevant_documents(self, query: str, **_: Any) -> list[Document]:
+        return DOCUMENTS
+
+
 def by_documents(engine: Engine, stamp: str, question: str) -> Any:
     """Return the trace of a request whose body has the documents."""
     documents = [(each.page_content, each.metadata["source"]) for each in DOCUMENTS]
@@ -47,8 +55,7 @@ def by_a_retriever(engine: Engine, stamp: str, question: str) -> Any:
     prompt = ChatPromptTemplate.from_messages(
         [("system", "cch={stamp};\n" + INSTRUCTIONS), ("human", "{context}\n\n{question}")]
     )
-    retriever = RunnableLambda(lambda _: DOCUMENTS)
-    joined = retriever | (lambda found: "\n\n".join(each.page_content for each in found))
+    joined = Retriever() | (lambda found: "\n\n".join(each.page_content for each in found))
     given = {"context": joined, "question": RunnablePassthrough(), "stamp": lambda _: stamp}
     message = (given | prompt | llm).invoke(question)
     return message.response_metadata["ragfuse"]
