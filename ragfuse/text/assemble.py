@@ -160,7 +160,7 @@ class Assembler:
                     f"({error}). Change the roles or their order, or pass one text instead of messages."
                 ) from error
 
-        messages = [self.calls.message(turn, turn.text, _identity) for turn in turns]
+        messages = [self.calls.message(turn, turn.text, lambda value: value) for turn in turns]
         return rendered(write, messages, tools, self.tokenizer.control_spans, self.continues_last)
 
     def _of(self, found: Rendered, question: Chars, given: Sequence[Given], bos: Sequence[int] = ()) -> Prompt:
@@ -223,20 +223,18 @@ class Assembler:
             key = self.key_of(span.tokens, self.context)
             tokens = ids[match.lo : match.hi]
             rows, stored = ((match.row, match.row + len(tokens)), span.tokens) if tokens != span.tokens else (None, ())
-            inside = (i for i, (lo, hi, _) in enumerate(documents) if lo <= match.lo and match.hi <= hi)
-            number = next(inside, -1)
-            source = span.source if number < 0 else documents[number][2]
+            held = ((min(match.hi, hi) - max(match.lo, lo), hi - lo, i) for i, (lo, hi, _) in enumerate(documents))
+            n_rows, _, number = max(held, default=(0, 0, -1))
+            if n_rows <= 0:
+                number = -1
+            source = documents[number][2] if number >= 0 else span.source
             yield Segment(tokens, 0, "chunk", (key,), source, span.text, rows, stored=stored, document=number)
         yield Segment(ids[at:], 0)
 
 
-def _identity(value: Any) -> Any:
-    return value
-
-
 def _last(text: str, core: str) -> Chars:
     """Return where a text stands for the last time in another; (0, 0): nowhere."""
-    at = text.rfind(core) if core else -1
+    at = text.rfind(core)
     return (at, at + len(core)) if at >= 0 else (0, 0)
 
 
@@ -278,12 +276,11 @@ def _given(tokenizer: Tokenizer, text: str, chars: Chars, ids: tuple[int, ...]) 
 
 def _without_space(tokenizer: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ids without leading and trailing ids that decode to white space."""
-    lo, hi = 0, len(ids)
-    while lo < hi and not tokenizer.decode(ids[lo : lo + 1]).strip():
-        lo += 1
-    while hi > lo and not tokenizer.decode(ids[hi - 1 : hi]).strip():
-        hi -= 1
-    return ids[lo:hi]
+    while ids and not tokenizer.decode(ids[:1]).strip():
+        ids = ids[1:]
+    while ids and not tokenizer.decode(ids[-1:]).strip():
+        ids = ids[:-1]
+    return ids
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
