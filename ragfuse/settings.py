@@ -37,7 +37,7 @@ from pydantic_settings import (
 from pydantic_settings import SettingsError as PydanticSettingsError
 
 from ragfuse.errors import SettingsError
-from ragfuse.process.folders import can_be_written, temporary_folder
+from ragfuse.process.folders import can_be_written, make_own_folder, temporary_folder
 from ragfuse.types.arguments import meant, refused_arguments
 from ragfuse.types.eviction import EVICTION_POLICIES
 from ragfuse.types.levels import LEVEL_NAMES
@@ -497,7 +497,7 @@ def _instead_of(home: Path) -> Path:
         home,
     )
     for kind in ("models", "indexes"):
-        (temporary / kind).mkdir(exist_ok=True)
+        make_own_folder(temporary / kind)
         for found in (home / kind).glob("[!.]*"):
             (temporary / kind / found.name).symlink_to(found)
     return temporary

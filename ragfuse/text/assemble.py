@@ -243,9 +243,11 @@ class Assembler:
             key = self.key_of(span.tokens, self.context)
             tokens = ids[match.lo : match.hi]
             rows, stored = ((match.row, match.row + len(tokens)), span.tokens) if tokens != span.tokens else (None, ())
-            inside = (i for i, (lo, hi, _) in enumerate(documents) if lo <= match.lo and match.hi <= hi)
-            number = next(inside, -1)
-            source = span.source if number < 0 else documents[number][2]
+            held = ((min(match.hi, hi) - max(match.lo, lo), hi - lo, i) for i, (lo, hi, _) in enumerate(documents))
+            n_rows, _, number = max(held, default=(0, 0, -1))
+            if n_rows <= 0:
+                number = -1
+            source = documents[number][2] if number >= 0 else span.source
             yield Segment(tokens, 0, "chunk", (key,), source, span.text, rows, stored=stored, document=number)
         yield Segment(ids[at:], 0)
 

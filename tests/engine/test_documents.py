@@ -44,6 +44,11 @@ def test_equal_texts_of_one_prompt_have_their_own_sources(tiny_settings: Setting
         assert sources(asked(engine, given)) == ["a.md", "c.md", "b.md"]
 
 
+def test_a_document_that_stands_in_another_has_its_own_source(engine: Engine) -> None:
+    given = [(CHUNKS[1], "other.md"), (CHUNKS[0], "alone.md"), (f"{CHUNKS[2]}\n\n{CHUNKS[0]}", "whole.md")]
+    assert sources(asked(engine, given)) == ["other.md", "alone.md", "whole.md"]
+
+
 def test_another_program_on_the_store_reads_no_source_of_the_first(tiny_settings: Settings) -> None:
     with Engine(tiny_settings) as first:
         assert sources(asked(first, [(CHUNKS[0], "first.md"), (CHUNKS[1], "first.md")])) == ["first.md"] * 2

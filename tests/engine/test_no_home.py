@@ -41,6 +41,7 @@ def test_questions_are_answered_from_memory_with_one_warning(environment: dict[s
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("RAGFUSE_HOME") == 1
+    assert "Other users" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.md", "tiny.gguf"]
 
 

@@ -169,6 +169,17 @@ def test_programs_are_reused_behind_an_equal_beginning_alone_and_the_trace_says_
         assert ask(engine, ["My name is Eve.", program], "Question: When?").trace.tokens_prefix > len(program)
 
 
+def test_instructions_in_markdown_and_definitions_of_tools_are_learnt(learner):
+    rules = "# Rules\n\n- Call `search(query)` first, and cite as [1].\n- Greet {name} at <desk> a_b@example.com.\n"
+    tool = {"name": "search", "description": CHUNKS[0], "parameters": {"type": "object", "properties": {}}}
+    for stamp in ("a81f", "77c0", "93bb"):
+        asked = [("system", f"cch={stamp};\n{rules}"), ("user", "Who?")]
+        trace = learner.answer(asked, Ask(tools=[{"type": "function", "function": tool}])).trace
+        learner.flush()
+    found = sum(segment.n_tokens for segment in trace.segments if segment.hit)
+    assert found >= len(rules) + len(CHUNKS[0])
+
+
 def test_a_line_that_changes_is_lost_alone_wherever_it_stands(learner):
     lines = [line for text in CHUNKS for line in text.split(". ")]
     for at in (0, 3, len(lines)):

@@ -244,12 +244,13 @@ def test_the_newer_name_of_a_length_comes_first(served: Served) -> None:
 
 def test_minus_one_is_no_limit(served: Served) -> None:
     window = served.service.engine(APITenant("")).model.max_context
-    body = {"stop_token_ids": [], "logit_bias": {str(LETTERS[0]): 100}}
+    text = "q" * (window - 100)  # so that an answer without a limit is short
+    bodies: dict[str, Fields] = {"chat": {"messages": [said(text)]}, "text": {"prompt": text}}
     for kind, names in {"chat": ("max_tokens", "max_completion_tokens"), "text": ("max_tokens",)}.items():
         for name in names:
-            usage = asked(served, kind, {**body, name: -1}).json()["usage"]
-            assert usage["total_tokens"] >= window
-    told = served.post("/v1/responses", {"model": served.service.model, "input": "Who?", "max_output_tokens": -1})
+            answer = asked(served, kind, bodies[kind], {"logit_bias": {str(LETTERS[0]): 100}, name: -1})
+            assert answer.json()["usage"]["total_tokens"] >= window
+    told = served.post("/v1/responses", {"model": served.service.model, "input": text, "max_output_tokens": -1})
     assert told.status_code == 200, told.text
     for name, value in {"max_tokens": 0, "max_completion_tokens": -2}.items():
         assert asked(served, "chat", {name: value}).json()["error"]["param"] == name
