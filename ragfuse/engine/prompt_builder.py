@@ -20,13 +20,12 @@ from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.overflow import TOKEN_CHARS, may_fit, room_for
-from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, mended_documents, messages_of
+from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.exit import EXITING, start_thread
 from ragfuse.store import KnownText
 from ragfuse.store.deletion import LEARNT
-from ragfuse.text.altered import altered
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_formats import call_format
 from ragfuse.text.chat_messages import ChatMessage, Content, Piece
@@ -246,11 +245,10 @@ class PromptBuilder:
         """
         self._load(digest, "\n".join(message.text for message in messages))
         pieces = chain.from_iterable(message.pieces for message in messages)
-        documents = list(mended_documents(ask.documents))
         given = [(piece.text, piece.source) for piece in pieces if piece.kind == "chunk"]
-        for text, source in [*given, *(documents if self._settings.learn != "off" else ())]:
+        for text, source in [*given, *(ask.documents if self._settings.learn != "off" else ())]:
             self._index(text, source, is_stored=False)
-        return [*documents, *given]
+        return [*ask.documents, *given]
 
     def _find(self, given: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
         """Return the known chunks in ids; one that was given altered has the source that it was given last."""
@@ -277,11 +275,6 @@ class PromptBuilder:
                 yield Piece(known, "chunk", match.span.source)
                 at = lo + len(known)
         yield Piece(text[at:])
-
-    def altered(self, question: ChatInput | Ids, documents: Sequence[tuple[str, str]]) -> str:
-        """Return how a question alters its retrieved documents so that none is found in it; "" where it does not."""
-        contents = "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
-        return altered(contents, [text for text, _ in documents])
 
     def render(
         self,
