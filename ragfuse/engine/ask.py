@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -15,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from ragfuse.types.arguments import checks_arguments, refused_arguments
 from ragfuse.types.grammar import Grammar
 from ragfuse.types.selection import as_setting
-from ragfuse.types.whole_text import whole_text, whole_value
+from ragfuse.types.whole_text import whole_value
 
 NO_LIMIT = -1
 """The `max_tokens` of an answer that gets all of the model's context behind its prompt."""
@@ -44,6 +45,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Options that change a sampled answer alone."""
 SAMPLED = (*SAMPLING, "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 """What `Ask.generate_options` takes."""
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 
 
 def _length(max_tokens: int) -> int:
@@ -93,12 +95,13 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, **numbers}
 
 
-Texts = Annotated[
-    Sequence[Annotated[str, Field(min_length=1)]],
-    BeforeValidator(lambda given: (given,) if isinstance(given, str) else () if given is None else given),
-]
-Listed = BeforeValidator(lambda given: () if given is None else given)
-Mapped = BeforeValidator(lambda given: {} if given is None else given)
+def _stops(given: Any) -> Any:
+    return whole_value((given,) if isinstance(given, str) else given or (), "A stop string")
+
+
+def _mended(what: str, nothing: Any = ()) -> BeforeValidator:
+    """Return a validator that takes None for nothing, and mends the texts of anything else."""
+    return BeforeValidator(lambda given: nothing if given is None else whole_value(given, what))
 
 
 @checks_arguments
@@ -140,19 +143,21 @@ class Ask:
     policy: Annotated[str, AfterValidator(as_setting)] | None = None
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     reuse: bool = True
-    stop: Texts = ()
+    stop: Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_stops)] = ()
     seed: int | None = None
     deadline_s: Annotated[float, Field(ge=0)] | None = None
-    options: Annotated[Mapping[str, Any], Mapped] = field(default_factory=dict)
-    tools: Annotated[Sequence[Any], Listed] = ()
+    options: Annotated[Mapping[str, Any], BeforeValidator(lambda given: given or {})] = field(default_factory=dict)
+    tools: Annotated[Sequence[Any], _mended("A tool")] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None
     overflow: Literal["error", "drop"] | None = None
     session: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_printable)] | None = None
     blend: bool = False
-    documents: Annotated[Sequence[tuple[str, str]], Listed] = field(default=(), repr=False)
-    chat_template_kwargs: Annotated[Mapping[str, Any], Mapped, AfterValidator(_variables)] = field(default_factory=dict)
+    documents: Annotated[Sequence[tuple[str, str]], _mended("A document")] = field(default=(), repr=False)
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any], _mended("A variable of the chat template", NO_VARIABLES), AfterValidator(_variables)
+    ] = field(default_factory=dict)
     continue_final_message: bool = False
 
     @staticmethod
@@ -208,7 +213,4 @@ class Ask:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", _checked_options(self.options))
-        object.__setattr__(self, "tools", whole_value(self.tools, "A tool"))
-        whole = whole_value(self.chat_template_kwargs, "A variable of the chat template")
-        object.__setattr__(self, "chat_template_kwargs", whole)
-        object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in self.stop))
+        object.__setattr__(self, "stop", tuple(self.stop))

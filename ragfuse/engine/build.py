@@ -9,7 +9,7 @@ from ragfuse.engine.constraints import offered_tools
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.engine.overflow import check_answer_fits, limit_of
 from ragfuse.engine.prompt_builder import PromptBuilder
-from ragfuse.engine.question import mended_documents, mended_question
+from ragfuse.engine.question import is_ids, mended_question, messages_of
 from ragfuse.engine.request import Request
 from ragfuse.engine.schema_service import SchemaService
 from ragfuse.errors import about
@@ -41,12 +41,12 @@ class BuildStage:
             return bound
         tools, question = offered_tools(ask), mended_question(question)
         limit = limit_of(ask, request.runtime.settings, request.model)
-        documents = list(mended_documents(ask.documents))
         may_shorten = self.history.may_shorten(question, ask)
         make = partial(self.prompts.prompt, digest=request.runtime.digest, tools=tools, ask=ask, check=not may_shorten)
         prompt = self.history.fitted(question, ask, lambda messages, n: make(messages, leave_out=n), limit)
         leaves_out = limit is not None or (may_shorten and self.history.has_earlier(prompt, question))
         check_answer_fits(prompt, ask, request.model, leaves_out)
-        if documents and all(segment.kind != "chunk" for segment in prompt.segments):
-            return replace(prompt, altered=self.prompts.alters(question, documents))
-        return prompt
+        if not ask.documents or any(segment.kind == "chunk" for segment in prompt.segments):
+            return prompt
+        contents = "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
+        return replace(prompt, altered=all(text.strip() not in contents for text, _ in ask.documents))

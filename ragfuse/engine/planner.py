@@ -23,7 +23,7 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.policy_cost import AUTO
 from ragfuse.types.profiles import ModelProfile
-from ragfuse.types.prompt import Prompt
+from ragfuse.types.prompt import Prompt, Segment
 from ragfuse.types.reasons import (
     DOCUMENTS_ALTERED,
     ENCODING,
@@ -78,31 +78,30 @@ class Planner:
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         costs = self._runtime.timings.costs(model)
         controller = Controller(cost_of, costs, profile.default_choice, policy, ratio, request.left_s)
-        blends = any(segment.kind == "chunk" for segment in prompt.segments)
-        refusal = refusal_of(_judged(prompt, profile, blends), policy) if ask.reuse else FULL_PREFILL_ASKED
-        unused, why_unused = frozenset[ChunkKey](), refusal
-        if refusal and blends and ask.reuse and not refusal_of(_judged(prompt, profile, False), policy):
-            unused = frozenset(key for segment in prompt.segments if segment.kind == "chunk" for key in segment.keys)
-            refusal = ""  # exact segments are still read
-        if refusal:
+        if refusal := refusal_of(_exactly(prompt, profile), policy) if ask.reuse else FULL_PREFILL_ASKED:
             full = controller.plan(prompt, {}).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
-        keys = [key for segment in prompt.segments for key in segment.keys if key not in unused]
+        chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
+        unblended = refusal_of(profile, policy) if chunks else ""  # then exact segments are read alone
+        keys = [key for at, each in enumerate(prompt.segments) for key in each.keys if not (unblended and at in chunks)]
         entries = self._store.lookup(keys)
         others = self._store.copies(entries) if costs is not None and costs.tiers else {}
         found = controller.plan(prompt, entries, lost, others)
-        # A prefix that is not in the store is new text, not a miss.
-        misses = (miss for miss in found.misses if (prompt.segments[miss[0]].kind, miss[1]) != ("prefix", MISSING))
-        found = replace(found, misses=tuple(self._explained(prompt, *miss) for miss in misses))
-        if unused:
-            chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
-            found = replace(found, misses=tuple((at, why_unused if at in chunks else why) for at, why in found.misses))
-            return found if found.fetches or found.fallback_reason else found.with_full_prefill(why_unused)
+        misses = list[tuple[int, str]]()
+        for at, why in found.misses:
+            if unblended and at in chunks:
+                misses.append((at, unblended))
+            elif (prompt.segments[at].kind, why) != ("prefix", MISSING):  # such a prefix is new text, not a miss
+                misses.append((at, self._explained(prompt.segments[at], why)))
+        found = replace(found, misses=tuple(misses))
         if found.fetches or found.fallback_reason:
-            if blends and policy == AUTO and profile.choice is None and not self._is_hinted:
+            is_default = policy == AUTO and profile.choice is None
+            if chunks and not unblended and is_default and not self._is_hinted:
                 self._is_hinted = True
                 hint(profile, settings, model)
             return found
+        if unblended:
+            return found.with_full_prefill(unblended)
         is_pending = any(why == ENCODING for _, why in found.misses)
         why = ENCODING if is_pending else self._why_nothing(prompt, bool(lost))
         return replace(found.with_full_prefill(why), misses=found.misses)
@@ -112,13 +111,12 @@ class Planner:
         state = states.longest_prefix(prompt.token_ids, kind)[0] if states is not None and kind else None
         return state.n_tokens if state is not None else 0
 
-    def _explained(self, prompt: Prompt, index: int, why: str) -> tuple[int, str]:
-        """Return a miss with its precise reason: its entry may be undecodable here, or still being encoded."""
-        segment = prompt.segments[index]
+    def _explained(self, segment: Segment, why: str) -> str:
+        """Return the precise reason of a miss: its entry may be undecodable here, or still being encoded."""
         if why == MISSING and segment.kind == "chunk" and self._jobs.is_waiting(segment.stored or segment.tokens):
-            return index, ENCODING
+            return ENCODING
         reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
-        return index, next(filter(None, reasons), why)
+        return next(filter(None, reasons), why)
 
     def _why_nothing(self, prompt: Prompt, lost: bool) -> str:
         """Return why nothing of a prompt was found, with the tiers that do not answer and may have it."""
@@ -136,14 +134,11 @@ class Planner:
         return KNOWN_ONLY if is_known else NEW_OR_DELETED
 
 
-def _judged(prompt: Prompt, profile: ModelProfile, blends: bool) -> ModelProfile:
-    """Return the profile as far as it concerns this prompt.
+def _exactly(prompt: Prompt, profile: ModelProfile) -> ModelProfile:
+    """Return the profile as far as it concerns the segments of a prompt that are not blended.
 
-    A prompt without chunks to blend needs no calibration. One whose KV is used at its encoded positions does not need a
-    model whose KV can be moved.
+    They need no calibration, and those that are used at their encoded positions no model whose KV can be moved.
     """
-    if blends:
-        return profile
     shifts = [segment.shift for segment in prompt.segments if segment.kind in ("prefix", "history")]
     stays = prompt.schema_use is not None or (bool(shifts) and not any(shifts))
     return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)

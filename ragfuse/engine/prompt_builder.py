@@ -20,7 +20,7 @@ from cachetools import LRUCache
 
 from ragfuse.engine.ask import Ask
 from ragfuse.engine.overflow import TOKEN_CHARS, may_fit, room_for
-from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, mended_documents, messages_of
+from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, messages_of
 from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.exit import EXITING, start_thread
@@ -238,11 +238,10 @@ class PromptBuilder:
         """
         self._load(digest, "\n".join(message.text for message in messages))
         pieces = chain.from_iterable(message.pieces for message in messages)
-        documents = list(mended_documents(ask.documents))
         given = [(piece.text, piece.source) for piece in pieces if piece.kind == "chunk"]
-        for text, source in [*given, *(documents if self._settings.learn != "off" else ())]:
+        for text, source in [*given, *(ask.documents if self._settings.learn != "off" else ())]:
             self._index(text, source, is_stored=False)
-        return [*documents, *given]
+        return [*ask.documents, *given]
 
     def _find(self, given: Mapping[str, str], ids: Sequence[int]) -> list[Match]:
         """Return the known chunks in ids; one that was given altered has the source that it was given last."""
@@ -268,11 +267,6 @@ class PromptBuilder:
                 yield Piece(known, "chunk", match.span.source)
                 at = lo + len(known)
         yield Piece(text[at:])
-
-    def alters(self, question: ChatInput | Ids, documents: Sequence[tuple[str, str]]) -> bool:
-        """Return whether a question holds none of its retrieved documents as it was retrieved."""
-        contents = "" if is_ids(question) else "\n".join(message.text for message in messages_of(question))
-        return all(text.strip() not in contents for text, _ in documents)
 
     def render(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragfuse.types.keys import Encoded, Kind
 from ragfuse.types.levels import LEVEL_NAMES
-from ragfuse.types.plan import Fetch, Forecast, LoadPlan, is_blended, is_exact
+from ragfuse.types.plan import LoadPlan, is_blended, is_exact
 from ragfuse.types.policy_cost import Needs
 from ragfuse.types.sizes import size_text
 
@@ -61,27 +61,41 @@ def in_words(plan: LoadPlan, unmeasured: str = UNMEASURED, name_of: Callable[[st
         unmeasured: What is said instead of times on a machine that was not measured.
         name_of: Gives the name of a source.
     """
-    parts = _segments(plan, name_of), _left_out(plan, name_of), _chosen(plan), _expected(plan, unmeasured)
-    return "\n".join((f"{plan.explain()}.", *(line for part in parts for line in part)))
+    found, lines = plan.forecast, [f"{plan.explain()}."]
+    for row in _rows(plan):
+        if row["tier"] or row["why"]:
+            lines.append(_line(plan, row, name_of))
+    if plan.prompt.dropped:
+        named = ", ".join(name_of(source) or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
+        lines.append(f"Left out, so that the prompt and an answer fit: {named}.")
+    if found is not None and plan.chooses:
+        quantity, bound = f"Ratio {plan.ratio:.2f}", BOUNDS[found.bound]
+        if not plan.cost.is_adjustable:
+            quantity, bound = "Rows", RATIO_IS_FIXED
+        elif found.bound == "deadline" and found.is_late:
+            bound = LEAST_RATIO_DESPITE_DEADLINE
+        lines.append(f"{quantity} by {plan.policy}: {bound}.")
+    if needed := needs(plan):
+        lines.append(f"How {plan.policy} goes: {needed}.")
+    if found is None:
+        return "\n".join((*lines, unmeasured))
+    both = ", partly at the same time" if found.ttft_s < 0.999 * (found.load_s + found.recompute_s) else ""
+    lines.append(
+        f"First token after {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading, {found.recompute_s:.3f} s of "
+        f"computing{both}. Full prefill: {found.full_s:.3f} s."
+    )
+    for tier, times in found.corrections:
+        factor = f"{times:.1f}" if times > 1 else f"{times:.2f}"
+        lines.append(
+            f"Reading {tier} is assumed to take {factor} times as long as measured, as it did for the last answers."
+        )
+    if found.is_late:
+        lines.append(f"The deadline, {found.deadline_s:.3f} s from now, cannot be met.")
+    return "\n".join(lines)
 
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
     """Return a plan in plain JSON types, with one row per reusable segment."""
-    fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
-    times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
-    rows = []
-    for at, segment in enumerate(plan.prompt.segments):
-        if segment.kind != "fresh":
-            fetch, (load_s, compute_s) = fetches.get(at), times.get(at, (None, None))
-            row: dict[str, Any] = {
-                "source": segment.source,
-                "kind": segment.kind,
-                "n_tokens": len(segment.tokens),
-            }
-            row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
-            row |= {"tier": fetch.tier if fetch else "", "nbytes": fetch.nbytes if fetch else 0}
-            row |= {"level": fetch.level if fetch else "", "encoded": fetch.key.encoded if fetch else ""}
-            rows.append({**row, "predicted_load_s": load_s, "predicted_compute_s": compute_s})
     forecast = asdict(plan.forecast) if plan.forecast is not None else None
     if forecast is not None:
         del forecast["segments"]
@@ -91,7 +105,7 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
         "ratio": plan.ratio,
         "fallback_reason": plan.fallback_reason,
         "tokens": len(plan.prompt),
-        "segments": rows,
+        "segments": [{name: value for name, value in row.items() if name != "at"} for row in _rows(plan)],
         "forecast": forecast,
     }
 
@@ -101,72 +115,45 @@ def needs(plan: LoadPlan) -> str:
     return NEEDS[plan.cost.needs] if plan.chooses else ""
 
 
-def _segments(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
-    """Yield a line for each hit or miss."""
+def _rows(plan: LoadPlan) -> Iterator[dict[str, Any]]:
+    """Yield what the plan says of each reusable segment, which is the one at "at"."""
     fetches, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
-    for index, segment in enumerate(plan.prompt.segments):
-        if index not in fetches and index not in misses:
+    for at, segment in enumerate(plan.prompt.segments):
+        if segment.kind == "fresh":
             continue
-        fetch, notes = fetches.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
-        if fetch is not None:
-            level = "" if fetch.level == LEVEL_NAMES[0] else f" as {fetch.level}"
-            place = f" in {fetch.tier}{level}, {size_text(fetch.nbytes)}" if fetch.nbytes else ", read above"
-            notes[0] += f"{place}, {ENCODED[fetch.key.encoded]}"
-        if index in times:
-            notes.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
-        name = name_of(segment.source) or KIND_NAMES[segment.kind]
-        yield f"- {name}, {len(segment.tokens)} tokens: {'; '.join(notes)}"
+        fetch, (load_s, compute_s) = fetches.get(at), times.get(at, (None, None))
+        yield {
+            "at": at,
+            "source": segment.source,
+            "kind": segment.kind,
+            "n_tokens": len(segment.tokens),
+            "hit": fetch in plan.fetches,
+            "why": misses.get(at, ""),
+            "tier": fetch.tier if fetch else "",
+            "nbytes": fetch.nbytes if fetch else 0,
+            "level": fetch.level if fetch else "",
+            "encoded": fetch.key.encoded if fetch else "",
+            "predicted_load_s": load_s,
+            "predicted_compute_s": compute_s,
+        }
 
 
-def _left_out(plan: LoadPlan, name_of: Callable[[str], str]) -> Iterator[str]:
-    """Yield a line with the chunks that were left out of a prompt that was too long."""
-    if plan.prompt.dropped:
-        named = ", ".join(name_of(source) or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
-        yield f"Left out, so that the prompt and an answer fit: {named}."
-
-
-def _seconds(plan: LoadPlan, read: Fetch | None, there: bool, load_s: float, compute_s: float) -> str:
-    """Return how long a segment takes to load (where it is stored) and to compute (where that is needed)."""
-    loading = f"{load_s:.3f} s to load, " if there else ""
-    if read is None:
-        return f"{loading}{compute_s:.3f} s to compute"
-    if is_blended(plan.prompt, read):
-        return f"{loading}{compute_s:.3f} s to recompute"
-    exact = plan.prompt.segments[read.segment].kind == "chunk" and is_exact(plan.prompt, read)
-    return f"{loading}{'exact here, so ' if exact else ''}nothing to recompute"
-
-
-def _chosen(plan: LoadPlan) -> Iterator[str]:
-    """Yield the ratio with its bound, and what the policy needs first; nothing where it has nothing to choose."""
-    if plan.fallback_reason or not plan.chooses:
-        return
-    if plan.forecast is not None:
-        quantity = f"Ratio {plan.ratio:.2f}" if plan.cost.is_adjustable else "Rows"
-        yield f"{quantity} by {plan.policy}: {_bound(plan, plan.forecast)}."
-    if needed := needs(plan):
-        yield f"How {plan.policy} goes: {needed}."
-
-
-def _bound(plan: LoadPlan, found: Forecast) -> str:
-    if not plan.cost.is_adjustable:
-        return RATIO_IS_FIXED
-    return LEAST_RATIO_DESPITE_DEADLINE if found.bound == "deadline" and found.is_late else BOUNDS[found.bound]
-
-
-def _expected(plan: LoadPlan, unmeasured: str) -> Iterator[str]:
-    """Yield the predicted times, one line each."""
-    found = plan.forecast
-    if found is None:
-        yield unmeasured
-        return
-    both = ", partly at the same time" if found.ttft_s < 0.999 * (found.load_s + found.recompute_s) else ""
-    yield (
-        f"First token after {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading, {found.recompute_s:.3f} s of "
-        f"computing{both}. Full prefill: {found.full_s:.3f} s."
-    )
-    for tier, times in found.corrections:
-        factor = f"{times:.1f}" if times > 1 else f"{times:.2f}"
-        yield f"Reading {tier} is assumed to take {factor} times as long as measured, as it did for the last answers."
-    if found.is_late:
-        yield f"The deadline of {found.deadline_s:.3f} s cannot be met."
+def _line(plan: LoadPlan, row: Mapping[str, Any], name_of: Callable[[str], str]) -> str:
+    """Return a row in words: hit or miss, and how long it takes to load and to compute."""
+    told = f"miss ({row['why']})" if row["why"] else "hit"
+    if row["tier"]:
+        level = "" if row["level"] == LEVEL_NAMES[0] else f" as {row['level']}"
+        place = f" in {row['tier']}{level}, {size_text(row['nbytes'])}" if row["nbytes"] else ", read above"
+        told += f"{place}, {ENCODED[row['encoded']]}"
+    if row["predicted_load_s"] is not None:
+        told += f"; {row['predicted_load_s']:.3f} s to load, " if row["tier"] else "; "
+        read = next((fetch for fetch in plan.fetches if fetch.segment == row["at"]), None)
+        if read is None:
+            told += f"{row['predicted_compute_s']:.3f} s to compute"
+        elif is_blended(plan.prompt, read):
+            told += f"{row['predicted_compute_s']:.3f} s to recompute"
+        else:
+            exact = row["kind"] == "chunk" and is_exact(plan.prompt, read)
+            told += f"{'exact here, so ' if exact else ''}nothing to recompute"
+    return f"- {name_of(row['source']) or KIND_NAMES[row['kind']]}, {row['n_tokens']} tokens: {told}"

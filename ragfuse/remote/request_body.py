@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ragfuse.engine.ask import SAMPLING, Ask
-from ragfuse.engine.question import Question, is_bare_text, is_ids, mended_documents, messages_of
+from ragfuse.engine.question import Question, is_bare_text, is_ids, messages_of
 from ragfuse.errors import InputError
 from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.schemas.pml_writer import to_pml
@@ -106,9 +106,9 @@ def _reuse(ask: Ask) -> Json:
     named = {"policy": ask.policy, "ratio": ask.ratio, "overflow": ask.overflow, "deadline_s": ask.deadline_s}
     found: Json = {name: value for name, value in named.items() if value is not None}
     found |= {"reuse": ask.reuse, "blend": ask.blend, "token_ids": True, "model_sampling": True}
-    pairs = [pair for pair in mended_documents(ask.documents) if pair[0].strip()]
-    if pairs:
-        found["retrieved"] = [{"text": text, "title": _title(source)} for text, source in pairs[:MAX_RETRIEVED]]
+    documents = [{"text": text, "title": _title(source)} for text, source in ask.documents if text.strip()]
+    if documents:
+        found["retrieved"] = documents[:MAX_RETRIEVED]
     if ask.options.get("max_time") is not None:
         found["max_time_s"] = ask.options["max_time"]
     return found

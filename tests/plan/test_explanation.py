@@ -40,7 +40,7 @@ def test_what_the_ratio_stopped_at_is_said():
     assert "cannot be met" not in in_time
     late = "\n".join(told(["far"] * 6, "hkvd", deadline_s=0.001, far=2e-8))
     assert "the least that keeps answers close, although the deadline asks for less" in late
-    assert "The deadline of 0.001 s cannot be met." in late
+    assert "The deadline, 0.001 s from now, cannot be met." in late
     assert "leaves time" not in late
     assert "Rows by lego-16: what this policy always" in "\n".join(told(["memory"] * 4, "lego-16", deadline_s=0.001))
 
