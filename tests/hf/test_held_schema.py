@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date, time
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -22,6 +22,8 @@ from ragfuse.types.grammar import Grammar
 from tests.hf.test_grammar import bytes_tokenizer
 
 LOOK = "^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$"
+DECIMAL = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": LOOK}]}
+"""What pydantic 2.12 writes for a Decimal; 2.9 and 2.14 write no pattern."""
 
 
 class Colour(Enum):
@@ -62,7 +64,7 @@ class Order(BaseModel):
 
 
 TYPES: list[Any] = [
-    *(Decimal, date, time, UUID, Colour, Order, Tree, Movie, Place, int, float, bool),
+    *(Decimal, datetime, date, time, timedelta, UUID, Colour, Order, Tree, Movie, Place, int, float, bool),
     *(Literal["a", 2], int | None, Cat | Dog, Annotated[Cat | Dog, Field(discriminator="kind")], IPvAnyAddress),
     *(Annotated[Decimal, Field(gt=0)], Annotated[float, Field(gt=0, lt=0.5)]),
     *(Annotated[int, Field(multiple_of=5, ge=0, lt=100)], dict[str, Annotated[int, Field(ge=0)]], SecretStr),
@@ -79,12 +81,8 @@ def written(schema: Mapping[str, Any], prefers: str, n: int = 400) -> str:
     likes[256] = 500.0
     likes[words(prefers, add_special_tokens=False).input_ids] = 1000.0
     while len(ids) < n and (not ids or ids[-1] != 256):
-        if len(ids) == 26:
-            likes[words('"}],Z', add_special_tokens=False).input_ids] = 3000.0
-            likes[words("15", add_special_tokens=False).input_ids] = 2000.0
-            likes[words("}", add_special_tokens=False).input_ids] = 3500.0
-            likes[words('"', add_special_tokens=False).input_ids] = 3600.0
-            likes[256] = 4000.0
+        if len(ids) == 60:
+            likes[words('"}]', add_special_tokens=False).input_ids] = 2000.0
         ids.append(int(processor(torch.tensor([[0, *ids]]), likes[None].clone()).argmax()))
     assert ids[-1] == 256, words.decode(ids)
     return str(words.decode(ids[:-1]))
@@ -96,11 +94,18 @@ def test_what_a_type_s_schema_holds_is_read_back(kind: Any, prefers: str) -> Non
     adapter = TypeAdapter(kind)
     schema = adapter.json_schema()
     text = written(schema, prefers)
-    source = json.dumps(schema)
     try:
         adapter.validate_json(text)
-    except ValueError:  # what was not held is said; a Decimal's schema allows any text
-        assert held_schema(source)[1] or broken(source, text) or "Decimal" in str(kind) or kind is Order, text
+    except ValueError:
+        assert held_schema(json.dumps(schema))[1], text  # what was not held is said
+
+
+@pytest.mark.parametrize("prefers", ['"', "1"])
+def test_an_alternative_that_cannot_be_held_is_left_out_where_another_can(prefers: str) -> None:
+    schema = {"type": "object", "properties": {"total": DECIMAL}, "required": ["total"]}
+    text = written(schema, prefers)
+    assert isinstance(json.loads(text)["total"], int | float)
+    assert held_schema(json.dumps(schema))[1] == ()
 
 
 def test_a_pattern_that_cannot_be_held_is_named_with_its_field_and_checked_afterwards() -> None:
