@@ -209,12 +209,14 @@ class KnownSpans:
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are looked up faster
         wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        rare = [np.zeros(0, np.int64)]
         for level in self._levels:
             last = np.searchsorted(level, wanted | _LOW_BITS, "right")
             count = np.minimum(last - np.searchsorted(level, wanted), SPANS_PER_ANCHOR)
             group, offset = _members(count)
             at.append(order[group])
             number.append((level[last[group] - 1 - offset] & _LOW_BITS).astype(np.int64))
+            rare.append(number[-1][count[group] == 1])
         numbers, index, n_anchors = np.unique(np.concatenate(number), return_inverse=True, return_counts=True)
         entries = [self._entries.get(each) for each in numbers.tolist()]
         is_usable = np.array([entry is not None and (given is None or entry.is_stored) for entry in entries], bool)
@@ -222,7 +224,9 @@ class KnownSpans:
         cells = cells[is_usable[cells & 0xFFFFFFFF]]
         cell, index = cells >> 32, cells & 0xFFFFFFFF
         order = np.lexsort((-n_anchors[index], cell))
-        chosen = np.unique(index[order[_ranks(cell[order]) < SPANS_PER_CELL]])
+        # Of spans that are nearly alike, the right one has an anchor that no other has.
+        own = np.flatnonzero(is_usable & np.isin(numbers, np.concatenate(rare)))
+        chosen = np.union1d(index[order[_ranks(cell[order]) < SPANS_PER_CELL]], own)
         chosen = numbers[chosen[np.argsort(-n_anchors[chosen], kind="stable")]]
         asked = [self._texts[text] for text in given or () if text in self._texts]
         found, room = list[int](), PAIRS_PER_TOKEN * (len(prompt) + 1024)
@@ -313,11 +317,11 @@ class _Comparison:
         fresh = np.diff(diagonal[order], prepend=-2) != 1
         begins, stops = order[fresh], order[np.append(fresh[1:], True)] if len(order) else order
         owner, lo, hi, shift = self._owner[place[begins]], at[begins], at[stops] + MIN_RUN_TOKENS, (place - at)[begins]
-        order = np.lexsort((-hi, lo, owner))
+        whole = (lo + shift <= self.starts[owner] + 1) & (hi + shift >= self.ends[owner] - 1)
+        order = np.lexsort((~whole, -hi, lo, owner))
         reach = np.maximum.accumulate(owner[order] << 32 | hi[order])
         order = order[np.diff(reach, prepend=-1) > 0]
-        owner, lo, hi, shift = owner[order], lo[order], hi[order], shift[order]
-        whole = (lo + shift <= self.starts[owner] + 1) & (hi + shift >= self.ends[owner] - 1)
+        owner, lo, hi, shift, whole = owner[order], lo[order], hi[order], shift[order], whole[order]
         n_equal = np.bincount(owner, hi - lo, len(self._entries))
         n_equal[owner[whole]] = least
         enough = n_equal[owner] >= least

@@ -92,15 +92,13 @@ def test_what_is_not_there_is_told_before_a_model_is_loaded(command, said, tmp_p
     assert (run.returncode, run.stdout) == (1, "")
 
 
-def test_a_prompt_over_a_schema_that_is_not_registered_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
-    (tmp_path / "prompt.xml").write_text('<prompt schema="absent"><a/></prompt>')
+def test_a_schema_that_is_not_registered_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
     for name, value in (("HOME", tmp_path), ("MODEL", tmp_path)):  # a folder that is no model
         monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
     (tmp_path / "config.json").write_text("{}")
-    for command in (["ask", "--pml", str(tmp_path / "prompt.xml")], ["schema", "show", "absent"]):
-        result = CliRunner().invoke(app, command)
-        assert "absent" in result.stderr, result.stderr
-        assert "ModelError" not in result.stderr
+    result = CliRunner().invoke(app, ["schema", "show", "absent"])
+    assert "absent" in result.stderr, result.stderr
+    assert "ModelError" not in result.stderr
 
 
 def completed(shell, words, tmp_path):

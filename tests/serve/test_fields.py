@@ -160,7 +160,7 @@ def test_every_field_that_may_be_sent_is_in_one_of_these_tables() -> None:
 
 
 def test_the_guide_names_every_field() -> None:
-    guide = (ROOT / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "guides" / "http-api.md").read_text(encoding="utf-8")
     kinds = (ChatRequest, TextRequest, StreamOptions)
     assert {name for kind in kinds for name in kind.model_fields if f"`{name}`" not in guide} == set()
 

@@ -35,7 +35,7 @@ _ROLES: Mapping[str, RoleName] = MappingProxyType(
 
 
 _VARIABLE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
-_CHAT = re.compile(r"""\{%\s*chat\s+role\s*=\s*["'](\w*)["']\s*%\}(.*?)\{%\s*endchat\s*%\}""", re.DOTALL)
+_CHAT = re.compile(r"""\{%\s*chat\s+role\s*=\s*["'](\w*)["']\s*%\}([^{]*(?:\{(?!%)[^{]*)*)\{%\s*endchat\s*%\}""")
 """Variables of jinja2, and LlamaIndex's chat blocks."""
 
 
