@@ -25,14 +25,18 @@ from ragfuse.cli.options import Json
 from ragfuse.errors import InputError
 
 
-def _command(name: str, module: str, kind: type[Any], help_text: str) -> Callable[..., None]:
-    """Return the command of a benchmark whose function is `run_NAME(options, console)`."""
+def _command(name: str, module: str, kind: type[Any], help_text: str, is_timed: bool = True) -> Callable[..., None]:
+    """Return the command of a benchmark whose function is `run_NAME(options, console)`.
+
+    One that times computing starts again with an allocator that keeps memory.
+    """
 
     def command(options: Any, json: Json = None) -> None:
         from ragfuse.calibration.runner import tune_malloc
 
         report = Report(name, json)
-        tune_malloc(report)
+        if is_timed:
+            tune_malloc(report)
         report.write(getattr(import_module(module), f"run_{name}")(options, report))
 
     command.__name__, command.__doc__ = name, help_text
@@ -51,6 +55,7 @@ kernels = _command(
     "ragfuse_bench.kernels",
     KernelOptions,
     "Count the torch operations of full prefill and of every policy, on the path of CPUs and on that of GPUs.",
+    is_timed=False,
 )
 decode = _command(
     "decode",
@@ -81,6 +86,7 @@ sessions = _command(
     "ragfuse_bench.sessions.run",
     SessionOptions,
     "Simulate one server over thousands of conversations, to compare the hit rates of eviction policies.",
+    is_timed=False,
 )
 stream = _command(
     "stream",
@@ -93,6 +99,7 @@ ray = _command(
     "ragfuse_bench.ray.run",
     RayOptions,
     "Simulate the router of replicas; encode in bulk and serve on a two-node Ray cluster of this machine.",
+    is_timed=False,
 )
 
 
