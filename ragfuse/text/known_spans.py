@@ -209,14 +209,15 @@ class KnownSpans:
         hashes = _hashed(prompt, self._anchor_tokens) >> _HALF << _HALF
         order = np.argsort(hashes)  # sorted values are looked up faster
         wanted, at, number = hashes[order], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        rare = [np.zeros(0, np.int64)]
+        groups, n_spans = [np.zeros(0, np.int64)], np.zeros(len(wanted), np.int64)
         for level in self._levels:
             last = np.searchsorted(level, wanted | _LOW_BITS, "right")
             count = np.minimum(last - np.searchsorted(level, wanted), SPANS_PER_ANCHOR)
+            n_spans += count
             group, offset = _members(count)
             at.append(order[group])
             number.append((level[last[group] - 1 - offset] & _LOW_BITS).astype(np.int64))
-            rare.append(number[-1][count[group] == 1])
+            groups.append(group)
         numbers, index, n_anchors = np.unique(np.concatenate(number), return_inverse=True, return_counts=True)
         entries = [self._entries.get(each) for each in numbers.tolist()]
         is_usable = np.array([entry is not None and (given is None or entry.is_stored) for entry in entries], bool)
@@ -225,7 +226,8 @@ class KnownSpans:
         cell, index = cells >> 32, cells & 0xFFFFFFFF
         order = np.lexsort((-n_anchors[index], cell))
         # Of spans that are nearly alike, the right one has an anchor that no other has.
-        own = np.flatnonzero(is_usable & np.isin(numbers, np.concatenate(rare)))
+        only = np.concatenate(number)[n_spans[np.concatenate(groups)] == 1]
+        own = np.flatnonzero(is_usable & np.isin(numbers, only))
         chosen = np.union1d(index[order[_ranks(cell[order]) < SPANS_PER_CELL]], own)
         chosen = numbers[chosen[np.argsort(-n_anchors[chosen], kind="stable")]]
         asked = [self._texts[text] for text in given or () if text in self._texts]

@@ -131,7 +131,8 @@ def test_in_a_memory_that_is_too_small_answers_stay_right(on):
             assert asked(engine, question).token_ids == full.token_ids
 
 
-def test_prompts_of_a_batch_share_what_they_begin_with(cached):
+def test_prompts_of_a_batch_share_what_they_begin_with(cached, monkeypatch):
+    monkeypatch.setattr("ragfuse.engine.prefix_cache.PREFIX_SAVE_WAIT_S", 60.0)  # on a busy machine, too
     questions = [[SYSTEM, ("user", f"What happened in year {number}?")] for number in range(4)]
     answers = cached.batch(questions)
     shared = [answer.trace.tokens_prefix > len(SYSTEM[1]) for answer in answers]
