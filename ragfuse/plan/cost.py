@@ -203,7 +203,7 @@ class CostModel:
             return None
 
     def corrected(self, times: Mapping[str, float]) -> CostModel:
-        """Return the model with tiers that take so many times as long."""
+        """Return the model with the times of all tiers multiplied."""
         tiers = {
             name: replace(tier, read_s=tier.read_s * times.get(name, 1.0), byte_s=tier.byte_s * times.get(name, 1.0))
             for name, tier in self.tiers.items()
