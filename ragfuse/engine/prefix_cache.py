@@ -106,10 +106,11 @@ class PrefixCache:
             found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids)]
             found = [each for each in found if each.lo < each.hi]
             keys = {each.key for each in found}
+        pending = self._pending.among(keys)
         entries = self._store.lookup(keys) if keys else {}
-        if evicted := keys - set(entries):
+        if evicted := keys - pending - set(entries):
             with self._changed:
-                tree.discard(evicted - self._pending.among(evicted))
+                tree.discard(evicted)
         # Entries of conversations may exist at lossy levels only, and would not be exact.
         found = [each for each in found if each.key in entries and LEVEL_NAMES[0] in entries[each.key].sizes]
         return with_rows(prompt, found, "prefix")
@@ -129,13 +130,14 @@ class PrefixCache:
         if not self.is_on or not _is_plain(prompt):
             yield
             return
-        ids, tree = prompt.token_ids, self._tenants[self._runtime.encoder.digest].tree
+        ids = prompt.token_ids
 
         def shares() -> bool:
             at = _n_chained(tree.match(ids)) + self._settings.min_chunk_tokens
             return at < len(ids) and any(ids[:at] == other[:at] for other in self._computed)
 
         with self._changed:
+            tree = self._tenants[self._runtime.encoder.digest].tree
             self._changed.wait_for(lambda: not shares())
             self._computed.append(ids)
             keys = {each.key for each in tree.match(ids)}
@@ -176,8 +178,9 @@ class PrefixCache:
             if run.hi <= n_exact and (run.read or run.hi - lo >= shortest):
                 parts.append(run.read or self._exact(ids, lo, run.hi))
                 new |= {} if run.read else {parts[-1].key: [(lo, run.hi)]}
-        inserted = self._insert(ids, parts)
-        self._save(ready, {key: spans for key, spans in new.items() if key in inserted})
+        with self._changed:  # whoever finds them in the tree finds that they are being saved
+            inserted = self._insert(ids, parts)
+            self._save(ready, {key: spans for key, spans in new.items() if key in inserted})
 
     def keep(
         self, ready: PreparedPrompt, turn: PendingTurn, written: Sequence[int]
@@ -215,7 +218,7 @@ class PrefixCache:
                 new |= {} if run.read else {parts[-1].key: [(run.lo, run.hi)]}
             else:
                 private.append((run.lo, run.hi))
-        self._insert(ids, [each for each in parts if each.hi <= n_exact])
+        exact = [each for each in parts if each.hi <= n_exact]
         if private:
             tokens = [token for lo, hi in private for token in ids[lo:hi]]
             context = filler_context(digest("history", _plan_digest(plan), str(private[0][0])))
@@ -223,7 +226,9 @@ class PrefixCache:
             new[key] = private
             ends = accumulate(hi - lo for lo, hi in private)
             parts += [Rows(lo, hi, key, end - (hi - lo)) for (lo, hi), end in zip(private, ends, strict=True)]
-        self._save(ready, new, turn)
+        with self._changed:
+            self._insert(ids, exact)
+            self._save(ready, new, turn)
         return _in_conversation(ids, merged(sorted(parts, key=lambda part: part.lo)), *turn.left_out)
 
     def prefix_to_encode(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
