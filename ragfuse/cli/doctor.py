@@ -27,7 +27,6 @@ from ragfuse.cli.check import Check, CheckResult, State, guarded
 from ragfuse.cli.options import Device, Dtype, Json, Model, ModelKwargs, Store, console_for, settings_of, write_json
 from ragfuse.cli.show import counted
 from ragfuse.errors import SettingsError
-from ragfuse.models import list_models
 from ragfuse.settings import Settings
 from ragfuse.types.sizes import capacity_text, size_text
 
@@ -269,6 +268,8 @@ def _check_tier(status: TierStatus) -> CheckResult:
 
 
 def _models(settings: Settings) -> Iterator[CheckResult]:
+    from ragfuse.models import list_models
+
     found = list_models(settings.home)
     needed = {settings.model, settings.embedder}
     for status in found:

@@ -114,7 +114,6 @@ def main(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Reuse the KV caches of chunks instead of prefilling them again."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; see docs/facts.md, threads
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
     log = logging.getLogger("ragfuse")

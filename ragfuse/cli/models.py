@@ -8,7 +8,6 @@ import typer
 from rich.table import Table
 
 from ragfuse.cli.options import Json, console_for, settings_of, write_json
-from ragfuse.models import list_models, prepare
 from ragfuse.types.sizes import size_text
 
 models = typer.Typer(
@@ -20,6 +19,8 @@ models = typer.Typer(
 @models.command("ls")
 def ls(json: Json = None) -> None:
     """List the embedded models, with their role, state and size."""
+    from ragfuse.models import list_models
+
     found = list_models(settings_of().home)
     table = Table("name", "role", "state", "size", "what", box=None)
     for status in found:
@@ -35,4 +36,6 @@ def path(
     name: Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")],
 ) -> None:
     """Print the folder of an embedded model, after preparing it if needed."""
+    from ragfuse.models import prepare
+
     print(prepare(name, settings_of().home))

@@ -11,6 +11,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 from ragfuse.errors import InputError
 from ragfuse.process.exit import start_thread
+from ragfuse.process.openmp import release_pool
 from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought
@@ -60,6 +61,7 @@ class AnswerStream:
         self._end: Answer | BaseException | None = None
         context = contextvars.copy_context()  # the answer's telemetry spans belong to the caller's current span
         work = (_work, run, self._channel)
+        release_pool()
         self._thread = start_thread("answer", context.run, *work)
 
     @property

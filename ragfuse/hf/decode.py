@@ -32,6 +32,7 @@ from ragfuse.hf.hooks import KVTransformed, Wiring, attending
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.seed import undrawn
 from ragfuse.process.exit import start_thread
+from ragfuse.process.openmp import release_pool, use_threads
 
 log = logging.getLogger("ragfuse.hf")
 
@@ -56,12 +57,14 @@ class Member:
         wiring: How our attention hooks into the model.
         is_late: It did not post a step in time, so the others do not wait for it until it posts again.
         is_posted: It has posted a step and waits for it.
+        threads: By how many threads its thread computed before.
     """
 
     cache: RowCache
     wiring: Wiring
     is_late: bool = False
     is_posted: bool = False
+    threads: int = field(default_factory=torch.get_num_threads)
 
 
 @dataclass(eq=False)
@@ -93,7 +96,10 @@ class Step:
 
     def take(self) -> Any:
         """Wait for the step, and return its output or raise its error."""
-        self.done.wait()
+        if not self.done.is_set():  # another thread computes: this one only chooses tokens
+            release_pool()
+            use_threads(1)
+            self.done.wait()
         if self.error is not None:
             raise self.error
         return self.output
@@ -148,6 +154,8 @@ class Batcher:
         try:
             yield member
         finally:
+            if member is not None:
+                use_threads(member.threads)
             with self._changed:
                 self._alone -= member is None
                 if member is not None:
@@ -162,6 +170,8 @@ class Batcher:
             forward: The model's forward, for a step that runs alone.
             arguments: Keyword arguments of the forward.
         """
+        if member is not None:
+            use_threads(member.threads)
         if member is None or self._failures >= FAILURES or not _can_share(member, arguments):
             with self._lock.short(), self._model._optimize_model_for_decode():
                 return undrawn(partial(forward, **arguments))

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ragfuse.process.openmp import release_pool
+
 
 class FairLock:
     """A fair re-entrant lock: `with lock` for long steps, `with lock.short()` for short ones."""
@@ -52,6 +54,7 @@ class FairLock:
             turn[1].acquire()
             self._turns[is_short].append(turn)
         try:
+            release_pool()
             turn[1].acquire()  # `_hand_on` releases it
         except BaseException:  # Ctrl-C
             with self._mutex:

@@ -51,18 +51,14 @@ def limit_threads(threads: int | None) -> int:
 def available_threads() -> int:
     """Return how many threads can compute here at once: free cores, within what this process may use; at least 1.
 
-    A core counts as busy only if other programs used it both now and, by the load average, in the last minute. If all
-    are busy, more threads get a larger share of them, which pays if threads wait passively (OMP_WAIT_POLICY): then as
-    many as allowed are returned, else 1 (docs/facts.md, "Threads on a busy machine").
+    A core counts as busy only if other programs used it both now and, by the load average, in the last minute
+    (docs/facts.md, "Threads").
     """
     allowed = allowed_threads()
     if allowed == 1:
         return 1
     free = max(_free_cpus(), (os.cpu_count() or 1) - psutil.getloadavg()[0])
-    n_free = floor(free + 0.5)
-    if n_free < 1:
-        return allowed if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else 1
-    return min(allowed, n_free)
+    return max(1, min(allowed, floor(free + 0.5)))
 
 
 def allowed_threads() -> int:

@@ -10,6 +10,7 @@ from threading import Condition, Thread
 from typing import Generic, Protocol, TypeVar
 
 from ragfuse.process.exit import start_thread
+from ragfuse.process.openmp import release_pool
 
 Job = TypeVar("Job")
 EXIT_S = 5.0
@@ -59,6 +60,7 @@ class Worker(Generic[Job]):
     def _run(self) -> None:
         while (job := self._next()) is not None:
             self._run_job(job)
+            release_pool()
             del job  # frees its bytes before the next job is awaited
 
     def _next(self) -> Job | None:

@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 
 from ragfuse.errors import SettingsError
+from ragfuse.process.openmp import release_pool
 from ragfuse.serve.app import make_app
 from ragfuse.serve.keys import LOOPBACK, check_host
 from ragfuse.serve.service import Service
@@ -131,6 +132,7 @@ def serve(
         # The tokenizer's threads inherit the priority of the thread that starts them: that of answers, below the event
         # loop's.
         service.threads.turns.submit(engine.tokens, "a " * TOKENIZER_WARMUP_WORDS).result()
+        release_pool()
         gc.collect()
         gc.freeze()  # loaded objects stay: scanning them for garbage would pause all requests
         sys.setswitchinterval(SWITCH_S)
