@@ -132,9 +132,10 @@ test-browser: $(READY) ## the server's page in a real browser (chromium), with p
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[browser]'
 	@$(ONE) PAGE_PICTURES=docs/pictures/page $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
-lint: $(READY) ## ruff check, ruff format --check, mypy --strict, hadolint
+lint: $(READY) ## ruff check, ruff format --check, import-linter, mypy --strict, hadolint
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python -m mypy --strict --num-workers auto ragfuse benchmarks/ragfuse_bench
 	@$(BIN)/hadolint deploy/Dockerfile
 
@@ -157,6 +158,6 @@ dist: $(READY) ## before a release: all wheels built, installed elsewhere and tr
 	@$(ONE) $(if $(TORCH_INDEX),TORCH_INDEX=$(TORCH_INDEX)) $(BIN)/python -m release $(ARGS)
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made
+	rm -rf $(VENV) .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made
 	rm -f demo-report.json demo-report.png $(LOG)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
