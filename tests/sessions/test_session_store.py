@@ -16,7 +16,7 @@ from ragfuse import Ask, Engine, InputError, SettingsError
 from ragfuse.admin.store_admin import StoreAdmin
 from ragfuse.engine.history import ConversationHistory
 from ragfuse.sessions.session import Session
-from ragfuse.store.session_catalog import _ORPHANS, SESSION_TABLES
+from ragfuse.store.session_catalog import SESSION_TABLES
 from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
 from tests.sessions.test_history import prepared
 from tests.tiny import ROOT, ingest
@@ -209,7 +209,7 @@ def test_a_session_that_was_gone_on_with_meanwhile_is_not_overdue(engine):
 def test_a_turn_reads_no_other_session_s_keys(engine):
     plans = [
         engine.catalog.file._database.query(f"EXPLAIN QUERY PLAN {sql}", ("m", "i"))
-        for sql in (*(f"DELETE FROM {table} WHERE model = ? AND id = ?" for table in SESSION_TABLES), _ORPHANS)
+        for sql in (f"DELETE FROM {table} WHERE model = ? AND id = ?" for table in SESSION_TABLES)
     ]
     assert all("SEARCH" in step[-1] for plan in plans for step in plan if "SUBQUERY" not in step[-1])
 
