@@ -313,9 +313,7 @@ class SessionStore:
         return unused - {ChunkKey.parse(name) for name in found}
 
 
-def _info(
-    name: tuple[str, str], session: Session, version: int, used: float, persistent: bool = True
-) -> SessionInfo:
+def _info(name: tuple[str, str], session: Session, version: int, used: float, persistent: bool = True) -> SessionInfo:
     return SessionInfo(*name, version, used, len(session.turns), session.n_tokens, persistent)
 
 

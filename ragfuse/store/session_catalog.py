@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf
 from dataclasses import asdict, dataclass
+from math import inf
 from sqlite3 import Connection
 from typing import Any, Protocol, TypeVar
 
