@@ -76,15 +76,6 @@ def test_layers_of_one_block_are_decoded_together_as_each_alone(chosen):
         assert same_bits(kv.values, layers[at].values)
 
 
-def test_raw_encode_shares_no_memory_with_the_layer():
-    before = layer(2, 5, 4, 4, torch.float32)
-    blob = RAW.encode(before)
-    kept = blob.clone()
-    before.keys.zero_()
-    before.values.zero_()
-    assert torch.equal(blob, kept)
-
-
 def test_raw_puts_keys_before_values():
     before = layer(1, 3, 4, 4, torch.float32)
     blob = RAW.encode(before)
@@ -103,12 +94,3 @@ def test_checksum_is_blake3_of_the_bytes():
     blob = torch.arange(200, dtype=torch.uint8)
     assert checksum(blob) == blake3(bytes(range(200))).hexdigest()
     assert checksum(blob[::2]) == blake3(bytes(range(0, 200, 2))).hexdigest()
-
-
-def test_layer_meta_is_sealed_once():
-    before = layer(2, 5, 4, 6, torch.bfloat16)
-    blob = RAW.encode(before)
-    meta = LayerMeta.of(before, blob).sealed(blob)
-    assert meta.checksum == checksum(blob)
-    assert meta.sealed(torch.zeros(3, dtype=torch.uint8)) is meta
-    assert (meta.key_shape, meta.value_shape, meta.dtype) == ((2, 5, 4), (2, 5, 6), "bfloat16")

@@ -36,33 +36,6 @@ def test_a_packed_layer_takes_its_bits_a_value_and_a_scale_a_token(bits, most):
     assert UniformCodec(bits).encode(before).numel() < before.nbytes / 4 * most
 
 
-def test_more_bits_are_closer():
-    before = layer(3, 50)
-    errors = []
-    for bits in (8, 4, 3):
-        blob = UniformCodec(bits).encode(before)
-        after = UniformCodec(bits).decode(blob, LayerMeta.of(before, blob))
-        errors.append(float((after.keys - before.keys).square().mean()))
-    assert errors[0] < errors[1] / 50
-    assert errors[1] < errors[2] / 2
-
-
-def test_a_layer_of_zeros_stays_zero():
-    before = LayerKV(torch.zeros(2, 5, 8), torch.zeros(2, 5, 8))
-    blob = INT8.encode(before)
-    after = INT8.decode(blob, LayerMeta.of(before, blob))
-    assert torch.equal(after.keys, before.keys)
-    assert torch.equal(after.values, before.values)
-
-
-@pytest.mark.parametrize("foul", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_is_refused(foul):
-    before = layer()
-    before.values[1, 3, 2] = foul
-    with pytest.raises(ValueError, match="only level raw can store"):
-        INT8.encode(before)
-
-
 def test_the_largest_values_of_a_dtype_do_not_become_infinite():
     for dtype in DTYPES.values():
         most = torch.finfo(dtype).max

@@ -37,11 +37,6 @@ def test_a_module_begins_where_all_before_it_ends() -> None:
     assert told(layout, "n") == ("gh", span((6, 8)))
 
 
-def test_the_text_between_modules_is_one_run_with_gaps() -> None:
-    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>ij')
-    assert told(layout, "") == ("abfij", span((0, 2), (5, 6), (8, 10)))
-
-
 def test_a_union_starts_all_at_one_position_and_takes_the_room_of_its_longest() -> None:
     layout = laid('a<union><module name="s">b</module><module name="l">cdef</module></union>g')
     assert places(layout) == {"": (0, 6), "s": (1, 2), "l": (1, 5)}
@@ -69,14 +64,6 @@ def test_a_module_in_a_module_leaves_a_gap_in_its_run() -> None:
     assert told(layout, "m/n") == ("cd", span((2, 4)))
 
 
-def test_unions_in_unions_take_the_longest_of_the_longest() -> None:
-    inner = '<union><module name="x">123</module><module name="y">12345</module></union>'
-    layout = laid(f'<union><module name="a">ab{inner}c</module><module name="b">abcd</module></union>z')
-    assert places(layout) == {"": (0, 9), "a": (0, 8), "a/x": (2, 5), "a/y": (2, 7), "b": (0, 4)}
-    assert told(layout, "a") == ("abc", span((0, 2), (7, 8)))
-    assert told(layout, "") == ("z", (8,))
-
-
 def test_the_tokenizer_s_first_ids_stand_first() -> None:
     schema = parse_schema('<schema name="s">ab<module name="m">c</module></schema>')
     layout = lay_out(schema, encode, GAP, bos=(7, 8), min_tokens=1)
@@ -97,13 +84,6 @@ def test_messages_are_wrapped_as_the_template_does() -> None:
 def test_white_space_beside_messages_is_no_text_but_all_other_is() -> None:
     layout = laid("\n <system> be\n</system>\n\n<user>hi</user>\n x \n<user/>\n", TURNS)
     assert told(layout, "")[0] == "{S be\n}{Uhi}\n x \n{U}"
-
-
-def test_modules_may_stand_in_messages_and_messages_in_modules() -> None:
-    layout = laid('<user>a<module name="m">b</module></user><module name="n">c<system>d</system></module>', TURNS)
-    assert told(layout, "") == ("{Ua}", span((0, 3), (4, 5)))
-    assert told(layout, "n") == ("c{Sd}", span((5, 10)))
-    assert [layout.places[path].in_message for path in ("", "m", "n")] == [False, True, False]
 
 
 # what contradicts itself
@@ -168,13 +148,6 @@ def test_a_scaffold_of_two_distant_modules_has_a_gap() -> None:
     layout = laid('a<module name="m">bc</module>d<module name="n">ef</module><scaffold modules="m n"/>')
     (run,) = layout.scaffolds
     assert (said(run.tokens), run.start, run.positions) == ("bcef", 1, (0, 1, 3, 4))
-
-
-def test_scaffolds_stand_from_the_largest_to_the_smallest() -> None:
-    layout = laid(
-        '<module name="m">bc</module><module name="n">ef</module><scaffold modules="n"/><scaffold modules="m n"/>'
-    )
-    assert [run.members for run in layout.scaffolds] == [("m", "n"), ("n",)]
 
 
 @pytest.mark.parametrize(

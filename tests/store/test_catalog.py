@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ragfuse.errors import StoreError
-from ragfuse.plan.evict import lru
-from ragfuse.store import CatalogFile, DiskTier
+from ragfuse.store import CatalogFile
 from tests.store.kit import child
 
 
@@ -89,14 +88,6 @@ def test_another_process_reads_what_was_written(book, tmp_path):
     assert book.get("p") == {"x": 2}
 
 
-def test_the_book_shares_its_folder_with_a_disk_tier(book, tmp_path):
-    tier = DiskTier(tmp_path, 1 << 20, lru)
-    book.put("p", {"x": 1})
-    assert tier.counts["corrupt"] == 0
-    tier.close()
-    assert book.get("p") == {"x": 1}
-
-
 def test_a_damaged_book_is_set_aside_and_a_new_one_begun(tmp_path, caplog):
     (tmp_path / "catalog.sqlite").write_bytes(b"nothing of a database " * 99)
     with CatalogFile(tmp_path) as book:
@@ -113,9 +104,3 @@ def test_a_book_that_cannot_be_read_says_where_and_what_to_do(book, tmp_path):
     connection.close()
     with pytest.raises(StoreError, match=r"catalog\.sqlite.*RAGFUSE_HOME"):
         book.texts("m")
-
-
-def test_a_book_whose_folder_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(StoreError, match="a file"):
-        CatalogFile(tmp_path / "file")

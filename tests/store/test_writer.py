@@ -85,9 +85,3 @@ def test_close_with_a_bound_gives_up_and_counts_the_rest():
     go.set()
     assert writer.flush(10)
     assert ran == []
-
-
-def test_flush_of_a_writer_that_never_wrote_returns():
-    writer = Writer()
-    assert writer.flush()
-    assert writer.close()

@@ -140,11 +140,6 @@ def test_a_chunk_whose_edge_merges_with_the_text_beside_it_is_rows_of_its_run():
     assert found.stored == (() if found.rows is None else whole)
 
 
-def test_positions_run_from_zero_without_gaps():
-    prompt = assembler().chat(question(A, B, A))
-    assert prompt.positions.tolist() == list(range(len(prompt)))
-
-
 @pytest.mark.parametrize("context", ["", filler_context("")])
 def test_a_chunk_has_one_key_in_the_context_of_chunks_and_the_prefix_one_alone(context):
     prompt = assembler(context=context).chat(question(A, B))
@@ -161,23 +156,6 @@ def test_a_chunk_keeps_its_key_wherever_it_stands():
     other = assembler().chat([("system", "Quite another beginning, long enough."), *question(B, A)[1:]])
     assert chunks(other)[1].keys == chunks(last)[1].keys
     assert decoded(last).count(f"\n {A}  ") == 1
-
-
-def test_the_same_chunk_twice_has_the_same_keys_at_two_places():
-    one, two = chunks(assembler().chat(question(B, A, A)))[1:]
-    assert one.keys == two.keys
-    assert one.stop < two.start
-
-
-def test_a_conversation_without_chunks_is_one_fresh_segment():
-    prompt = assembler().chat([("system", "Be brief."), ("user", "Why?")])
-    assert kinds(prompt) == ["fresh"]
-
-
-def test_turns_before_the_first_chunk_belong_to_the_prefix():
-    prompt = assembler().chat([("user", "Hi"), ("assistant", "Hello"), *question(A)[1:]])
-    assert kinds(prompt) == ["prefix", "chunk", "fresh"]
-    assert "Hello" in tokenizer().decode(list(prompt.segments[0].tokens))
 
 
 @pytest.mark.parametrize("kind", ["fresh", "chunk"])
@@ -252,11 +230,6 @@ def test_a_refused_or_dropped_system_message_moves_into_the_first_user_message(s
     assert kinds(prompt) == ["prefix", "chunk", "fresh"]
 
 
-def test_a_refused_system_message_alone_becomes_a_user_message():
-    prompt = assembler(NO_SYSTEM).chat([("system", "Hello."), ("assistant", "Hi.")])
-    assert decoded(prompt).startswith("<|im_start|>user\nHello.\n\n<|im_end|>\n<|im_start|>assistant\nHi.")
-
-
 def test_turns_before_the_first_user_message_stay_when_the_system_message_moves():
     prompt = assembler(NO_SYSTEM).chat([("system", "Be brief."), ("assistant", "Hello."), ("user", "Why?")])
     turns = "<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\nBe brief.\n\nWhy?<|im_end|>\n"
@@ -292,13 +265,6 @@ def test_what_is_left_of_a_chunk_that_a_template_escapes_is_found():
     assert [segment.source for segment in found] == ["The.txt", "Nob.txt"]
 
 
-def test_a_template_may_cut_a_chunk():
-    source = CHATML.replace("m['content']", "m['content'].split('that')[-1]")
-    prompt = assembler(source).chat([("user", [Piece(A, "chunk"), Piece("\n?")])])
-    assert decoded(prompt) == "<|im_start|>user\n year.\n?<|im_end|>\n<|im_start|>assistant\n"
-    assert kinds(prompt) == ["fresh"]
-
-
 def test_a_message_that_a_template_leaves_out_is_an_error():
     with pytest.raises(InputError, match="messages of role user"):
         assembler(DROPS_USER).chat([("user", "a"), ("assistant", "a b"), ("tool", A)])
@@ -321,13 +287,6 @@ def test_messages_need_a_chat_template():
 
 
 # a text as it is
-
-
-def test_a_text_stands_behind_bos():
-    text = f"Read this first, then answer:\n{A}\n\nWhy?"
-    prompt = assembler().text(text, bos=(7,))
-    assert kinds(prompt) == ["prefix", "chunk", "fresh"]
-    assert prompt.token_ids == (7, *encode(text, False))
 
 
 def test_a_chunk_that_ends_the_text_is_fresh():

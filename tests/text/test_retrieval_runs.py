@@ -141,16 +141,6 @@ def test_runs_that_never_end_are_given_up(runs: RetrievalRuns, monkeypatch: pyte
     assert len(runs) == 6
 
 
-def test_an_id_that_is_used_by_two_open_runs_breaks_nothing(runs: RetrievalRuns) -> None:
-    runs.begin("one", None)
-    runs.begin("two", None)
-    runs.begin("inner", "one")
-    runs.begin("inner", "two")
-    runs.end("one")
-    runs.end("two")
-    assert len(runs) == 0
-
-
 def test_threads_and_tasks_begin_with_what_their_context_knew_and_keep_their_own(runs: RetrievalRuns) -> None:
     async def task(name: str) -> list[str]:
         runs.record(None, [letter(name)])
