@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.codec import RAW, LayerMeta, checksum
+from ragfuse.codec import RAW, LayerMeta
 from ragfuse.codec.codec import DTYPES
 from ragfuse.types.kv import LayerKV
 
@@ -88,9 +87,3 @@ def test_raw_refuses_bytes_that_are_not_what_is_described(change):
     blob = RAW.encode(before)
     with pytest.raises(ValueError, match=r"should have .* bytes"):
         RAW.decode(blob, replace(LayerMeta.of(before, blob), **change))
-
-
-def test_checksum_is_blake3_of_the_bytes():
-    blob = torch.arange(200, dtype=torch.uint8)
-    assert checksum(blob) == blake3(bytes(range(200))).hexdigest()
-    assert checksum(blob[::2]) == blake3(bytes(range(0, 200, 2))).hexdigest()

@@ -120,14 +120,6 @@ def test_the_largest_scaffold_that_fits_is_taken() -> None:
     assert bound(layout, "<o/>").runs == (only, layout.modules[""])
 
 
-def test_a_scaffold_of_the_whole_prompt_is_one_run_without_gaps() -> None:
-    layout = laid('ab<module name="m">cd</module>ef<scaffold modules=". m"/>')
-    found = bound(layout, "<m/>").prompt
-    assert shown(found) == [("module", 0, "abcde"), ("fresh", 5, "f")]
-    assert found.segments[0].rows == (0, 5)
-    assert found.segments[0].keys[0].layout == ""
-
-
 DEFAULT = """a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b<module name="z"
 >6</module>c"""
 
@@ -158,16 +150,6 @@ def test_with_one_of_two_stand_ins_missing_the_other_is_taken_alone() -> None:
     single = bound(layout, "<m><a/></m>")
     assert single.runs == (layout.modules["m"], layout.modules["m/a"])
     assert read(single.prompt) == "x1.yz"
-
-
-def test_a_stand_in_that_is_not_cached_is_fresh() -> None:
-    layout = laid('a<union scaffold="y"><module name="y" cache="false">45</module></union>bc')
-    assert shown(bound(layout, "<y/>").prompt) == [
-        ("module", 0, "a"),
-        ("fresh", 1, "45"),
-        ("module", 3, "b"),
-        ("fresh", 4, "c"),
-    ]
 
 
 # free text
@@ -212,11 +194,6 @@ def test_a_text_in_a_module_stands_in_it() -> None:
     layout = laid('<module name="m">a<module name="n">bc</module>d<module name="o">ef</module></module>g')
     assert read(bound(layout, "<m><n/>XY</m>").prompt) == "abcXYd..g"
     assert read(bound(layout, "<m>XY</m>").prompt) == "a..dXYg"
-
-
-def test_white_space_between_imports_is_no_text_and_in_texts_it_is() -> None:
-    layout = laid('a<module name="m">b</module><module name="n">c</module>d')
-    assert read(bound(layout, "\n  <m/>\n <n/> x \n").prompt) == "abc x \nd"
 
 
 # messages

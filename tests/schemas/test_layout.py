@@ -144,12 +144,6 @@ def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
     assert layout.runs == (*layout.modules.values(), run)
 
 
-def test_a_scaffold_of_two_distant_modules_has_a_gap() -> None:
-    layout = laid('a<module name="m">bc</module>d<module name="n">ef</module><scaffold modules="m n"/>')
-    (run,) = layout.scaffolds
-    assert (said(run.tokens), run.start, run.positions) == ("bcef", 1, (0, 1, 3, 4))
-
-
 @pytest.mark.parametrize(
     ("modules", "found", "wanted"),
     [
@@ -169,14 +163,6 @@ def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: st
     assert found in caught.value.found
     assert wanted in caught.value.wanted
     assert caught.value.line == 4
-
-
-def test_a_scaffold_that_names_the_same_modules_again_is_encoded_once() -> None:
-    layout = laid(
-        '<module name="m">bc</module><module name="n">ef</module><scaffold modules="m n"/><scaffold modules="n m n"/>'
-    )
-    assert len(layout.scaffolds) == 1
-    assert said(layout.scaffolds[0].tokens) == "bcef"
 
 
 def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> None:

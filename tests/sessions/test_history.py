@@ -174,17 +174,6 @@ def test_lost_entries_are_computed_from_their_tokens_and_kept_again(engine):
     assert [rows.key for rows in engine.sessions.show("one").rows][:6] == keys
 
 
-def test_a_store_that_lost_everything_costs_time_and_nothing_else(engine):
-    talk(engine, QUESTIONS[:2])
-    engine.flush()
-    engine.store.clear()
-    asked = [("user", QUESTIONS[2])]
-    full = engine.answer(asked, Ask(session="one", reuse=False))
-    answer = engine.answer(asked, Ask(session="one"))
-    assert (answer.token_ids, answer.trace.history_reused) == (full.token_ids, 0)
-    assert talk(engine, QUESTIONS[3:])[0].trace.history_reused > answer.trace.tokens
-
-
 def test_a_damaged_entry_is_computed_anew(engine, tiny_settings):
     talk(engine, QUESTIONS[:2])
     engine.close()

@@ -123,15 +123,6 @@ def test_what_an_edit_replaces_is_dropped_unless_another_session_has_it(engine):
     assert keys_kept(engine) == set()
 
 
-def test_a_session_in_memory_alone_leaves_nothing_either(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
-        answers = talk(engine, QUESTIONS[:2])
-        engine.answer([("user", "Which oil?"), *resent(QUESTIONS[:2], answers)[1:3]], Ask(session="one"))
-        assert keys_kept(engine) == keys_of(engine, "one")
-        engine.sessions.delete("one")
-        assert keys_kept(engine) == set()
-
-
 def test_a_session_that_is_not_there_is_told(engine):
     for do in (engine.sessions.show, engine.sessions.delete, engine.sessions.export):
         with pytest.raises(InputError, match="no session 'none'"):

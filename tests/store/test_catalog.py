@@ -35,12 +35,6 @@ def test_texts_come_back_by_model_in_order(book):
     assert book.texts("nobody") == []
 
 
-def test_adding_a_text_again_changes_nothing(book):
-    for _ in range(2):
-        book.add_texts("m", [("k1", "one", "a"), ("k1", "one", "b")])
-    assert book.texts("m") == [("k1", "one", "a"), ("k1", "one", "b")]
-
-
 def test_deleting_forgets_what_matches_all_that_is_given(book):
     def fill():
         book.delete_texts()

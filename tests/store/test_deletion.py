@@ -73,12 +73,6 @@ def test_another_tenant_keeps_its_own(filled, tiny_settings):
         assert is_known(other, CHUNKS[1])
 
 
-def test_a_pin_does_not_protect_from_being_forgotten(filled):
-    filled.store.pin(*(entry.key for entry in entries_of(filled, CHUNKS[1])))
-    filled.forget([CHUNKS[1]])
-    assert entries_of(filled, CHUNKS[1]) == []
-
-
 def test_what_waits_to_be_encoded_is_not(engine):
     prompt = messages(CHUNKS[:3])
     with engine.model.lock:  # the saver cannot encode meanwhile

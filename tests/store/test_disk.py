@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import sqlite3
-import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -205,17 +204,6 @@ def test_a_file_size_limit_of_the_system_stores_nothing_and_raises_nothing(tmp_p
 # folders
 
 
-def test_everything_is_for_this_user_alone(tmp_path):
-    root = tmp_path / "deep" / "store"
-    tier = DiskTier(root, 1 << 20, lru)
-    tier.put(A, *encoded(kv()))
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*"))}
-    assert len(modes) > 4
-    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
-    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
-    tier.close()
-
-
 def test_a_store_whose_folder_is_a_file_says_so_and_what_to_do(tmp_path):
     path = tmp_path / "store"
     path.write_text("mine")
@@ -280,18 +268,6 @@ def test_a_use_is_noted_and_the_tier_closed_while_another_process_writes_and_wri
     other.close()
     with DiskTierContext(again(tier)) as opened:
         assert opened.stat([A])
-
-
-def test_two_tiers_on_one_folder_see_each_other(tier):
-    other = DiskTier(tier.path, tier.capacity, lru)
-    assert other.get(A, range(1)) is not None
-    other.put(key("b"), *encoded(kv(3)))
-    assert torch.equal(tier.get(key("b"), range(1))[1], encoded(kv(3))[1][0])
-    tier.delete([A])
-    assert not other.stat([A])
-    assert other.get(A, range(1)) is None
-    assert other.counts["corrupt"] == 0
-    other.close()
 
 
 def test_closing_while_others_read_is_safe(tier):

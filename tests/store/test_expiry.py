@@ -9,7 +9,7 @@ import pytest
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.store.deletion import gc
-from tests.store.kit import Clock, encoded, files, key, kv, ticks
+from tests.store.kit import Clock, encoded, files, key, kv
 
 MB = 1 << 20
 KEYS = [key(i) for i in range(6)]
@@ -86,21 +86,6 @@ def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(st
     with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock) as other:
         assert gc(other)["disk"].expired == 1
         assert set(other.lookup(KEYS)) == {KEYS[0]}
-
-
-def test_what_is_used_in_memory_is_not_the_first_to_be_pushed_off_the_disk(tmp_path):
-    nbytes = DiskTier(tmp_path / "unit", MB, lru)
-    assert nbytes.put(KEYS[0], *encoded(kv()))
-    ticking = ticks()
-    disk = DiskTier(tmp_path / "store", 3 * nbytes.nbytes, lru, clock=ticking)
-    nbytes.close()
-    with KVStore([MemoryTier(MB, lru), disk], clock=ticking) as store:
-        for i in range(3):
-            store.put(KEYS[i], kv(i), wait=True)
-        assert store.read_layers(KEYS[0], 0) is not None
-        assert store.flush()
-        store.put(KEYS[3], kv(3), wait=True)
-        assert {entry.key for entry in disk.list()} == {KEYS[0], KEYS[2], KEYS[3]}
 
 
 def test_tiers_hear_of_a_use_seldom_and_never_while_an_answer_waits(tmp_path, clock):

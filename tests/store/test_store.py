@@ -111,14 +111,6 @@ def test_lookup_gives_the_fastest_tier_in_the_order_asked(store):
     assert store.lookup([]) == {}
 
 
-def test_a_missing_chunk_or_layer_is_none(store):
-    assert layer_of(store, A, 0) is None
-    store.put(A, kv(), wait=True)
-    assert layer_of(store, A, 3) is None
-    assert layer_of(store, A, 0, tier="no such tier") is not None
-    assert store.stats().corrupt == 0
-
-
 def test_a_tier_that_hangs_holds_up_no_other(tmp_path):
     hung, disk = SlowTier(), DiskTier(tmp_path, MB, lru)
     with KVStore([MemoryTier(MB, lru), hung, disk]) as store:
@@ -307,18 +299,6 @@ def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
         assert {entry.key for entry in slow.list()} == {others, A}
 
 
-def test_what_is_put_again_after_a_clear_stays_when_the_old_saving_ends():
-    slow = SlowTier()
-    with KVStore([MemoryTier(MB, lru), slow]) as store:
-        store.put(A, kv())
-        assert slow.started.wait(20)
-        store.forget([A])
-        assert store.put(A, kv())
-        slow.go.set()
-        store.flush()
-        assert [entry.tier for entry in store.entries()] == ["memory", "slow"]
-
-
 def test_what_is_dropped_from_one_tier_while_it_is_being_saved_comes_back_there_in_no_way():
     slow, other = SlowTier(), SlowTier("other")
     with KVStore([MemoryTier(MB, lru), slow, other]) as store:
@@ -434,16 +414,3 @@ def test_a_gpu_that_is_not_there_takes_nothing_and_gives_the_room_back():
     tier = MemoryTier(MB, lru, device="cuda:7", name="gpu")
     assert not tier.put(A, *encoded(kv()))
     assert (tier.nbytes, tier.counts["failed"], tier.list()) == (0, 1, [])
-
-
-def test_what_is_read_from_a_slow_tier_enters_every_fast_one_that_takes_it(tmp_path):
-    tiny, first, second = (
-        MemoryTier(size, lru, name=name) for size, name in ((1, "tiny"), (MB, "gpu"), (MB, "memory"))
-    )
-    with KVStore([tiny, first, second, DiskTier(tmp_path, MB, lru)]) as store:
-        assert store.put(A, kv(), tier="disk", wait=True)
-        assert whole(store, A, kv())
-        assert [bool(tier.list()) for tier in store.tiers] == [False, True, True, True]
-        first.delete([A])
-        assert whole(store, A, kv())
-        assert first.stat([A])

@@ -1,9 +1,7 @@
 """Messages become a Prompt: ids are the model's own, known runs in them have keys that say where KV may come from."""
 
 import json
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -18,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.text import Assembler, Message, Piece
-from ragfuse.text.assemble import ALONE_CHARS
 from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.known_spans import KnownSpans
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT
@@ -39,7 +36,6 @@ NO_SYSTEM = (
 )
 DROPS_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
 DROPS_USER = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'user' %}")
-DROPS_TOOL = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
 TWICE = CHATML.replace("m['content']", "m['content'] + '\n' + m['content']")
 TRIMS = CHATML.replace("m['content']", "m['content'] | trim")
 ESCAPES = CHATML.replace("m['content']", "m['content'] | tojson")
@@ -199,12 +195,6 @@ def test_tools_are_told_of_once_and_in_words_where_calls_are_in_words():
     assert "<tool_call>" in told
 
 
-def test_a_short_prefix_has_no_key():
-    prompt = assembler(min_tokens=1000).chat(question(A))
-    assert kinds(prompt) == ["fresh", "chunk", "fresh"]
-    assert chunks(prompt)[0].keys == (key_of(chunks(prompt)[0].tokens, ""),)
-
-
 text_or_chunk = st.builds(
     Piece, st.one_of(st.text(), st.sampled_from([A, B, *SPECIALS])), st.sampled_from(["fresh", "chunk"])
 )
@@ -270,10 +260,6 @@ def test_a_message_that_a_template_leaves_out_is_an_error():
         assembler(DROPS_USER).chat([("user", "a"), ("assistant", "a b"), ("tool", A)])
 
 
-def test_an_empty_message_may_vanish():
-    assert "Why?" in decoded(assembler(DROPS_TOOL).chat([("tool", ""), ("user", "Why?")]))
-
-
 def test_a_template_that_refuses_the_roles_is_an_error_with_its_reason():
     source = "{{ raise_exception('Roles must alternate') }}"
     for messages in ([("user", "a"), ("user", "b")], question(A)):
@@ -304,28 +290,3 @@ def test_a_text_comes_back_whole(text: str, bos: list[int]):
     prompt = assembler(min_tokens=2).text(text, bos)
     assert prompt.token_ids[: len(bos)] == tuple(bos)
     assert tokenizer().decode(list(prompt.token_ids[len(bos) :]), skip_special_tokens=False) == text
-
-
-@pytest.mark.parametrize("is_long", [True, False])
-def test_long_prompts_are_tokenised_one_at_a_time_and_short_ones_beside_each_other(is_long: bool) -> None:
-    class Met(TextEncoder):
-        """Knows whether two prompts were tokenised at once."""
-
-        def __init__(self) -> None:
-            super().__init__(PreTrainedTokenizerFast(tokenizer_object=tokenizer(), extra_special_tokens=SPECIALS))
-            self.both, self.met = threading.Barrier(2), 0
-
-        def read(self, text: str, *more: Any) -> Any:
-            with suppress(threading.BrokenBarrierError):
-                self.both.wait(0.2 if is_long else 20)
-                self.met += 1
-            return super().read(text[:100], *more)
-
-    met = Met()
-    own, text = Assembler(met, key_of, template(CHATML)), "a" * (ALONE_CHARS if is_long else ALONE_CHARS - 1)
-    threads = [threading.Thread(target=own.text, args=(text,)) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert bool(met.met) != is_long

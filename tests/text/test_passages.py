@@ -87,11 +87,6 @@ def test_a_line_ends_a_passage_that_is_long_already():
     assert cut([*one[:-1], LINE, *two]) == [(*one[:-1], LINE, *two)]
 
 
-def test_special_tokens_are_in_no_passage():
-    one, two = words(40, 1), words(10, 2)
-    assert cut([SPECIAL, *one, SPECIAL, *two, SPECIAL, *words(33, 3)]) == [tuple(one), tuple(words(33, 3))]
-
-
 def test_the_line_that_says_who_speaks_is_no_part_of_the_first_passage():
     text = words(40, 1)
     assert cut([SPECIAL, 12, LINE, *text, SPECIAL, 13, LINE]) == [tuple(text)]

@@ -62,14 +62,6 @@ def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_
     assert len(runs) == 0
 
 
-def test_a_text_met_again_after_a_model_was_asked_is_not_new(runs: RetrievalRuns) -> None:
-    runs.begin("chain", None, [letter("mill")])
-    assert told(runs, "chain") == ["mill.txt"]
-    runs.record("chain", [letter("mill")])
-    runs.end("chain")
-    assert told(runs) == []
-
-
 def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends() -> None:
     ends_with_parent, outlasts = RetrievalRuns("first", outlasts=False), RetrievalRuns("second", outlasts=True)
     for each in (ends_with_parent, outlasts):
