@@ -135,7 +135,7 @@ def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
 
 
 def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is_read(tmp_path, caplog):
-    codecs = {"raw": UniformCodec(4), "int8": Tabled()}
+    codecs = {"raw": UniformCodec(), "int8": Tabled()}
     with KVStore([DiskTier(tmp_path, MB, lru)], lambda level, model: codecs[level]) as store:
         store.tiers[0].put(A, *encoded_at(kv(), "int8"))
         assert list(store.lookup([A])) == [A]
