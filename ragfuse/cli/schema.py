@@ -68,10 +68,8 @@ def add(
     console.print(
         Text(f"'{plain(registered.name)}': {layout.n_positions:,} positions; {encoded}, {done.seconds:.1f} s.")
     )
-    for note in layout.notes:
-        console.print(Text(f"note: {plain(note)}"), soft_wrap=True)
     payload = {"name": registered.name, "positions": layout.n_positions, "runs": done.chunks, "encoded": done.encoded}
-    write_json({**payload, "tokens": done.tokens, "nbytes": done.nbytes, "notes": list(layout.notes)}, json)
+    write_json({**payload, "tokens": done.tokens, "nbytes": done.nbytes}, json)
 
 
 @schema.command("ls")
@@ -79,14 +77,12 @@ def ls(store: Store = None, json: Json = None) -> None:
     """List the registered schemas."""
     console = console_for(json)
     with open_admin(store, console) as admin:
-        infos = admin.schemas.ls()
-    table = Table("schema", "modules", "scaffolds", "file", box=None, pad_edge=False)
-    for info in infos:
-        table.add_row(
-            Text(plain(info.name)), f"{info.modules:,}", f"{info.scaffolds:,}", Text(short(plain(Path(info.file).name)))
-        )
-    console.print(table if infos else "No schema is registered here. Register one: ragfuse schema add FILE.")
-    write_json({"schemas": [info.as_dict() for info in infos]}, json)
+        found = admin.schemas.ls()
+    table = Table("schema", "file", box=None, pad_edge=False)
+    for each in found:
+        table.add_row(Text(plain(each.name)), Text(short(plain(Path(each.file).name))))
+    console.print(table if found else "No schema is registered here. Register one: ragfuse schema add FILE.")
+    write_json({"schemas": [{"name": each.name, "file": each.file, "added": each.added} for each in found]}, json)
 
 
 @schema.command("show")
@@ -121,11 +117,9 @@ def show(
     n_tokens = sum(len(run.tokens) for run in layout.runs)
     summary = f"{counted(len(layout.runs), 'run')} of {n_tokens:,} tokens, {size_text(n_tokens * per_token)} of KV"
     console.print(f"{summary}; {size_text(per_token)} a token with {plain(settings.model)}.", highlight=False)
-    for note in layout.notes:
-        console.print(Text(f"note: {plain(note)}"), soft_wrap=True)
     payload = {"name": layout.schema.name, "positions": layout.n_positions, "tokens": n_tokens}
     payload |= {"nbytes_per_token": per_token, "mb_per_token": per_token / 1e6, "parts": parts}
-    write_json({**payload, "notes": list(layout.notes)}, json)
+    write_json(payload, json)
 
 
 @schema.command("rm")

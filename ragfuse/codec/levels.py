@@ -8,7 +8,7 @@ from ragfuse.codec.cachegen import CacheGenCodec, Level
 from ragfuse.codec.codec import Codec
 from ragfuse.codec.raw import RAW
 from ragfuse.codec.tables import CodecTables
-from ragfuse.codec.uniform import UniformCodec
+from ragfuse.codec.uniform import INT8
 from ragfuse.types.levels import LEVEL_NAMES, LEVELS
 
 PAPER: Final = Level("paper", deltas=True, outlier_factor=0)
@@ -33,7 +33,7 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
     if known.codec == "raw":
         return RAW
     if known.codec == "uniform":
-        return UniformCodec(known.bits)  # type: ignore[arg-type]
+        return INT8
     if tables is None:
         raise ValueError(
             f"Level {level!r} needs codec tables of the model, found none. Pass those of `profile_tables`."

@@ -24,7 +24,7 @@ from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, Wrapping, lay_out, outline
-from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, inner
+from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, has_messages, inner
 from ragfuse.schemas.pml import parse_prompt, parse_schema, read_schema
 from ragfuse.schemas.pml_writer import to_pml
 from ragfuse.schemas.registry import SchemaRegistry, StoredSchema
@@ -203,7 +203,7 @@ class SchemaService(SchemaRegistry):
     def _lay_out(self, stored: StoredSchema) -> SchemaLayout:
         model, schema = self._runtime.encoder.model, parse_schema(stored.pml, stored.file)
         begins, wrapping = self._wrapping()
-        is_chat = wrapping is not NO_WRAPPING and _has_messages(schema.items)
+        is_chat = wrapping is not NO_WRAPPING and has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos
         first = _first_text(schema.items, wrapping if is_chat else NO_WRAPPING)
         bos = (*bos, *model.encoder.prefix_ids(first, is_chat and bool(begins)))
@@ -222,16 +222,10 @@ class SchemaService(SchemaRegistry):
         return self._template
 
 
-def _has_messages(items: tuple[Item, ...]) -> bool:
-    scope = list(inner(items))
-    deeper = (_has_messages(each.items) for each in scope if isinstance(each, Module))
-    return any(isinstance(each, Role) for each in scope) or any(deeper)
-
-
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
     """Return the first text of a prompt over a schema, which decides how its first token is made."""
     for item in inner(items):
-        if isinstance(item, TextNode) and (item.text.strip() or not _has_messages(items)):
+        if isinstance(item, TextNode) and (item.text.strip() or not has_messages(items)):
             return item.text
         if isinstance(item, Role):
             return wrapping.around(item.role)[0] or _first_text(item.items, wrapping)

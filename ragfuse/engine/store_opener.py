@@ -44,13 +44,11 @@ def open_kept(
         settings: The settings.
         clock: Returns the time in seconds.
         codecs: The codecs of its levels.
-        evict: The eviction policy of memory and disk. Remote tiers, which other machines may share, evict the least
-            recently used entry.
+        evict: The eviction policy of the tiers that do not evict by themselves.
     """
     if settings.ttl_s is None:
-        return open_store(settings, evict, codecs, lru)
-    own, shared = (expired_first(policy, settings.ttl_s, clock) for policy in (evict, lru))
-    store = open_store(settings, own, codecs, shared)
+        return open_store(settings, evict, codecs)
+    store = open_store(settings, expired_first(evict, settings.ttl_s, clock), codecs)
     store.expired = partial(expired, ttl_s=settings.ttl_s)
     store.report_every_s = min(store.report_every_s, settings.ttl_s / 8)
     return store

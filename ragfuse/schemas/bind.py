@@ -22,7 +22,7 @@ from ragfuse.schemas.layout import (
     check_together,
     opened,
 )
-from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, SourcePosition, TextNode
+from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, SourcePosition, TextNode, has_messages
 from ragfuse.schemas.pml import one_of
 from ragfuse.types.keys import ChunkKey, Kind
 from ragfuse.types.prompt import Prompt, Segment
@@ -134,9 +134,9 @@ def _others(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> Iter
 def _generation_prompt(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
     """Return the ids of the generation prompt; none if the prompt has no messages or begins the answer itself."""
     items = _stripped(request.items)
-    has_messages = any(isinstance(item, MessageNode) for item in items)
-    is_open = has_messages and isinstance(items[-1], MessageNode) and items[-1].role == "assistant"
-    if is_open or not (has_messages or layout.has_messages):
+    adds_messages = any(isinstance(item, MessageNode) for item in items)
+    is_open = adds_messages and isinstance(items[-1], MessageNode) and items[-1].role == "assistant"
+    if is_open or not (adds_messages or has_messages(layout.schema.items)):
         return ()
     return tuple(encode(layout.wrapping.ask, True))
 

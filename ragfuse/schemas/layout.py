@@ -8,6 +8,7 @@ layout. This module knows no model and encodes nothing.
 
 from __future__ import annotations
 
+import logging
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from ragfuse.schemas.nodes import (
 )
 from ragfuse.schemas.pml import one_of
 from ragfuse.types.keys import digest
+
+log = logging.getLogger("ragfuse.engine")
 
 Encode = Callable[[str, bool], Sequence[int]]
 """`encode(text, allow_special)` returns the ids of a text, without BOS or other added tokens."""
@@ -174,8 +177,6 @@ class SchemaLayout:
         places: Every module by its path.
         modules: The run of each module, by path; modules that are not cached or have few tokens have none.
         scaffolds: The runs of the schema's scaffolds, largest first.
-        has_messages: Whether the schema has messages.
-        notes: Warnings for people.
         fixed: Whether the model's KV cannot be moved to other positions.
     """
 
@@ -185,8 +186,6 @@ class SchemaLayout:
     places: Mapping[str, ModulePosition] = field(repr=False)
     modules: Mapping[str, SchemaRun] = field(repr=False)
     scaffolds: tuple[SchemaRun, ...] = ()
-    has_messages: bool = False
-    notes: tuple[str, ...] = ()
     fixed: bool = False
 
     @property
@@ -241,8 +240,6 @@ def lay_out(
         places,
         modules,
         tuple(sorted(scaffolds, key=lambda run: -sum(len(each.tokens) for each in run.ranges))),
-        builder.has_messages,
-        tuple(builder.notes),
         fixed,
     )
 
@@ -252,8 +249,6 @@ class _Builder:
 
     def __init__(self, encode: Encode, wrapping: Wrapping, placeholder: int) -> None:
         self._encode, self._wrapping, self._placeholder = encode, wrapping, placeholder
-        self.notes: list[str] = []
-        self.has_messages = False
         self._n_tokens = self._n_unions = 0
 
     def place(
@@ -309,7 +304,6 @@ class _Builder:
             if isinstance(item, Role):
                 if in_message:
                     raise item.at.error(f"'<{item.role}>' in another message", "messages next to each other")
-                self.has_messages = True
                 before, after = self._wrapping.around(item.role)
                 yield opened(self._encode, before), True
                 yield from self._flat(item.items, True)
@@ -327,8 +321,8 @@ class _Builder:
             return [self.place(item, _below(path, item.name), at, inside)]
         names = [module.name for module in item.modules]
         if item.scaffold and item.scaffold not in names:
-            text = f"scaffold '{item.scaffold}' is not a module of its union; wanted {one_of(item.scaffold, names)}"
-            self.notes.append(f"line {item.at.line}: {text}")
+            message = "Line %d: scaffold '%s' is not a module of its union; wanted %s"
+            log.warning(message, item.at.line, item.scaffold, one_of(item.scaffold, names))
         self._n_unions += 1
         number = self._n_unions
         places = (self.place(each, _below(path, each.name), at, inside, (), number) for each in item.modules)
@@ -341,8 +335,8 @@ class _Builder:
         self._count(param.length, param.at)
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()
         if len(tokens) > param.length:
-            text = f"scaffold of parameter '{param.name}' has {len(tokens)} tokens and is cut to its len"
-            self.notes.append(f"line {param.at.line}: {text}, {param.length}")
+            message = "Line %d: the scaffold of parameter '%s' has %d tokens and is cut to its len, %d"
+            log.warning(message, param.at.line, param.name, len(tokens), param.length)
         return tokens[: param.length] + (self._placeholder,) * (param.length - len(tokens))
 
 

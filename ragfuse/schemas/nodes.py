@@ -177,6 +177,13 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
             yield from item.modules
 
 
+def has_messages(items: tuple[Item, ...]) -> bool:
+    """Return whether there is a message among items, or in modules among them."""
+    scope = list(inner(items))
+    deeper = (has_messages(each.items) for each in scope if isinstance(each, Module))
+    return any(isinstance(each, Role) for each in scope) or any(deeper)
+
+
 def joined(items: Iterable[Node]) -> tuple[Node, ...]:
     """Merge neighbouring texts."""
     found: list[Any] = []

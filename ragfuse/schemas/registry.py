@@ -16,38 +16,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from ragfuse.errors import InputError, PMLError, StoreError
-from ragfuse.schemas.nodes import Item, Module, inner
-from ragfuse.schemas.pml import one_of, parse_schema
+from ragfuse.errors import InputError, StoreError
+from ragfuse.schemas.pml import one_of
 from ragfuse.store import KVStore
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import unanswered
 from ragfuse.types.keys import ChunkKey, digest
 
 log = logging.getLogger("ragfuse.engine")
-
-
-@dataclass(frozen=True)
-class SchemaInfo:
-    """A summary of a registered schema.
-
-    Args:
-        name: Of the schema.
-        file: The file that it came from.
-        modules: Number of modules.
-        scaffolds: Number of scaffolds.
-        added: When it was registered, in seconds since 1970.
-    """
-
-    name: str
-    file: str
-    modules: int
-    scaffolds: int
-    added: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON types."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -149,9 +125,9 @@ class SchemaRegistry:
         with self._lock:
             return self._get(name)
 
-    def ls(self) -> list[SchemaInfo]:
-        """Return summaries of all schemas, sorted by name; one that cannot be parsed any more counts 0 modules."""
-        return [SchemaInfo(schema.name, schema.file, *_counts(schema), schema.added) for schema in self._all()]
+    def ls(self) -> list[StoredSchema]:
+        """Return all schemas, sorted by name."""
+        return [schema for schema in map(self.get, self.names()) if schema is not None]
 
     def names(self) -> list[str]:
         """Return the names of all schemas, sorted."""
@@ -181,7 +157,7 @@ class SchemaRegistry:
         schema = self.get(name)
         if schema is None:
             raise InputError(f"There is no schema '{name}'; wanted {self.describe_names()}.")
-        others = {key for each in self._all() if each.name != name for key in _keys(each)}
+        others = {key for each in self.ls() if each.name != name for key in _keys(each)}
         with self._lock:
             self._catalog.strict.delete(self._prefix + name)
             self._in_process.pop(name, None)
@@ -190,10 +166,6 @@ class SchemaRegistry:
         if done.silent:
             log.warning(unanswered(done.silent, f"KV of schema '{name}' stays there"))
         return done.nbytes
-
-    def _all(self) -> list[StoredSchema]:
-        found = map(self.get, self.names())
-        return [schema for schema in found if schema is not None]
 
     def _write(self, schema: StoredSchema, required: bool = False) -> None:
         data = self._in_process[schema.name] = asdict(schema)
@@ -211,15 +183,3 @@ class SchemaRegistry:
 
 def _keys(schema: StoredSchema) -> set[ChunkKey]:
     return {ChunkKey.parse(key) for keys in schema.keys.values() for key in keys}
-
-
-def _counts(stored: StoredSchema) -> tuple[int, int]:
-    try:
-        schema = parse_schema(stored.pml, stored.file)
-    except PMLError:
-        return 0, 0
-    return _n_modules(schema.items), len(schema.scaffolds)
-
-
-def _n_modules(items: tuple[Item, ...]) -> int:
-    return sum(1 + _n_modules(each.items) for each in inner(items) if isinstance(each, Module))

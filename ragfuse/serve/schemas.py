@@ -37,18 +37,13 @@ def schema_routes(service: Service) -> APIRouter:
             "tokens": done.tokens,
             "nbytes": done.nbytes,
             "positions": layout.n_positions,
-            "notes": list(layout.notes),
         }
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """List the schemas of the client's tenant."""
         found = await service.lookup(request, lambda engine: engine.schemas.ls())
-        names = ("name", "modules", "scaffolds")
-        data = [
-            {"object": "ragfuse.schema", **{name: getattr(each, name) for name in names}, "added": int(each.added)}
-            for each in found
-        ]
+        data = [{"object": "ragfuse.schema", "name": each.name, "added": int(each.added)} for each in found]
         return {"object": "list", "data": data}
 
     @routes.get("/{name:path}")
@@ -87,7 +82,6 @@ def _show(engine: Engine, name: str) -> dict[str, Any]:
         "tokens": sum(len(run.tokens) for run in layout.runs),
         "nbytes_per_token": per_token,
         "parts": list(outline(layout, per_token)),
-        "notes": list(layout.notes),
     }
 
 

@@ -7,11 +7,11 @@ eviction orders and windows, `session_store.py` the sessions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from ragfuse.plan.evict import ConversationEvictor, Evict, lru, rank_named
-from ragfuse.sessions.session import Session
 from ragfuse.settings import Settings
 from ragfuse.types.keys import ChunkKey
 
@@ -34,23 +34,24 @@ class ConversationIndex:
         self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one with the latest turn last
         self._waiting: dict[str, dict[str, float]] = {}  # by tenant, the place of each session in the queue
         self._places: Mapping[Name, float] = MappingProxyType({})
-        self._unread: list[Callable[[], Known | None]] = []  # what `recall` added
+        self._unread: list[Callable[[], Known]] = []  # what `recall` added
 
     # what is known
 
-    def note(self, name: Name, session: Session) -> None:
-        """Set a conversation's keys."""
-        self._note(name, session.keys)
+    def note(self, name: Name, keys: Sequence[ChunkKey]) -> None:
+        """Set a conversation's keys; without any it is forgotten."""
+        with self._lock:
+            for key in self._keys.pop(name, ()):
+                others = tuple(owner for owner in self._owners.pop(key, ()) if owner != name)
+                if others:
+                    self._owners[key] = others
+            for key in keys:
+                self._owners[key] = (*self._owners.get(key, ()), name)
+            if keys:
+                self._keys[name] = tuple(keys)
 
-    def forget(self, name: Name) -> None:
-        """Remove a conversation."""
-        self._note(name, ())
-
-    def recall(self, known: Callable[[], Known | None]) -> None:
-        """Add a source of the conversations of earlier processes.
-
-        It is called when they are first needed, and again later while it returns None.
-        """
+    def recall(self, known: Callable[[], Known]) -> None:
+        """Add a source of the conversations of earlier processes, which is called when they are first needed."""
         with self._lock:
             self._unread.append(known)
 
@@ -90,28 +91,13 @@ class ConversationIndex:
 
     # inside
 
-    def _note(self, name: Name, keys: tuple[ChunkKey, ...]) -> None:
-        with self._lock:
-            for key in self._keys.pop(name, ()):
-                others = tuple(owner for owner in self._owners.pop(key, ()) if owner != name)
-                if others:
-                    self._owners[key] = others
-            for key in keys:
-                self._owners[key] = (*self._owners.get(key, ()), name)
-            if keys:
-                self._keys[name] = keys
-
     def _read(self) -> None:
         with self._lock:
             unread, self._unread = self._unread, []
-        found: dict[Name, list[ChunkKey]] = {}
+        found = defaultdict[Name, list[ChunkKey]](list)
         for known in unread:
-            pairs = known()
-            if pairs is None:
-                with self._lock:
-                    self._unread.append(known)
-            for name, key in pairs or ():
-                found.setdefault(name, []).append(key)
+            for name, key in known():
+                found[name].append(key)
         for name, keys in found.items():
             if name not in self._keys:  # a newer note takes precedence
-                self._note(name, tuple(keys))
+                self.note(name, keys)

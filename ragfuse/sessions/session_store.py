@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from ragfuse.errors import InputError, NoSessionError, StoreError
 from ragfuse.sessions.conversation_index import ConversationIndex, Known
 from ragfuse.sessions.session import Session, truncated
 from ragfuse.settings import SINKS
-from ragfuse.store import KVStore, SessionRow
+from ragfuse.store import KVStore, SessionInfo
 from ragfuse.store.deletion import unanswered
 from ragfuse.types.keys import ChunkKey
 
@@ -32,31 +32,6 @@ log = logging.getLogger("ragfuse.engine")
 
 MAX_IN_MEMORY = 256
 """Most sessions in memory; the least recently used one is dropped first."""
-
-
-@dataclass(frozen=True)
-class SessionInfo:
-    """A summary of a session.
-
-    Args:
-        id: Its name.
-        model: The digest of its model and tenant.
-        turns: Number of turns.
-        tokens: Number of tokens.
-        used: When it was last used, in seconds since the epoch.
-        persistent: Whether it is in the catalog.
-    """
-
-    id: str
-    model: str
-    turns: int
-    tokens: int
-    used: float
-    persistent: bool = True
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the summary in plain JSON types."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -81,21 +56,17 @@ class KeptSession:
     """A session in memory.
 
     Args:
-        version: Its version; of a persistent session the one in the catalog, whose turns it begins with (0: none).
-        used: When it was last used, in seconds since the epoch.
+        info: Its summary; of a persistent session with the version in the catalog, whose turns it begins with.
         session: The session.
-        persistent: Whether it belongs into the catalog.
     """
 
-    version: int
-    used: float
+    info: SessionInfo
     session: Session
-    persistent: bool = False
 
     @property
     def is_alone(self) -> bool:
         """Whether the catalog has nothing of it."""
-        return not self.persistent or not self.version
+        return not self.info.persistent or not self.info.version
 
 
 class SessionStore:
@@ -208,16 +179,15 @@ class SessionStore:
         name = model, id
         with self._lock:
             held = self._in_memory.get(name)
-        if held is None or held.persistent:
+        if held is None or held.info.persistent:
             held = self._persistent(name, held)
         if held is None:
             return None
-        now = self._clock()
-        if self._ttl_s is not None and min(held.used, now) < now - self._ttl_s:
+        if self._ttl_s is not None and held.info.used < self._clock() - self._ttl_s:
             with _unless_silent("The overdue session stays for now"):
-                self._delete([SessionInfo(id, model, 0, 0, held.used)])
+                self._delete([held.info])
             return None
-        return held.version, held.session
+        return held.info.version, held.session
 
     def _persistent(self, name: tuple[str, str], held: KeptSession | None) -> KeptSession | None:
         """Return a session as the catalog has it, or `held` where that has later turns or the catalog does not answer.
@@ -225,13 +195,12 @@ class SessionStore:
         Of two processes that continue a session, the one that wrote its turn first is right.
         """
         answered, found = self._catalog.tried(lambda file: file.sessions.get(*name))
-        version = found[0] if found is not None else 0
-        if held is not None and (not answered or held.version == version):
+        version, used, state = found or (0, 0.0, {})
+        if held is not None and (not answered or held.info.version == version):
             return held
         if found is None:
             return None
-        session = Session.from_dict(found[2]) or Session(name[1])
-        return self._keep(name, KeptSession(version, found[1], session, persistent=True))
+        return self._keep(name, Session.from_dict(state) or Session(name[1]), version, used, persistent=True)
 
     def ending(self, model: str, prefixes: Sequence[str], persistent: bool) -> tuple[int, Session] | None:
         """Return version and value of the session in which a turn ends with the longest of these message prefixes.
@@ -255,32 +224,34 @@ class SessionStore:
         A session that cannot be written to the catalog stays in memory, and is written with its next turn.
         """
         now, name = self._clock(), (model, session.id)
-        row = SessionRow(model, session.id, version, now, len(session.turns), session.n_tokens)
         with self._lock:
             held = self._in_memory.get(name)
         is_written: bool | None = None
-        if persistent := persistent or (held is not None and held.persistent):
+        if persistent := persistent or (held is not None and held.info.persistent):
             keys = [str(key) for key in session.keys]
-            is_written = self._catalog.sessions.put(row, session.as_dict(), session.ends, keys)
-        if is_written is False or (is_written is None and version != (held.version if held is not None else 0)):
+            info = _info(name, session, version, now)
+            is_written = self._catalog.sessions.put(info, session.as_dict(), session.ends, keys)
+        if is_written is False or (is_written is None and version != (held.info.version if held is not None else 0)):
             return False
-        number = version + (is_written is True or not persistent)
-        self._keep(name, KeptSession(number, now, session, persistent))
+        self._keep(name, session, version + (is_written is True or not persistent), now, persistent)
         if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
             self._swept = now
             self._later(partial(self._sweep, self._ttl_s))
         return True
 
-    def _keep(self, name: tuple[str, str], kept: KeptSession) -> KeptSession:
+    def _keep(
+        self, name: tuple[str, str], session: Session, version: int, used: float, persistent: bool
+    ) -> KeptSession:
         """Keep a session in memory as the most recently used one."""
+        kept = KeptSession(_info(name, session, version, used, persistent), session)
         with self._lock:
             self._in_memory.pop(name, None)
             self._in_memory[name] = kept
             dropped = next(iter(self._in_memory)) if len(self._in_memory) > MAX_IN_MEMORY else None
             was_alone = dropped is not None and self._in_memory.pop(dropped).is_alone
         if dropped is not None and was_alone:
-            self._index.forget(dropped)
-        self._index.note(name, kept.session)
+            self._index.note(dropped, ())
+        self._index.note(name, session.keys)
         return kept
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
@@ -296,25 +267,14 @@ class SessionStore:
 
     def _all(self) -> list[SessionInfo]:
         """Return all tenants' sessions, the most recently used first; raise StoreError for an unreadable catalog."""
-        rows: list[SessionRow] = self._catalog.strict.sessions.rows()
-        now = self._clock()
-        found = [SessionInfo(row.id, row.model, row.turns, row.tokens, min(row.used, now)) for row in rows]
+        rows: list[SessionInfo] = self._catalog.strict.sessions.rows()
         with self._lock:
-            alone = [(name, each) for name, each in self._in_memory.items() if each.is_alone]
-        in_memory = [
-            SessionInfo(
-                id, model, len(each.session.turns), each.session.n_tokens, min(each.used, now), persistent=False
-            )
-            for (model, id), each in alone
-        ]
-        return sorted((*found, *in_memory), key=lambda info: -info.used)
+            alone = [replace(held.info, persistent=False) for held in self._in_memory.values() if held.is_alone]
+        return sorted((*rows, *alone), key=lambda info: -info.used)
 
-    def _owned(self) -> Known | None:
-        """Return the (session, key) pairs in the catalog; None while it does not answer."""
-        try:
-            rows: list[tuple[str, str, str]] = self._catalog.strict.sessions.owned()
-        except StoreError:
-            return None
+    def _owned(self) -> Known:
+        """Return the (session, key) pairs in the catalog; none while it does not answer."""
+        rows: list[tuple[str, str, str]] = self._catalog.sessions.owned()
         return (((model, id), ChunkKey.parse(key)) for model, id, key in rows)
 
     def _one(self, id: str) -> SessionInfo:
@@ -334,12 +294,12 @@ class SessionStore:
         for name in ((info.model, info.id) for info in sessions if info.used < before):
             with self._lock:
                 held = self._in_memory.get(name)
-                held = self._in_memory.pop(name) if held is not None and held.used < before else None
-            orphans: list[str] | None = self._catalog.strict.sessions.delete(*name, before)
-            if held is None and orphans is None:
+                held = self._in_memory.pop(name) if held is not None and held.info.used < before else None
+            written: list[str] | None = self._catalog.strict.sessions.delete(*name, before)
+            if held is None and written is None:
                 continue
-            self._index.forget(name)
-            keys |= {ChunkKey.parse(key) for key in orphans or ()} | set(held.session.keys if held is not None else ())
+            self._index.note(name, ())
+            keys.update(map(ChunkKey.parse, written or ()), held.session.keys if held is not None else ())
             count += 1
         done = self._store.forget(self._unused(keys))
         return Deleted(count, len(done.entries), done.nbytes, tuple(done.silent))
@@ -351,6 +311,10 @@ class SessionStore:
             unused = keys.difference(*alone)
         found: list[str] = self._catalog.strict.sessions.in_use([str(key) for key in unused])
         return unused - {ChunkKey.parse(name) for name in found}
+
+
+def _info(name: tuple[str, str], session: Session, version: int, used: float, persistent: bool = True) -> SessionInfo:
+    return SessionInfo(*name, version, used, len(session.turns), session.n_tokens, persistent)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_store, open_tier
 from ragfuse.store.levels import EncodedLayers
 from ragfuse.store.memory import MemoryTier
-from ragfuse.store.session_catalog import SessionRow
+from ragfuse.store.session_catalog import SessionInfo
 from ragfuse.store.store import KVStore, StoreStats
 from ragfuse.store.tier import EntryMeta, Evictor, Tier
 from ragfuse.store.writer import Writer, countdown
@@ -20,7 +20,7 @@ __all__ = [
     "KVStore",
     "KnownText",
     "MemoryTier",
-    "SessionRow",
+    "SessionInfo",
     "StoreStats",
     "Tier",
     "Writer",

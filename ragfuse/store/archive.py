@@ -22,7 +22,7 @@ from ragfuse.errors import StoreError
 from ragfuse.store.catalog import KnownText
 from ragfuse.store.chunkfile import Header, pack_header, pieces
 from ragfuse.store.disk import chunk_path
-from ragfuse.store.levels import joined, loss_of, only
+from ragfuse.store.levels import joined, loss_of
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Tier, Whole
 from ragfuse.types.keys import ChunkKey
@@ -135,7 +135,7 @@ def import_(
             try:
                 data = archive.read(member)
                 if member.filename != _TEXTS:
-                    _import_chunk(store, data, target, outcome)
+                    _import_chunk(data, target, outcome)
                 elif take_texts is not None:
                     texts = [KnownText(**json.loads(line)) for line in data.splitlines()]
                     take_texts(texts)
@@ -181,8 +181,8 @@ def _new_archive(path: Path) -> Iterator[ZipFile]:
         ) from error
 
 
-def _import_chunk(store: KVStore, data: bytes, target: Tier, outcome: Outcome) -> None:
-    """Import a chunk of an archive; ValueError if it is damaged or cannot be decoded here."""
+def _import_chunk(data: bytes, target: Tier, outcome: Outcome) -> None:
+    """Import a chunk of an archive; ValueError if it is damaged."""
     header = Header.parse(data)
     key, meta = header.key, header.meta
     if header.nbytes != len(data):
@@ -193,9 +193,6 @@ def _import_chunk(store: KVStore, data: bytes, target: Tier, outcome: Outcome) -
     if target.stat([key]):
         outcome.known += 1
         return
-    for level in meta.levels:
-        one, pieces_of_level = only((meta, blobs), level)
-        store.levels.decoded(key, level, pieces_of_level, one.layers)
     if target.put(key, meta, blobs):
         outcome.done[key] = meta.nbytes
     else:

@@ -88,10 +88,6 @@ class BlobTier(Tier):
     def _missing(self, key: ChunkKey) -> None:
         """Take note that an entry that was to be read has no value."""
 
-    def _why(self, error: Exception) -> object:
-        """Return what the log says of an error."""
-        return error
-
     # the tier
 
     @property
@@ -160,7 +156,7 @@ class BlobTier(Tier):
             self.counts.add("failed")
             if type(error) not in self._told:  # a server whose memory is full refuses every chunk
                 self._told.add(type(error))
-                log.warning("%s could not %s, which is logged once: %s", self._breaker.name, doing, self._why(error))
+                log.warning("%s could not %s, which is logged once: %s", self._breaker.name, doing, error)
             return otherwise
         except Exception as error:
             self.counts.add("failed")

@@ -9,10 +9,8 @@ have checksums.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from struct import Struct
 
 from blake3 import blake3
@@ -24,7 +22,7 @@ from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 FILE_MAGIC = b"RAGFUSE\0"
 _FIXED = Struct("<8sII32s")
-_MAX_HEADER_NBYTES = 1 << 22
+MAX_HEADER_NBYTES = 1 << 22
 
 
 def _aligned(nbytes: int) -> int:
@@ -53,7 +51,7 @@ def header_nbytes(begin: bytes | bytearray) -> int:
     magic, version, nbytes, _ = _FIXED.unpack_from(begin)
     if magic != FILE_MAGIC or version != FORMAT_VERSION:
         raise ValueError(f"not an entry of format version {FORMAT_VERSION}")
-    return _aligned(_FIXED.size + min(nbytes, _MAX_HEADER_NBYTES))
+    return _aligned(_FIXED.size + min(nbytes, MAX_HEADER_NBYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +110,3 @@ def offsets(header_nbytes: int, meta: EntryMeta) -> list[int]:
     for layer in meta.layers:
         found.append(found[-1] + _aligned(layer.nbytes))
     return found
-
-
-def file_header(path: Path) -> Header:
-    """Return the header of an entry's file.
-
-    Raises:
-        OSError: The file cannot be opened or read.
-        ValueError: It is not a complete entry.
-    """
-    with path.open("rb") as file:
-        fixed = file.read(_FIXED.size)
-        header = Header.parse(fixed + file.read(header_nbytes(fixed) - len(fixed)))
-        if os.fstat(file.fileno()).st_size != header.nbytes:
-            raise ValueError(f"it should have {header.nbytes} bytes, and has another number")
-        return header

@@ -15,7 +15,7 @@ from threading import RLock
 from typing import Any
 
 from ragfuse.store.access import open_file, share_file
-from ragfuse.store.folder import describe_error, locked, refusal
+from ragfuse.store.folder import locked, refusal
 from ragfuse.types.keys import FORMAT_VERSION
 
 log = logging.getLogger("ragfuse.store")
@@ -30,7 +30,7 @@ def store_errors(folder: Path, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        raise refusal(folder, describe_error(folder, error, f" in {name}")) from error
+        raise refusal(folder, f"an error in {name} ({error})") from error
 
 
 class Database:

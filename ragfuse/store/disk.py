@@ -21,8 +21,8 @@ import torch
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder, open_file
 from ragfuse.store.blobs import BlobTier
-from ragfuse.store.chunkfile import file_header
-from ragfuse.store.folder import describe_error, fsync_folder, locked, open_folder, refusal
+from ragfuse.store.chunkfile import MAX_HEADER_NBYTES, Header
+from ragfuse.store.folder import fsync_folder, locked, open_folder, refusal
 from ragfuse.store.index import Index
 from ragfuse.store.tier import EntryMeta, Evictor, ReadLayers, victims
 from ragfuse.types.keys import ChunkKey, digest
@@ -76,7 +76,7 @@ class DiskTier(BlobTier):
                 self._index = Index(self.path / "index.sqlite", name)
                 self._reconcile()
         except (OSError, sqlite3.Error) as error:
-            raise refusal(self.path, describe_error(self.path, error)) from error
+            raise refusal(self.path, f"an error ({error})") from error
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
@@ -184,9 +184,6 @@ class DiskTier(BlobTier):
             if not chunk_path(self.path, key).exists() and self._index.remove(transaction, [key]):
                 self._corrupt(key, "its file is gone")
 
-    def _why(self, error: Exception) -> str:
-        return describe_error(self.path, error)
-
     # inside
 
     def _use(self, keys: Iterable[ChunkKey], hits: int) -> None:
@@ -238,9 +235,10 @@ class DiskTier(BlobTier):
     def _settle(self, transaction: sqlite3.Connection, path: Path) -> None:
         """Add the row of a whole file that has none; delete any other file."""
         try:
-            header = file_header(path)
-            if chunk_path(self.path, header.key) != path:
-                raise ValueError(f"it holds {header.key}")
+            with path.open("rb") as file:
+                header = Header.parse(file.read(MAX_HEADER_NBYTES))
+            if chunk_path(self.path, header.key) != path or path.stat().st_size != header.nbytes:
+                raise ValueError(f"it is no whole file of {header.key}")
             entry = header.meta.entry(header.key, self.name, header.nbytes, path.stat().st_mtime)
             self._index.publish(transaction, entry)
         except FileNotFoundError:

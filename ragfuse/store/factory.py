@@ -18,9 +18,7 @@ from ragfuse.store.urls import shown
 from ragfuse.types.tiers import kind_of_scheme
 
 
-def open_store(
-    settings: Settings, evict: Evictor, codecs: Codecs = tableless, evict_behind: Evictor | None = None
-) -> KVStore:
+def open_store(settings: Settings, evict: Evictor, codecs: Codecs = tableless) -> KVStore:
     """Open the store that the settings describe: memory, then disk, then `settings.tiers` in their order.
 
     A tier of 0 bytes is left out. For a model on a GPU, a tier in GPU memory comes first and host memory is pinned. A
@@ -28,9 +26,8 @@ def open_store(
 
     Args:
         settings: Sizes, paths, URLs and codec levels.
-        evict: The eviction policy of memory and disk, and of the further tiers unless `evict_behind` is given.
+        evict: The eviction policy of the tiers that do not evict by themselves.
         codecs: Returns the codec of a level for a model.
-        evict_behind: The eviction policy of the tiers in `settings.tiers`.
 
     Raises:
         StoreError: A tier cannot be used, or two tiers are at the same place.
@@ -53,7 +50,7 @@ def open_store(
         if settings.disk_bytes:
             opened.append(DiskTier(settings.store_path, settings.disk_bytes, evict, shared_with=settings.shared_with))
         for url in settings.tiers:
-            opened.append(open_tier(url, settings, evict_behind or evict, [tier.name for tier in opened]))
+            opened.append(open_tier(url, settings, evict, [tier.name for tier in opened]))
     except BaseException:
         for tier in opened:
             tier.close()

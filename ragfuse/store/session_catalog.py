@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import inf
 from sqlite3 import Connection
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ragfuse.store.database import Database
 
@@ -25,6 +26,7 @@ _ROWS = "SELECT model, id, version, used, turns, tokens FROM sessions ORDER BY u
 _OWNED = "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used, session_keys.rowid"
 _IN_USE = "SELECT DISTINCT key FROM session_keys WHERE key IN (SELECT value FROM json_each(?))"
 _OVERDUE = "SELECT 1 FROM sessions WHERE model = ? AND id = ? AND used < ?"
+_KEYS = "SELECT key FROM session_keys WHERE model = ? AND id = ?"
 SESSION_SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions(
     model TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL,
@@ -40,23 +42,20 @@ CREATE TABLE IF NOT EXISTS session_keys(
 );
 CREATE INDEX IF NOT EXISTS session_keys_of ON session_keys(model, id);
 """
-_ORPHANS = """
-SELECT key FROM session_keys AS mine WHERE model = ? AND id = ? AND NOT EXISTS (
-    SELECT 1 FROM session_keys AS other
-    WHERE other.key = mine.key AND NOT (other.model = mine.model AND other.id = mine.id))
-"""
 
 
-class SessionRow(NamedTuple):
-    """A session without its state.
+@dataclass(frozen=True)
+class SessionInfo:
+    """A summary of a session.
 
     Args:
-        model: The tenant's model digest.
-        id: Name of the session.
-        version: Number of the version.
-        used: Last use, in seconds since the epoch.
-        turns: How many turns it has.
-        tokens: How many tokens it has.
+        model: The digest of its model and tenant.
+        id: Its name.
+        version: Number of the version in the catalog; 0: none.
+        used: When it was last used, in seconds since the epoch.
+        turns: Number of turns.
+        tokens: Number of tokens.
+        persistent: Whether it belongs into the catalog.
     """
 
     model: str
@@ -65,6 +64,11 @@ class SessionRow(NamedTuple):
     used: float
     turns: int
     tokens: int
+    persistent: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the summary in plain JSON types."""
+        return asdict(self)
 
 
 class QueryRunner(Protocol):
@@ -98,7 +102,7 @@ class SessionQueries:
 
         return self._ask(found, None)
 
-    def put(self, row: SessionRow, state: Mapping[str, Any], ends: Iterable[str], keys: Iterable[str]) -> bool | None:
+    def put(self, row: SessionInfo, state: Mapping[str, Any], ends: Iterable[str], keys: Iterable[str]) -> bool | None:
         """Save a session, replacing version `row.version` of it (0: there is none yet).
 
         A session whose last use lies after `row.used`, which is now, gets now as its last use: a clock ran ahead.
@@ -145,9 +149,9 @@ class SessionQueries:
         arguments = model, json.dumps(list(prefixes))
         return self._ask(lambda database: dict(database.query(_ENDING, arguments)), {})
 
-    def rows(self) -> list[SessionRow]:
+    def rows(self) -> list[SessionInfo]:
         """Return all sessions, most recently used first."""
-        return self._ask(lambda database: [SessionRow(*row) for row in database.query(_ROWS)], [])
+        return self._ask(lambda database: [SessionInfo(*row) for row in database.query(_ROWS)], [])
 
     def count(self, model: str) -> int:
         """Return how many sessions a tenant has."""
@@ -165,16 +169,16 @@ class SessionQueries:
         """Delete a session if its last use is before `before` (seconds since the epoch).
 
         Returns:
-            Its keys that no other session has, or None if no session was deleted.
+            Its keys, or None if no session was deleted.
         """
 
         def remove(database: Database) -> list[str] | None:
             with database.write() as transaction:
                 if transaction.execute(_OVERDUE, (model, id, before)).fetchone() is None:
                     return None
-                orphans = [key for (key,) in transaction.execute(_ORPHANS, (model, id))]
+                keys = [key for (key,) in transaction.execute(_KEYS, (model, id))]
                 _drop(transaction, model, id)
-                return orphans
+                return keys
 
         return self._ask(remove, None)
 

@@ -13,20 +13,18 @@ class CodecLevel:
     Args:
         name: Its name in settings, entries and traces.
         codec: The codec that packs it, as `codec.levels.codec_for` knows it.
-        bits: Bits per value of a `uniform` level.
         bins: Bin widths of a `cachegen` level in the first, middle and last third of the layers, in units of each
             channel's step (CacheGen 5.2).
     """
 
     name: str
     codec: Literal["raw", "uniform", "cachegen"] | str
-    bits: int = 0
     bins: tuple[float, float, float] = (0.5, 1.0, 1.5)
 
 
 LEVELS = (
     CodecLevel("raw", "raw"),
-    CodecLevel("int8", "uniform", bits=8),
+    CodecLevel("int8", "uniform"),
     CodecLevel("cg1", "cachegen", bins=(0.4, 0.4, 0.4)),
     CodecLevel("cg2", "cachegen", bins=(1.0, 1.0, 1.0)),
     CodecLevel("cg3", "cachegen", bins=(1.3, 1.3, 1.3)),

@@ -14,7 +14,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.codec import INT8, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, UniformCodec, codec_for
+from ragfuse.codec import INT8, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, codec_for
 from ragfuse.codec.codec import DTYPES
 from ragfuse.codec.container import LAYER_HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import outlier_tokens
@@ -32,7 +32,7 @@ SWITCHED = [
     replace(PAPER, layerwise=False),
     replace(PAPER, outlier_factor=4.0),
 ]
-PACKING = [UniformCodec(4), UniformCodec(3), *(CacheGenCodec(TABLES, level) for level in SWITCHED)]
+PACKING = [*(CacheGenCodec(TABLES, level) for level in SWITCHED)]
 EVERY = [*(codec_for(level, TABLES) for level in LEVEL_NAMES), *PACKING]
 
 

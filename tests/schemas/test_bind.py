@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from time import process_time
 
 import pytest
 from hypothesis import given
@@ -11,7 +10,7 @@ from hypothesis import strategies as some
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.bind import bind
-from ragfuse.schemas.layout import SchemaLayout, SchemaRun, lay_out
+from ragfuse.schemas.layout import SchemaLayout, lay_out
 from ragfuse.schemas.nodes import Import, PMLPrompt, Schema, TextNode
 from tests.text.layouts import (
     GAP,
@@ -56,11 +55,6 @@ def test_pieces_of_a_run_name_its_rows_and_one_turn_places_them() -> None:
     assert (whole.source, whole.rows, whole.start, whole.shift) == ("s: k/m", None, 4, 4)
 
 
-def test_the_order_of_imports_does_not_matter() -> None:
-    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>i')
-    assert bound(layout, "<n/><m/>") == bound(layout, "<m/><n/>")
-
-
 def test_one_module_of_a_union_stands_where_all_do_and_the_rest_of_the_room_is_empty() -> None:
     layout = laid('a<union><module name="s">bc</module><module name="l">defg</module></union>hi')
     assert read(bound(layout, "<s/>").prompt) == "abc..hi"
@@ -102,27 +96,6 @@ def test_an_argument_is_fresh_at_the_first_positions_of_its_room_and_the_rest_is
     assert found.prompt.segments[2].rows == (9, 10)
 
 
-def test_an_argument_may_fill_its_room_or_be_left_out() -> None:
-    layout = laid('<module name="m">for <param name="days" len="5"/>!</module>yz')
-    assert read(bound(layout, '<m days="seven"/>').prompt) == "for seven!yz"
-    assert read(bound(layout, "<m/>").prompt) == read(bound(layout, '<m days=""/>').prompt) == "for .....!yz"
-
-
-def test_an_argument_goes_to_all_places_of_its_parameter() -> None:
-    layout = laid('<module name="m"><param name="p" len="2"/>-<param name="p" len="2"/>.</module>x')
-    assert read(bound(layout, '<m p="ab"/>').prompt) == "ab-ab.x"
-
-
-def test_the_schema_itself_may_have_parameters() -> None:
-    layout = laid('Hi <param name="who" len="4"/>!')
-    assert read(bound(layout, "", 'who="Ann"').prompt) == "Hi Ann.!"
-
-
-def test_a_scaffold_of_a_parameter_is_never_in_a_prompt() -> None:
-    layout = laid('a<param name="p" len="4" scaffold="xyzw"/>b')
-    assert read(bound(layout, "", 'p="1"').prompt) == "a1...b"
-
-
 # scaffolds
 
 TWO = 'a<module name="m">bc</module>d<module name="n">ef</module><module name="o">gh</module>i<scaffold modules="m n"/>'
@@ -138,11 +111,6 @@ def test_a_scaffold_is_taken_when_all_its_modules_are_imported() -> None:
     assert found.runs == (layout.modules[""], run)
 
 
-def test_without_one_of_them_each_is_taken_alone() -> None:
-    layout = laid(TWO)
-    assert bound(layout, "<m/><o/>").runs == (layout.modules[""], layout.modules["m"], layout.modules["o"])
-
-
 def test_the_largest_scaffold_that_fits_is_taken() -> None:
     inside = '<module name="m">bc</module><module name="n">ef</module><module name="o">gh</module>ij'
     layout = laid(inside + '<scaffold modules="m n"/><scaffold modules=". m n o"/><scaffold modules="o"/>')
@@ -150,14 +118,6 @@ def test_the_largest_scaffold_that_fits_is_taken() -> None:
     assert bound(layout, "<m/><n/><o/>").runs == (large,)
     assert bound(layout, "<m/><n/>").runs == (small, layout.modules[""])
     assert bound(layout, "<o/>").runs == (only, layout.modules[""])
-
-
-def test_a_scaffold_of_the_whole_prompt_is_one_run_without_gaps() -> None:
-    layout = laid('ab<module name="m">cd</module>ef<scaffold modules=". m"/>')
-    found = bound(layout, "<m/>").prompt
-    assert shown(found) == [("module", 0, "abcde"), ("fresh", 5, "f")]
-    assert found.segments[0].rows == (0, 5)
-    assert found.segments[0].keys[0].layout == ""
 
 
 DEFAULT = """a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b<module name="z"
@@ -190,16 +150,6 @@ def test_with_one_of_two_stand_ins_missing_the_other_is_taken_alone() -> None:
     single = bound(layout, "<m><a/></m>")
     assert single.runs == (layout.modules["m"], layout.modules["m/a"])
     assert read(single.prompt) == "x1.yz"
-
-
-def test_a_stand_in_that_is_not_cached_is_fresh() -> None:
-    layout = laid('a<union scaffold="y"><module name="y" cache="false">45</module></union>bc')
-    assert shown(bound(layout, "<y/>").prompt) == [
-        ("module", 0, "a"),
-        ("fresh", 1, "45"),
-        ("module", 3, "b"),
-        ("fresh", 4, "c"),
-    ]
 
 
 # free text
@@ -240,20 +190,10 @@ def test_a_text_before_all_imports_stands_behind_what_is_before_the_next() -> No
     assert read(bound(layout, "XY<n/>").prompt) == "ab..efXYghi"
 
 
-def test_a_text_behind_a_parameter_with_a_short_argument_leaves_its_room_alone() -> None:
-    layout = laid('<module name="m">a<param name="p" len="3"/></module><union><module name="u">vwxyz</module></union>;')
-    assert read(bound(layout, '<m p="1"/>XY').prompt) == "a1..XY...;"
-
-
 def test_a_text_in_a_module_stands_in_it() -> None:
     layout = laid('<module name="m">a<module name="n">bc</module>d<module name="o">ef</module></module>g')
     assert read(bound(layout, "<m><n/>XY</m>").prompt) == "abcXYd..g"
     assert read(bound(layout, "<m>XY</m>").prompt) == "a..dXYg"
-
-
-def test_white_space_between_imports_is_no_text_and_in_texts_it_is() -> None:
-    layout = laid('a<module name="m">b</module><module name="n">c</module>d')
-    assert read(bound(layout, "\n  <m/>\n <n/> x \n").prompt) == "abc x \nd"
 
 
 # messages
@@ -270,10 +210,6 @@ def test_messages_behind_all_imports_stand_at_the_end_and_the_model_is_made_to_a
 def test_a_text_behind_an_import_stands_in_the_schema_s_message_and_one_behind_messages_at_the_end() -> None:
     found = bound(laid(CHAT, TURNS), "<m/>!<user>why?</user>...")
     assert read(found.prompt) == "{Sbe}{Uqrs!}{Aok}{Uwhy?}...{A"
-
-
-def test_a_schema_with_messages_needs_none_in_the_prompt() -> None:
-    assert read(bound(laid(CHAT, TURNS), "<m/>").prompt) == "{Sbe}{Uqrs}{Aok}{A"
 
 
 def test_a_whole_talk_may_follow_and_an_answer_at_its_end_goes_on() -> None:
@@ -309,29 +245,7 @@ def test_a_prompt_that_ends_with_a_module_computes_its_last_token() -> None:
     assert (found.segments[1].rows, found.segments[1].keys) == ((0, 2), (key_of(layout.modules["m"]),))
 
 
-def test_a_module_of_one_token_at_the_end_is_fresh() -> None:
-    assert shown(bound(laid('ab<module name="m">c</module>'), "<m/>").prompt) == [
-        ("module", 0, "ab"),
-        ("fresh", 2, "c"),
-    ]
-
-
 # size
-
-
-def test_many_messages_between_imports_take_a_step_each() -> None:
-    """Looked through behind each, they would take minutes."""
-    layout, began = laid('<module name="m">ab</module><module name="n">cd</module>'), process_time()
-    found = bound(layout, "<m/>" + "<user>x</user>" * 90_000 + "<n/>")
-    assert read(found.prompt) == "ab" + "x\n" * 90_000 + "cd"
-    assert process_time() - began < 20
-
-
-def test_the_key_of_a_run_is_made_once_however_many_pieces_it_is_in() -> None:
-    layout = laid("".join(f'a<module name="m{i}">bc</module>' for i in range(9)) + ".")
-    request, made = PMLPrompt("s", tuple(Import(f"m{i}") for i in range(9))), list[SchemaRun]()
-    bind(request, layout, encode, lambda run: (made.append(run), key_of(run))[1])
-    assert sorted(map(id, made)) == sorted(map(id, layout.modules.values()))
 
 
 # what is refused

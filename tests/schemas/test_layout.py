@@ -37,11 +37,6 @@ def test_a_module_begins_where_all_before_it_ends() -> None:
     assert told(layout, "n") == ("gh", span((6, 8)))
 
 
-def test_the_text_between_modules_is_one_run_with_gaps() -> None:
-    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>ij')
-    assert told(layout, "") == ("abfij", span((0, 2), (5, 6), (8, 10)))
-
-
 def test_a_union_starts_all_at_one_position_and_takes_the_room_of_its_longest() -> None:
     layout = laid('a<union><module name="s">b</module><module name="l">cdef</module></union>g')
     assert places(layout) == {"": (0, 6), "s": (1, 2), "l": (1, 5)}
@@ -58,10 +53,8 @@ def test_a_parameter_takes_as_many_positions_as_its_len() -> None:
 def test_a_scaffold_of_a_parameter_stands_in_and_is_cut_to_its_room() -> None:
     layout = laid('<module name="m">a<param name="p" len="4" scaffold="xy"/></module>')
     assert told(layout, "m")[0] == "axy__"
-    assert layout.notes == ()
     cut = laid('<module name="m">a<param name="p" len="2" scaffold="xyz"/></module>')
     assert told(cut, "m")[0] == "axy"
-    assert cut.notes == ("line 1: scaffold of parameter 'p' has 3 tokens and is cut to its len, 2",)
 
 
 def test_a_module_in_a_module_leaves_a_gap_in_its_run() -> None:
@@ -69,14 +62,6 @@ def test_a_module_in_a_module_leaves_a_gap_in_its_run() -> None:
     assert places(layout) == {"": (0, 6), "m": (0, 6), "m/n": (2, 5), "m/n/o": (4, 5)}
     assert told(layout, "m") == ("abf", span((0, 2), (5, 6)))
     assert told(layout, "m/n") == ("cd", span((2, 4)))
-
-
-def test_unions_in_unions_take_the_longest_of_the_longest() -> None:
-    inner = '<union><module name="x">123</module><module name="y">12345</module></union>'
-    layout = laid(f'<union><module name="a">ab{inner}c</module><module name="b">abcd</module></union>z')
-    assert places(layout) == {"": (0, 9), "a": (0, 8), "a/x": (2, 5), "a/y": (2, 7), "b": (0, 4)}
-    assert told(layout, "a") == ("abc", span((0, 2), (7, 8)))
-    assert told(layout, "") == ("z", (8,))
 
 
 def test_the_tokenizer_s_first_ids_stand_first() -> None:
@@ -92,7 +77,6 @@ def test_the_tokenizer_s_first_ids_stand_first() -> None:
 def test_messages_are_wrapped_as_the_template_does() -> None:
     layout = laid("<system>be</system><user>hi</user>", TURNS)
     assert told(layout, "") == ("{Sbe}{Uhi}", span((0, 10)))
-    assert layout.has_messages
     special = [token >= 1000 for token in layout.modules[""].tokens]
     assert special == [True, True, False, False, True] * 2
 
@@ -100,13 +84,6 @@ def test_messages_are_wrapped_as_the_template_does() -> None:
 def test_white_space_beside_messages_is_no_text_but_all_other_is() -> None:
     layout = laid("\n <system> be\n</system>\n\n<user>hi</user>\n x \n<user/>\n", TURNS)
     assert told(layout, "")[0] == "{S be\n}{Uhi}\n x \n{U}"
-
-
-def test_modules_may_stand_in_messages_and_messages_in_modules() -> None:
-    layout = laid('<user>a<module name="m">b</module></user><module name="n">c<system>d</system></module>', TURNS)
-    assert told(layout, "") == ("{Ua}", span((0, 3), (4, 5)))
-    assert told(layout, "n") == ("c{Sd}", span((5, 10)))
-    assert [layout.places[path].in_message for path in ("", "m", "n")] == [False, True, False]
 
 
 # what contradicts itself
@@ -151,10 +128,11 @@ def test_what_stands_in_stands_in_with_what_stands_in_for_its_own_unions() -> No
     assert layout.modules[""].members == ("", "a", "a/d")
 
 
-def test_a_scaffold_that_no_module_is_called_counts_for_none_and_is_noted() -> None:
+def test_a_scaffold_that_no_module_is_called_counts_for_none_and_is_logged(caplog) -> None:
     layout = laid('a\n<union scaffold="DOC"><module name="Doc1">b</module></union>')
     assert told(layout, "")[0] == "a\n"
-    assert layout.notes == ("line 2: scaffold 'DOC' is not a module of its union; wanted 'Doc1'",)
+    assert "Line 2" in caplog.text
+    assert "'DOC'" in caplog.text
 
 
 def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
@@ -164,19 +142,6 @@ def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
     assert run.members == ("n", "", "m")
     assert run.layout() == ""
     assert layout.runs == (*layout.modules.values(), run)
-
-
-def test_a_scaffold_of_two_distant_modules_has_a_gap() -> None:
-    layout = laid('a<module name="m">bc</module>d<module name="n">ef</module><scaffold modules="m n"/>')
-    (run,) = layout.scaffolds
-    assert (said(run.tokens), run.start, run.positions) == ("bcef", 1, (0, 1, 3, 4))
-
-
-def test_scaffolds_stand_from_the_largest_to_the_smallest() -> None:
-    layout = laid(
-        '<module name="m">bc</module><module name="n">ef</module><scaffold modules="n"/><scaffold modules="m n"/>'
-    )
-    assert [run.members for run in layout.scaffolds] == [("m", "n"), ("n",)]
 
 
 @pytest.mark.parametrize(
@@ -198,14 +163,6 @@ def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: st
     assert found in caught.value.found
     assert wanted in caught.value.wanted
     assert caught.value.line == 4
-
-
-def test_a_scaffold_that_names_the_same_modules_again_is_encoded_once() -> None:
-    layout = laid(
-        '<module name="m">bc</module><module name="n">ef</module><scaffold modules="m n"/><scaffold modules="n m n"/>'
-    )
-    assert len(layout.scaffolds) == 1
-    assert said(layout.scaffolds[0].tokens) == "bcef"
 
 
 def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,24 +9,15 @@ from hypothesis import strategies as st
 from ragfuse import Settings, SettingsError
 from ragfuse.plan.evict import ConversationEvictor, lru
 from ragfuse.sessions.conversation_index import ConversationIndex, Name
-from ragfuse.sessions.session import Session, Turn
-from ragfuse.store.radix import Rows
-from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.types.keys import ChunkKey
 
 KEYS = tuple(ChunkKey("m", name) for name in "pqrst")
 NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
 
 
-def session(keys: Sequence[ChunkKey]) -> Session:
-    rows = tuple(Rows(2 * at, 2 * at + 2, key) for at, key in enumerate(keys))
-    return Session("any", (Turn((ChatMessage("user"),)),), (1, 2) * len(keys), rows)
-
-
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("note"), st.sampled_from(NAMES), st.lists(st.sampled_from(KEYS), max_size=4)),
-        st.tuples(st.just("forget"), st.sampled_from(NAMES), st.none()),
+        st.tuples(st.just("note"), st.sampled_from(NAMES), st.lists(st.sampled_from(KEYS), max_size=4, unique=True)),
         st.tuples(
             st.just("expect"),
             st.sampled_from(["blue", "green"]),
@@ -44,12 +33,9 @@ def test_a_key_is_its_first_waiting_conversation_s_else_its_last_one_s(steps):
     conversations, noted, told = ConversationIndex(), {}, {}
     for step, name, given_ in steps:
         if step == "note":
-            conversations.note(name, session(given_))
+            conversations.note(name, given_)
             noted.pop(name, None)
             noted[name] = given_
-        elif step == "forget":
-            conversations.forget(name)
-            noted.pop(name, None)
         else:
             conversations.expect(name, given_)
             told[name] = given_
@@ -60,14 +46,7 @@ def test_a_key_is_its_first_waiting_conversation_s_else_its_last_one_s(steps):
         waiting = sorted((name for name in owners if name in places), key=places.__getitem__)
         assert conversations.conversation_of(key) == next(iter([*waiting, *reversed(owners)]), None)
     for name in NAMES:
-        assert conversations.keys(name) == tuple(dict.fromkeys(noted.get(name, ())))
-
-
-def test_what_a_prompt_has_no_more_of_is_nobody_s():
-    conversations = ConversationIndex()
-    conversations.note(NAMES[0], session(KEYS[:3]).without(0, 2))
-    assert conversations.keys(NAMES[0]) == KEYS[1:3]
-    assert conversations.conversation_of(KEYS[0]) is None
+        assert conversations.keys(name) == tuple(noted.get(name, ()))
 
 
 def test_what_earlier_processes_knew_is_asked_once_and_changes_nothing_that_is_known():
@@ -78,7 +57,7 @@ def test_what_earlier_processes_knew_is_asked_once_and_changes_nothing_that_is_k
         return [(NAMES[0], KEYS[0]), (NAMES[1], KEYS[1]), (NAMES[1], KEYS[2])]
 
     conversations.recall(known)
-    conversations.note(NAMES[0], session(KEYS[3:4]))
+    conversations.note(NAMES[0], KEYS[3:4])
     assert asked == []
     assert [conversations.conversation_of(key) for key in KEYS[:4]] == [None, NAMES[1], NAMES[1], NAMES[0]]
     assert asked == [1]
@@ -89,7 +68,7 @@ def test_the_policy_is_named_by_a_setting(tmp_path):
     assert conversations.evict(Settings(home=tmp_path, evict="lru")) is lru
     ahead = conversations.evict(Settings(home=tmp_path))
     assert isinstance(ahead, ConversationEvictor)
-    conversations.note(NAMES[0], session(KEYS[:2]))
+    conversations.note(NAMES[0], KEYS[:2])
     assert ahead.together(KEYS[0], KEYS[1])
     assert not ahead.together(KEYS[0], KEYS[2])
     for name in ("random", "fifo", ""):  # fifo is for simulations: tiers do not record arrivals

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
 
 from ragfuse import Ask, Engine, Piece, Settings
-from ragfuse.engine import history as conversing
 from ragfuse.store import DiskTier
 from tests.hf import kit
 from tests.sessions.kit import QUESTIONS, built, is_full_prefill, resent, talk
@@ -141,24 +139,6 @@ def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_na
     assert [turn.messages[-1].text for turn in session.turns] == [a.text for a in (*answers[:2], again)]
 
 
-def test_a_turn_waits_for_no_other_conversation_s_saves(engine, monkeypatch):
-    go, real = threading.Event(), engine.prefixes._write
-    monkeypatch.setattr(conversing, "TURN_SAVE_WAIT_S", 60.0)
-    monkeypatch.setattr(engine.prefixes, "_write", lambda *given: go.wait(60) and real(*given))
-    talk(engine, QUESTIONS[:1], session="slow")
-    other = threading.Thread(target=talk, args=(engine, QUESTIONS[1:2]), kwargs={"session": "other"})
-    other.start()
-    other.join(30)
-    assert not other.is_alive()
-    again = threading.Thread(target=talk, args=(engine, QUESTIONS[2:3]), kwargs={"session": "slow"})
-    again.start()
-    again.join(0.2)
-    assert again.is_alive()
-    go.set()
-    again.join(30)
-    assert len(engine.sessions.show("slow").turns) == 2
-
-
 def test_an_answer_that_was_altered_is_not_taken_for_what_was_said(engine):
     answers = talk(engine, QUESTIONS[:2], session="other")
     altered = resent(QUESTIONS[:3], answers)
@@ -166,13 +146,6 @@ def test_an_answer_that_was_altered_is_not_taken_for_what_was_said(engine):
     answer = engine.answer(altered, Ask(session="other"))
     assert answer.trace.history_reused == answers[0].trace.tokens
     assert answer.token_ids == engine.answer(altered, Ask(reuse=False)).token_ids
-
-
-def test_white_space_around_an_answer_does_not_hide_it(engine):
-    first = talk(engine, QUESTIONS[:1])[0]
-    again = [("user", QUESTIONS[0]), ("assistant", f" {first.text}\n"), ("user", QUESTIONS[1])]
-    answer = engine.answer(again, Ask(session="one"))
-    assert answer.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
 
 
 def test_an_answer_cut_at_a_stop_string_is_resumed_as_it_is_shown(engine):
@@ -199,17 +172,6 @@ def test_lost_entries_are_computed_from_their_tokens_and_kept_again(engine):
     engine.flush()
     assert set(keys) <= set(engine.store.lookup(keys))
     assert [rows.key for rows in engine.sessions.show("one").rows][:6] == keys
-
-
-def test_a_store_that_lost_everything_costs_time_and_nothing_else(engine):
-    talk(engine, QUESTIONS[:2])
-    engine.flush()
-    engine.store.clear()
-    asked = [("user", QUESTIONS[2])]
-    full = engine.answer(asked, Ask(session="one", reuse=False))
-    answer = engine.answer(asked, Ask(session="one"))
-    assert (answer.token_ids, answer.trace.history_reused) == (full.token_ids, 0)
-    assert talk(engine, QUESTIONS[3:])[0].trace.history_reused > answer.trace.tokens
 
 
 def test_a_damaged_entry_is_computed_anew(engine, tiny_settings):
@@ -282,14 +244,6 @@ def test_beams_and_several_answers_leave_the_prompts_rows(engine, options):
     assert is_full_prefill(engine, ready)
 
 
-def test_a_stream_that_is_dropped_is_no_turn(engine):
-    with engine.stream([("user", QUESTIONS[0])], Ask(session="one", max_tokens=200)) as stream:
-        next(iter(stream))
-    assert engine.sessions.ls() == []
-    talk(engine, QUESTIONS[:1])
-    assert len(engine.sessions.show("one").turns) == 1
-
-
 def test_a_system_message_that_comes_with_every_turn_is_said_once(engine):
     system = ("system", "Answer in one word.")
     for question in QUESTIONS[:2]:
@@ -297,12 +251,6 @@ def test_a_system_message_that_comes_with_every_turn_is_said_once(engine):
     assert [message.role for message in engine.sessions.show("one").messages] == [
         "system", "user", "assistant", "user", "assistant",
     ]  # fmt: skip
-
-
-def test_a_text_alone_is_a_message_where_a_session_is_named(engine):
-    engine.answer(QUESTIONS[0], Ask(session="one"))
-    answer = engine.answer(QUESTIONS[1], Ask(session="one"))
-    assert answer.trace.history_reused
 
 
 def test_a_store_without_disk_keeps_sessions_while_it_lives(tiny_settings: Settings):

@@ -92,13 +92,6 @@ def test_messages_are_told_apart_by_all_that_they_say() -> None:
     assert is_same(message("assistant", (("a ", "fresh", ""),)), message("assistant", (("a", "fresh", ""),)))
 
 
-def test_a_beginning_tells_of_all_messages_before_it() -> None:
-    one, two = message("user", (("a", "fresh", ""),)), message("user", (("b", "fresh", ""),))
-    assert prefix_digests([one, two])[:1] == prefix_digests([one])
-    assert prefix_digests([one, two])[1] != prefix_digests([two, two])[1]
-    assert prefix_digests([]) == []
-
-
 def test_a_session_comes_back_as_it_was_written() -> None:
     given = session(3, 4).without(1, 7)
     again = Session.from_dict(json.loads(json.dumps(given.as_dict())))

@@ -15,8 +15,6 @@ import pytest
 from ragfuse import Ask, Engine, InputError, SettingsError
 from ragfuse.admin.store_admin import StoreAdmin
 from ragfuse.engine.history import ConversationHistory
-from ragfuse.sessions.session import Session
-from ragfuse.store.session_catalog import _ORPHANS, SESSION_TABLES
 from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
 from tests.sessions.test_history import prepared
 from tests.tiny import ROOT, ingest
@@ -125,36 +123,6 @@ def test_what_an_edit_replaces_is_dropped_unless_another_session_has_it(engine):
     assert keys_kept(engine) == set()
 
 
-def test_a_session_in_memory_alone_leaves_nothing_either(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
-        answers = talk(engine, QUESTIONS[:2])
-        engine.answer([("user", "Which oil?"), *resent(QUESTIONS[:2], answers)[1:3]], Ask(session="one"))
-        assert keys_kept(engine) == keys_of(engine, "one")
-        engine.sessions.delete("one")
-        assert keys_kept(engine) == set()
-
-
-def test_what_a_process_remembers_is_hashed_once(engine, monkeypatch):
-    answers = [engine.answer([("user", question)]) for question in QUESTIONS]
-    again = resent(QUESTIONS[:2], answers[:1])
-    assert engine.answer(again).trace.history_reused
-
-    def hashed(*_):
-        raise AssertionError("hashed again")
-
-    assert engine.sessions.ending(engine.digest, ["none"], persistent=False) is None
-    monkeypatch.setattr("ragfuse.sessions.session.digest", hashed)
-    assert engine.sessions.ending(engine.digest, ["none"], persistent=False) is None
-
-
-def test_a_deleted_session_begins_anew(engine):
-    talk(engine, QUESTIONS[:2])
-    engine.flush()
-    engine.sessions.delete("one")
-    assert talk(engine, QUESTIONS[:1])[0].trace.history_reused == 0
-    assert len(engine.sessions.show("one").turns) == 1
-
-
 def test_a_session_that_is_not_there_is_told(engine):
     for do in (engine.sessions.show, engine.sessions.delete, engine.sessions.export):
         with pytest.raises(InputError, match="no session 'none'"):
@@ -197,21 +165,6 @@ def test_a_session_that_was_not_used_for_too_long_is_gone_when_it_is_asked_for(e
     engine.flush()
     assert keys_kept(engine) == keys_of(engine, "one") | keys_of(engine, "two")
     assert before & keys_of(engine, "two")
-
-
-def test_a_session_that_was_gone_on_with_meanwhile_is_not_overdue(engine):
-    engine.sessions.put("mine", Session("one"), 0, persistent=True)
-    (row,) = engine.catalog.file.sessions.rows()
-    assert engine.catalog.file.sessions.delete("mine", "one", row.used) is None
-    assert engine.catalog.file.sessions.delete("mine", "one", row.used + 1) == []
-
-
-def test_a_turn_reads_no_other_session_s_keys(engine):
-    plans = [
-        engine.catalog.file._database.query(f"EXPLAIN QUERY PLAN {sql}", ("m", "i"))
-        for sql in (*(f"DELETE FROM {table} WHERE model = ? AND id = ?" for table in SESSION_TABLES), _ORPHANS)
-    ]
-    assert all("SEARCH" in step[-1] for plan in plans for step in plan if "SUBQUERY" not in step[-1])
 
 
 def test_a_store_is_looked_after_without_a_model(engine, tiny_settings):

@@ -54,14 +54,6 @@ def test_a_shortened_prompt_equals_attention_over_the_kept_rows_at_their_new_pos
         assert float(error) < 1e-4
 
 
-def test_the_first_four_tokens_stay_unless_told_otherwise(said):
-    with narrow(said) as engine:
-        prompt = prepared(engine, [("user", QUESTIONS[3])], session="one").plan.prompt
-        whole = engine.sessions.show("one").tokens
-        assert prompt.truncated > 0
-        assert prompt.token_ids[:8] == (*whole[:4], *whole[4 + prompt.truncated :][:4])
-
-
 def test_a_shortened_prompt_knows_which_rows_the_user_said(said):
     with narrow(said) as engine:
         prompt = prepared(engine, [("user", QUESTIONS[3])], session="one").plan.prompt
@@ -134,28 +126,12 @@ def test_a_window_that_the_new_message_alone_overflows_is_told(said):
     assert len(said.sessions.show("one").turns) == 3
 
 
-def test_the_models_own_limit_shortens_a_conversation(engine, monkeypatch):
-    monkeypatch.setattr(engine.model.model.config, "max_position_embeddings", 300)
-    answers = talk(engine, [*QUESTIONS, *QUESTIONS])
-    assert answers[-1].trace.truncated > 0
-    assert all(answer.trace.tokens + len(answer.token_ids) <= 301 for answer in answers)
-
-
 def test_a_session_is_shortened_by_name(said):
     n_before = said.sessions.show("one").n_tokens
     shorter = said.sessions.truncate("one", 50, sinks=3)
     assert (shorter.dropped, shorter.rows[0].lo, shorter.rows[0].hi) == (n_before - 50, 0, 3)
     answer = said.answer([("user", QUESTIONS[3])], Ask(session="one"))
     assert (answer.trace.history_reused, answer.trace.truncated) == (50, n_before - 50)
-
-
-@pytest.mark.parametrize("tokens", [0, 3, 4, 30])
-def test_so_many_tokens_stay_the_first_four_among_them(said, tokens):
-    session = said.sessions.truncate("one", tokens)
-    kept = [at for rows in session.rows for at in range(rows.lo, rows.hi)]
-    assert session.n_tokens - session.dropped == tokens
-    n_first = min(4, tokens)
-    assert kept == [*range(n_first), *range(session.n_tokens - tokens + n_first, session.n_tokens)]
 
 
 def unknown(turns):
@@ -225,12 +201,6 @@ def test_history_that_is_too_little_to_leave_out_goes_with_whole_turns(engine):
         assert second.trace.truncated
         again = [*asked, ("assistant", second.text), ("user", "So?")]
         assert other.answer(again, Ask(session="one")).trace.history_reused
-
-
-def test_a_question_that_does_not_fit_alone_is_told_whatever_was_said_before(engine):
-    longest = engine.model.model.config.max_position_embeddings
-    with pytest.raises(InputError, match="does not fit"):
-        engine.answer([*unknown(3), ("user", "why? " * longest)], Ask(session="one"))
 
 
 def test_turns_begin_with_a_question_and_the_last_one_stays():

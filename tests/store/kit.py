@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta
-from ragfuse.store import EntryMeta, Tier
+from ragfuse.store import EntryMeta
 from ragfuse.store.archive import read_whole
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -129,22 +129,6 @@ def child(code: str, *arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def seen_whole(
-    tier: Tier, of: ChunkKey, versions: Sequence[tuple[EntryMeta, Sequence[torch.Tensor]]], going_on: Callable[[], bool]
-) -> set[int]:
-    """Which of several encoded entries, each a description and layers, were read under one key while that is going on.
-
-    Every read is of one of them as a whole.
-    """
-    seen = set[int]()
-    while going_on():
-        found = tier.read(of, 0, len(versions[0][1]))
-        if found is not None:
-            (which,) = [i for i, (_, blobs) in enumerate(versions) if all(map(torch.equal, found[1:], blobs))]
-            seen.add(which)
-    return seen
 
 
 def leave_only_in(store, keys, name):

@@ -91,17 +91,6 @@ def test_a_folder_that_lets_others_in_is_warned_about_once_and_its_files_are_for
     assert stat.S_IMODE(place.stat().st_mode) == mode, "it is the user's to change"
 
 
-def test_a_shared_folder_that_everybody_may_use_is_warned_about(tmp_path, caplog):
-    place = tmp_path / "place"
-    place.mkdir()
-    place.chmod(0o2777)
-    make_root(place, "group")
-    assert "mode 2777" in caplog.text
-    caplog.clear()
-    make_root(tmp_path / "other", "group")
-    assert caplog.text == ""
-
-
 def test_an_engine_makes_all_its_folders_for_this_user_or_for_the_group(tiny_settings, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     for shared_with, wanted in (("nobody", ({0o700}, {0o600})), ("group", ({0o2770}, {0o660}))):

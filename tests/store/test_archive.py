@@ -140,12 +140,6 @@ def test_other_members_make_no_file_and_no_harm(empty, tmp_path):
     assert (len(done.troubles), len(taken)) == (1, 1)
 
 
-def test_entries_that_cannot_be_decoded_here_are_left_out(archive, tmp_path):
-    with KVStore([DiskTier(tmp_path / "other", MB, lru)], lambda level, model: None) as store:
-        done = import_(store, archive)
-        assert (done.done, len(done.troubles), store.entries()) == ({}, 4, [])
-
-
 @pytest.mark.parametrize("text", ['"', "\\", "{[,:", "\u2028\n\r\0", "a" * 100_000, "\U0001f600"])
 def test_any_text_comes_back(store, empty, tmp_path, text):
     texts, taken = [TEXTS[0]._replace(text=text)], []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from ragfuse.store.breaker import Breaker
@@ -48,16 +46,3 @@ def test_a_trial_that_fails_or_never_ends_begins_the_cool_down_anew(breaker, clo
     assert breaker.enter()
     clock.now = 30.0
     assert breaker.enter()
-
-
-def test_the_log_hears_of_the_first_failure_and_of_the_recovery_once_each(breaker, clock, caplog):
-    caplog.set_level(logging.INFO, "ragfuse.store")
-    fail(breaker)
-    for clock.now in (10.0, 20.0, 30.0):
-        fail(breaker)
-    clock.now += 10
-    assert breaker.enter()
-    breaker.succeeded()
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "Tier x" in caplog.records[0].message
-    assert "no route" in caplog.records[0].message

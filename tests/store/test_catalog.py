@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ragfuse.errors import StoreError
-from ragfuse.plan.evict import lru
-from ragfuse.store import CatalogFile, DiskTier
+from ragfuse.store import CatalogFile
 from tests.store.kit import child
 
 
@@ -34,12 +33,6 @@ def test_texts_come_back_by_model_in_order(book):
     assert book.texts("m") == [("k2", "zwei\0\n", "b.txt"), ("k1", "一", "a.txt")]
     assert [text.key for text in book.texts("other")] == ["k1"]
     assert book.texts("nobody") == []
-
-
-def test_adding_a_text_again_changes_nothing(book):
-    for _ in range(2):
-        book.add_texts("m", [("k1", "one", "a"), ("k1", "one", "b")])
-    assert book.texts("m") == [("k1", "one", "a"), ("k1", "one", "b")]
 
 
 def test_deleting_forgets_what_matches_all_that_is_given(book):
@@ -89,14 +82,6 @@ def test_another_process_reads_what_was_written(book, tmp_path):
     assert book.get("p") == {"x": 2}
 
 
-def test_the_book_shares_its_folder_with_a_disk_tier(book, tmp_path):
-    tier = DiskTier(tmp_path, 1 << 20, lru)
-    book.put("p", {"x": 1})
-    assert tier.counts["corrupt"] == 0
-    tier.close()
-    assert book.get("p") == {"x": 1}
-
-
 def test_a_damaged_book_is_set_aside_and_a_new_one_begun(tmp_path, caplog):
     (tmp_path / "catalog.sqlite").write_bytes(b"nothing of a database " * 99)
     with CatalogFile(tmp_path) as book:
@@ -113,9 +98,3 @@ def test_a_book_that_cannot_be_read_says_where_and_what_to_do(book, tmp_path):
     connection.close()
     with pytest.raises(StoreError, match=r"catalog\.sqlite.*RAGFUSE_HOME"):
         book.texts("m")
-
-
-def test_a_book_whose_folder_is_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(StoreError, match="a file"):
-        CatalogFile(tmp_path / "file")

@@ -74,18 +74,3 @@ def test_random_damage_is_a_miss(tmp_path, count):
             assert is_detected(tier, data, chance.choice([1, len(BLOBS)]))
             done += 1
     tier.close()
-
-
-def test_damage_that_is_there_when_the_store_is_opened_is_a_miss_too(tmp_path):
-    chance = random.Random(7)
-    for _ in range(12):
-        tier = DiskTier(tmp_path, 1 << 20, lru)
-        assert tier.put(A, META, BLOBS)
-        whole = files(tmp_path)[0].read_bytes()
-        tier.close()
-        files(tmp_path)[0].write_bytes(flipped(whole, chance.randrange(64, 300), 3))
-        tier = DiskTier(tmp_path, 1 << 20, lru)
-        found = [tier.get(A, range(i, i + 1)) for i in range(len(BLOBS))]
-        assert None in found
-        assert (tier.counts["corrupt"], tier.list(), files(tmp_path)) == (1, [], [])
-        tier.close()

@@ -9,7 +9,7 @@ from ragfuse import Ask, Engine
 from ragfuse.engine.background import EncodeJob
 from ragfuse.store.deletion import LEARNT
 from tests.store.redis_server import RedisServer
-from tests.tiny import CHUNKS, QUESTION, chunk_hits, ingest, known_texts, messages
+from tests.tiny import CHUNKS, QUESTION, ingest, known_texts, messages
 
 
 @pytest.fixture
@@ -47,11 +47,6 @@ def test_it_leaves_every_tier_in_all_company_and_the_bytes_are_told(filled):
     assert sum(held.values()) - sum(filled.store.stats().nbytes.values()) >= freed
 
 
-def test_the_others_stay(filled):
-    filled.forget([CHUNKS[1]])
-    assert chunk_hits(filled.answer(messages()).trace) == [True, False, True, True, True, True]
-
-
 def test_it_is_no_known_chunk_any_more_here_and_in_later_engines(filled, tiny_settings):
     assert is_known(filled, CHUNKS[1])
     filled.forget([f" {CHUNKS[1]}\n"])
@@ -68,10 +63,6 @@ def test_texts_that_nobody_knows_free_nothing(filled):
     assert {entry.key for entry in filled.store.entries()} == {entry.key for entry in before}
 
 
-def test_one_text_is_one_text(filled):
-    assert filled.forget(CHUNKS[1]) > 0
-
-
 def test_another_tenant_keeps_its_own(filled, tiny_settings):
     with Engine(tiny_settings.model_copy(update={"salt": "theirs"})) as other:
         ingest(other)
@@ -80,12 +71,6 @@ def test_another_tenant_keeps_its_own(filled, tiny_settings):
         left = {entry.key for entry in other.store.entries() if entry.key.tokens == chunk(other, CHUNKS[1])}
         assert left == theirs
         assert is_known(other, CHUNKS[1])
-
-
-def test_a_pin_does_not_protect_from_being_forgotten(filled):
-    filled.store.pin(*(entry.key for entry in entries_of(filled, CHUNKS[1])))
-    filled.forget([CHUNKS[1]])
-    assert entries_of(filled, CHUNKS[1]) == []
 
 
 def test_what_waits_to_be_encoded_is_not(engine):
@@ -152,14 +137,6 @@ def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_d
             assert entries_of(engine, CHUNKS[1]) == known_texts(engine, "book-1") == []
     finally:
         server.kill()
-
-
-def test_known_texts_are_told_by_source(filled):
-    filled.ingest([(CHUNKS[0], "book-1"), (CHUNKS[5], "book-11")])
-    assert sorted(known_texts(filled, "book-1")) == sorted([CHUNKS[1], CHUNKS[0]])
-    assert known_texts(filled, "book") == []
-    filled.forget([CHUNKS[1]])
-    assert known_texts(filled, "book-1") == [CHUNKS[0]]
 
 
 def learn(engine, text, persistent=True):

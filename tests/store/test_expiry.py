@@ -8,8 +8,8 @@ import pytest
 
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
-from ragfuse.store.deletion import Freed, gc
-from tests.store.kit import Clock, encoded, files, key, kv, ticks
+from ragfuse.store.deletion import gc
+from tests.store.kit import Clock, encoded, files, key, kv
 
 MB = 1 << 20
 KEYS = [key(i) for i in range(6)]
@@ -36,15 +36,6 @@ def where(store: KVStore, *keys) -> list[str]:
 
 
 # pinning and forgetting many
-
-
-def test_many_are_pinned_and_unpinned_at_once(store):
-    for one in KEYS[:3]:
-        store.put(one, kv(), wait=True)
-    store.pin(*KEYS[:2])
-    assert {entry.key for entry in store.entries() if entry.pinned} == set(KEYS[:2])
-    store.unpin(*KEYS)
-    assert not any(entry.pinned for entry in store.entries())
 
 
 def test_many_are_forgotten_everywhere_or_in_one_tier(store, tmp_path):
@@ -95,21 +86,6 @@ def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(st
     with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock) as other:
         assert gc(other)["disk"].expired == 1
         assert set(other.lookup(KEYS)) == {KEYS[0]}
-
-
-def test_what_is_used_in_memory_is_not_the_first_to_be_pushed_off_the_disk(tmp_path):
-    nbytes = DiskTier(tmp_path / "unit", MB, lru)
-    assert nbytes.put(KEYS[0], *encoded(kv()))
-    ticking = ticks()
-    disk = DiskTier(tmp_path / "store", 3 * nbytes.nbytes, lru, clock=ticking)
-    nbytes.close()
-    with KVStore([MemoryTier(MB, lru), disk], clock=ticking) as store:
-        for i in range(3):
-            store.put(KEYS[i], kv(i), wait=True)
-        assert store.read_layers(KEYS[0], 0) is not None
-        assert store.flush()
-        store.put(KEYS[3], kv(3), wait=True)
-        assert {entry.key for entry in disk.list()} == {KEYS[0], KEYS[2], KEYS[3]}
 
 
 def test_tiers_hear_of_a_use_seldom_and_never_while_an_answer_waits(tmp_path, clock):
@@ -174,14 +150,6 @@ def test_gc_drops_nothing_that_is_used_while_it_lists(store, clock, tmp_path):
     assert where(store, *KEYS[:2]) == ["disk", ""]
 
 
-def test_gc_tells_of_no_bytes_that_it_could_not_free(store, clock, monkeypatch):
-    for one in KEYS[:2]:
-        store.put(one, kv(), tier="disk", wait=True)
-    clock.now += 200
-    monkeypatch.setattr(store.tiers[1], "delete", lambda keys: 0)  # as a tier that is down answers
-    assert gc(store)["disk"] == Freed()
-
-
 def test_gc_frees_the_rest_of_writes_and_rows_without_files(store, tmp_path):
     for one in KEYS[:2]:
         store.put(one, kv(), wait=True)
@@ -194,12 +162,3 @@ def test_gc_frees_the_rest_of_writes_and_rows_without_files(store, tmp_path):
     assert (freed.leftovers, freed.nbytes) == (2, 77)
     assert files(tmp_path) == [kept]
     assert store.tiers[1].nbytes == kept.stat().st_size
-
-
-def test_without_a_rule_nothing_is_ever_too_old(tmp_path):
-    clock = Clock()
-    with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], clock=clock) as store:
-        store.put(KEYS[0], kv(), wait=True)
-        clock.now += 1e9
-        assert KEYS[0] in store.lookup(KEYS)
-        assert gc(store)["disk"].expired == 0

@@ -70,13 +70,6 @@ def test_two_tiers_at_one_place_are_refused(tmp_path, second):
         open_store(Settings(home=tmp_path, tiers=("redis://u:p@h", "redis://u:p@h/")), lru)
 
 
-def test_a_tier_that_cannot_be_opened_lets_go_of_the_others(tmp_path):
-    settings = Settings(home=tmp_path, tiers=("nonsense://x",))
-    with pytest.raises(StoreError, match="nonsense"):
-        open_store(settings, lru)
-    DiskTier(settings.store_path, 1 << 20, lru).close()
-
-
 @pytest.mark.parametrize("url", [" redis://:hunter2@h", "'redis://me:hunter2@h'", "a b://me:hun@ter2@h"])
 def test_no_password_is_told(url):
     with pytest.raises(StoreError) as caught:

@@ -81,19 +81,6 @@ def test_layers_behind_the_last_of_a_level_are_no_layers(mixed):
     assert mixed.stats().corrupt == 0
 
 
-def test_an_entry_written_anew_at_other_levels_is_read_as_it_is_then(tmp_path):
-    with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
-        disk = store.tiers[0]
-        disk.put(A, *encoded_at(kv(1), "raw", "int8"))
-        assert whole(store, rounded(kv(1)), level="int8")
-        disk.put(A, *encoded_at(kv(2), "int8"))
-        assert whole(store, rounded(kv(2)), level="int8")
-        disk.put(A, *encoded_at(kv(3), "raw", "int8"))
-        assert whole(store, kv(3), level="raw")
-        disk.delete([A])
-        assert store.read_layers(A, 0, 3, "disk", "raw") is None
-
-
 def test_what_is_read_raw_enters_memory_at_memorys_own_levels(tmp_path):
     for levels, found in (({"memory": ["int8"]}, ["int8"]), ({}, ["raw"])):
         with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path, MB, lru)], levels=levels) as store:
@@ -148,7 +135,7 @@ def test_a_level_without_a_codec_is_not_there_and_left_alone(tmp_path):
 
 
 def test_layers_of_other_tables_are_a_miss_and_left_alone_and_the_other_level_is_read(tmp_path, caplog):
-    codecs = {"raw": UniformCodec(4), "int8": Tabled()}
+    codecs = {"raw": UniformCodec(), "int8": Tabled()}
     with KVStore([DiskTier(tmp_path, MB, lru)], lambda level, model: codecs[level]) as store:
         store.tiers[0].put(A, *encoded_at(kv(), "int8"))
         assert list(store.lookup([A])) == [A]

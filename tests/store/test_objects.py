@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import random
 import time
 
 import pytest
@@ -32,29 +31,6 @@ def tier(folder):
 
 def first(tier, of=A):
     return tier.get(of, range(1))
-
-
-def test_a_folder_is_for_this_user_alone_and_has_a_file_an_entry(tier, folder):
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert tier.put(A, *encoded(kv()))
-    assert [path.name for path in folder.iterdir()] == [f"{A}.kv"]
-
-
-def test_every_damage_is_a_miss_that_is_counted_and_dropped(tier, folder):
-    chance = random.Random(4)
-    meta, blobs = encoded(kv())
-    for round_ in range(30):
-        assert tier.put(A, meta, blobs)
-        path = folder / f"{A}.kv"
-        whole = path.read_bytes()
-        at = chance.randrange(len(whole.rstrip(b"\0")))
-        path.write_bytes(whole[:at] if round_ % 3 == 0 else whole[:at] + b"\xff" + whole[at + 1 :])
-        reader = ObjectTier(f"file://{folder}", timeout_s=30)
-        found = reader.get(A, range(3))
-        if found is not None:  # padding of the header or of a layer
-            assert all(map(torch.equal, found[1:], blobs))
-        else:
-            assert (reader.counts["corrupt"], path.exists()) == (1, False)
 
 
 def test_what_others_delete_or_write_anew_is_read_as_it_is_now(tier, folder):

@@ -64,42 +64,6 @@ def test_a_write_that_is_killed_leaves_a_whole_entry_or_none_and_no_lost_room(tm
     tier.close()
 
 
-def write_and_read(path, capacity, seed, wanted):
-    """Writes and reads many chunks; (kept, read, wrong, corrupt, failed)."""
-    tier = DiskTier(path, capacity, lru)
-    kept = read = wrong = 0
-    for i in range(60):
-        name = (i * 7 + seed) % 20
-        kept += tier.put(key(name), *wanted[name])
-        for other in range(name - 3, name + 1):
-            for layer, blob in enumerate(wanted[other][1]):
-                found = tier.get(key(other % 20), range(layer, layer + 1))
-                read += found is not None
-                wrong += found is not None and not torch.equal(found[1], blob)
-    tier.close()
-    return kept, read, wrong, tier.counts["corrupt"], tier.counts["failed"]
-
-
-def test_two_processes_writing_at_once_keep_the_capacity_and_every_byte(tmp_path, unit):
-    path, capacity = tmp_path / "store", 6 * unit + 10
-    wanted = [encoded(kv(i)) for i in range(20)]
-    pairs = [forked(lambda pipe, seed=seed: pipe.send(write_and_read(path, capacity, seed, wanted))) for seed in (0, 3)]
-    tier = DiskTier(path, capacity, lru)
-    while any(process.is_alive() for process, _ in pairs):
-        assert tier.nbytes <= capacity
-    for _, pipe in pairs:
-        kept, read, *trouble = pipe.recv()
-        assert kept > 20
-        assert read > 0
-        assert trouble == [0, 0, 0]
-    assert sum(found.stat().st_size for found in files(path)) == tier.nbytes <= capacity
-    assert len(files(path)) == len(tier.list()) > 3
-    for i in range(20):
-        if tier.stat([key(i)]):
-            assert torch.equal(tier.get(key(i), range(2, 3))[1], encoded(kv(i))[1][2])
-    tier.close()
-
-
 def test_what_was_put_before_ctrl_c_is_on_disk_without_closing(tmp_path):
     code = """
         import os, signal, sys

@@ -14,10 +14,6 @@ def key(name: str) -> ChunkKey:
     return ChunkKey("model", name)
 
 
-def whole(ids, name, lo=0):
-    return Rows(lo, len(ids), key(name))
-
-
 def spelled(tree, ids):
     """What a match says of each token: entry and row."""
     found = {}
@@ -47,22 +43,6 @@ class Twin:
         return found
 
 
-def test_the_longest_common_beginning_is_found_to_the_token():
-    tree = RadixTree()
-    tree.insert([1, 2, 3, 4, 5], [whole([1, 2, 3, 4, 5], "one")])
-    assert tree.match([1, 2, 3, 9]) == [Rows(0, 3, key("one"))]
-    assert tree.match([2, 3]) == []
-    assert tree.match([1, 2, 3, 4, 5, 6]) == [Rows(0, 5, key("one"))]
-
-
-def test_what_goes_on_from_a_beginning_names_rows_of_its_own_entry():
-    tree = RadixTree()
-    tree.insert([1, 2, 3, 4], [whole([1, 2, 3, 4], "one")])
-    tree.insert([1, 2, 7, 8], [Rows(0, 2, key("one")), Rows(2, 4, key("two"))])
-    assert tree.match([1, 2, 7, 8, 9]) == [Rows(0, 2, key("one")), Rows(2, 4, key("two"))]
-    assert tree.match([1, 2, 3, 4]) == [Rows(0, 4, key("one"))]
-
-
 def test_an_entry_that_is_gone_leaves_a_hole_that_the_next_prompt_fills():
     tree = RadixTree()
     tree.insert([1, 2, 3, 4], [Rows(0, 2, key("one")), Rows(2, 4, key("two"))])
@@ -74,7 +54,7 @@ def test_an_entry_that_is_gone_leaves_a_hole_that_the_next_prompt_fills():
 
 def test_nodes_that_lead_nowhere_are_forgotten():
     tree = RadixTree()
-    tree.insert([1, 2, 3], [whole([1, 2, 3], "one")])
+    tree.insert([1, 2, 3], [Rows(0, 3, key("one"))])
     tree.insert([1, 2, 4, 5], [Rows(0, 2, key("one")), Rows(2, 4, key("two"))])
     tree.discard({key("one"), key("two")})
     assert (tree.n_nodes, tree.n_tokens, tree.keys) == (0, 0, set())

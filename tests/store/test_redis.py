@@ -67,16 +67,6 @@ def test_a_hung_server_costs_one_timeout_and_is_used_again_once_it_goes_on(serve
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_a_server_that_starts_again_is_empty_and_nothing_is_damaged(server):
-    tier = RedisTier(server.url(), cool_down_s=0)
-    assert tier.put(A, *encoded(kv()))
-    server.kill()
-    server.start()
-    assert (first(tier), tier.stat([A]), tier.counts["corrupt"]) == (None, {}, 0)
-    assert tier.put(A, *encoded(kv()))
-    assert first(tier) is not None
-
-
 def test_a_full_server_refuses_writes_and_goes_on_being_read(server, caplog):
     tier = RedisTier(server.url())
     assert tier.put(A, *encoded(kv()))
@@ -156,14 +146,6 @@ def test_a_writer_that_is_killed_leaves_no_entry(server):
     assert (tier.stat([A]), first(tier), list(tier.list())) == ({}, None, [])
     (rest,) = server.raw().keys("*")
     assert 0 < server.raw().ttl(rest) <= 60
-
-
-def test_another_process_finds_what_one_wrote_and_deleted(server):
-    tier, other = RedisTier(server.url()), RedisTier(server.url())
-    assert tier.put(A, *encoded(kv()))
-    assert first(other) is not None
-    tier.delete([A])
-    assert (first(other), other.counts["corrupt"]) == (None, 0)
 
 
 @pytest.mark.parametrize("url", ["redis://", "redis://host/words", "redis://me:hunter2@host:port/0"])

@@ -9,8 +9,7 @@ import torch
 from ragfuse.codec import RawCodec
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
-from ragfuse.settings import Settings
-from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store
+from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.store.store import Forgotten
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.store.kit import encoded, files, key, kv, same
@@ -112,46 +111,6 @@ def test_lookup_gives_the_fastest_tier_in_the_order_asked(store):
     assert store.lookup([]) == {}
 
 
-def test_put_into_one_tier_puts_it_into_no_other(store):
-    store.put(A, kv(), tier="memory", wait=True)
-    store.put(B, kv(), tier="disk", wait=True)
-    store.flush()
-    assert sorted((entry.key == A, entry.tier) for entry in store.entries()) == [(False, "disk"), (True, "memory")]
-
-
-def test_put_that_waits_is_on_disk_when_it_returns(store, tmp_path):
-    assert store.put(A, kv(), wait=True)
-    assert len(files(tmp_path)) == 1
-
-
-def test_a_missing_chunk_or_layer_is_none(store):
-    assert layer_of(store, A, 0) is None
-    store.put(A, kv(), wait=True)
-    assert layer_of(store, A, 3) is None
-    assert layer_of(store, A, 0, tier="no such tier") is not None
-    assert store.stats().corrupt == 0
-
-
-def test_a_full_queue_drops_the_saving_and_counts_it():
-    slow = SlowTier()
-    with KVStore([MemoryTier(MB, lru), slow], writer_queue=1) as store:
-        store.put(key(0), kv())
-        assert slow.started.wait(10)
-        assert [store.put(key(i), kv(), tier="slow") for i in (1, 2, 3)] == [True, False, False]
-        assert store.put(key(4), kv())  # kept in memory all the same
-        assert store.stats().dropped_writes == 3
-        slow.go.set()
-        store.flush()
-        assert {entry.key for entry in slow.list()} == {key(0), key(1)}
-
-
-def test_what_fits_nowhere_is_not_kept_and_counted(tmp_path):
-    with KVStore([MemoryTier(10, lru), DiskTier(tmp_path, 10, lru)]) as store:
-        assert not store.put(A, kv(), wait=True)
-        assert store.stats().dropped_writes == 2
-        assert store.lookup([A]) == {}
-
-
 def test_a_tier_that_hangs_holds_up_no_other(tmp_path):
     hung, disk = SlowTier(), DiskTier(tmp_path, MB, lru)
     with KVStore([MemoryTier(MB, lru), hung, disk]) as store:
@@ -187,18 +146,6 @@ def test_who_waits_is_told_whether_a_tier_took_it(tmp_path):
     with KVStore([DiskTier(tmp_path / str(i), (1, MB)[i], lru, name=str(i)) for i in range(2)]) as store:
         assert store.put(A, kv(), wait=True)
         assert store.put(B, kv(), pace_s=20.0)
-
-
-def test_who_waits_for_a_tier_that_hangs_is_let_go_when_the_store_closes(tmp_path):
-    hung = SlowTier()
-    store = KVStore([DiskTier(tmp_path, MB, lru), hung])
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(store.put, A, kv(), wait=True)
-        assert hung.started.wait(20)
-        until(lambda: len(files(tmp_path)) == 1 and A in store.lookup([A]))
-        store.close(0.0)
-        assert waiting.result(20)
-        hung.go.set()
 
 
 def test_who_saves_at_a_pace_runs_ahead_of_the_slow_but_not_of_all(tmp_path):
@@ -284,33 +231,6 @@ def test_interleaved_chunks_are_promoted_and_half_read_ones_are_not(store, tmp_p
         assert all(whole(opened, one, kv(i), tier="memory") for i, one in enumerate(keys))
 
 
-def test_chunks_being_read_hold_no_more_than_a_quarter_of_memory(store, tmp_path):
-    keys = [key(i) for i in range(6)]
-    for one in keys:
-        store.put(one, kv(), wait=True)
-    store.close()
-    nbytes = encoded(kv())[0].nbytes
-    with KVStore([MemoryTier(8 * nbytes, lru), DiskTier(tmp_path, MB, lru)]) as opened:
-        for layer in range(3):
-            for one in keys:
-                assert layer_of(opened, one, layer) is not None
-                assert opened._saves._partials.currsize <= 2 * nbytes
-        assert {entry.key for entry in opened.tiers[0].list()} == set(keys[-2:])
-
-
-def test_a_layer_that_is_damaged_on_disk_is_none_and_the_chunk_a_miss(store, tmp_path):
-    store.put(A, kv(), wait=True)
-    with reopened(store, tmp_path) as opened:
-        (path,) = files(tmp_path)
-        data = path.read_bytes()
-        path.write_bytes(data[:-64] + bytes(64))
-        assert A in opened.lookup([A])
-        assert layer_of(opened, A, 0) is not None
-        assert layer_of(opened, A, 2) is None
-        assert opened.lookup([A]) == {}
-        assert opened.stats().corrupt == 1
-
-
 def test_a_chunk_evicted_from_the_planned_tier_is_read_from_another(store):
     store.put(A, kv(), wait=True)
     store.tiers[0].delete([A])
@@ -379,31 +299,6 @@ def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
         assert {entry.key for entry in slow.list()} == {others, A}
 
 
-def test_what_is_cleared_while_two_tiers_save_it_comes_back_in_neither():
-    slow = [SlowTier("one"), SlowTier("two")]
-    with KVStore([MemoryTier(MB, lru), *slow]) as store:
-        store.put(A, kv())
-        assert all(tier.started.wait(10) for tier in slow)
-        slow[0].go.set()
-        until(lambda: slow[0].stat([A]))
-        store.clear()
-        slow[1].go.set()
-        assert store.flush()
-        assert store.entries() == []
-
-
-def test_what_is_put_again_after_a_clear_stays_when_the_old_saving_ends():
-    slow = SlowTier()
-    with KVStore([MemoryTier(MB, lru), slow]) as store:
-        store.put(A, kv())
-        assert slow.started.wait(20)
-        store.forget([A])
-        assert store.put(A, kv())
-        slow.go.set()
-        store.flush()
-        assert [entry.tier for entry in store.entries()] == ["memory", "slow"]
-
-
 def test_what_is_dropped_from_one_tier_while_it_is_being_saved_comes_back_there_in_no_way():
     slow, other = SlowTier(), SlowTier("other")
     with KVStore([MemoryTier(MB, lru), slow, other]) as store:
@@ -462,11 +357,6 @@ def test_a_pinned_chunk_is_not_evicted_from_any_tier(tmp_path):
         assert A not in store.lookup([A])
 
 
-def test_an_unknown_tier_is_named_with_those_there_are(store):
-    with pytest.raises(StoreError, match=r"no tier 'tape'; it has: memory, disk"):
-        store.put(A, kv(), tier="tape")
-
-
 def test_two_tiers_of_one_name_are_refused():
     with pytest.raises(StoreError, match="different names"):
         KVStore([MemoryTier(MB, lru), MemoryTier(MB, lru)])
@@ -481,32 +371,6 @@ def test_a_closed_store_keeps_what_was_put_and_takes_no_more(store, tmp_path):
     assert not store.put(A, kv())
     assert layer_of(store, key(0), 0) is None
     assert store.lookup([key(0)]) == {}
-
-
-def test_a_store_without_tiers_misses_everything():
-    with KVStore([]) as store:
-        assert not store.put(A, kv())
-        assert store.lookup([A]) == {}
-        assert layer_of(store, A, 0) is None
-        assert store.clear() == Forgotten([], [])
-
-
-def test_stats_are_plain_and_complete(store):
-    store.put(A, kv(), wait=True)
-    stats = store.stats().as_dict()
-    assert stats["nbytes"] == {tier.name: tier.nbytes for tier in store.tiers}
-    assert stats["capacity"] == {"memory": MB, "disk": MB}
-    assert min(stats["nbytes"].values()) > 0
-
-
-def test_open_store_follows_the_settings(tmp_path):
-    settings = Settings(store=tmp_path / "kv", memory_bytes=MB, disk_bytes=2 * MB)
-    with open_store(settings, lru) as store:
-        assert [(tier.name, tier.capacity) for tier in store.tiers] == [("memory", MB), ("disk", 2 * MB)]
-        assert store.put(A, kv(), wait=True)
-    with open_store(settings.model_copy(update={"memory_bytes": 0}), lru) as store:
-        assert [tier.name for tier in store.tiers] == ["disk"]
-        assert store.lookup([A])[A].tier == "disk"
 
 
 # threads
@@ -545,32 +409,8 @@ def test_threads_that_put_read_clear_and_look_up_see_whole_chunks_or_none(tmp_pa
         assert files(tmp_path) == []
 
 
-def test_clear_wins_over_puts_that_began_before_it(tmp_path):
-    with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path, MB, lru)]) as store:
-        for round_ in range(5):
-            for i in range(8):
-                store.put(key(i), kv())
-            store.clear()
-            store.flush()
-            assert store.entries() == [], round_
-            assert files(tmp_path) == []
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_takes_nothing_and_gives_the_room_back():
     tier = MemoryTier(MB, lru, device="cuda:7", name="gpu")
     assert not tier.put(A, *encoded(kv()))
     assert (tier.nbytes, tier.counts["failed"], tier.list()) == (0, 1, [])
-
-
-def test_what_is_read_from_a_slow_tier_enters_every_fast_one_that_takes_it(tmp_path):
-    tiny, first, second = (
-        MemoryTier(size, lru, name=name) for size, name in ((1, "tiny"), (MB, "gpu"), (MB, "memory"))
-    )
-    with KVStore([tiny, first, second, DiskTier(tmp_path, MB, lru)]) as store:
-        assert store.put(A, kv(), tier="disk", wait=True)
-        assert whole(store, A, kv())
-        assert [bool(tier.list()) for tier in store.tiers] == [False, True, True, True]
-        first.delete([A])
-        assert whole(store, A, kv())
-        assert first.stat([A])

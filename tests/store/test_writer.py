@@ -61,33 +61,3 @@ def test_a_job_that_fails_is_counted_and_the_next_one_runs(caplog):
     assert (ran, writer.dropped) == ([1], 1)
     assert "ZeroDivisionError" in caplog.text
     writer.close()
-
-
-def test_close_finishes_what_was_taken_and_takes_no_more():
-    writer, ran = Writer(), []
-    for i in range(10):
-        writer.submit(lambda i=i: ran.append(i))
-    assert writer.close()
-    assert ran == list(range(10))
-    assert not writer.submit(lambda: ran.append(99))
-    assert writer.close()
-    assert ran == list(range(10))
-
-
-def test_close_with_a_bound_gives_up_and_counts_the_rest():
-    writer, started, go, ran = Writer(), threading.Event(), threading.Event(), []
-    writer.submit(lambda: (started.set(), go.wait(10)))
-    assert started.wait(10)
-    writer.submit(lambda: ran.append(1))
-    assert not writer.flush(0.01)
-    assert not writer.close(0.01)
-    assert writer.dropped == 1
-    go.set()
-    assert writer.flush(10)
-    assert ran == []
-
-
-def test_flush_of_a_writer_that_never_wrote_returns():
-    writer = Writer()
-    assert writer.flush()
-    assert writer.close()

@@ -1,9 +1,7 @@
 """Messages become a Prompt: ids are the model's own, known runs in them have keys that say where KV may come from."""
 
 import json
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -18,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.text import Assembler, Message, Piece
-from ragfuse.text.assemble import ALONE_CHARS
 from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.known_spans import KnownSpans
 from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT
@@ -39,7 +36,6 @@ NO_SYSTEM = (
 )
 DROPS_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
 DROPS_USER = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'user' %}")
-DROPS_TOOL = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
 TWICE = CHATML.replace("m['content']", "m['content'] + '\n' + m['content']")
 TRIMS = CHATML.replace("m['content']", "m['content'] | trim")
 ESCAPES = CHATML.replace("m['content']", "m['content'] | tojson")
@@ -140,11 +136,6 @@ def test_a_chunk_whose_edge_merges_with_the_text_beside_it_is_rows_of_its_run():
     assert found.stored == (() if found.rows is None else whole)
 
 
-def test_positions_run_from_zero_without_gaps():
-    prompt = assembler().chat(question(A, B, A))
-    assert prompt.positions.tolist() == list(range(len(prompt)))
-
-
 @pytest.mark.parametrize("context", ["", filler_context("")])
 def test_a_chunk_has_one_key_in_the_context_of_chunks_and_the_prefix_one_alone(context):
     prompt = assembler(context=context).chat(question(A, B))
@@ -161,23 +152,6 @@ def test_a_chunk_keeps_its_key_wherever_it_stands():
     other = assembler().chat([("system", "Quite another beginning, long enough."), *question(B, A)[1:]])
     assert chunks(other)[1].keys == chunks(last)[1].keys
     assert decoded(last).count(f"\n {A}  ") == 1
-
-
-def test_the_same_chunk_twice_has_the_same_keys_at_two_places():
-    one, two = chunks(assembler().chat(question(B, A, A)))[1:]
-    assert one.keys == two.keys
-    assert one.stop < two.start
-
-
-def test_a_conversation_without_chunks_is_one_fresh_segment():
-    prompt = assembler().chat([("system", "Be brief."), ("user", "Why?")])
-    assert kinds(prompt) == ["fresh"]
-
-
-def test_turns_before_the_first_chunk_belong_to_the_prefix():
-    prompt = assembler().chat([("user", "Hi"), ("assistant", "Hello"), *question(A)[1:]])
-    assert kinds(prompt) == ["prefix", "chunk", "fresh"]
-    assert "Hello" in tokenizer().decode(list(prompt.segments[0].tokens))
 
 
 @pytest.mark.parametrize("kind", ["fresh", "chunk"])
@@ -221,12 +195,6 @@ def test_tools_are_told_of_once_and_in_words_where_calls_are_in_words():
     assert "<tool_call>" in told
 
 
-def test_a_short_prefix_has_no_key():
-    prompt = assembler(min_tokens=1000).chat(question(A))
-    assert kinds(prompt) == ["fresh", "chunk", "fresh"]
-    assert chunks(prompt)[0].keys == (key_of(chunks(prompt)[0].tokens, ""),)
-
-
 text_or_chunk = st.builds(
     Piece, st.one_of(st.text(), st.sampled_from([A, B, *SPECIALS])), st.sampled_from(["fresh", "chunk"])
 )
@@ -250,11 +218,6 @@ def test_a_refused_or_dropped_system_message_moves_into_the_first_user_message(s
     head = "<|im_start|>user\nBe brief and only use the text.\n\n"
     assert decoded(prompt) == f"{head}{A}\n\nQuestion: why?<|im_end|>\n<|im_start|>assistant\n"
     assert kinds(prompt) == ["prefix", "chunk", "fresh"]
-
-
-def test_a_refused_system_message_alone_becomes_a_user_message():
-    prompt = assembler(NO_SYSTEM).chat([("system", "Hello."), ("assistant", "Hi.")])
-    assert decoded(prompt).startswith("<|im_start|>user\nHello.\n\n<|im_end|>\n<|im_start|>assistant\nHi.")
 
 
 def test_turns_before_the_first_user_message_stay_when_the_system_message_moves():
@@ -292,20 +255,9 @@ def test_what_is_left_of_a_chunk_that_a_template_escapes_is_found():
     assert [segment.source for segment in found] == ["The.txt", "Nob.txt"]
 
 
-def test_a_template_may_cut_a_chunk():
-    source = CHATML.replace("m['content']", "m['content'].split('that')[-1]")
-    prompt = assembler(source).chat([("user", [Piece(A, "chunk"), Piece("\n?")])])
-    assert decoded(prompt) == "<|im_start|>user\n year.\n?<|im_end|>\n<|im_start|>assistant\n"
-    assert kinds(prompt) == ["fresh"]
-
-
 def test_a_message_that_a_template_leaves_out_is_an_error():
     with pytest.raises(InputError, match="messages of role user"):
         assembler(DROPS_USER).chat([("user", "a"), ("assistant", "a b"), ("tool", A)])
-
-
-def test_an_empty_message_may_vanish():
-    assert "Why?" in decoded(assembler(DROPS_TOOL).chat([("tool", ""), ("user", "Why?")]))
 
 
 def test_a_template_that_refuses_the_roles_is_an_error_with_its_reason():
@@ -323,13 +275,6 @@ def test_messages_need_a_chat_template():
 # a text as it is
 
 
-def test_a_text_stands_behind_bos():
-    text = f"Read this first, then answer:\n{A}\n\nWhy?"
-    prompt = assembler().text(text, bos=(7,))
-    assert kinds(prompt) == ["prefix", "chunk", "fresh"]
-    assert prompt.token_ids == (7, *encode(text, False))
-
-
 def test_a_chunk_that_ends_the_text_is_fresh():
     assert kinds(assembler().text(f"{A}\n\n{B}")) == ["chunk", "fresh"]
     assert kinds(assembler().text(f"Read the following text:\n{B}")) == ["fresh"]
@@ -345,28 +290,3 @@ def test_a_text_comes_back_whole(text: str, bos: list[int]):
     prompt = assembler(min_tokens=2).text(text, bos)
     assert prompt.token_ids[: len(bos)] == tuple(bos)
     assert tokenizer().decode(list(prompt.token_ids[len(bos) :]), skip_special_tokens=False) == text
-
-
-@pytest.mark.parametrize("is_long", [True, False])
-def test_long_prompts_are_tokenised_one_at_a_time_and_short_ones_beside_each_other(is_long: bool) -> None:
-    class Met(TextEncoder):
-        """Knows whether two prompts were tokenised at once."""
-
-        def __init__(self) -> None:
-            super().__init__(PreTrainedTokenizerFast(tokenizer_object=tokenizer(), extra_special_tokens=SPECIALS))
-            self.both, self.met = threading.Barrier(2), 0
-
-        def read(self, text: str, *more: Any) -> Any:
-            with suppress(threading.BrokenBarrierError):
-                self.both.wait(0.2 if is_long else 20)
-                self.met += 1
-            return super().read(text[:100], *more)
-
-    met = Met()
-    own, text = Assembler(met, key_of, template(CHATML)), "a" * (ALONE_CHARS if is_long else ALONE_CHARS - 1)
-    threads = [threading.Thread(target=own.text, args=(text,)) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert bool(met.met) != is_long

@@ -42,11 +42,6 @@ def test_paragraphs_are_passages_without_what_parts_them():
     assert cut([*one, PARAGRAPH, *two, PARAGRAPH, *words(5)]) == [tuple(one), (*two, PARAGRAPH, *words(5))]
 
 
-def test_two_line_ends_part_paragraphs_as_one_token_does():
-    one, two = words(40, 1), words(50, 2)
-    assert cut([*one, LINE, LINE, *two]) == [tuple(one), tuple(two)]
-
-
 @pytest.mark.parametrize("border", [LINE, PARAGRAPH])
 def test_what_is_too_short_goes_on_with_the_next_that_is_too_short(border):
     one, two = words(MIN_PASSAGE_TOKENS - 1, 1), words(MIN_PASSAGE_TOKENS - 2, 2)
@@ -92,11 +87,6 @@ def test_a_line_ends_a_passage_that_is_long_already():
     assert cut([*one[:-1], LINE, *two]) == [(*one[:-1], LINE, *two)]
 
 
-def test_special_tokens_are_in_no_passage():
-    one, two = words(40, 1), words(10, 2)
-    assert cut([SPECIAL, *one, SPECIAL, *two, SPECIAL, *words(33, 3)]) == [tuple(one), tuple(words(33, 3))]
-
-
 def test_the_line_that_says_who_speaks_is_no_part_of_the_first_passage():
     text = words(40, 1)
     assert cut([SPECIAL, 12, LINE, *text, SPECIAL, 13, LINE]) == [tuple(text)]
@@ -110,15 +100,6 @@ def test_a_long_passage_is_cut_where_its_own_ids_say_so():
     shifted = cut([*words(77, 2), PARAGRAPH, *text])
     assert found[0] == shifted[1]
     assert set(found) <= set(shifted)
-
-
-def test_the_same_passages_in_another_order_are_the_same():
-    texts = [words(30 + 20 * number, number) for number in range(1, 8)]
-
-    def joined(order):
-        return [token for number in order for token in (*texts[number], PARAGRAPH)]
-
-    assert set(cut(joined(range(7)))) == set(cut(joined([4, 0, 6, 1, 5, 3, 2])))
 
 
 tokens = st.lists(st.sampled_from([LINE, PARAGRAPH, SPECIAL, *range(10, 30)]), max_size=1500)

@@ -62,14 +62,6 @@ def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_
     assert len(runs) == 0
 
 
-def test_a_text_met_again_after_a_model_was_asked_is_not_new(runs: RetrievalRuns) -> None:
-    runs.begin("chain", None, [letter("mill")])
-    assert told(runs, "chain") == ["mill.txt"]
-    runs.record("chain", [letter("mill")])
-    runs.end("chain")
-    assert told(runs) == []
-
-
 def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends() -> None:
     ends_with_parent, outlasts = RetrievalRuns("first", outlasts=False), RetrievalRuns("second", outlasts=True)
     for each in (ends_with_parent, outlasts):
@@ -139,16 +131,6 @@ def test_runs_that_never_end_are_given_up(runs: RetrievalRuns, monkeypatch: pyte
         runs.begin(f"retriever {number}", f"chain {number}")
     assert [bool(told(runs, f"chain {number}")) for number in range(5)] == [False, False, True, True, True]
     assert len(runs) == 6
-
-
-def test_an_id_that_is_used_by_two_open_runs_breaks_nothing(runs: RetrievalRuns) -> None:
-    runs.begin("one", None)
-    runs.begin("two", None)
-    runs.begin("inner", "one")
-    runs.begin("inner", "two")
-    runs.end("one")
-    runs.end("two")
-    assert len(runs) == 0
 
 
 def test_threads_and_tasks_begin_with_what_their_context_knew_and_keep_their_own(runs: RetrievalRuns) -> None:

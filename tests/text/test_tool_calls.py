@@ -237,13 +237,6 @@ def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
     assert ends[-1] == len("Let me see <b>.") == max(ends)
 
 
-def test_text_before_bare_json_is_text():
-    found = format_of(LLAMA)
-    assert found.opens('See {"name": "x"}') == -1
-    assert ready(found, 'See {"name"') == len('See {"name"')
-    assert ready(found, " ") == ready(found, '{"na') == 0
-
-
 def test_a_call_made_twice_is_made_once():
     text = DEFAULT_CALL_FORMAT.write((A, B, A))
     assert [call.name for call in DEFAULT_CALL_FORMAT.read(text)] == ["weather", "walk.to"]

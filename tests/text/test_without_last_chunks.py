@@ -17,11 +17,6 @@ def left(n, *pieces):
     return text(contents[0]), tuple(sources)
 
 
-def test_nothing_left_out_is_nothing_changed():
-    pieces = [Piece("Say. \n"), C[0], Piece("  "), C[1], Piece(" \nWho?")]
-    assert without_last_chunks([pieces], 0) == ([pieces], [])
-
-
 @pytest.mark.parametrize(
     ("n", "wanted", "sources"),
     [
@@ -77,7 +72,3 @@ def test_documents_in_a_message_of_their_own_go():
     contents = [[Piece("Who?")], [C[0], Piece("\n\n"), C[1]]]
     assert [text(each) for each in without_last_chunks(contents, 1, question=0)[0]] == ["Who?", "chunk a"]
     assert [text(each) for each in without_last_chunks(contents, 2, question=0)[0]] == ["Who?", ""]
-
-
-def test_no_messages_are_no_trouble():
-    assert without_last_chunks([], 3) == ([], [])

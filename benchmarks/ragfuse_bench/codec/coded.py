@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from ragfuse_bench.codec.few_bits import FewBits
 
-from ragfuse.codec import Codec, LayerMeta, UniformCodec, codec_for
+from ragfuse.codec import Codec, LayerMeta, codec_for
 from ragfuse.codec.cachegen import CacheGenCodec
 from ragfuse.codec.levels import PACKED, PAPER
 from ragfuse.codec.profile import profile_tables
@@ -19,7 +20,7 @@ from ragfuse.types.kv import ChunkKV
 from ragfuse.types.levels import LEVEL_NAMES
 
 INT8 = "int8"
-BASELINES = (UniformCodec(4), UniformCodec(3))
+BASELINES = (FewBits(4), FewBits(3))
 """Uniform quantisation beside the level `int8`: what the paper compares itself with, and no levels of a store."""
 WORDS = 512
 """How many different ones random ids are drawn from, and of how many tables are made where a model reads no text."""
@@ -61,7 +62,7 @@ class Codecs:
     @property
     def all(self) -> dict[str, Codec]:
         """Levels and baselines."""
-        return {**self.levels, **{f"int{codec.bits}": codec for codec in BASELINES}}
+        return {**self.levels, **{codec.name: codec for codec in BASELINES}}
 
 
 def codecs_of(model: HFModel) -> Codecs:

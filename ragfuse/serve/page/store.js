@@ -88,12 +88,12 @@ function sessions(found) {
 }
 
 function schemas(found) {
-  const rows = found.data.map((each) => [each.name, count(each.modules), ago(each.added),
+  const rows = found.data.map((each) => [each.name, ago(each.added),
     action("Delete", `Delete schema ${each.name}`,
       () => ask(`/v1/ragfuse/schemas/${encodeURIComponent(each.name)}`, { method: "DELETE" }),
       { danger: true, question: `Delete the schema ${each.name}, and the KV of its modules?` })]);
   return make("section", { class: "card stack", "aria-label": "Schemas" }, make("h2", {}, "Schemas"),
-    rows.length ? table("Schemas", ["schema", "modules", "added", ""], rows, [1])
+    rows.length ? table("Schemas", ["schema", "added", ""], rows)
       : make("p", { class: "quiet" }, "None is registered. POST /v1/ragfuse/schemas registers one."));
 }
 

@@ -9,16 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ragfuse_bench.codec import report, speed
 from ragfuse_bench.codec.coded import codecs_of, coded, fp16_nbytes, ideas_of
+from ragfuse_bench.codec.few_bits import FewBits
 from ragfuse_bench.codec.report import run_codec
 from ragfuse_bench.codec.wanted import Wanted
 from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
 from ragfuse import Settings
+from ragfuse.codec import LayerMeta
 from ragfuse.hf.model import HFModel
 from ragfuse.types.levels import LEVEL_NAMES
+from tests.codec.kit import layer
+from tests.reference import uniform
 
 LOSSY = list(LEVEL_NAMES[1:])
 
@@ -47,6 +52,15 @@ def test_every_codec_gives_the_kv_back_as_near_as_its_bins_and_counts_its_bytes(
         )
     assert away["int8"] < away["int4"] < away["int3"]
     assert sorted(LOSSY[1:], key=away.__getitem__) == LOSSY[1:]
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_few_bits_give_back_what_their_slow_twin_does(bits: int) -> None:
+    before = layer(3, 13, dtype=torch.bfloat16)
+    blob = FewBits(bits).encode(before)
+    after = FewBits(bits).decode(blob, LayerMeta.of(before, blob))
+    for found, given in ((after.keys, before.keys), (after.values, before.values)):
+        assert torch.equal(found.float(), uniform(given, bits).to(torch.bfloat16).float())
 
 
 def test_the_paper_s_ideas_are_added_one_at_a_time(model: HFModel) -> None:
