@@ -30,7 +30,7 @@ CALIBRATED = {
     "ratio": 0.0,
     "tried": [
         {"policy": "none", "ratio": 0.0, "ttft_x": 6.04, "kl_over_reuse": 0.1, "low": 0, "high": 0, "top1": 1}
-        | {"is_safe": True, "questions": 12, "dropped": ""}
+        | {"is_safe": True, "questions": 12, "outcome": "safe"}
     ],
     "questions": 12,
     "tokens": 500,
